@@ -10,7 +10,7 @@ import logging
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,7 +97,6 @@ class SafetensorsFolder:
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -118,7 +117,21 @@ class SafetensorsFolder:
         Raises:
             CheckpointError: the file changed since the folder was opened.
         """
+        return self._read_rows(self._entries[name], start, stop)
+
+    def load_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` of one matrix of a stack (num_matrices, rows, columns).
+
+        Raises:
+            CheckpointError: the file changed since the folder was opened.
+        """
         entry = self._entries[name]
+        count, rows, columns = entry.shape
+        flat = replace(entry, shape=(count * rows, columns))
+        return self._read_rows(flat, index * rows + start, index * rows + stop)
+
+    @staticmethod
+    def _read_rows(entry: _Entry, start: int, stop: int) -> Tensor:
         row_bytes = (
             entry.nbytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.nbytes
         )

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, NoReturn
 
 import typer
 
-from appliance.commands.cache import cache
-from appliance.commands.card import card
-from appliance.commands.docs import docs
-from appliance.commands.evaluate import evaluate
-from appliance.commands.keys import keys
-from appliance.commands.monitoring import monitoring
-from appliance.commands.quantize import quantize
-from appliance.commands.repack import repack
-from appliance.commands.serve import serve
-from appliance.commands.settings import settings
-from appliance.commands.top import top
-from appliance.config import warn_of_unknown_variables
+from appliance.commands.lazy import LazyGroup
 from appliance.errors import ApplianceError
 from appliance.version import __version__
 
+
+class Commands(LazyGroup):
+    """Every command, with the line that --help shows: 57 characters at most."""
+
+    lines: ClassVar[Mapping[str, str]] = {
+        "serve": "Serve a model behind an OpenAI-compatible endpoint.",
+        "fit": "Rank the ways to serve a model on this machine.",
+        "models": "Fetch, list, check and remove models.",
+        "chat": "Talk with the model of a running server.",
+        "connect": "Print the set-up of a client of the server.",
+        "top": "Watch a running server: blocks, requests, throughput.",
+        "quantize": "Quantize a model's weights into a folder.",
+        "repack": "Store a quantized model in another format.",
+        "evaluate": "Measure a checkpoint and write its quality card.",
+        "card": "Show the quality card of a checkpoint.",
+        "doctor": "Check machine, settings, model files and server.",
+        "bench": "Measure speed and print a report to post.",
+        "install-service": "Print or write the systemd unit of the server.",
+        "settings": "List every setting, its default and bounds.",
+        "config": "Show the settings in effect.",
+        "lora": "List and check LoRA adapters.",
+        "keys": "List API keys, or make a new one.",
+        "cache": "List or remove KV cache kept on the disk.",
+        "monitoring": "Print a Grafana dashboard, alerts or scrape settings.",
+        "docs": "Read the documentation; it needs no network.",
+    }
+
+
 app = typer.Typer(
     name="appliance",
+    cls=Commands,
+    rich_markup_mode=None,  # importing rich takes longer than all else that --help needs
     help="A quantization-first LLM serving appliance for the home.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -60,7 +80,10 @@ def before_any_command(
     ] = False,
 ) -> None:
     """Warn of environment variables that are no settings."""
-    if context.invoked_subcommand != "serve":  # which logs the same warning
+    # Those two say it themselves.
+    if context.invoked_subcommand not in ("serve", "doctor"):
+        from appliance.config import warn_of_unknown_variables
+
         warn_of_unknown_variables()
 
 
@@ -68,14 +91,3 @@ def before_any_command(
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
-
-
-def _as_paragraphs(docstring: str | None) -> str:
-    paragraphs = (docstring or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
-for command in (serve, quantize, repack, evaluate, card, top, monitoring, settings, docs):
-    app.command(help=_as_paragraphs(command.__doc__))(command)
-app.add_typer(cache, name="cache")
-app.add_typer(keys, name="keys")

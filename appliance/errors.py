@@ -5,6 +5,7 @@ ApplianceError
 ├── ModelError             a model that cannot be used                         exit 3
 │   ├── CheckpointError    a weight file that is cut, wrong or unsafe
 │   ├── UnsupportedModelError
+│   ├── AdapterError       an adapter that cannot be used with the model
 │   ├── ChatTemplateError  no template, or one that fails to render
 │   └── QualityError       its quality card does not reach what was asked for
 ├── MemoryPlanError        weights + KV cache + workspace do not fit           exit 4
@@ -52,6 +53,10 @@ class CheckpointError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """An architecture, tensor type or option that no code here covers."""
+
+
+class AdapterError(ModelError):
+    """An adapter that is damaged, belongs to another model, or asks for what is not supported."""
 
 
 class ChatTemplateError(ModelError):
@@ -192,7 +197,6 @@ class EngineUnavailableError(EngineError):
     """The engine is loading, restarting or shutting down.
 
     Args:
-        message: the reason.
         retry_after: seconds until it may be ready; None if unknown.
     """
 

@@ -29,7 +29,6 @@ from appliance.stats import LogLine as LogLine
 PROTOCOL = 4  # grows with the feed's features; readers ignore what they do not know
 NO_OWNER = 0xFFFF
 MAX_SHOWN_AGE = 0xFFFF  # seconds
-MAX_SHOWN_REFERENCES = 0xFF
 
 
 class BlockState(IntEnum):
@@ -40,20 +39,6 @@ class BlockState(IntEnum):
     ACTIVE = 2  # referenced by at least one sequence
     WRITING = 3  # active, and the open last block of a sequence, which receives tokens
     LOADING = 4  # active, while its content arrives from host memory or disk
-
-
-def pack_cell(state: int, precision: int, references: int, owner: int) -> int:
-    """Encode one block as the feed's 32-bit word.
-
-    Bits 0-3 state, 4-7 precision (an index into `Info.precisions`), 8-15 reference count (stays at
-    255), 16-31 slot of the owning sequence (`SequenceView.slot`) or `NO_OWNER`.
-    """
-    return state | precision << 4 | min(references, MAX_SHOWN_REFERENCES) << 8 | owner << 16
-
-
-def unpack_cell(cell: int) -> tuple[BlockState, int, int, int]:
-    """Decode a word into state, precision index, reference count and owner slot."""
-    return BlockState(cell & 0xF), cell >> 4 & 0xF, cell >> 8 & 0xFF, cell >> 16
 
 
 class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +55,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = 1  # `PROTOCOL` of the server
     version: str  # of the appliance
     model: str  # id in the API
-    state: str  # loading, ready, restarting, failed
+    state: str  # loading, ready, restarting, asleep, waking, failed
     reason: str = ""  # of a failure
     restarts: int = 0  # of the engine since the server started
     architecture: str = ""
@@ -102,7 +87,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     num_blocks: int
     block_size: int
-    cells: str  # base64 of zlib of num_blocks little-endian 32-bit words, see `pack_cell`
+    # base64 of zlib of num_blocks little-endian 32-bit words. Bits 0-3 of one are the `BlockState`,
+    # 4-7 the precision (an index into `Info.precisions`), 8-15 the reference count (stays at 255),
+    # 16-31 the slot of the owning sequence (`SequenceView.slot`) or `NO_OWNER`.
+    cells: str
     # The same of num_blocks little-endian 16-bit words: seconds since the block last changed hands,
     # at most `MAX_SHOWN_AGE`. Empty if the server does not know.
     ages: str = ""
@@ -149,7 +137,7 @@ def _inflate(packed: str, size: int, what: str) -> bytes:
     return words
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class BlockRun(msgspec.Struct, frozen=True, array_like=True):
     """`length` blocks from `start` on that all became `cell`; in JSON [start, length, cell]."""
 
     start: int
@@ -161,7 +149,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that changed."""
 
     epoch: int
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,6 +42,19 @@ class FileIdentity:
         return cls(size=found.st_size, modified_ns=found.st_mtime_ns, inode=found.st_ino)
 
 
+def stamp_of(path: Path) -> str:
+    """Return what distinguishes versions of a file, or of all files in a folder.
+
+    Empty if there is nothing, or nothing that may be read.
+    """
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        found = [(file.name, os.stat(file)) for file in files if file.is_file()]
+    except OSError:
+        return ""
+    return ";".join(f"{name}:{one.st_size}:{one.st_mtime_ns}:{one.st_ino}" for name, one in found)
+
+
 def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryview) -> None:
     """Fill `buffer` with the bytes of `path` from `offset` on.
 
@@ -84,7 +97,6 @@ def check_private(folder: Path, *, inside: bool = False) -> None:
     Nothing is changed through a link: whoever planted it could make us open another folder.
 
     Args:
-        folder: to check.
         inside: it is one of ours in a checked folder: it must not be a link, and is closed to
             others if it is open.
 

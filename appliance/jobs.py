@@ -126,6 +126,11 @@ def read_jobs(folder: Path) -> dict[str, Job]:
     return jobs
 
 
+def stale_jobs(folder: Path) -> list[Path]:
+    """List the files of tasks whose process is gone; the next task removes them."""
+    return [path for path in sorted(folder.glob("*.json")) if not _is_going_on(path)]
+
+
 def _lock_of(path: Path) -> Path:
     return path.with_suffix(".lock")
 

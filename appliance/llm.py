@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from appliance.adapter_names import AdapterRegistry
 from appliance.best_of import Likelihood, best, with_logprobs
 from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import FinishReason, Request, SamplingParams
-from appliance.errors import ChatTemplateError, EngineError
-from appliance.hub import resolve_model
+from appliance.engine.request import AdapterRef, FinishReason, Request, SamplingParams
+from appliance.errors import ChatTemplateError, EngineError, RequestError
+from appliance.hub import resolve_adapters, resolve_model
 from appliance.output import ChoiceText
 from appliance.sampling_defaults import choose_defaults
 from appliance.stop_pieces import stop_pieces
@@ -79,10 +80,13 @@ class LLM:
         config = load_section(EngineConfig, given, spell="LLM option {}".format)
         warn_of_unknown_variables()
         resolved = resolve_model(config.model, cache_dir=cache_dir(), progress=_ignore_progress)
+        adapters = resolve_adapters(config.lora, progress=_ignore_progress)
+        config = msgspec.structs.replace(config, model=str(resolved.path), lora=adapters)
+        self._adapters = AdapterRegistry(config, resolved.name)
         self.path = str(resolved.path)
         self.tokenizer = Tokenizer.from_path(resolved.path)
         self.engine = LLMEngine.load(
-            msgspec.structs.replace(config, model=self.path),
+            config,
             eos_token_ids=self.tokenizer.eos_token_ids,
             metadata=None,
             on_progress=_ignore_progress,
@@ -99,6 +103,7 @@ class LLM:
         prompts: str | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts, in the given order.
@@ -107,10 +112,13 @@ class LLM:
             prompts: one text, or texts and lists of token ids.
             sampling_params: one for all, or one per prompt, used unchanged. None is
                 `default_sampling`.
+            adapter: name of an adapter that the options `lora` or `lora_dir` give; None is the
+                model itself.
             progress: draw a bar with prompts done and tokens per second on stderr.
 
         Raises:
-            RequestError: a prompt is longer than the context; none was started.
+            RequestError: a prompt is longer than the context, or no adapter has this name; none
+                was started.
             EngineError: the engine could not finish one of them.
         """
         batch: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
@@ -130,13 +138,14 @@ class LLM:
             prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
             for prompt, ids in zip(batch, token_ids, strict=True)
         ]
-        return self._run(texts, token_ids, sampling, progress)
+        return self._run(texts, token_ids, sampling, self._adapter(adapter), progress)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | None = None,
         *,
+        adapter: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, in the model's own chat format.
@@ -144,7 +153,8 @@ class LLM:
         Args:
             messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
             sampling_params: for all of them; None is `default_sampling`.
-            progress: as in `generate`.
+            adapter: as in `generate`, like the next.
+            progress: draw a bar.
 
         Raises:
             ChatTemplateError: the model has no chat template.
@@ -154,13 +164,23 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, adapter=adapter, progress=progress)
+
+    def _adapter(self, name: str | None) -> AdapterRef | None:
+        if name is None:
+            return None
+        found = self._adapters.find(name)
+        if found is None:
+            names = ", ".join(self._adapters.names()) or "none; see the options lora and lora_dir"
+            raise RequestError(f"no adapter is named {name!r}; there are: {names}", param="adapter")
+        return found
 
     def _run(
         self,
         texts: list[str],
         token_ids: list[list[int]],
         sampling: list[SamplingParams],
+        adapter: AdapterRef | None,
         progress: bool,
     ) -> list[RequestOutput]:
         runs: dict[str, _Run] = {}
@@ -171,6 +191,7 @@ class LLM:
                     prompt_token_ids=tuple(ids),
                     sampling=with_logprobs(params),
                     stop_pieces=stop_pieces(self.tokenizer, params),
+                    adapter=adapter,
                 )
                 self._next_id += 1
                 if params.grammar is not None and not self._has_vocabulary:
@@ -195,7 +216,9 @@ class LLM:
         if delta.error is not None:
             raise EngineError(delta.error)
         was_open = run.open
-        if run.take(delta):
+        # What follows a stop string in the same step is no part of an answer.
+        stopped = [run.take(one) for one in delta.one_by_one()]
+        if any(stopped) and delta.finish_reason is None:
             self.engine.abort(delta.request_id, delta.index)
         advance(was_open > 0 and run.open == 0, len(delta.token_ids))
 

@@ -39,7 +39,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="s
     max_vram: int | None = None
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
+class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
     """A longer piece of work begins."""
 
     what: str  # such as "choosing the precision of the KV cache"
@@ -54,7 +54,7 @@ class TensorClass(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int  # of the result
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="plan"):
+class RunPlanned(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="plan"):
     """Resources of the run."""
 
     peak_ram: int  # bytes; of the whole process
@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="pl
     notes: tuple[str, ...] = ()  # what the user should know before it begins
 
 
-class Unit(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="unit"):
+class UnitFinished(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="unit"):
     """A part of the model is finished."""
 
     name: str  # such as "layer 3"
@@ -118,14 +118,24 @@ class CardWritten(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     same_top_percent: float  # of places where both rank the same token first
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="error"):
+class RunFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="error"):
     """The run failed."""
 
     message: str
     units_done: int  # kept for the next run; 0 means that it starts over
 
 
-QuantizeEvent = Step | Start | Plan | Unit | Written | Done | Measuring | CardWritten | Failed
+QuantizeEvent = (
+    StepStarted
+    | Start
+    | RunPlanned
+    | UnitFinished
+    | Written
+    | Done
+    | Measuring
+    | CardWritten
+    | RunFailed
+)
 OnEvent = Callable[[QuantizeEvent], None]
 
 

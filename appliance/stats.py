@@ -58,12 +58,23 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_dropped_total: int = 0  # blocks that left the cache before they were written
     kv_disk_corrupt_total: int = 0  # files that were cut, damaged or foreign, and removed
     kv_disk_evicted_total: int = 0  # files removed for the cap
+    state_slots: int = 0  # of recurrent states, one for each sequence that runs; 0 without
+    state_slots_used: int = 0
+    state_checkpoints: int = 0  # rows for copies of states at block boundaries
+    state_checkpoints_cached: int = 0  # of these, rows with content
+    state_bytes: int = 0  # of one slot or checkpoint
+    state_saves_total: int = 0  # checkpoints made
+    state_restores_total: int = 0  # sequences that began from one
+    state_rewinds_total: int = 0  # sequences that went back to before rejected drafts
+    state_evictions_total: int = 0  # checkpoints that had to make room
     grammar_requests_total: int = 0  # with a requested form of answer
     grammar_cache_hits_total: int = 0  # of these, whose grammar was already compiled
     grammar_compiles: tuple[int, ...] = ()  # of the others, by `COMPILE_SECONDS`, and those above
     grammar_compile_seconds_total: float = 0.0
-    draft_tokens_total: int = 0  # proposed by speculative decoding; 0 while it is off
+    drafts_total: int = 0  # sequences in a step whose next tokens were proposed; 0 while it is off
+    draft_tokens_total: int = 0  # proposed by speculative decoding
     accepted_tokens_total: int = 0  # of these, accepted
+    accepted_tokens_by_place: tuple[int, ...] = ()  # in a draft, from the first
 
     @property
     def kv_usage(self) -> float:
@@ -81,8 +92,8 @@ class StepView(msgspec.Struct, frozen=True, array_like=True):
     """One finished step; in JSON [number, prefill, decode, sequences, seconds]."""
 
     number: int  # of the engine process, from 1
-    prefill_tokens: int  # rows of sequences that had more than one
-    decode_tokens: int  # sequences with one row: they extend an answer or end a prompt
+    prefill_tokens: int  # rows of sequences that had more than one and no drafts
+    decode_tokens: int  # rows that extend an answer or end a prompt, with drafts
     sequences: int  # in total
     seconds: float
 
@@ -123,8 +134,11 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0  # in the cache; fewer than the prompt has while it is in prefill
     preemptions: int = 0
     kept_tokens: int = 0  # while swapped: in kept blocks, in the cache or host memory
+    draft_tokens: int = 0  # proposed for its answer so far
+    accepted_tokens: int = 0  # of these, accepted
     host_blocks: int = 0  # of its blocks in host memory, preempted or read from the disk
     tokens_per_second: float = 0.0  # generated, over the last second or two
     model: str = ""
+    adapter: str = ""  # its name; empty on the model itself
     prompt: str = ""  # its beginning, only if the server was started to show prompts
     yours: bool = True  # the watching key may end it

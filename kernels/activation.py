@@ -1,12 +1,28 @@
-"""The nonlinearities that a gated MLP can have. Imports nothing."""
+"""The nonlinearities that an MLP can have. Imports nothing of ours."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
 class Activation(Enum):
-    """act in down(act(gate(x)) * up(x))."""
+    """act in down(act(gate(x)) * up(x)), or in down(act(up(x)))."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    RELU_SQUARED = "relu_squared"  # arXiv 2109.08668
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """g * sigmoid(alpha * g) * (u + 1) instead of act(gate) * up (gpt-oss).
+
+    g is the gate, at most `limit`; u is up, from -limit to limit.
+    """
+
+    limit: float
+    alpha: float
+
+
+Gating = Activation | ClampedSwiGLU

@@ -1,4 +1,4 @@
-"""Which implementation of each operation runs where: one frozen table of functions per backend.
+"""Chooses implementations of operations: one frozen table of functions per backend.
 
 Every entry has a torch reference that is slow and obviously right; the other tables replace
 entries of it. Choosing is explicit, by device, and never falls back in silence.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.activation import Activation
+    from appliance.kernels.activation import Gating
     from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.kv_write.head_norms import HeadNorms
@@ -41,14 +41,10 @@ class Linear(Protocol):
     """A weight laid out for one backend: x (num_tokens, in) -> (num_tokens, out), dtype of x."""
 
     @property
-    def in_features(self) -> int:
-        """Width of x."""
-        ...
+    def in_features(self) -> int: ...
 
     @property
-    def out_features(self) -> int:
-        """Width of the result."""
-        ...
+    def out_features(self) -> int: ...
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +68,7 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # (num_tokens, num_heads, head_dim), dtype of query
         """Attend; the arguments are described at `paged_attention.reference`."""
         ...
@@ -107,7 +104,7 @@ class Backend:
     # x (num_tokens, heads, head_dim), cos and sin (num_tokens, rotary_dim / 2) float32 -> like x
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     # gate and up side by side (num_tokens, 2 * intermediate) -> (num_tokens, intermediate)
-    gated_activation: Callable[[Tensor, Activation], Tensor]
+    gated_activation: Callable[[Tensor, Gating], Tensor]
     # logits (num_rows, vocab_size), cap -> float32
     soft_cap: Callable[[Tensor, float], Tensor]
     # key, value (num_tokens, num_kv_heads, head_dim), cache, slot_mapping (num_tokens,)
@@ -122,7 +119,7 @@ class Backend:
     paged_attention: PagedAttention
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None where there is none for such a weight
-    prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Activation], Linear | None]
+    prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
 
 
 REFERENCE = Backend(
@@ -190,6 +187,7 @@ def triton_backend() -> Backend:
 
     The remaining entries are the reference on the device.
     """
+    from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
@@ -207,11 +205,13 @@ def triton_backend() -> Backend:
         return packed_matmul.prepare_linear(weight, bias, dtype)
 
     def prepare_gated(
-        weight: Weight, bias: Tensor | None, dtype: torch.dtype, activation: Activation
+        weight: Weight, bias: Tensor | None, dtype: torch.dtype, activation: Gating
     ) -> Linear | None:
-        if isinstance(weight, PackedWeight) and packed_matmul.has_gated(weight, dtype, activation):
-            return packed_matmul.prepare_gate_up(weight, bias, dtype)
-        return None
+        if not isinstance(weight, PackedWeight | Fp4Weight):
+            return None
+        if not packed_matmul.has_gated(weight, dtype, activation):
+            return None
+        return packed_matmul.prepare_gate_up(weight, bias, dtype)
 
     return replace(
         REFERENCE,

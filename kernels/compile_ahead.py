@@ -31,7 +31,7 @@ _parsing = Lock()  # `ast.parse` of Python 3.11 fails where several threads pars
 
 @contextmanager
 def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Carry no launch out, but compile what it would need; at the end all of that is on the disk.
+    """Compile the kernels of all launches into Triton's cache instead of launching them.
 
     Launches that follow find it in Triton's cache. Compiling is threaded, for Triton lets go of
     the interpreter's lock in all that takes long. A kernel that cannot be compiled is left to its
@@ -79,7 +79,7 @@ def _one_at_a_time(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
-    """Compile for a launch as it was noted; exactly what `triton.compile` would be given then."""
+    """Compile for a recorded launch, exactly as `triton.compile` would."""
     options = json.loads(launch["specialization_data"])["options"]
     options = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
@@ -101,25 +101,25 @@ class NoDevice(DriverBase):  # type: ignore[misc]
         self._target = target
 
     @classmethod
-    def is_active(cls) -> bool:  # noqa: D102
+    def is_active(cls) -> bool:
         return False
 
-    def map_python_to_cpp_type(self, ty: str) -> str:  # noqa: D102
+    def map_python_to_cpp_type(self, ty: str) -> str:
         raise NotImplementedError
 
-    def get_benchmarker(self) -> Any:  # noqa: D102
+    def get_benchmarker(self) -> Any:
         raise NotImplementedError
 
-    def get_active_torch_device(self) -> Any:  # noqa: D102
+    def get_active_torch_device(self) -> Any:
         raise NotImplementedError
 
     def get_current_target(self) -> GPUTarget:
-        """What would be compiled for."""
+        """Return the target of the compilation."""
         return self._target
 
     def get_current_device(self) -> int | str:
-        """In place of a number, by which Triton keeps what it compiled."""
+        """Return a key under which Triton stores these kernels."""
         return f"no device of {self._target}"
 
-    def get_current_stream(self, device: int | str) -> int:  # noqa: D102
+    def get_current_stream(self, device: int | str) -> int:
         return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +22,16 @@ AnyLayerCache = LayerCache | SealedPages
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The blocks of all layers."""
+    """The blocks of all attention layers, and the state slots of all recurrent ones.
+
+    Attributes:
+        states: (num_slots, state_bytes) uint8; a row is a sequence's state.
+        recurrent: of each recurrent layer its tensors (num_slots, ...) float32, views of `states`.
+    """
 
     layers: tuple[AnyLayerCache, ...]
+    states: Tensor = field(default_factory=lambda: torch.empty((0, 0), dtype=torch.uint8))
+    recurrent: tuple[tuple[Tensor, ...], ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -73,7 +80,7 @@ class KVCache:
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
     ) -> None:
-        """Put back what `read_block` returned, in this block or in another one."""
+        """Put back the bytes of `read_block`, in this block or in another one."""
         places = [part[block] for part in self._parts]
         if open_page >= 0:
             places += [part[open_page] for part in self._open_parts]
@@ -147,12 +154,8 @@ def allocate_layer(
     Args:
         allocate: a backend's `allocate_cache`.
         precision: how the layer is stored.
-        num_blocks: physical blocks.
         block_size: token slots in a block.
         num_open: open pages, if the layer is sealed.
-        num_kv_heads: of the layer.
-        head_dim: elements of a head.
-        device: where the memory is.
     """
     mean = None if precision.key_mean is None else precision.key_mean.float().to(device)
     if precision.format.is_sealed:

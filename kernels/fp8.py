@@ -44,12 +44,11 @@ class Fp8Weight:
 
     @property
     def is_blockwise(self) -> bool:
-        """Whether a scale belongs to a block, not to an output feature."""
+        """True if a scale belongs to a block, not to an output feature."""
         return self.scale.dim() == 2
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scale.nbytes
 
     def to(self, device: torch.device) -> Fp8Weight:
@@ -57,12 +56,12 @@ class Fp8Weight:
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device))
 
     def is_finite(self) -> bool:
-        """Whether no scale and no code is NaN or infinite."""
+        """Return True if no scale and no code is NaN or infinite."""
         nan = (self.codes.view(torch.uint8) & NAN_CODE) == NAN_CODE
         return bool(torch.isfinite(self.scale).all()) and not bool(nan.any())
 
     def stacks_with(self, other: Fp8Weight) -> bool:
-        """Whether `other` may follow below this one: no block may hold rows of both."""
+        """Return True if `other` may follow below this one: no block may hold rows of both."""
         alike = (self.is_blockwise, self.quantized_inputs) == (
             other.is_blockwise,
             other.quantized_inputs,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class KVFormat(Enum):
-    """How keys and values are stored; what is called `pages` is found in `KVPages` only."""
+    """Storage format of keys and values; those noted as pages exist in `KVPages` only."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -48,22 +48,22 @@ class KVFormat(Enum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether scales accompany the elements."""
+        """True if scales accompany the elements."""
         return self not in (KVFormat.FP32, KVFormat.FP16, KVFormat.BF16)
 
     @property
     def is_sealed(self) -> bool:
-        """Whether a block's last form is made when it is full; until then its tokens are INT8."""
+        """True if a block's tokens are INT8 until it is full, and then take their last form."""
         return self in (KVFormat.INT4_SEALED, KVFormat.K8V4)
 
     @property
     def has_elements(self) -> bool:
-        """Whether blocks can be tensors of elements, `KVBlocks`."""
+        """True if blocks can be tensors of elements, `KVBlocks`."""
         return self in _STORAGE_DTYPE
 
     @property
     def is_rotated(self) -> bool:
-        """Whether keys, and so the queries for them, are Hadamard-transformed after RoPE."""
+        """True if keys and their queries are Hadamard-transformed after RoPE."""
         return self is KVFormat.INT4
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
@@ -82,7 +82,7 @@ _STORAGE_DTYPE = {
 
 @dataclass(frozen=True, slots=True)
 class LayerPrecision:
-    """How the keys and values of one layer are stored.
+    """Storage of one layer's keys and values.
 
     Attributes:
         format: in which elements or codes.
@@ -149,7 +149,6 @@ class KVBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks."""
         return self.keys.shape[0]
 
     @property
@@ -159,12 +158,10 @@ class KVBlocks:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the layer."""
         return self.keys.shape[2]
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         return self.keys.shape[3]
 
     def gather(self, table: Sequence[int], context: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -240,7 +237,6 @@ class KVPages:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks."""
         return self.pages.shape[0]
 
     @property
@@ -250,7 +246,6 @@ class KVPages:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the layer."""
         return self.pages.shape[1]
 
     def gather(self, table: Sequence[int], context: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

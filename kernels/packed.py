@@ -16,7 +16,7 @@ DEQUANTIZE_AT_ONCE = 1 << 20  # elements
 
 
 class OffsetKind(Enum):
-    """What `PackedWeight.offset` means; both keep their source's 16-bit values exactly."""
+    """Meaning of `PackedWeight.offset`; both keep their source's 16-bit values exactly."""
 
     ADDITIVE = "additive"  # w = q * scale + offset        (GGUF Q4_0, Q4_1, Q8_0; symmetric)
     ZERO_POINT = "zero_point"  # w = (q - offset) * scale  (AWQ, GPTQ, asymmetric)
@@ -80,7 +80,7 @@ class PackedWeight:
         )
 
     def rows(self, index: Tensor | slice) -> PackedWeight:
-        """Select output rows; codes are never touched, so nothing is lost."""
+        """Select output rows without repacking."""
         return replace(
             self, codes=self.codes[index], scale=self.scale[index], offset=self.offset[index]
         )
@@ -131,7 +131,7 @@ class PackedWeight:
         )
 
     def stacks_with(self, other: PackedWeight) -> bool:
-        """Whether both are of one kind, so that `concatenate` takes them."""
+        """Return True if `concatenate` takes both."""
         one, two = self.input_order, other.input_order
         same_order = one is two if one is None or two is None else torch.equal(one, two)
         return same_order and (self.bits, self.group_size, self.offset_kind, self.scale.dtype) == (

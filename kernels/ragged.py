@@ -21,7 +21,7 @@ Table = TypeVar("Table", bound="Sequence[int]")
 
 @dataclass(frozen=True, slots=True)
 class SealedSpans:
-    """Which tokens lie in closed blocks, and where the others are: see `sealed_pages`."""
+    """The split of tokens between closed blocks and open pages: see `sealed_pages`."""
 
     lens: Tensor  # (num_seqs,) int32, leading tokens in closed blocks, a multiple of 32
     open_tables: Tensor  # (num_seqs, max_open) int32, open pages of the blocks after them
@@ -32,6 +32,15 @@ class SealedSpans:
     # (n, 2) int64: open pages that the step fills, and the blocks to be made of them before anyone
     # attends.
     moves: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The adapters of a step's sequences: slots of a table that only the executor knows."""
+
+    slots: Tensor  # (num_seqs,) int32, below 0 without an adapter
+    host_slots: tuple[int, ...]
+    table: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +67,14 @@ class RaggedBatch:
     host_context_lens: tuple[int, ...]
     sealed: SealedSpans | None = None  # with `SealedPages` only
     decode_rows: int = 1
+    # Of models with recurrent layers: (num_seqs,) int32, where each sequence's state lies. A
+    # sequence that is laid out as several names its slot in each.
+    state_slots: Tensor | None = None
+    host_state_slots: tuple[int, ...] | None = None
+    adapters: AdapterRows | None = None  # None where no sequence has one
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in the batch."""
         return len(self.host_query_lens)
 
     @classmethod
@@ -75,6 +88,7 @@ class RaggedBatch:
         device: torch.device,
         open_pages: Sequence[Sequence[int]] | None = None,
         decode_rows: int = 1,
+        state_slots: Sequence[int] | None = None,
     ) -> RaggedBatch:
         """Lay sequences side by side.
 
@@ -83,11 +97,14 @@ class RaggedBatch:
             context_lens: tokens of each sequence, these rows included.
             block_tables: blocks of each sequence; what lies beyond its context is left out.
             block_size: token slots in a block.
-            device: where the tensors go.
             open_pages: of the blocks that each sequence's rows lie in; with a sealed cache only.
             decode_rows: most rows of a sequence that decodes.
+            state_slots: of each sequence's recurrent state, of models that have one.
         """
         pages: list[int] = []
+        if open_pages is not None and state_slots is not None:
+            each = zip(state_slots, open_pages, strict=True)
+            state_slots = [slot for slot, opened in each for _ in opened]
         if open_pages is not None:
             query_lens, context_lens, block_tables, pages = cut_at_blocks(
                 query_lens, context_lens, block_tables, open_pages, block_size
@@ -118,6 +135,8 @@ class RaggedBatch:
             if pages
             else None,
             decode_rows=decode_rows,
+            state_slots=None if state_slots is None else int32(state_slots),
+            host_state_slots=None if state_slots is None else tuple(state_slots),
         )
 
 

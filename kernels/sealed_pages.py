@@ -78,17 +78,14 @@ class SealedPages:
 
     @property
     def num_blocks(self) -> int:
-        """Physical blocks."""
         return self.closed.num_blocks
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the layer."""
         return self.closed.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         return self.closed.head_dim
 
     def gather(
@@ -105,7 +102,7 @@ class SealedPages:
         return tuple(torch.cat(parts) for parts in zip(closed, opened, strict=True))
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
-        """See `copy_open`: what is copied on write was not sealed yet."""
+        """See `copy_open`: copy-on-write copies unsealed blocks only."""
 
     def copy_open(self, sources: list[int], destinations: list[int]) -> None:
         """Copy open pages, for copy-on-write."""

@@ -1,4 +1,4 @@
-"""What Triton's kernels run on."""
+"""The target of Triton's kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAND_IN = 80  # compute capability whose tiles the interpreter takes
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What kernels are compiled for.
+    """A target of compilation.
 
     Attributes:
         capability: compute capability (86 is 8.6).

@@ -1,4 +1,4 @@
-"""What the weight of a linear may be, whatever checkpoint it came from. Imports nothing of ours."""
+"""The kinds of weight of a linear, whatever its checkpoint. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 
-Weight: TypeAlias = Tensor | PackedWeight | Fp8Weight  # (out_features, in_features)
+Weight: TypeAlias = Tensor | PackedWeight | Fp8Weight | Fp4Weight  # (out_features, in_features)
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -19,8 +20,8 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def some_rows(weight: Weight, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-    """Outputs by a range or by their indices (num_rows,), in `dtype`; nothing else is unpacked."""
-    if isinstance(weight, PackedWeight):
+    """Select outputs by a range or by indices (num_rows,), in `dtype`, without unpacking others."""
+    if isinstance(weight, PackedWeight | Fp4Weight):
         return weight.rows(rows).dequantize(dtype)
     if isinstance(weight, Fp8Weight):
         assert isinstance(rows, slice), "no embedding is FP8"

@@ -13,6 +13,7 @@ from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
+from appliance.model.adapters.base_factors import FACTORS_NAME
 from appliance.model.source import open_model
 from appliance.quant.formats.grouping import zero_points_of
 from appliance.quant.formats.kv_plan import FILE as KV_PLAN
@@ -62,7 +63,6 @@ def repack_model(
 
     Args:
         model_path: a folder, or a .gguf file whose weights have zero points.
-        out: the folder to write.
         format: AWQ or GPTQ.
         overwrite: replace an older model folder at the destination.
         on_progress: called with a stage, the number of weights done, and their total.
@@ -124,8 +124,9 @@ def repack_model(
             text = json.dumps(config, indent=2, ensure_ascii=False)
             (staging / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
             write_tokenizer_files(model_path, staging)
-            if (model_path / KV_PLAN).is_file():
-                shutil.copyfile(model_path / KV_PLAN, staging / KV_PLAN)
+            for beside in (KV_PLAN, FACTORS_NAME):
+                if (model_path / beside).is_file():
+                    shutil.copyfile(model_path / beside, staging / beside)
             facts = facts_of_run(model_path)
             if facts is not None:
                 write_facts(facts, staging)

@@ -71,10 +71,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow files first, or one worker may be left with them when the others are done."""
+    """The longest first, or one worker may be left with them when the others are done."""
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
+        from file_scheduling import longest_first
+
+        longest_first(items)
 
 
 @pytest.fixture(scope="module", autouse=True)

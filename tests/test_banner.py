@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance import config as configuration
@@ -82,6 +83,12 @@ def test_sampling_and_weights_are_said_in_words() -> None:
     assert "; weights 4 bits (groups of 32), head 8 bits; on CPU" in row("model")
 
 
+def test_experts_are_counted() -> None:
+    info = msgspec.structs.replace(INFO, num_experts=128, experts_per_token=8)
+    lines = banner("http://127.0.0.1:9", "m", info).splitlines()
+    assert any("m, llama of 128 experts, 8 for each token; weights" in line for line in lines)
+
+
 def program(folder: Path) -> Path:
     path = folder / "bin" / "appliance"
     path.parent.mkdir(parents=True)
@@ -147,3 +154,11 @@ def test_a_server_that_stopped_says_what_it_did_and_what_it_kept(
         listing = shlex.split(said[said.index("(") + 1 : -1])
         options = [] if folder == "usual" else ["--kv-disk", str(tmp_path / folder)]
         assert listing[-2 - len(options) :] == ["cache", "ls", *options]
+
+
+def test_a_model_with_recurrent_layers_says_what_its_states_take() -> None:
+    info = msgspec.structs.replace(INFO, state_bytes=30 << 20, num_checkpoints=4)
+    text = banner("http://127.0.0.1:9", "m", info)
+    assert "1 slot for sequences and 4 checkpoints, 6.0 MiB each" in text
+    assert "+ states 30 +" in text
+    assert "states" not in banner("http://127.0.0.1:9", "m", INFO)

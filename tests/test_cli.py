@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from appliance.cli import app
+from appliance.cli import Commands, app
+from appliance.commands import lazy
 from appliance.version import __version__
 
 
@@ -66,17 +68,26 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(
     assert "Traceback" not in result.stderr
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_command_and_nothing_heavy() -> None:
     probe = (
         "import sys; sys.argv = ['appliance', '--help']\n"
         "from appliance.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print(sorted({'torch', 'fastapi', 'textual', 'transformers'} & set(sys.modules)))"
+        "heavy = {'torch', 'fastapi', 'textual', 'transformers', 'rich', 'asyncio', 'msgspec'}\n"
+        "files = {name for name in sys.modules if name.startswith('appliance.commands.')}\n"
+        "print(sorted(heavy & set(sys.modules)), sorted(files))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines()[-1] == "[]"
+    result = python("-c", probe)
+    assert result.stdout.splitlines()[-1] == "[] ['appliance.commands.lazy']"
+
+
+def test_help_names_every_command_uncut() -> None:
+    text = CliRunner().invoke(app, ["--help"]).stdout
+    files = {path.stem for path in Path(lazy.__file__).parent.glob("*.py")}
+    for name, line in Commands.lines.items():
+        assert f"  {name}  " in text
+        assert line in text, "cut off"
+        assert name.replace("-", "_") in files
 
 
 def commands() -> dict[str, Any]:
@@ -156,3 +167,10 @@ def test_a_log_of_the_server_can_be_json() -> None:
     first, last = result.stderr.splitlines()
     assert json.loads(first)["level"] == "warning"
     assert last.startswith("error: there is no model '/nowhere'")
+
+
+def test_a_shell_can_complete_commands() -> None:
+    words = {"COMP_WORDS": "appliance ser", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['appliance']; from appliance.cli import main; main()"
+    result = python("-c", code, _APPLIANCE_COMPLETE="complete_bash", **words)
+    assert result.stdout.split() == ["serve"]

@@ -114,7 +114,8 @@ def test_a_topic_is_found_by_its_first_letters(capsys: pytest.CaptureFixture[str
 
     docs("mem")
     assert capsys.readouterr().out == read("memory-and-cache").text
-    for word, says in (("a", "is one of api, architecture"), ("x", "is none of the topics")):
+    several, none = "is one of adapters, api, architecture", "is none of the topics"
+    for word, says in (("a", several), ("x", none)):
         with pytest.raises(ConfigError, match=says):
             docs(word)
     docs()

@@ -16,7 +16,7 @@ from large_model import LETTERS, write_large_model
 from rich.console import Console
 
 from appliance.cli import main
-from appliance.commands.quantize_display import Lines, TerminalDisplay
+from appliance.commands.quantize_display import PlainDisplay, TerminalDisplay
 from appliance.commands.quantize_job import tell_job
 from appliance.errors import ConfigError
 from appliance.jobs import JobFile, read_jobs
@@ -24,14 +24,14 @@ from appliance.quant.run.options import choose_device
 from appliance.quantize_events import (
     CardWritten,
     Done,
-    Failed,
     Measuring,
-    Plan,
     QuantizeEvent,
+    RunFailed,
+    RunPlanned,
     Start,
-    Step,
+    StepStarted,
     TensorClass,
-    Unit,
+    UnitFinished,
     Written,
     decode_event,
     encode_event,
@@ -41,12 +41,12 @@ START = Start(
     model="m", out="o", architecture="llama", method="gptq", scheme="4 bits", units=5,
     units_done=0, weight_bytes=10**6,
 )  # fmt: skip
-PLAN = Plan(
+PLAN = RunPlanned(
     peak_ram=300 << 20, peak_vram=0, disk_bytes=1 << 20, seconds=200, measured=True,
     classes=(TensorClass(tensors="head", count=1, form="16 bits", nbytes=2 << 20),),
     notes=("it grows",),
 )  # fmt: skip
-UNIT = Unit(
+UNIT = UnitFinished(
     name="layer 3", done=4, total=5, seconds=2.5, losses={"a": 0.01, "b": 0.03},
     notes=("3 of 4 inputs were 0",), bytes_done=5, bytes_total=10, remaining_seconds=4000,
     ram=200 << 20, peak_ram=300 << 20, vram=1 << 20, peak_vram=2 << 20,
@@ -55,7 +55,7 @@ DONE = Done(
     out="o", seconds=1.0, weight_bytes=10, bits_per_weight=4.5, peak_ram=1, peak_vram=0, notes=()
 )
 ALL: list[QuantizeEvent] = [
-    Step(what="choosing"),
+    StepStarted(what="choosing"),
     START,
     PLAN,
     UNIT,
@@ -63,7 +63,7 @@ ALL: list[QuantizeEvent] = [
     DONE,
     CardWritten(path="quality.json", kld_mean=0.02, same_top_percent=91.5),
     Measuring(stage="evaluating layers", done=2, total=30),
-    Failed(message="x", units_done=2),
+    RunFailed(message="x", units_done=2),
 ]
 
 
@@ -75,7 +75,7 @@ def test_events_are_read_as_they_were_written(event: QuantizeEvent) -> None:
 
 
 def test_lines_say_loss_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    with Lines() as display:
+    with PlainDisplay() as display:
         for event in ALL:
             display(event)
     found = capsys.readouterr()
@@ -196,7 +196,7 @@ def test_a_signal_keeps_what_is_done_and_says_so(
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if sum(isinstance(decode_event(line), Unit) for line in lines) == 2:
+        if sum(isinstance(decode_event(line), UnitFinished) for line in lines) == 2:
             process.send_signal(number)
             break
     output, errors = process.communicate(timeout=60)
@@ -205,7 +205,7 @@ def test_a_signal_keeps_what_is_done_and_says_so(
     assert "finished parts are kept in" in last
     assert "Traceback" not in errors
     failed = decode_event(output.splitlines()[-1])
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RunFailed)
     assert failed.units_done >= 2
     status, told, said = run_here(*command)
     assert status == 0, said
@@ -237,4 +237,4 @@ def test_a_ceiling_that_is_too_low_is_one_line(command: list[str], run_here: Run
     status, (*_, last), (line,) = run_here(*command, "--max-ram", "50MiB")
     assert status == 4
     assert "is the least that would do" in line
-    assert isinstance(decode_event(last), Failed)
+    assert isinstance(decode_event(last), RunFailed)

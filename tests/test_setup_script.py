@@ -175,7 +175,7 @@ def test_too_small_a_disk_is_told_before_anything_is_downloaded(
 
 def test_what_a_killed_start_left_is_not_trusted(checkout: Path, setup: Setup) -> None:
     hangs = checkout / "hangs"
-    process = start(checkout, PIP=f"touch {hangs} .venv/torch; sleep 1000")
+    process = start(checkout, PIP=f"touch .venv/torch {hangs}; sleep 1000")
     wait_until(hangs.exists)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

@@ -20,17 +20,17 @@ from textual.widgets import Input
 from appliance.tui import palette
 from appliance.tui.console import PrivateConsole
 from appliance.tui.controls import ControlError, Controls
-from appliance.tui.display import Colors, Display
+from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.look import SequenceKey
 from appliance.tui.raster import ColorMode
 from appliance.tui.scheme import SCHEMES, SIXTEEN, Colorless, OnlyAscii, Recolor
-from appliance.tui.screens.facts import LogPage, ModelPage
-from appliance.tui.screens.map import MapPage
-from appliance.tui.screens.overview import Overview
-from appliance.tui.screens.page import Page
-from appliance.tui.screens.requests import RequestsPage
+from appliance.tui.screens.dashboard_screen import DashboardScreen
+from appliance.tui.screens.facts import LogScreen, ModelScreen
+from appliance.tui.screens.map import MapScreen
+from appliance.tui.screens.overview import OverviewScreen
+from appliance.tui.screens.requests import RequestsScreen
 from appliance.tui.session import Session
-from appliance.tui.state import Phase, is_running
+from appliance.tui.state import ConnectionPhase, is_running
 from appliance.tui.wire import ThriftyDriver
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 FRAMES_PER_SECOND = 5
 TABLE_SECONDS = 1.0
 MESSAGE_SECONDS = 6.0
-# Each page is a screen of its own, with a mode of its own.
-PAGES: dict[str, type[Page]] = {
-    "overview": Overview, "map": MapPage, "requests": RequestsPage, "model": ModelPage,
-    "log": LogPage,
+# Each has a mode of its own.
+SCREENS: dict[str, type[DashboardScreen]] = {
+    "overview": OverviewScreen, "map": MapScreen, "requests": RequestsScreen, "model": ModelScreen,
+    "log": LogScreen,
 }  # fmt: skip
 
 
@@ -72,10 +72,8 @@ class DashboardApp(App[None]):
     """Follows one feed and paints its state at a limited rate.
 
     Args:
-        feed: the source of events.
         controls: of the same server; None if nothing can be asked, as in a recording.
         recorder: writes the feed to a file.
-        display: abilities of the terminal.
 
     Attributes:
         session: the feed's state and the user's view of it.
@@ -95,7 +93,7 @@ class DashboardApp(App[None]):
         *,
         controls: Controls | None = None,
         recorder: Recorder | None = None,
-        display: Display = Display(),  # noqa: B008  (frozen)
+        display: DisplaySettings = DisplaySettings(),  # noqa: B008  (frozen)
     ) -> None:
         super().__init__()
         # Textual's console knows the terminal's colours from its environment.
@@ -109,8 +107,8 @@ class DashboardApp(App[None]):
             recorder=recorder,
         )
         self.session.changed = self.paint
-        for name, page in PAGES.items():
-            self.add_mode(name, partial(page, self.session))
+        for name, screen in SCREENS.items():
+            self.add_mode(name, partial(screen, self.session))
         self.terminal: ThriftyDriver | None = None
         self._feed, self._display_of = feed, display
         self._own_filters: list[LineFilter] = []
@@ -129,7 +127,6 @@ class DashboardApp(App[None]):
         return [*(one for one in textuals if isinstance(one, ANSIToTruecolor)), *self._own_filters]
 
     def on_mount(self) -> None:
-        """Start following and painting."""
         for theme in palette.THEMES:
             self.register_theme(theme)
         self.theme = palette.theme_name(self._display_of.theme)
@@ -145,7 +142,6 @@ class DashboardApp(App[None]):
             event.prevent_default()
 
     def on_unmount(self) -> None:
-        """Flush the recording."""
         self.session.close()
 
     def take(self, item: FeedItem) -> None:
@@ -158,10 +154,9 @@ class DashboardApp(App[None]):
             self.notify(warning, severity="warning", markup=False)
 
     def paint(self, *, panels: bool = True) -> None:
-        """Update the screen."""
-        page = self.screen_stack[0] if self.is_running and self.screen_stack else None
-        if isinstance(page, Page):  # otherwise before the start or after the end
-            page.paint(self.session.view(), panels=panels, terminal=self.terminal)
+        screen = self.screen_stack[0] if self.is_running and self.screen_stack else None
+        if isinstance(screen, DashboardScreen):  # otherwise before the start or after the end
+            screen.paint(self.session.view(), panels=panels, terminal=self.terminal)
 
     def _frame(self) -> None:
         """Paint a frame: numbers once a second, or at once after an important change."""
@@ -179,7 +174,8 @@ class DashboardApp(App[None]):
         while True:
             await asyncio.sleep(TABLE_SECONDS)
             session = self.session
-            focused, live = session.view().focused, session.state.connection.phase is Phase.LIVE
+            focused = session.view().focused
+            live = session.state.connection.phase is ConnectionPhase.LIVE
             if focused is None or not live or not is_running(focused) or session.look.held:
                 continue
             try:
@@ -199,7 +195,6 @@ class DashboardApp(App[None]):
         self._own_filters = ours
 
     def use_theme(self, name: str) -> None:
-        """Switch to another theme."""
         if self.depth not in (ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT):
             self.notify("This terminal has too few colours for themes.", markup=False)
             return
@@ -211,8 +206,8 @@ class DashboardApp(App[None]):
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """List the entries of the command palette."""
-        for name in PAGES:
-            yield SystemCommand(f"Page: {name}", "turn to it", partial(self.switch_mode, name))
+        for name in SCREENS:
+            yield SystemCommand(f"Screen: {name}", "turn to it", partial(self.switch_mode, name))
         for mode in ColorMode:
             choose = partial(self.session.change, mode=mode)
             words = "what the colours of the block map say"
@@ -220,12 +215,12 @@ class DashboardApp(App[None]):
         for name in SCHEMES:
             choose = partial(self.use_theme, name)
             yield SystemCommand(f"Theme: {name}", "other colours for all", choose)
-        page = self.screen_stack[0]
-        if isinstance(page, Page):
+        shown = self.screen_stack[0]
+        if isinstance(shown, DashboardScreen):
             words = "hold the picture still, or let it go on"
-            yield SystemCommand("Pause", words, page.action_pause)
-            yield SystemCommand("Show all", "no sequence in focus", page.action_show_all)
+            yield SystemCommand("Pause", words, shown.action_pause)
+            yield SystemCommand("Show all", "no sequence in focus", shown.action_show_all)
             words = "the one in focus, after a question"
-            yield SystemCommand("Abort request", words, page.action_abort)
-            yield SystemCommand("Help", "keys and colours", page.action_help)
+            yield SystemCommand("Abort request", words, shown.action_abort)
+            yield SystemCommand("Help", "keys and colours", shown.action_help)
         yield SystemCommand("Quit", "leave; the server goes on", self.exit)

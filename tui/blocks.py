@@ -41,7 +41,7 @@ class Blocks:
 
     epoch: int
     block_size: int  # token slots
-    cells: NDArray[np.uint32]  # (num_blocks,), read-only, see `events.pack_cell`
+    cells: NDArray[np.uint32]  # (num_blocks,), read-only, see `events.Snapshot`
     changed: NDArray[np.float32]  # (num_blocks,), read-only: when each last changed hands, seconds
 
     @classmethod
@@ -114,7 +114,6 @@ class Blocks:
         return self.cells >> np.uint32(16)
 
     def counts(self) -> BlockCounts:
-        """Count blocks per state."""
         per_state = np.bincount(self.states, minlength=16)
         held = _HELD[self.states]
         return BlockCounts(

@@ -1,6 +1,6 @@
 """Follows the event feed of a server: connects, reads, and reconnects after every failure.
 
-Publishes `Event`s and `Connection`s; knows nothing of drawing.
+Publishes `Event`s and `ConnectionChange`s; knows nothing of drawing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from appliance.events import Delta, Snapshot, Stats, decode_event
 from appliance.tui.foreign import MetricsReader
 from appliance.tui.server import CONNECT_TIMEOUT
-from appliance.tui.sse import FrameDecoder
-from appliance.tui.state import Connection, FeedItem, Phase
+from appliance.tui.sse import EventDecoder
+from appliance.tui.state import ConnectionChange, ConnectionPhase, FeedItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ _HEADERS = {"Accept": "text/event-stream"}
 class FeedError(Exception):
     """The feed ended or never began; `phase` says what that means."""
 
-    def __init__(self, phase: Phase, reason: str) -> None:
+    def __init__(self, phase: ConnectionPhase, reason: str) -> None:
         super().__init__(reason)
         self.phase = phase
         self.reason = reason
@@ -93,10 +93,10 @@ class EventFeed:
                 except FeedError as error:
                     phase, reason = error.phase, error.reason
                 except (msgspec.MsgspecError, ValueError) as error:
-                    phase, reason = Phase.LOST, f"the feed cannot be read: {error}"
+                    phase, reason = ConnectionPhase.LOST, f"the feed cannot be read: {error}"
                 logger.info("feed of %s: %s", self.name, reason)
                 retry, self._retry = self._retry, min(2 * self._retry, LAST_RETRY)
-                publish(Connection(phase, reason, time.monotonic() + retry))
+                publish(ConnectionChange(phase, reason, time.monotonic() + retry))
                 await asyncio.sleep(retry)
 
     async def _read(self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]) -> None:
@@ -107,7 +107,7 @@ class EventFeed:
             msgspec.MsgspecError: an event does not match its name.
             ValueError: a frame is too large, or `publish` refused its event.
         """
-        frames = FrameDecoder()
+        frames = EventDecoder()
         answered = False
         epoch: int | None = None
         strays = 0
@@ -119,7 +119,7 @@ class EventFeed:
                 if response.status_code in (404, 405):
                     await self._read_metrics(client, publish)
                 _require_feed(response)
-                publish(Connection(Phase.LIVE))
+                publish(ConnectionChange(ConnectionPhase.LIVE))
                 async for received in response.aiter_bytes():
                     for name, data in frames.feed(received):
                         event = decode_event(name, data)
@@ -129,17 +129,23 @@ class EventFeed:
                         if isinstance(event, Stats):
                             late = lateness.of(event, time.time())
                             if late > MAX_LATENESS:
-                                raise FeedError(Phase.LOST, f"a slow link: {late:.0f} s behind")
+                                raise FeedError(
+                                    ConnectionPhase.LOST, f"a slow link: {late:.0f} s behind"
+                                )
                         elif isinstance(event, Snapshot):
                             epoch, strays, self._retry = event.epoch, 0, self._first_retry
                         elif isinstance(event, Delta) and event.epoch != epoch:
                             strays += 1
                             if strays > MAX_STRAY_DELTAS:
-                                raise FeedError(Phase.LOST, "a snapshot of the blocks is missing")
+                                raise FeedError(
+                                    ConnectionPhase.LOST, "a snapshot of the blocks is missing"
+                                )
         except httpx.RequestError as error:
-            raise FeedError(Phase.LOST, _in_words(error, answered=answered)) from error
+            raise FeedError(ConnectionPhase.LOST, _in_words(error, answered=answered)) from error
         cut = frames.in_frame
-        raise FeedError(Phase.LOST, "cut in the middle of a frame" if cut else "the feed ended")
+        raise FeedError(
+            ConnectionPhase.LOST, "cut in the middle of a frame" if cut else "the feed ended"
+        )
 
     async def _read_metrics(
         self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]
@@ -160,9 +166,11 @@ class EventFeed:
             if not events and not reader.scrapes:
                 return
             if not events:
-                raise FeedError(Phase.LOST, f"{METRICS_PATH} answered {response.status_code}")
+                raise FeedError(
+                    ConnectionPhase.LOST, f"{METRICS_PATH} answered {response.status_code}"
+                )
             if reader.scrapes == 1:
-                publish(Connection(Phase.LIVE))
+                publish(ConnectionChange(ConnectionPhase.LIVE))
                 self._retry = self._first_retry
             for event in events:
                 publish(event)
@@ -174,19 +182,21 @@ def _require_feed(response: httpx.Response) -> None:
     if status in (401, 403):
         if status == 401 and "authorization" not in response.request.headers:
             raise FeedError(
-                Phase.NO_KEY,
+                ConnectionPhase.NO_KEY,
                 "set APPLIANCE_API_KEY to the server's key, or api_key in the configuration file",
             )
         raise FeedError(
-            Phase.UNAUTHORIZED,
+            ConnectionPhase.UNAUTHORIZED,
             "the server refused the key; set APPLIANCE_API_KEY to one that it knows",
         )
     if status == 429 or status >= 500:
-        raise FeedError(Phase.LOST, f"the server answered {status} {response.reason_phrase}")
+        raise FeedError(
+            ConnectionPhase.LOST, f"the server answered {status} {response.reason_phrase}"
+        )
     kind = response.headers.get("content-type", "").partition(";")[0].strip()
     if status != 200 or kind != "text/event-stream":
         raise FeedError(
-            Phase.FOREIGN,
+            ConnectionPhase.FOREIGN,
             f"not an appliance: {EVENTS_PATH} answered {status} {kind or 'without a type'}",
         )
 

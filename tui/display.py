@@ -30,7 +30,7 @@ _SYSTEMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Display:
+class DisplaySettings:
     """Display settings.
 
     Attributes:
@@ -44,7 +44,7 @@ class Display:
     theme: str = "dark"
 
     @classmethod
-    def of(cls, colors: str, theme: str) -> Display:
+    def of(cls, colors: str, theme: str) -> DisplaySettings:
         """Build the settings from command-line words and the locale.
 
         Raises:

@@ -32,7 +32,6 @@ class Grid:
 
     @property
     def num_pixels(self) -> int:
-        """Pixels of the area."""
         return self.width * self.height
 
     @property

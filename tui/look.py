@@ -24,7 +24,6 @@ class SequenceKey:
 
     @classmethod
     def of(cls, sequence: SequenceView) -> SequenceKey:
-        """Return the key of a sequence."""
         return cls(sequence.request_id, sequence.index)
 
     @property
@@ -40,6 +39,7 @@ class Sort(Enum):
     AGE = "age"
     REQUEST = "request"
     KEY = "key"
+    ADAPTER = "adapter"
     STATE = "state"
     PROMPT = "prompt"
     CACHED = "cached"
@@ -49,7 +49,6 @@ class Sort(Enum):
 
     @property
     def next(self) -> Sort:
-        """The next order."""
         sorts = list(Sort)
         return sorts[(sorts.index(self) + 1) % len(sorts)]
 
@@ -82,7 +81,7 @@ class Look:
         ascending: reverse that order.
         query: words that lines of that table must contain.
         log_back: lines that the log is scrolled back.
-        facts_down: lines that the model page's facts are scrolled down.
+        facts_down: lines that the model screen's facts are scrolled down.
     """
 
     mode: ColorMode = ColorMode.OWNER

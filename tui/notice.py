@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.tui.state import Phase
+from appliance.tui.state import ConnectionPhase
 
 if TYPE_CHECKING:
     from appliance.tui.view import View
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 def notice(view: View) -> list[str]:
     """Return the lines to show, the first as a heading; empty when there is a map to show."""
     connection, info = view.latest.connection, view.state.info
-    if view.state.blocks is not None and (info is None or info.state != "failed"):
+    if view.state.blocks is not None and (info is None or info.state not in ("failed", "asleep")):
         return []
     match connection.phase:
-        case Phase.CONNECTING:
+        case ConnectionPhase.CONNECTING:
             return [f"Connecting to {view.url}"]
-        case Phase.LIVE:
+        case ConnectionPhase.LIVE:
             return _engine(view)
-        case Phase.LOST:
+        case ConnectionPhase.LOST:
             heading = f"No connection to {view.url}"
-        case Phase.NO_KEY:
+        case ConnectionPhase.NO_KEY:
             heading = f"{view.url} needs a key"
-        case Phase.UNAUTHORIZED:
+        case ConnectionPhase.UNAUTHORIZED:
             heading = f"{view.url} wants another key"
-        case Phase.ENDED:
+        case ConnectionPhase.ENDED:
             return ["The recording holds no block map", connection.reason]
-        case Phase.FOREIGN:
+        case ConnectionPhase.FOREIGN:
             heading = f"{view.url} is not an appliance"
     return [heading, connection.reason, "", view.retry_words]
 
@@ -45,6 +45,8 @@ def _engine(view: View) -> list[str]:
     match info.state:
         case "failed":
             return ["The engine failed", info.reason]
+        case "asleep":
+            return [f"{info.model} sleeps", "The next request wakes it; looking does not."]
         case "ready":
             return ["Connected", "waiting for the first block map"]
         case state:

@@ -33,7 +33,6 @@ class ColorMode(Enum):
 
     @property
     def next(self) -> ColorMode:
-        """The next mode."""
         modes = list(ColorMode)
         return modes[(modes.index(self) + 1) % len(modes)]
 
@@ -124,7 +123,6 @@ def pixels(
     """Draw the block map.
 
     Args:
-        blocks: the blocks.
         grid: the place of each block.
         mode: meaning of the colours.
         emphasis: the part to highlight.

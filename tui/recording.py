@@ -16,7 +16,7 @@ import msgspec
 
 from appliance.errors import ConfigError
 from appliance.events import EVENTS, NAMES, BlockTable
-from appliance.tui.state import Connection, Phase
+from appliance.tui.state import ConnectionChange, ConnectionPhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ FORMAT = 1
 _FLUSH_SECONDS = 1.0
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The first line of a recording."""
 
     appliance_recording: int  # `FORMAT`
@@ -40,7 +40,7 @@ class _ConnectionLine(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Line(msgspec.Struct, frozen=True):
+class RecordingLine(msgspec.Struct, frozen=True):
     """Any other line of a recording."""
 
     t: float  # seconds since the beginning
@@ -48,14 +48,14 @@ class Line(msgspec.Struct, frozen=True):
     data: msgspec.Raw
 
 
-_line_decoder = msgspec.json.Decoder(Line)
+_line_decoder = msgspec.json.Decoder(RecordingLine)
 _encoder = msgspec.json.Encoder()
 
 
 def encode_item(item: FeedItem, at: float) -> bytes:
     """Encode one line, without its newline."""
     match item:
-        case Connection():
+        case ConnectionChange():
             name, data = (
                 "connection",
                 _encoder.encode(_ConnectionLine(item.phase.name, item.reason)),
@@ -77,8 +77,8 @@ def decode_item(line: bytes) -> tuple[float, FeedItem | None]:
     match decoded.name:
         case "connection":
             told = msgspec.json.decode(decoded.data, type=_ConnectionLine)
-            phase = Phase.__members__.get(told.phase, Phase.LOST)
-            return decoded.t, Connection(phase, told.reason)
+            phase = ConnectionPhase.__members__.get(told.phase, ConnectionPhase.LOST)
+            return decoded.t, ConnectionChange(phase, told.reason)
         case "table":
             return decoded.t, msgspec.json.decode(decoded.data, type=BlockTable)
         case name:
@@ -112,7 +112,7 @@ class Recorder:
             raise ConfigError(f"--record {path}: the file exists; name a new one") from error
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
-        header = Header(appliance_recording=FORMAT, source=source, time=time.time())
+        header = RecordingHeader(appliance_recording=FORMAT, source=source, time=time.time())
         self._file.write(_encoder.encode(header) + b"\n")
 
     def write(self, item: FeedItem) -> None:
@@ -129,7 +129,6 @@ class Recorder:
             self.failure = f"recording stopped: {error.strerror}"
 
     def close(self) -> None:
-        """Flush and close the file."""
         try:
             self._file.close()
         except OSError as error:
@@ -149,7 +148,7 @@ class ReplayFeed:
     def __init__(self, path: Path, speed: float = 1.0) -> None:
         try:
             with path.open("rb") as file:
-                header = msgspec.json.decode(file.readline(), type=Header)
+                header = msgspec.json.decode(file.readline(), type=RecordingHeader)
         except OSError as error:
             raise ConfigError(f"--replay {path}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
@@ -177,4 +176,4 @@ class ReplayFeed:
                     # An incomplete line, of a recording that was cut short.
                     reason = f"line {number} of the recording cannot be read: {error}"
                     break
-        publish(Connection(Phase.ENDED, reason))
+        publish(ConnectionChange(ConnectionPhase.ENDED, reason))

@@ -16,7 +16,7 @@ from appliance.errors import ConfigError
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
 from appliance.tui.controls import Controls
-from appliance.tui.display import Display
+from appliance.tui.display import DisplaySettings
 from appliance.tui.recording import Recorder, ReplayFeed
 from appliance.tui.server import Server
 
@@ -76,7 +76,7 @@ def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp
     Raises:
         ConfigError: an option is invalid, or there is no terminal to draw on.
     """
-    display = Display.of(options.colors, options.theme)
+    display = DisplaySettings.of(options.colors, options.theme)
     if options.replay is not None:
         if options.record is not None:
             raise ConfigError("--record and --replay exclude each other")

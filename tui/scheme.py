@@ -112,7 +112,6 @@ class Recolor(LineFilter):
         self._recolored = recolored
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
-        """Recolour the segments."""
         recolored = self._recolored
         return [
             Segment(text, None if style is None else recolored(style), control)

@@ -72,7 +72,7 @@ class Server:
         )
 
     def trusted(self) -> ssl.SSLContext | bool:
-        """Who is trusted.
+        """Return the TLS context for this server.
 
         On this machine's loopback nobody stands between, so the certificate there need not be in
         the name of that address; it has to be one that is trusted all the same.

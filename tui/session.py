@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.tui.look import Held, Look, SequenceKey
-from appliance.tui.state import DashboardState, Phase, reduce
+from appliance.tui.state import ConnectionPhase, DashboardState, reduce
 from appliance.tui.timeline import Timeline
 from appliance.tui.view import View
 
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from appliance.tui.recording import Recorder
     from appliance.tui.state import FeedItem
 
-_LOST = (Phase.LOST, Phase.NO_KEY, Phase.UNAUTHORIZED, Phase.FOREIGN)
+_LOST = (
+    ConnectionPhase.LOST,
+    ConnectionPhase.NO_KEY,
+    ConnectionPhase.UNAUTHORIZED,
+    ConnectionPhase.FOREIGN,
+)
 
 
 class Session:
@@ -71,12 +76,11 @@ class Session:
                 self._recorder = None
                 return failure
         after = self.state.connection
-        if before.connection.phase is Phase.LIVE and after.phase in _LOST:
+        if before.connection.phase is ConnectionPhase.LIVE and after.phase in _LOST:
             return f"Connection lost: {after.reason}."
         return ""
 
     def close(self) -> None:
-        """Flush and close the recording."""
         if self._recorder is not None:
             self._recorder.close()
 
@@ -96,14 +100,12 @@ class Session:
         return view
 
     def change(self, **changes: object) -> None:
-        """Change view settings."""
         if "focus" in changes:
             changes.setdefault("ended", None)
         self.look = replace(self.look, **changes)  # type: ignore[arg-type]  # names of its fields
         self.changed()
 
     def pause(self) -> None:
-        """Pause or resume."""
         held = Held(self.state, time.monotonic()) if self.look.held is None else None
         self.change(held=held)
 
@@ -120,7 +122,6 @@ class Session:
             self.change(held=Held(state, when))
 
     def focus_next(self, step: int) -> None:
-        """Focus another sequence."""
         keys = [SequenceKey.of(sequence) for sequence in self.view().listed]
         if not keys:
             return
@@ -139,7 +140,7 @@ class Session:
             return f"It has ended: there is nothing to abort of {ended.brief}."
         if sequence is None:
             return "Choose a request first: tab or a click."
-        if self.state.connection.phase is not Phase.LIVE:
+        if self.state.connection.phase is not ConnectionPhase.LIVE:
             return "No connection: the server cannot be asked to abort a request."
         key = SequenceKey.of(sequence)
         if all(SequenceKey.of(one) != key for one in self.state.sequences):

@@ -8,7 +8,7 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024  # a snapshot of ten million blocks is smalle
 
 
 @dataclass(slots=True)
-class FrameDecoder:
+class EventDecoder:
     """Collects bytes until frames are complete.
 
     Only `event` and `data` fields are read; comments and other fields are skipped.

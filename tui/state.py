@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.stats import SequenceView
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """State of the connection to the server."""
 
     CONNECTING = "connecting"
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class ConnectionChange:
     """One change of the connection.
 
     Attributes:
@@ -52,12 +52,12 @@ class Connection:
         retry_at: time of the next attempt, in seconds of the monotonic clock.
     """
 
-    phase: Phase
+    phase: ConnectionPhase
     reason: str = ""
     retry_at: float = 0.0
 
 
-FeedItem = Event | BlockTable | Connection
+FeedItem = Event | BlockTable | ConnectionChange
 MAX_LOG_LINES = 500
 
 
@@ -113,7 +113,7 @@ def _mean(values: Iterable[int]) -> float:
 class DashboardState:
     """Everything shown; None until the server has sent it."""
 
-    connection: Connection = Connection(Phase.CONNECTING)
+    connection: ConnectionChange = ConnectionChange(ConnectionPhase.CONNECTING)
     info: Info | None = None
     blocks: Blocks | None = None
     stats: Stats | None = None
@@ -132,7 +132,7 @@ class DashboardState:
     def current(self) -> bool:
         """True if the map shows the engine's present state."""
         ready = self.info is None or self.info.state == "ready"
-        return self.connection.phase is Phase.LIVE and ready
+        return self.connection.phase is ConnectionPhase.LIVE and ready
 
 
 def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> DashboardState:
@@ -144,9 +144,9 @@ def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> Dashboard
         ValueError: the item contradicts itself or the map it changes.
     """
     match item:
-        case Connection():
+        case ConnectionChange():
             # Each connection sends the log from its beginning, and the unfinished jobs.
-            if item.phase is Phase.LIVE:
+            if item.phase is ConnectionPhase.LIVE:
                 state = replace(state, log=(), jobs=())
             return replace(state, connection=item)
         case Info():

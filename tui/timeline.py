@@ -48,7 +48,6 @@ class Segment:
         self.size = len(self.packed) + _size_of(self.state)
 
     def items(self) -> list[bytes]:
-        """Return the items, oldest first."""
         return (
             self.lines or zlib.decompress(self.packed).splitlines() if self.packed else self.lines
         )
@@ -79,7 +78,6 @@ class Timeline:
         return self._closed_bytes + (last.open_bytes if last else 0)
 
     def add(self, item: FeedItem, before: DashboardState, now: float) -> None:
-        """Add an item."""
         last = self._segments[-1] if self._segments else None
         if last is None or now - last.begin >= SEGMENT_SECONDS or last.open_bytes > self._most_open:
             if last is not None:

@@ -10,7 +10,7 @@ from appliance.events import NO_OWNER
 from appliance.tui import palette
 from appliance.tui.look import Look, SequenceKey, Sort
 from appliance.tui.raster import Emphasis, letter_of
-from appliance.tui.state import DashboardState, Phase, is_running
+from appliance.tui.state import ConnectionPhase, DashboardState, is_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,31 +125,32 @@ class View:
     def connection_words(self) -> str:
         """State of the connection, in a few words."""
         match self.latest.connection.phase:
-            case Phase.CONNECTING:
+            case ConnectionPhase.CONNECTING:
                 return "connecting"
-            case Phase.LIVE:
+            case ConnectionPhase.LIVE:
                 if self.look.held is None:
                     return "live"
                 back = round(self.now - self.look.held.at)
                 return f"paused, {back} s ago" if back > 1 else "paused"
-            case Phase.LOST:
+            case ConnectionPhase.LOST:
                 return f"lost, {self.retry_words}"
-            case Phase.NO_KEY | Phase.UNAUTHORIZED as phase:
+            case ConnectionPhase.NO_KEY | ConnectionPhase.UNAUTHORIZED as phase:
                 return f"{phase.value}, {self.retry_words}"
-            case Phase.FOREIGN:
+            case ConnectionPhase.FOREIGN:
                 return f"not an appliance, {self.retry_words}"
-            case Phase.ENDED:
+            case ConnectionPhase.ENDED:
                 return "end of the recording"
 
 
 def _searchable(sequence: SequenceView) -> str:
-    words = (sequence.request_id, sequence.owner, sequence.status, sequence.model)
-    return " ".join(words).casefold()
+    own = (sequence.request_id, sequence.owner, sequence.status)
+    return " ".join((*own, sequence.model, sequence.adapter)).casefold()
 
 
 _SORTS: dict[Sort, tuple[Callable[[SequenceView], Any], bool]] = {
     Sort.REQUEST: (lambda one: one.request_id, False),
     Sort.KEY: (lambda one: one.owner, False),
+    Sort.ADAPTER: (lambda one: one.adapter, False),
     Sort.STATE: (lambda one: one.status, False),
     Sort.PROMPT: (lambda one: one.prompt_tokens, True),
     Sort.CACHED: (lambda one: one.cached_tokens, True),

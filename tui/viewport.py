@@ -62,7 +62,6 @@ class Viewport:
         return len(self.span) < self.num_blocks
 
     def blocks_at(self, x: int, y: int) -> range:
-        """Return the blocks under a cell."""
         grid = self.grid
         if not self.columns or not self.rows or not self.span:
             return range(0)

@@ -41,7 +41,6 @@ class TerminalMemory:
         self._cursor: tuple[int, int] | None = None
 
     def forget(self) -> None:
-        """Forget everything."""
         self._rows.clear()
         self._styles.clear()
         self._cursor = None
@@ -132,7 +131,6 @@ class _Pen:
         self._codes = _PLAIN
 
     def draw(self, y: int, x: int, text: str, style: Codes) -> None:
-        """Write from a cell on."""
         self._move(y, x)
         if style != self._codes:
             self._out.append(transition(self._codes, style))

@@ -11,7 +11,7 @@ import typer
 
 from appliance.config import EngineConfig, kv_dir, load_section, parse_duration
 from appliance.errors import ConfigError
-from appliance.wording import counted
+from appliance.wording import age_in_words, counted, size_in_words
 
 if TYPE_CHECKING:
     from appliance.engine.tiers.disk_store import StoredModel
@@ -29,7 +29,7 @@ def ls(
     kv_disk: Folder = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """List what is kept: each model and KV format, the one used last first."""
+    """List the kept caches: each model and KV format, the most recently used first."""
     from appliance.engine.tiers.disk_store import stored_models
 
     root = _root(kv_disk)
@@ -56,7 +56,7 @@ def du(kv_disk: Folder = None) -> None:
     root = _root(kv_disk)
     models = stored_models(root)
     blocks = sum(model.num_blocks for model in models)
-    size = _size(sum(model.num_bytes for model in models))
+    size = size_in_words(sum(model.num_bytes for model in models))
     typer.echo(f"{size} in {counted(blocks, 'block')} of {counted(len(models), 'model')}: {root}")
 
 
@@ -71,7 +71,7 @@ def rm(
     ] = None,
     kv_disk: Folder = None,
 ) -> None:
-    """Remove what is kept of some models, or of all; servers may be running."""
+    """Remove the kept caches of some models, or all; servers may be running."""
     from appliance.engine.tiers.disk_store import remove_models
 
     root = _root(kv_disk)
@@ -85,7 +85,7 @@ def rm(
         blocks, num_bytes = remove_models(root, chosen, older_than=since)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from None
-    typer.echo(f"removed {_size(num_bytes)} in {counted(blocks, 'block')}")
+    typer.echo(f"removed {size_in_words(num_bytes)} in {counted(blocks, 'block')}")
 
 
 def _root(kv_disk: Path | None) -> Path:
@@ -125,17 +125,6 @@ def _row(model: StoredModel) -> tuple[str, ...]:
         str(model.about.get("model", "?")),
         str(model.about.get("kv_format", "?")),
         f"{model.num_blocks:,}",
-        _size(model.num_bytes),
-        _age(time.time() - model.used) if model.num_blocks else "-",
+        size_in_words(model.num_bytes),
+        age_in_words(time.time() - model.used) if model.num_blocks else "-",
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _age(seconds: float) -> str:
-    for unit in ("w", "d", "h", "m"):
-        if seconds >= (one := parse_duration(f"1{unit}")):
-            return f"{seconds / one:.0f}{unit} ago"
-    return "now"

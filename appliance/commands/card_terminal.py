@@ -21,7 +21,6 @@ _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 
 
 def print_card(card: Card, console: Console | None = None) -> None:
-    """Print all of a card."""
     console = console or Console()
     title = Text(card.line())
     console.print(Panel(title, title=f"quality of {card.model.name}", title_align="left"))

@@ -37,9 +37,6 @@ def try_it(url: str, name: str, sampling: SamplingDefaults, *, chats: bool, keye
     """Format a curl request that the model can answer.
 
     Args:
-        url: of the server.
-        name: id of the model.
-        sampling: the server's defaults.
         chats: the model has a chat template; others continue a text.
         keyed: the server needs a key, taken from the environment.
     """

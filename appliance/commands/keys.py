@@ -21,7 +21,7 @@ File = Annotated[
 
 @keys.command()
 def ls(api_key_file: File = None) -> None:
-    """List the names of all keys, and what their holders may have."""
+    """List the names of all keys, and their limits."""
     found = known_keys(_server(api_key_file))
     if not found:
         typer.echo("no key is needed; whoever reaches the server may use it")

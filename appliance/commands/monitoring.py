@@ -36,5 +36,5 @@ def monitoring(
 
 
 def _target(server: ServerConfig) -> str:
-    """What Prometheus asks."""
+    """Return the address that Prometheus scrapes."""
     return local_url(server.host, server.port).partition("://")[2]

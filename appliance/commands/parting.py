@@ -1,4 +1,4 @@
-"""The server's last line: what it served, and what it leaves on disk."""
+"""The server's last line: totals served, and bytes left on disk."""
 
 from __future__ import annotations
 

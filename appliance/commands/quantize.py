@@ -114,8 +114,8 @@ def quantize(
     from appliance.progress import ProgressLine
     from appliance.quant.run import pipeline
     from appliance.quant.run.options import (
-        Engine,
         Method,
+        QuantizeLibrary,
         QuantizeOptions,
         WeightFormat,
         choose_device,
@@ -133,7 +133,7 @@ def quantize(
         embedding=embedding,
         text=CalibrationText.parse(calibration, calibration_tokens, seed=seed),
         format=WeightFormat.parse(format),
-        engine=Engine.parse(engine),
+        engine=QuantizeLibrary.parse(engine),
         overwrite=overwrite,
         restart=restart,
         device=choose_device(device),
@@ -169,7 +169,7 @@ class _TerminatedError(KeyboardInterrupt):
 
 @contextmanager
 def _interruptible(what_is_kept: Callable[[], str]) -> Iterator[None]:
-    """On Ctrl-C and SIGTERM, exit with one line that says what was kept.
+    """Exit on Ctrl-C and SIGTERM with one line about the kept work.
 
     Raises:
         typer.Exit: with 130 or 143.

@@ -22,7 +22,6 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: 
     makes the same card later.
 
     Args:
-        report: of the finished run.
         base: the model that was quantized.
         tokens: number to measure on; 0 makes no card.
         on_event: called with progress and result.

@@ -14,13 +14,13 @@ from rich.text import Text
 from appliance.quantize_events import (
     CardWritten,
     Done,
-    Failed,
     Measuring,
-    Plan,
     QuantizeEvent,
+    RunFailed,
+    RunPlanned,
     Start,
-    Step,
-    Unit,
+    StepStarted,
+    UnitFinished,
     Written,
     encode_event,
 )
@@ -29,10 +29,10 @@ SHOWN_UNITS = 8  # the latest ones
 MIB = 1 << 20
 
 
-class Display(Protocol):
+class QuantizeDisplay(Protocol):
     """Shows events, and restores the terminal at the end."""
 
-    def __enter__(self) -> Display: ...
+    def __enter__(self) -> QuantizeDisplay: ...
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -41,12 +41,12 @@ class Display(Protocol):
         ...
 
 
-def choose_display(*, as_json: bool) -> Display:
+def choose_display(*, as_json: bool) -> QuantizeDisplay:
     """Choose a display for standard error, or JSON lines on standard output."""
     if as_json:
         return JsonLines()
     console = Console(stderr=True)
-    return TerminalDisplay(console) if console.is_terminal else Lines()
+    return TerminalDisplay(console) if console.is_terminal else PlainDisplay()
 
 
 class JsonLines:
@@ -64,10 +64,10 @@ class JsonLines:
         sys.stdout.flush()
 
 
-class Lines:
+class PlainDisplay:
     """Plain lines on standard error."""
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> PlainDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,7 +86,7 @@ class TerminalDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._units: list[Unit] = []
+        self._units: list[UnitFinished] = []
 
     def __enter__(self) -> TerminalDisplay:
         self._live.start()
@@ -97,7 +97,7 @@ class TerminalDisplay:
 
     def __call__(self, event: QuantizeEvent) -> None:
         """Redraw the table; print other events as lines above it."""
-        if isinstance(event, Unit):
+        if isinstance(event, UnitFinished):
             self._units.append(event)
             self._live.update(self._drawn(), refresh=True)
             lines = [f"note: {note}" for note in event.notes]
@@ -122,17 +122,17 @@ class TerminalDisplay:
 
 def _lines(event: QuantizeEvent) -> list[str]:
     match event:
-        case Step():
+        case StepStarted():
             return [event.what]
         case Start(units_done=0):
             return [f"{event.architecture}, {event.method}, {event.scheme}: {_parts(event.units)}"]
         case Start():
             return [f"going on after {event.units_done} of {_parts(event.units)}"]
-        case Plan(measured=True):
+        case RunPlanned(measured=True):
             return describe_plan(event)
-        case Plan():
+        case RunPlanned():
             return [f"note: {note}" for note in event.notes]
-        case Unit():
+        case UnitFinished():
             losses = _losses(event)
             return [
                 f"{event.name} ({event.done} of {event.total})"
@@ -141,7 +141,7 @@ def _lines(event: QuantizeEvent) -> list[str]:
                 f" {_memory(event)}",
                 *(f"note: {note}" for note in event.notes),
             ]
-        case Written() | Done() | Measuring() | CardWritten() | Failed():
+        case Written() | Done() | Measuring() | CardWritten() | RunFailed():
             return []
 
 
@@ -149,7 +149,7 @@ def _parts(count: int) -> str:
     return "1 part" if count == 1 else f"{count} parts"
 
 
-def describe_plan(plan: Plan) -> list[str]:
+def describe_plan(plan: RunPlanned) -> list[str]:
     """Describe the resources and the result of a run."""
     gpu = f", {plan.peak_vram / MIB:,.0f} MiB on the GPU" if plan.peak_vram else ""
     size = sum(kind.nbytes for kind in plan.classes)
@@ -165,14 +165,14 @@ def describe_plan(plan: Plan) -> list[str]:
     ]
 
 
-def _losses(unit: Unit) -> str:
+def _losses(unit: UnitFinished) -> str:
     if not unit.losses:
         return ""
     worst = max(unit.losses.values())
     return f"loss {sum(unit.losses.values()) / len(unit.losses):.2e}, at most {worst:.2e}"
 
 
-def _memory(unit: Unit) -> str:
+def _memory(unit: UnitFinished) -> str:
     shown = f"RAM {unit.ram / MIB:,.0f} MiB (most {unit.peak_ram / MIB:,.0f})"
     if unit.peak_vram:
         shown += f", VRAM {unit.vram / MIB:,.0f} MiB (most {unit.peak_vram / MIB:,.0f})"

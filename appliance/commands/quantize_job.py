@@ -5,7 +5,14 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from appliance.quantize_events import Measuring, QuantizeEvent, Start, Step, Unit, Written
+from appliance.quantize_events import (
+    Measuring,
+    QuantizeEvent,
+    Start,
+    StepStarted,
+    UnitFinished,
+    Written,
+)
 
 if TYPE_CHECKING:
     from appliance.jobs import JobFile
@@ -16,12 +23,12 @@ QUANTIZING = "quantizing"
 def tell_job(job: JobFile, event: QuantizeEvent) -> None:
     """Update the job file from one event."""
     match event:
-        case Step():
+        case StepStarted():
             job.update(event.what, 0, 0)
         case Start():
             done, total = event.units_done, event.units
             job.update("trying the largest layer", 0, 0, parts_done=done, parts_total=total)
-        case Unit():
+        case UnitFinished():
             job.update(
                 QUANTIZING,
                 event.bytes_done,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from appliance import stages
 from appliance.commands.examples import own_command, try_it
 from appliance.commands.model_argument import Model
 from appliance.commands.parting import parting
 from appliance.commands.quality import Quality, quality_of
+from appliance.commands.serve_auto import with_best_fit
 from appliance.commands.setting_flags import Flags, with_setting_flags
 from appliance.config import (
     EngineConfig,
@@ -22,18 +26,24 @@ from appliance.config import (
     known_keys,
     load_settings,
     network_url,
+    service_socket,
     warn_of_unknown_variables,
     with_kv_folder,
 )
 from appliance.errors import ConfigError
 from appliance.runtime import resident_bytes
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from appliance.config import Settings
     from appliance.engine.messages import EngineInfo
-    from appliance.server.serve import Ready
+    from appliance.engine.process.launch import LaunchedProcess
+    from appliance.log import RecentWarnings
+    from appliance.quant.quality.min_quality import Condition
+    from appliance.server.serve import RunningServer
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +58,10 @@ def serve(
     top: Annotated[
         bool, typer.Option("--top", help="Show the dashboard here; the server ends with it.")
     ] = False,
+    auto: Annotated[
+        bool,
+        typer.Option("--auto", help="Take the KV precision and context that `fit` ranks first."),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="The same as --log-level debug.")
     ] = False,
@@ -59,10 +73,8 @@ def serve(
     in ~/.config/appliance/config.toml; `appliance settings` lists them.
     """
     from appliance import log
-    from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
+    from appliance.engine.process.launch import LaunchedProcess
     from appliance.quant.quality.min_quality import parse_min_quality
-    from appliance.server.serve import run_server
 
     flags = dict(flags)
     if model and flags["model"] and model != flags["model"]:
@@ -80,12 +92,46 @@ def serve(
         raise typer.Exit(serve_with_dashboard(server, arguments))
     warnings = log.configure(server.log_level, server.log_format)
     warn_of_unknown_variables()
+    with LaunchedProcess() as launched:  # it imports torch while this process imports the server
+        num_requests = _run(settings, conditions, warnings, launched, auto=auto)
+    typer.echo(parting(num_requests, settings.engine), err=True)
+
+
+def _run(
+    settings: Settings,
+    conditions: tuple[Condition, ...] | None,
+    warnings: RecentWarnings,
+    launched: LaunchedProcess,
+    *,
+    auto: bool,
+) -> int:
+    """Find the model and serve it; return how many requests came to their end."""
+    from appliance.hub import resolve_adapters, resolve_model
+    from appliance.progress import ProgressLine
+    from appliance.server.serve import run_server
+    from appliance.service.notice import ServiceNotice
+
+    server = settings.server
     say = logger.info if server.log_format == "json" else None
+    notice = ServiceNotice(service_socket())
     with ProgressLine(say) as progress:
-        resolved = resolve_model(settings.engine.model, cache_dir=cache_dir(), progress=progress)
+
+        def show_progress(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            notice.progress(stage, done, total)
+
+        resolved = resolve_model(
+            settings.engine.model, cache_dir=cache_dir(), progress=show_progress
+        )
+        adapters = resolve_adapters(settings.engine.lora, progress=show_progress)
+        engine = msgspec.structs.replace(settings.engine, lora=adapters)
+        settings = msgspec.structs.replace(settings, engine=engine)
+        if auto:
+            settings, why = with_best_fit(settings, resolved.path)
+            logger.info("auto: %s", why)
         quality = quality_of(resolved.path, conditions)
 
-        def say_ready(ready: Ready) -> None:
+        def say_ready(ready: RunningServer) -> None:
             progress.close()
             text = banner(
                 ready.url,
@@ -100,21 +146,23 @@ def serve(
                     int(ready.url.rpartition(":")[2]),
                     tls=server.tls_cert is not None,
                 ),
+                started_in=_started_in(launched, ready.info),
             )
             if say is None:
                 typer.echo(text, err=True)
             else:
                 say(text)
 
-        num_requests = run_server(
+        return run_server(
             settings,
             resolved,
-            on_progress=progress,
+            on_progress=show_progress,
             on_ready=say_ready,
+            launched=launched,
             warnings=warnings,
             quality_card=quality.card,
+            notice=notice,
         )
-    typer.echo(parting(num_requests, settings.engine), err=True)
 
 
 def banner(
@@ -127,25 +175,27 @@ def banner(
     sampling: SamplingDefaults = NOTHING_RECOMMENDED,
     chats: bool = True,
     network: str | None = None,
+    started_in: str = "",
 ) -> str:
     """Format what the user needs to know once the server is ready; keys by name only.
 
-    `url` is for this machine, `network` for others.
+    `url` is for this machine, `network` for others; `started_in` tells the stages of the start.
     """
     names = ", ".join(keys)
     tokens = info.num_blocks * info.block_size
     rows = [
         ("endpoint", f"{url}/v1"),
         *([("network", f"{network}/v1 from other machines")] if network else []),
-        ("model", f"{name}, {info.architecture}; weights {info.weight_format}; on {info.device}"),
+        ("model", _model_in_words(name, info)),
         *_memory_rows(info),
         (
             "KV cache",
             f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"
             f" = {tokens:,} tokens; context {info.context_length:,}",
         ),
+        *_state_rows(info),
         ("sampling", _sampling_in_words(sampling)),
-        ("loaded in", f"{info.load_seconds:.1f} s"),
+        *([("started in", started_in)] if started_in else []),
         *(("quality", line) for line in (quality.lines if quality is not None else ())),
         *(("note", note) for note in info.notes),
         *([("keys", f"{names}; what is below reads one from APPLIANCE_API_KEY")] if names else []),
@@ -156,6 +206,32 @@ def banner(
     return "\n".join(f"  {label:<10} {text}" for label, text in rows)
 
 
+def _started_in(launched: LaunchedProcess, info: EngineInfo) -> str:
+    """Describe the stages from this process's start until now, and their seconds."""
+    loaded = (("command", launched.when), *info.stages, ("server", time.monotonic()))
+    return stages.in_words(stages.process_start(), loaded)
+
+
+def _state_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    if not info.state_bytes:
+        return []
+    each = info.state_bytes / (info.max_num_seqs + info.num_checkpoints) / 2**20
+    return [
+        (
+            "states",
+            f"{counted(info.max_num_seqs, 'slot')} for sequences and"
+            f" {counted(info.num_checkpoints, 'checkpoint')}, {each:,.1f} MiB each",
+        )
+    ]
+
+
+def _model_in_words(name: str, info: EngineInfo) -> str:
+    experts = ""
+    if info.num_experts:
+        experts = f" of {info.num_experts} experts, {info.experts_per_token} for each token"
+    return f"{name}, {info.architecture}{experts}; weights {info.weight_format}; on {info.device}"
+
+
 def _sampling_in_words(sampling: SamplingDefaults) -> str:
     if not sampling:
         return "temperature 1, no token left out; a request may say otherwise"
@@ -163,7 +239,7 @@ def _sampling_in_words(sampling: SamplingDefaults) -> str:
 
 
 def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
-    parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes}
+    parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes, "states": info.state_bytes}
     parts |= {"workspace": info.workspace_bytes, "Python and PyTorch": info.process_bytes}
     mib = 2**20
     listed = " + ".join(f"{name} {size / mib:,.0f}" for name, size in parts.items() if size)

@@ -5,14 +5,18 @@ nothing heavy.
 """
 
 from appliance.config.address import authority_to_trust, local_url, network_url, server_to_watch
-from appliance.config.folders import cache_dir, jobs_dir, kv_dir
+from appliance.config.folders import cache_dir, config_path, jobs_dir, kv_dir
 from appliance.config.keys import api_key_from_environment, key_file, known_keys, own_key
-from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings
+from appliance.config.sections import SECTIONS, EngineConfig, Settings
+from appliance.config.server_section import ServerConfig
+from appliance.config.service import ServiceSocket, service_socket
 from appliance.config.sources import (
     load_section,
     load_settings,
+    unknown_variables,
     warn_of_unknown_variables,
     with_kv_folder,
+    written_settings,
 )
 from appliance.config.top_section import TopConfig
 from appliance.config.units import parse_duration, parse_size
@@ -21,11 +25,13 @@ __all__ = [
     "SECTIONS",
     "EngineConfig",
     "ServerConfig",
+    "ServiceSocket",
     "Settings",
     "TopConfig",
     "api_key_from_environment",
     "authority_to_trust",
     "cache_dir",
+    "config_path",
     "jobs_dir",
     "key_file",
     "known_keys",
@@ -38,6 +44,9 @@ __all__ = [
     "parse_duration",
     "parse_size",
     "server_to_watch",
+    "service_socket",
+    "unknown_variables",
     "warn_of_unknown_variables",
     "with_kv_folder",
+    "written_settings",
 ]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from appliance.api_keys import BARE_NAME
 from appliance.config.keys import api_key_from_environment, known_keys
-from appliance.config.sections import ServerConfig
+from appliance.config.server_section import ServerConfig
 from appliance.config.sources import load_section
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ _ELSEWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # addresses for docu
 
 
 def local_url(host: str, port: int, *, tls: bool = False) -> str:
-    """Where this machine reaches a server that listens on a host and port."""
+    """Return the URL at which this machine reaches a server on a host and port."""
     return _url(_EVERY_ADDRESS.get(host, host), port, tls=tls)
 
 
 def network_url(host: str, port: int, *, tls: bool = False) -> str | None:
-    """Where other machines reach it, if it listens on all addresses and this machine has one."""
+    """Return the URL for other machines if the host means all addresses, else None."""
     if host not in _ELSEWHERE:
         return None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

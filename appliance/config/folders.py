@@ -52,3 +52,13 @@ def config_path(named: Path | None = None) -> Path | None:
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     usual = Path(base) / "appliance" / "config.toml"
     return usual if usual.is_file() else None
+
+
+def is_credential(path: Path) -> bool:
+    """Return True for a file that systemd shows to this service alone.
+
+    It grants the service's account access by a list, which in the mode looks like access for a
+    group.
+    """
+    folder = os.environ.get("CREDENTIALS_DIRECTORY")
+    return bool(folder) and path.absolute().is_relative_to(folder or "")

@@ -1,7 +1,8 @@
 """All settings: a frozen struct per section of the configuration file.
 
-This is the one place to add a setting: its flag, environment variable, key in the configuration
-file, help text and line of the reference come from its field here. Imports nothing heavy.
+A setting is added here, or in the file of its section, and nowhere else: its flag, environment
+variable, key in the configuration file, help text and line of the reference come from its field.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from typing import Annotated
 
 import msgspec
 
-from appliance.api_keys import check_keys
+from appliance.config.adapter_section import AdapterConfig
+from appliance.config.named_paths import named_paths
+from appliance.config.server_section import ServerConfig
 from appliance.config.setting import Group, Setting, Unit, check_all
 from appliance.config.top_section import TopConfig
+from appliance.config.units import GIB, MIB
 from appliance.errors import ConfigError
 
-MIB, GIB = 2**20, 2**30
 MOST_BYTES = 2**50
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the engine process.
 
     Raises:
@@ -175,8 +178,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
 
+    state_checkpoint_memory: Annotated[
+        int | None,
+        Setting(
+            "Memory for checkpoints of recurrent state, which prefixes of such models need.",
+            Group.KV,
+            unit=Unit.BYTES,
+            low=0,
+            high=MOST_BYTES,
+            default_is="planned from what is free",
+        ),
+    ] = None
+    speculate: Annotated[
+        str,
+        Setting(
+            "Propose the next tokens of answers and verify several in a step, which changes no"
+            " answer: auto, off or suffix. Both look the last tokens up in the text and in earlier"
+            " answers, and run drafts as long as they pay; auto does so where it can.",
+            Group.STEPS,
+            choices=("auto", "off", "suffix"),
+        ),
+    ] = "auto"
+    speculate_tokens: Annotated[
+        int,
+        Setting(
+            "Most tokens proposed for a sequence in a step.",
+            Group.STEPS,
+            unit=Unit.TOKENS,
+            low=1,
+            high=15,
+        ),
+    ] = 15
+
     def __post_init__(self) -> None:
         check_all(self)
+        named_paths(self.lora, "lora")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not be less than "
@@ -184,187 +220,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the API process.
-
-    Raises:
-        ConfigError: a value is out of bounds, on construction.
-    """
-
-    host: Annotated[
-        str,
-        Setting("Address to listen on; 0.0.0.0 lets other machines in, with a key.", Group.ADDRESS),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Setting("Port to listen on; 0 takes a free one.", Group.ADDRESS, low=0, high=65535)
-    ] = 8080
-    api_key: Annotated[
-        str | None,
-        Setting(
-            "The API key without a name, which manages everything; not a flag, since other"
-            " users could see it.",
-            Group.ADDRESS,
-            has_flag=False,
-            is_key=True,
-        ),
-    ] = None
-    api_keys: Annotated[
-        dict[str, str],
-        Setting(
-            "More API keys, by the names of their holders.",
-            Group.ADDRESS,
-            has_flag=False,
-        ),
-    ] = msgspec.field(default_factory=dict)
-    api_key_file: Annotated[
-        str | None,
-        Setting("File with API keys, a line NAME=KEY for each.", Group.ADDRESS),
-    ] = None
-    served_model_name: Annotated[
-        str | None, Setting("Model id in the API.", Group.MODEL, default_is="the model's own")
-    ] = None
-    max_queue: Annotated[
-        int, Setting("Requests that may wait.", Group.REQUESTS, low=0, high=10**6)
-    ] = 64
-    max_queue_tokens: Annotated[
-        int,
-        Setting(
-            "Prompt tokens that may wait; a single prompt may be longer.",
-            Group.REQUESTS,
-            unit=Unit.TOKENS,
-            low=1,
-            high=10**9,
-        ),
-    ] = 2**20
-    max_queue_seconds: Annotated[
-        float,
-        Setting(
-            "Longest time a request may wait to be started.",
-            Group.REQUESTS,
-            unit=Unit.SECONDS,
-            low=0.001,
-            high=10 * 86400,
-        ),
-    ] = 600.0
-    drain_timeout: Annotated[
-        float,
-        Setting(
-            "Longest time that answers may continue after the server was told to stop.",
-            Group.REQUESTS,
-            unit=Unit.SECONDS,
-            low=0,
-            high=86400,
-        ),
-    ] = 30.0
-    share_prefixes_between_keys: Annotated[
-        bool,
-        Setting(
-            "Let API keys reuse each other's cached prefixes; timing then tells them of each"
-            " other's prompts.",
-            Group.ADDRESS,
-        ),
-    ] = False
-    max_body_bytes: Annotated[
-        int,
-        Setting("Largest body of a request.", Group.REQUESTS, unit=Unit.BYTES, low=1024, high=GIB),
-    ] = 2 * MIB
-    max_connections: Annotated[
-        int,
-        Setting("Most connections, all clients together.", Group.ADDRESS, low=8, high=10**5),
-    ] = 768
-    allowed_origins: Annotated[
-        str,
-        Setting(
-            "Origins of web pages and apps that may call, such as app://obsidian.md, separated"
-            " by commas; * allows all.",
-            Group.ADDRESS,
-            default_is="none",
-        ),
-    ] = ""
-    allowed_hosts: Annotated[
-        str,
-        Setting(
-            "Names that a reverse proxy passes on, such as llm.example, separated by commas;"
-            " * allows all.",
-            Group.ADDRESS,
-            default_is="none",
-        ),
-    ] = ""
-    tls_cert: Annotated[
-        str | None,
-        Setting(
-            "File with a certificate and its chain, in PEM, to speak HTTPS; read again when it"
-            " changes.",
-            Group.ADDRESS,
-        ),
-    ] = None
-    tls_key: Annotated[
-        str | None,
-        Setting("File with its private key.", Group.ADDRESS, default_is="the certificate's file"),
-    ] = None
-    root_path: Annotated[
-        str,
-        Setting(
-            "Path under which a reverse proxy shows the server, as /llm.",
-            Group.ADDRESS,
-            default_is="the root",
-        ),
-    ] = ""
-    trusted_proxies: Annotated[
-        str,
-        Setting(
-            "Addresses of reverse proxies that are believed for whom they ask (X-Forwarded-For),"
-            " as 127.0.0.1 or 10.0.0.0/8, with commas between.",
-            Group.ADDRESS,
-            default_is="none",
-        ),
-    ] = ""
-    show_prompts: Annotated[
-        bool,
-        Setting("Let dashboards show prompts; with several keys, each sees its own.", Group.LOG),
-    ] = False
-    min_quality: Annotated[
-        str | None,
-        Setting(
-            "Refuse a model whose quality card is worse, or warn: kld<=0.1 (or 0.1 for short),"
-            " same-top>=90, ppl-ratio<=1.05, warn:kld<=0.05; separated by commas.",
-            Group.MODEL,
-        ),
-    ] = None
-    log_level: Annotated[
-        str,
-        Setting(
-            "Lowest level to log: debug, info, warning or error.",
-            Group.LOG,
-            choices=("debug", "info", "warning", "error"),
-        ),
-    ] = "info"
-    log_format: Annotated[
-        str,
-        Setting(
-            "Log lines as text, or as json, one object per line.",
-            Group.LOG,
-            choices=("text", "json"),
-        ),
-    ] = "text"
-    access_log: Annotated[
-        bool,
-        Setting(
-            "Log a line per request: who, what, status and time, never the prompt.",
-            Group.LOG,
-        ),
-    ] = False
-
-    def __post_init__(self) -> None:
-        check_all(self)
-        check_keys(self.api_key, self.api_keys)
-        if self.tls_key and not self.tls_cert:
-            raise ConfigError("tls_key needs the certificate whose key it is: set tls_cert")
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of a server."""
-
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
 

@@ -98,12 +98,10 @@ class Field:
 
     @property
     def flag(self) -> str:
-        """The flag that sets it."""
         return flag_of(self.name)
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets it."""
         return ENV_PREFIX + self.name.upper()
 
     def read(self, value: object, origin: str) -> object:
@@ -170,10 +168,13 @@ class Field:
 
     @property
     def default_text(self) -> str:
-        """The default in words."""
         if self.setting.default_is:
             return self.setting.default_is
         return self.shown(self.default) if self.default not in (None, "", {}) else ""
+
+    def as_text(self, value: object) -> str:
+        """Write a value so that a variable of the environment can hold it."""
+        return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
     def shown(self, value: object) -> str:
         """Format a value for messages and the reference."""
@@ -218,7 +219,6 @@ def fields_of(section: type[msgspec.Struct]) -> Mapping[str, Field]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag that sets the named setting."""
     return "--" + name.replace("_", "-")
 
 

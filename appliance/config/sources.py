@@ -7,16 +7,18 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from appliance.api_keys import check_private
-from appliance.config.folders import OTHER_VARIABLES, config_path, kv_dir
+from appliance.config.folders import OTHER_VARIABLES, config_path, is_credential, kv_dir
 from appliance.config.keys import known_keys
-from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings
+from appliance.config.sections import SECTIONS, EngineConfig, Settings
+from appliance.config.server_section import ServerConfig
 from appliance.config.setting import ENV_PREFIX, fields_of, flag_of, nearest
 from appliance.errors import ConfigError
 
@@ -24,6 +26,19 @@ logger = logging.getLogger(__name__)
 
 AnySection = TypeVar("AnySection", bound=msgspec.Struct)
 Given = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenSetting:
+    """A setting as somebody wrote it.
+
+    Attributes:
+        value: text, or a value of TOML or Python; not checked yet.
+        origin: the flag, variable or file and key, for messages.
+    """
+
+    value: object
+    origin: str
 
 
 def load_settings(flags: Given, path: Path | None = None) -> Settings:
@@ -67,25 +82,42 @@ def load_section(
         ConfigError: see `load_settings`.
     """
     fields = fields_of(section)
-    origins: dict[str, str] = {}
-    written: dict[str, object] = {}
+    written = written_settings(section, given, path, spell=spell)
+    values = {name: fields[name].read(one.value, one.origin) for name, one in written.items()}
+    try:
+        return section(**values)
+    except ConfigError as error:  # two settings contradict each other
+        origins = {name: one.origin for name, one in written.items()}
+        words = re.sub(r"\w+(?= \()", lambda word: origins.get(word[0], word[0]), str(error))
+        raise ConfigError(words) from None
+
+
+def written_settings(
+    section: type[msgspec.Struct],
+    given: Given,
+    path: Path | None = None,
+    *,
+    spell: Callable[[str], str] = flag_of,
+) -> dict[str, WrittenSetting]:
+    """Collect what is written for a section, by setting; the arguments are `load_section`'s.
+
+    Raises:
+        ConfigError: an unknown key; values are not checked.
+    """
+    fields = fields_of(section)
+    written: dict[str, WrittenSetting] = {}
     file = config_path(path)
     for name, value in _section_of(file, section).items():
-        written[name], origins[name] = value, f"{file}: {name}"
+        written[name] = WrittenSetting(value, f"{file}: {name}")
     for name, field in fields.items():
         if text := os.environ.get(field.variable):
-            written[name], origins[name] = text, field.variable
+            written[name] = WrittenSetting(text, field.variable)
     for name, value in given.items():
         if name not in fields:
             raise ConfigError(f"{spell(name)} is not a setting{nearest(name, fields)}")
         if value is not None:
-            written[name], origins[name] = value, spell(name)
-    values = {name: fields[name].read(value, origins[name]) for name, value in written.items()}
-    try:
-        return section(**values)
-    except ConfigError as error:  # two settings contradict each other
-        words = re.sub(r"\w+(?= \()", lambda word: origins.get(word[0], word[0]), str(error))
-        raise ConfigError(words) from None
+            written[name] = WrittenSetting(value, spell(name))
+    return written
 
 
 def with_kv_folder(settings: Settings) -> Settings:
@@ -102,17 +134,20 @@ def warn_of_unknown_variables() -> None:
     It is no error, since the environment is shared: the variable may be for another version or for
     a program around this one.
     """
+    for message in unknown_variables():
+        logger.warning("%s", message)
+
+
+def unknown_variables() -> Iterator[str]:
+    """Describe each environment variable that looks like a setting but is none."""
     known = {field.variable for one in SECTIONS.values() for field in fields_of(one).values()}
     names = [variable.removeprefix(ENV_PREFIX) for variable in sorted(known | OTHER_VARIABLES)]
     for variable in sorted(os.environ):
         name = variable.removeprefix(ENV_PREFIX)
         if name != variable and name not in names:
             close = difflib.get_close_matches(name, names, n=1)
-            logger.warning(
-                "environment variable %s is no setting and changes nothing%s",
-                variable,
-                f"; did you mean {ENV_PREFIX}{close[0]}?" if close else "",
-            )
+            hint = f"; did you mean {ENV_PREFIX}{close[0]}?" if close else ""
+            yield f"environment variable {variable} is no setting and changes nothing{hint}"
 
 
 def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, Any]:
@@ -137,7 +172,7 @@ def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, A
             if key not in fields:
                 raise ConfigError(f"{path}: unknown key {key!r} in [{name}]{nearest(key, fields)}")
     found: dict[str, Any] = tables.get(_name_of(section), {})
-    if found.get("api_key") or found.get("api_keys"):
+    if (found.get("api_key") or found.get("api_keys")) and not is_credential(path):
         check_private(path, mode)
     return found
 

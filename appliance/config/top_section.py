@@ -10,7 +10,7 @@ from appliance.config.setting import Group, Setting, check_all
 
 
 class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the dashboard needs to know.
+    """Settings of the dashboard.
 
     Raises:
         ConfigError: a value is out of bounds, on construction.

@@ -6,6 +6,8 @@ import re
 
 from appliance.errors import ConfigError
 
+MIB, GIB = 2**20, 2**30
+
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 

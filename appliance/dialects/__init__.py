@@ -1,4 +1,4 @@
-"""How a model writes thoughts and tool calls: its own marks, learnt from its chat template.
+"""Reads a model's thoughts and tool calls by the marks of its chat template.
 
 Text comes in as the model makes it and goes out as parts: content, thought, calls. Nothing here
 knows a wire format, a tokenizer or the engine.

@@ -18,7 +18,7 @@ _ARGUMENTS = ("arguments", "parameters")
 def read_call_object(
     source: Source, accepts: Callable[[str], bool] = lambda name: True
 ) -> Steps[None]:
-    """Read one call. It begins with its name; what is wrong after that ends it.
+    """Read one call: its name first; a fault after that ends it.
 
     Args:
         source: at the object.

@@ -30,7 +30,6 @@ def must_call(
     """A grammar of answers that are a call, or several, perhaps after a thought.
 
     Args:
-        dialect: of the model.
         schemas: of the arguments of the tools of which one has to be called, by name.
         control: ids of the control tokens among the dialect's marks.
         one_call: there may be no more than one.
@@ -55,7 +54,6 @@ def may_call(
     """A grammar of answers that may call, where the arguments of every call obey the schema.
 
     Args:
-        dialect: of the model.
         schemas: of the arguments of all tools, by name.
         control: ids of the control tokens among the dialect's marks.
         thinking: whether the answer begins within a thought.
@@ -84,13 +82,13 @@ def may_call(
 
 
 def _calls(dialect: Dialect, schemas: Schemas, lark: Lark) -> str:
-    """What follows the opening in a call of any of some tools."""
+    """Return the grammar of calls of these tools, after their opening."""
     frames = [dialect.form.frame(name, _closed(one), lark) for name, one in schemas.items()]
     return lark.rule(" | ".join(frames))
 
 
 def _before(dialect: Dialect, lark: Lark, *, thinking: bool) -> str:
-    """What may stand before a call: a thought."""
+    """Return the grammar of what may precede a call: a thought."""
     form, marks = dialect.form, dialect.thought_marks
     if form.framed:
         return form.remarks(lark)
@@ -101,7 +99,7 @@ def _before(dialect: Dialect, lark: Lark, *, thinking: bool) -> str:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same, without arguments that nobody described: a model would go on making some up."""
+    """Forbid undescribed arguments: a model would go on making some up."""
     if "properties" not in schema or any(key in schema for key in _COMBINING):
         return schema
     return {**schema, "additionalProperties": False}

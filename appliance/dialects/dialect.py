@@ -1,4 +1,4 @@
-"""What is known of how one model writes, and the readers of its answers."""
+"""The form in which one model writes, and the readers of its answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one model writes.
+    """The form of one model's thoughts and calls.
 
     Attributes:
         form: of its calls.
@@ -36,21 +36,21 @@ class Dialect:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What readers have to see, also where it is a control token."""
+        """Texts that readers have to see even where they are control tokens."""
         return (*self.form.marks, *(self.thought_marks or ()))
 
     @property
     def splits_any(self) -> bool:
-        """Whether answers have to be read even without tools."""
+        """True if answers have to be read even without tools."""
         return self.form.framed or self.thought_marks is not None
 
     @property
     def budget_marks(self) -> ThoughtMarks | None:
-        """What a thought stands between, where it can be cut short."""
+        """The marks around a thought that can be cut short."""
         return self.form.thought_marks or self.thought_marks
 
     def begins_thinking(self, prompt_end: str) -> bool:
-        """Whether an answer to a prompt that ends like this begins within a thought."""
+        """Return True if an answer to a prompt with this end begins within a thought."""
         marks = self.thought_marks
         return marks is not None and prompt_end.rstrip().endswith(marks.opening)
 

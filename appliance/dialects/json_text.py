@@ -18,7 +18,7 @@ _SCALAR = re.compile(r"true|false|null|-?\d[\d.eE+-]*")
 
 
 def read_string(source: Source) -> Steps[str]:
-    """A string, decoded.
+    """Read and decode a string.
 
     Raises:
         MalformedCallError: it is none.

@@ -26,7 +26,7 @@ class Lark:
         self._rules: dict[str, str] = {}
 
     def rule(self, content: str, options: str = "") -> str:
-        """The name of a rule with that content, the same one for the same content."""
+        """Return the name of a rule; equal content has one rule."""
         for name, known in self._rules.items():
             if known == f"{options}: {content}":
                 return name
@@ -35,33 +35,33 @@ class Lark:
         return name
 
     def mark(self, text: str) -> str:
-        """A text that is a control token, or else just a text; nothing for none."""
+        """Return the terminal of a control token or of plain text; empty for no text."""
         if text in self._control:
             return f"<[{self._control[text]}]>"
         return json.dumps(text) if text else ""
 
     def marks(self, *texts: str) -> str:
-        """Several, one after the other."""
+        """Return the sequence of several marks."""
         return " ".join(filter(None, map(self.mark, texts)))
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that obeys a schema."""
+        """Return the rule of JSON that obeys a schema."""
         return self.rule(embedded(schema))
 
     def until(self, mark: str) -> str:
-        """Any text up to a mark, the mark included."""
+        """Return the expression of any text up to a mark, the mark included."""
         if mark in self._control:
             return f"{self.rule(ANY_TEXT)} {self.mark(mark)}"
         return self.rule(rf"/(.|\n)*{_pattern(mark)}/", "[lazy]")
 
     def without(self, mark: str) -> str:
-        """Any text that does not have a mark in it."""
+        """Return the rule of any text without a mark."""
         if mark in self._control:
             return self.rule(ANY_TEXT)
         return self._terminal(rf"/{_ANYTHING}/ & ~/{_ANYTHING}{_pattern(mark)}{_ANYTHING}/")
 
     def obeying(self, expressions: Iterable[str], mark: str) -> str:
-        """A text that matches several expressions, up to a mark, the mark included."""
+        """Return the expression of a text that matches all of some, up to and with a mark."""
         if mark in self._control:
             text = " & ".join(f"/{one}/" for one in expressions)
             return f"{self._terminal(text)} {self.mark(mark)}"
@@ -79,7 +79,7 @@ class Lark:
         return name
 
     def members(self, rules: Mapping[str, str], required: Collection[str], separator: str) -> str:
-        """Members of an object: those that are required first, then each of the others or not.
+        """Return the expression of an object's members: the required ones, then any of the others.
 
         Args:
             rules: of the members, each with its key.
@@ -100,7 +100,7 @@ class Lark:
         return f"({' | '.join(choices)})?" if choices else ""
 
     def text(self, start: str) -> str:
-        """The grammar.
+        """Return the grammar.
 
         Args:
             start: what an answer consists of.
@@ -110,13 +110,13 @@ class Lark:
 
 
 def _pattern(text: str) -> str:
-    """An expression that matches that text."""
+    """Return an expression that matches that text."""
     escaped = "".join(f"\\{c}" if c in _SPECIAL else c for c in text)
     return escaped.replace("\n", r"\n")
 
 
 def anywhere(pattern: str) -> str:
-    """An expression for whole texts in which a pattern of JSON Schema is found.
+    """Return an expression for whole texts that contain a pattern of JSON Schema.
 
     As llguidance takes these, an anchor counts at either end of the pattern only.
     """
@@ -127,5 +127,5 @@ def anywhere(pattern: str) -> str:
 
 
 def _unslashed(pattern: str) -> str:
-    """The same without a slash or a line break, which would end it in Lark's notation."""
+    """Escape slashes and line breaks, which would end an expression in Lark's notation."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", pattern).replace("\n", r"\n")

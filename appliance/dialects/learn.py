@@ -70,7 +70,7 @@ _RESULT: dict[str, Any] = {
 
 
 def learn_dialect(render: Render, template: str) -> Dialect:
-    """How a model writes.
+    """Learn how a model writes from its chat template.
 
     Args:
         render: its chat template, for messages and tools.
@@ -93,7 +93,7 @@ def learn_dialect(render: Render, template: str) -> Dialect:
 
 
 def _probe_calls(render: Render) -> tuple[CallForm, bool] | None:
-    """The form in which a template writes calls, and whether it takes arguments as text."""
+    """Find the form of a template's calls, and whether it takes arguments as text."""
     for text_arguments in (False, True):
         arguments = json.dumps(_ARGUMENTS) if text_arguments else _ARGUMENTS
         call = {

@@ -37,7 +37,7 @@ class Output:
         return parts
 
     def content(self, text: str) -> None:
-        """Add text for whoever asked."""
+        """Add text for the user."""
         self._text(Content, text)
 
     def thought(self, text: str) -> None:
@@ -45,7 +45,7 @@ class Output:
         self._text(Thought, text)
 
     def begin_thought(self) -> None:
-        """What was content before is over, even if the thought stays empty."""
+        """End the content before a thought, even one that stays empty."""
         if self._kind is not Thought:
             self._kind, self._bare, self._space = Thought, True, ""
 
@@ -61,14 +61,14 @@ class Output:
             self._add(self._repeats.add(text) if self._repeats else [CallArguments(text)])
 
     def end_call(self) -> None:
-        """Say that the latest call is complete."""
+        """Complete the latest call."""
         if self._repeats and not self.ended:
             self._add(self._repeats.end())
             self.ended = self._repeats.found
         self.ended = self.ended or self._one_call
 
     def close(self) -> None:
-        """Add what was held back, once no more will come."""
+        """Add the text held back, at the end."""
         if self._kind is Content and not self._bare and not self.ended and self._space:
             self._append(Content, self._space)
 
@@ -93,7 +93,7 @@ class Output:
         self._add([kind(text)])
 
     def _add(self, parts: Iterable[Part]) -> None:
-        """Add parts; those that go on where the last one ended make it longer."""
+        """Add parts, and merge those that continue the last one."""
         for part in parts:
             last = self._parts[-1] if self._parts else None
             if isinstance(part, CallBegin) or type(last) is not type(part):

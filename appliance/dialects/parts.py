@@ -1,4 +1,4 @@
-"""What an answer is made of."""
+"""The parts of an answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """Text for whoever asked."""
+    """Text for the user."""
 
     text: str
 

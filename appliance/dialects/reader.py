@@ -37,22 +37,22 @@ class Reader:
 
     @property
     def ended(self) -> bool:
-        """Whether all that follows is ignored."""
+        """True if all that follows is ignored."""
         return self._output.ended
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next belongs to a thought, as far as can be said."""
+        """True if the next text belongs to a thought, as far as is known."""
         return self._source.thinking
 
     def push(self, text: str) -> list[Part]:
-        """Add text; returns what became certain."""
+        """Add text, and return the parts that are settled."""
         self._source.feed(text)
         next(self._steps, None)
         return self._output.take()
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """Say that no more will come; returns the rest.
+        """End the text, and return the last parts.
 
         Args:
             cut: the model was not done; what it began and cannot be read is left out.

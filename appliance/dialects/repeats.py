@@ -1,4 +1,4 @@
-"""Calls of one answer that say the same again: small models that have to call find no end."""
+"""Detects repeated calls of one answer, in which small models that must call get stuck."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Repeats:
         self._held = False
 
     def begin(self, name: str) -> list[CallBegin | CallArguments]:
-        """A call begins; returns what is to be shown."""
+        """Begin a call; returns the text to show."""
         self._name, self._text = name, ""
         self._held = self._may_repeat
         return [] if self._held else [CallBegin(name)]
 
     def add(self, text: str) -> list[CallBegin | CallArguments]:
-        """Its arguments go on; returns what is to be shown."""
+        """Add to the call's arguments; returns the text to show."""
         self._text += text
         if not self._held:
             return [CallArguments(text)]
         return [] if self._may_repeat else self._release()
 
     def end(self) -> list[CallBegin | CallArguments]:
-        """It is complete; returns what is to be shown."""
+        """End the call; returns the text to show."""
         call = self._name, self._text
         if self._held and call in self._earlier:
             self.found = True

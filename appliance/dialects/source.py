@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, for parsers that are written as if all of it were there.
+"""Text that arrives in pieces, for parsers written as if all of it were there.
 
 A parser is a generator: it pauses where the text so far does not decide, and goes on when there is
 more. So its result cannot depend on how the text is cut.
@@ -17,7 +17,7 @@ Steps = Generator[None, None, ResultT]
 
 
 class MalformedCallError(Exception):
-    """What looked like a call is none."""
+    """Text that looked like a call is none."""
 
 
 class Source:
@@ -48,7 +48,7 @@ class Source:
             self._mark = 0
 
     def close(self, *, cut: bool = False, must_call: bool = False) -> None:
-        """Say that no more will come.
+        """End the text.
 
         Args:
             cut: the model was not done, so half a mark is half a call and no content.
@@ -60,7 +60,7 @@ class Source:
     # ---- attempts: what may turn out to be no call, and then is content ----
 
     def attempt(self, opening: str) -> None:
-        """Begin one, with what was just read."""
+        """Begin an attempt at the text just read."""
         self._mark = self._at - len(opening)
         self._marked, self._starved = bool(opening), False
 
@@ -70,11 +70,11 @@ class Source:
         self.output.begin_call(name)
 
     def drop_attempt(self) -> None:
-        """What was read since is neither a call nor content."""
+        """Drop the text read since: it is neither a call nor content."""
         self._mark = None
 
     def give_up(self) -> None:
-        """It is none, and all that was read since is content; or it is broken, if it has begun.
+        """End an attempt: its text is content, or a broken call if one has begun.
 
         One that was cut short is neither: nothing of it is shown.
         """
@@ -100,7 +100,7 @@ class Source:
         return True
 
     def peek(self) -> Steps[str]:
-        """The next character, which is left; empty at the end."""
+        """Return the next character without reading it; empty at the end."""
         while self._at >= len(self._text):
             if not (yield from self.more()):
                 return ""
@@ -117,7 +117,7 @@ class Source:
             self._at += 1
 
     def literal(self, expected: str) -> Steps[bool]:
-        """Read a certain text, if it is next."""
+        """Read a fixed text if it is next."""
         while True:
             if self._text.startswith(expected, self._at):
                 self._at += len(expected)
@@ -128,7 +128,7 @@ class Source:
                 return False
 
     def closing(self, expected: str) -> Steps[bool]:
-        """Read a certain text after white space, or what there is of it at the end."""
+        """Read a fixed text after white space, or the beginning of it at the end."""
         yield from self.skip_space()
         if (yield from self.literal(expected)):
             return True
@@ -137,14 +137,14 @@ class Source:
         return False
 
     def scalar(self, ends: str) -> Steps[str]:
-        """The text up to one of these characters, which is left, or to the end."""
+        """Read up to one of these characters, which is left, or to the end."""
         text = ""
         while (character := (yield from self.peek())) and character not in ends:
             text += self.advance()
         return text
 
     def collect(self, *markers: str) -> Steps[str]:
-        """The text up to a marker, which is read too.
+        """Read up to a marker, and read that too.
 
         Raises:
             MalformedCallError: it does not come.
@@ -189,7 +189,7 @@ class Source:
             emit(text)
 
     def _first_beginning(self, markers: tuple[str, ...]) -> int:
-        """Where the text ends with the beginning of a marker, or its length."""
+        """Return the place where a marker begins that the text's end cuts, or the text's length."""
         length = len(self._text)
         for start in range(max(self._at, length - max(map(len, markers)) + 1), length):
             if any(marker.startswith(self._text[start:]) for marker in markers):

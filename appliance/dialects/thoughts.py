@@ -1,4 +1,4 @@
-"""Thoughts: what a model writes before it answers, between two marks."""
+"""Thoughts: text between two marks before the answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ThoughtMarks(NamedTuple):
-    """What a model writes around a thought."""
+    """The marks around a model's thought."""
 
     opening: str
     closing: str
@@ -27,7 +27,7 @@ KNOWN_MARKS = (
 
 
 def find_marks(template: str) -> ThoughtMarks | None:
-    """The marks that a template knows; many know the closing one only, to cut thoughts out."""
+    """Find the marks of a template; many have the closing one only, to cut thoughts out."""
     return next((marks for marks in KNOWN_MARKS if marks.closing in template), None)
 
 

@@ -18,10 +18,9 @@ Turn = dict[str, Any]
 def prepare(
     dialect: Dialect, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Turn], Sequence[Mapping[str, Any]] | None]:
-    """Messages and tools for the template.
+    """Return messages and tools in the form that the template takes.
 
     Args:
-        dialect: of the model.
         turns: with arguments as JSON text and calls as OpenAI has them.
         tools: as OpenAI has them; None if none may be called.
 
@@ -41,7 +40,7 @@ def prepare(
 
 
 def short_id(call_id: str) -> str:
-    """The same id for the same text, in nine letters and digits; one that has these stays."""
+    """Map an id to nine letters and digits, always the same; one of that form stays."""
     if len(call_id) == SHORT_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
@@ -64,7 +63,7 @@ def _adapt(turn: Turn, dialect: Dialect) -> None:
 
 
 def _object(arguments: str) -> Any:
-    """Arguments as an object; what is none stays text, since a model wrote it and may read it."""
+    """Parse arguments as an object; invalid ones stay text, which the model may read."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -73,7 +72,7 @@ def _object(arguments: str) -> Any:
 
 
 def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
-    """Calls and results as plain turns; those that follow one another become one."""
+    """Write calls and results as plain turns, and join neighbours."""
     plain: list[Turn] = []
     for turn in turns:
         turn.pop("tool_call_id", None)

@@ -11,13 +11,23 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 # In the order of a reader's questions.
 NAMES = (
-    *("clients", "dashboard", "quantize", "memory-and-cache", "settings", "api", "security"),
-    *("operations", "benchmarks", "architecture", "extending", "contributing"),
+    *("clients", "models", "sizing", "sleep", "dashboard", "quantize", "adapters"),
+    *(
+        "memory-and-cache",
+        "settings",
+        "api",
+        "security",
+        "operations",
+        "benchmarks",
+        "architecture",
+        "extending",
+        "contributing",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Topic:
     """One topic."""
 
     name: str  # as in `appliance docs NAME`
@@ -25,7 +35,7 @@ class Page:
     text: str  # Markdown; links to other topics name their files
 
 
-def read(name: str) -> Page:
+def read(name: str) -> Topic:
     """A page of `NAMES`."""
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
-    return Page(name, text.partition("\n")[0].removeprefix("# "), text)
+    return Topic(name, text.partition("\n")[0].removeprefix("# "), text)

@@ -31,7 +31,6 @@ class Beacon:
         assert len(self._words) == WORDS
 
     def advance(self) -> None:
-        """Count one piece of progress."""
         self._words[_PROGRESS] = (self._words[_PROGRESS] + 1) % 2**63
 
     @property

@@ -22,7 +22,8 @@ def check_tokens(request: Request, info: EngineInfo) -> None:
     budget = sampling.thought_budget
     ends = (min(prompt, default=0), max(prompt, default=0))
     for param, token_ids in (
-        ("prompt", (*ends, *sampling.forced)),
+        ("prompt", ends),
+        ("labels", request.labels),
         ("thinking_token_budget", () if budget is None else (*budget.opening, *budget.closing)),
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),

@@ -61,6 +61,8 @@ def _delta(update: Update) -> SequenceDelta:
         logprobs=logprobs,
         finish_reason=finish_reason,
         num_cached_tokens=sequence.num_cached,
+        num_draft_tokens=sequence.num_drafts,
+        num_accepted_tokens=sequence.num_accepted,
         queue_seconds=_waited(sequence) if first else None,
         cumulative_logprob=cumulative_logprob,
         prompt_logprobs=prompt_logprobs,

@@ -14,23 +14,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.adapters.loader import configured_adapters
+from appliance.engine.adapters.pool import AdapterPool
 from appliance.engine.beacon import Beacon
 from appliance.engine.check_tokens import check_tokens
 from appliance.engine.deltas import deltas_of, overdue
-from appliance.engine.grammars.grammars import Grammars
+from appliance.engine.grammars.grammars import Grammars, refusal
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import StepReport, Table
 from appliance.engine.sequence_views import view_sequences
+from appliance.errors import RequestError
 from appliance.stats import EngineStats, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.adapters.loader import AdapterLoader
     from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.messages import EngineInfo, SequenceDelta, Vocabulary
     from appliance.engine.plan import Plan, Sampled
-    from appliance.engine.request import Request
+    from appliance.engine.request import AdapterRef, Request
     from appliance.engine.runner import Runner
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.tiers.tiers import Tiers
@@ -48,6 +52,7 @@ class LLMEngine:
         tiers: keep content that leaves the cache.
         info: facts about the loaded model and cache.
         matchers: the grammars' states, shared with the runner.
+        adapters: reads adapters; None if requests cannot have one.
         clock: monotonic seconds.
         beacon: shows progress to other processes.
     """
@@ -59,6 +64,7 @@ class LLMEngine:
         runner: Runner,
         info: EngineInfo,
         matchers: Matchers | None = None,
+        adapters: AdapterLoader | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         beacon: Beacon | None = None,
@@ -70,6 +76,7 @@ class LLMEngine:
         self._tiers = tiers
         self._runner = runner
         self._grammars = Grammars(scheduler, matchers, info)
+        self._adapters = None if adapters is None else AdapterPool(adapters, self._live, clock)
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with the time it was launched
         self._expired: list[SequenceDelta] = []  # for the next report
         self._last_end = 0.0
@@ -103,7 +110,11 @@ class LLMEngine:
             MemoryPlanError: it does not fit.
         """
         parts = load_parts(config, eos_token_ids, metadata, on_progress, beacon=beacon)
-        return cls(*parts, beacon=beacon)
+        engine = cls(*parts, beacon=beacon)
+        if engine._adapters is not None:
+            for ref in configured_adapters(config):
+                engine._adapters.install(ref)
+        return engine
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +122,8 @@ class LLMEngine:
         serving = self._scheduler.has_work or bool(
             self._in_flight or self._expired or self._grammars.waiting
         )
-        spare = self._runner.has_idle_work or self._tiers.has_writes or self._grammars.prepares
+        serving = serving or (self._adapters is not None and self._adapters.is_busy)
+        spare = self._tiers.has_writes or self._grammars.prepares
         return serving or spare
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -129,11 +141,50 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
+        if request.adapter is not None:
+            if self._adapters is None:
+                raise RequestError("this engine has no room for adapters", param="model")
+            ready = self._adapters.take(request)
+            if ready is None:
+                return
+            request = ready
+        self._admit(request, self._clock())
+
+    def _admit(self, request: Request, now: float) -> None:
         if not self._grammars.hold(request):
-            self._scheduler.add(request, self._clock())
+            self._scheduler.add(request, now)
+
+    def load_adapter(self, ref: AdapterRef) -> None:
+        """Read an adapter ahead of its first request; a report answers."""
+        if self._adapters is not None:
+            self._adapters.wish(ref)
+
+    def unload_adapter(self, ref: AdapterRef) -> None:
+        """Forget an adapter once no request uses it."""
+        if self._adapters is not None:
+            self._adapters.unload(ref)
+
+    def _live(self) -> set[str]:
+        """Return the ids of all requests that have not ended."""
+        live = {sequence.request.request_id for sequence in self._scheduler.sequences()}
+        return live | self._grammars.held()
+
+    def _start_adapted(self, now: float) -> None:
+        """Let on the requests whose adapter has been read."""
+        if self._adapters is None or not self._adapters.is_busy:
+            return
+        ready, ends = self._adapters.start(now)
+        self._expired += ends
+        for request in ready:
+            try:
+                self._admit(request, now)
+            except RequestError as error:
+                self._expired.append(refusal(request, str(error)))
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in any phase; return False if it was not live."""
+        if self._adapters is not None and self._adapters.abandon(request_id):
+            return True
         return self._grammars.abandon(request_id) or self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
@@ -143,12 +194,14 @@ class LLMEngine:
         """
         begin = now = self._clock()
         self._expired += overdue(self._scheduler.expire(now), now)
+        self._start_adapted(now)
         self._expired += self._grammars.start(now)
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            if not (self._expired or self._grammars.idle() or self._tiers.idle()):
-                self._runner.idle()
+            waits = self._adapters is not None and self._adapters.idle()
+            if not (waits or self._expired or self._grammars.idle()):
+                self._tiers.idle()
             return self._report()
         try:
             if launched is not None:
@@ -175,7 +228,7 @@ class LLMEngine:
         self._num_steps += 1
         self._beacon.advance()
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
-        if plan.num_single_rows < len(plan.scheduled):
+        if plan.num_prompt_rows:
             self._tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
         self._tiers.after_step()
         return self._report(deltas, started)
@@ -190,7 +243,8 @@ class LLMEngine:
         self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
     ) -> StepReport:
         expired, self._expired = self._expired, []
-        return StepReport(deltas=(*expired, *deltas), started=started)
+        answers = () if self._adapters is None else self._adapters.take_answers()
+        return StepReport(deltas=(*expired, *deltas), started=started, adapters=answers)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
         self._nan_logits += sum([result.broken for result in sampled])
@@ -198,6 +252,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """Write what the disk tier still lacks, as far as time allows."""
+        if self._adapters is not None:
+            self._adapters.close()
         self._tiers.close()
 
     def _discard_plans(self) -> None:
@@ -206,16 +262,17 @@ class LLMEngine:
         self._scheduler.discard_plans()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine's numbers."""
+        stats = self._grammars.add_stats(self._scheduler.stats())
+        waiting = 0 if self._adapters is None else self._adapters.waiting
         return msgspec.structs.replace(
-            self._grammars.add_stats(self._scheduler.stats()),
+            stats,
+            waiting=stats.waiting + waiting,
             step_seconds=self._step_seconds,
             model_seconds=self._runner.seconds,
             nan_logits_total=self._nan_logits,
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        """Describe all live sequences for the dashboard."""
         return view_sequences(self._scheduler, self._tiers, self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
@@ -225,7 +282,6 @@ class LLMEngine:
         return steps
 
     def block_table(self, request_id: str, index: int) -> Table:
-        """Return the block table of one sequence."""
         for sequence in self._scheduler.sequences():
             if (sequence.request.request_id, sequence.index) == (request_id, index):
                 num_full = sequence.num_computed // self.info.block_size
@@ -241,7 +297,7 @@ class LLMEngine:
     def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if there are any."""
         assert plan is not None, "steps run out of memory when they are launched"
-        large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
+        large = [entry.sequence for entry in plan.scheduled if entry.num_own > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
         updates = [
@@ -252,6 +308,5 @@ class LLMEngine:
 
 def _view(number: int, plan: Plan, seconds: float) -> StepView:
     """Describe a step; it runs in every step, so it reads no more than it must."""
-    single = plan.num_single_rows
-    rows = sum(entry.num_tokens for entry in plan.scheduled[single:])
-    return StepView(number, rows, single, len(plan.scheduled), seconds)
+    rows = plan.num_prompt_rows
+    return StepView(number, rows, plan.num_tokens - rows, len(plan.scheduled), seconds)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.engine.execution import Precision
+from appliance.engine.execution.execution import Precision
 from appliance.errors import ConfigError
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
@@ -38,9 +38,6 @@ def choose_kv(
 
     Args:
         config: `kv_cache_dtype` "auto" takes the checkpoint's, if it declares one.
-        source: the model.
-        device: where it runs.
-        dtype: of activations.
         native: the CPU library executes the model.
 
     Returns:
@@ -59,7 +56,7 @@ def choose_kv(
             "take int8 (more exact) or int4 (smaller)"
         )
     plan = planned_kv(source)
-    num_layers = len(source.spec.layers)
+    num_layers = len(source.spec.cache_layers)
     if plan is not None:
         asked = None if word == "auto" else _format_of(word)
         layers = [layer.precision(asked) for layer in plan]
@@ -107,7 +104,7 @@ def _usual(config: EngineConfig, source: ModelSource, dtype: torch.dtype, native
     own have outlying dimensions, which one scale a token and head does not suit: INT8 moved
     Gemma 3's predictions ten times as far as SmolLM2's (scripts/bench/results/quantize).
     """
-    attention = [layer.attention for layer in source.spec.layers]
+    attention = source.spec.attention_layers.values()
     is_even = all(not a.qkv_bias and a.qk_norm is None for a in attention)
     if native and is_even and config.dtype == "auto":
         return KVFormat.INT8

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Of a prompt that is scored: logits of so many rows are there at once. Each pass reads the whole
 # head, so fewer would be slower.
 LOGIT_ROWS = 64
+# Rows of a step that sample, where more than one of a sequence may: the memory for logits that the
+# rows above have anyway.
+SAMPLE_ROWS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,11 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int  # rows of one step
     context_length: int  # tokens of one sequence, prompt and answer together
+
+    @property
+    def sample_rows(self) -> int:
+        """Most rows of a step that sample a token, with those of drafts."""
+        return max(self.max_num_seqs, SAMPLE_ROWS)
 
     def __post_init__(self) -> None:
         assert self.max_num_seqs > 0
@@ -46,6 +54,7 @@ class Bounds:
         limits: of what runs at once, and of one sequence's length.
         block_size: token slots per block.
         eos_token_ids: tokens that end an answer, unless its request ignores them.
+        is_recurrent: the model has a state besides keys and values.
         max_tokens: most tokens of one sequence, prompt and answer together.
     """
 
@@ -53,6 +62,7 @@ class Bounds:
     num_blocks: int
     block_size: int
     eos_token_ids: frozenset[int] = frozenset()
+    is_recurrent: bool = False
     max_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +92,7 @@ def check_request(request: Request, bounds: Bounds) -> None:
             sampling.num_sequences,
             max_num_seqs=bounds.limits.max_num_seqs,
             blocks=(bounds.num_blocks, bounds.block_size),
+            is_recurrent=bounds.is_recurrent,
         )
 
 
@@ -117,7 +128,14 @@ def check_prompt(
         )
 
 
-def check_beams(num_tokens: int, width: int, *, max_num_seqs: int, blocks: tuple[int, int]) -> None:
+def check_beams(
+    num_tokens: int,
+    width: int,
+    *,
+    max_num_seqs: int,
+    blocks: tuple[int, int],
+    is_recurrent: bool = False,
+) -> None:
     """Refuse a beam search that can never run.
 
     Args:
@@ -125,6 +143,7 @@ def check_beams(num_tokens: int, width: int, *, max_num_seqs: int, blocks: tuple
         width: beams.
         max_num_seqs: sequences that run at once.
         blocks: of the KV cache: their number, and the token slots of each.
+        is_recurrent: the model has a state besides keys and values.
 
     Raises:
         RequestError: there are not enough sequences or blocks for all beams at once.
@@ -136,8 +155,9 @@ def check_beams(num_tokens: int, width: int, *, max_num_seqs: int, blocks: tuple
             param="best_of",
         )
     num_blocks, block_size = blocks
-    if max_beam_tokens(num_tokens, width, block_size, num_blocks) <= num_tokens:
-        shared = num_tokens // block_size
+    most = max_beam_tokens(num_tokens, width, block_size, num_blocks, is_recurrent=is_recurrent)
+    if most <= num_tokens:
+        shared = num_tokens // block_size * (width if is_recurrent else 1)
         raise RequestError(
             f"{width} beams after a prompt of {num_tokens} tokens need at least {shared + width} "
             f"KV cache blocks of {block_size} tokens, and there are {num_blocks}; ask for fewer "
@@ -146,12 +166,15 @@ def check_beams(num_tokens: int, width: int, *, max_num_seqs: int, blocks: tuple
         )
 
 
-def max_beam_tokens(num_tokens: int, width: int, block_size: int, num_blocks: int) -> int:
+def max_beam_tokens(
+    num_tokens: int, width: int, block_size: int, num_blocks: int, *, is_recurrent: bool = False
+) -> int:
     """Return the most tokens, prompt and answer together, that every beam can have at once.
 
-    Beams certainly share the prompt's full blocks, and nothing else.
+    Beams certainly share the prompt's full blocks, and nothing else. Where the model has a state,
+    not even these: after a preemption they can only be shared up to a checkpoint.
     """
-    shared = num_tokens // block_size
+    shared = 0 if is_recurrent else num_tokens // block_size
     return (shared + (num_blocks - shared) // width) * block_size + 1
 
 

@@ -17,10 +17,11 @@ from appliance.engine.tiers.write_behind import WriteBehind
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.execution import Precision
+    from appliance.engine.execution.execution import Precision
     from appliance.engine.messages import EngineInfo
     from appliance.engine.rates import Rates
     from appliance.engine.run.block_moves import BlockMoves
+    from appliance.engine.run.state_rows import StateRows
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def load_tiers(
     config: EngineConfig,
     blocks: BlockManager,
     moves: BlockMoves,
+    states: StateRows | None,
     rates: Rates,
     info: EngineInfo,
     precision: Precision,
@@ -40,11 +42,13 @@ def load_tiers(
         The tiers, and notes for the user.
     """
     device = precision.device.type
+    state_bytes = 0 if states is None else states.state_bytes
     sizes = TierSizes(
         moves.block_bytes,
         moves.open_bytes,
         host_bytes,
         keeps_evicted=device == "cuda" and config.prefix_caching,
+        state_bytes=state_bytes,
     )
     if config.kv_disk in ("auto", "off") or not config.prefix_caching:
         return Tiers(blocks, sizes, rates), ()
@@ -57,7 +61,7 @@ def load_tiers(
     }
     root = Path(config.kv_disk).expanduser()
     fingerprint = kv_fingerprint(Path(config.model), info.fingerprint, precision, moves.block_bytes)
-    store = DiskStore(root, fingerprint, moves.block_bytes, config.kv_disk_size, about)
+    store = DiskStore(root, fingerprint, moves.block_bytes, config.kv_disk_size, about, state_bytes)
     try:
         store.open()
     except OSError as error:
@@ -74,7 +78,8 @@ def load_tiers(
         " removes it"
     )
     clock = time.thread_time if device == "cpu" else time.perf_counter
-    writes = WriteBehind(blocks, disk, moves.save, clock)
+    save_states = None if states is None else states.save
+    writes = WriteBehind(blocks, disk, moves.save, clock, save_states)
     return Tiers(blocks, sizes, rates, disk, writes), (note,)
 
 
@@ -86,7 +91,6 @@ def kv_fingerprint(model: Path, fingerprint: str, precision: Precision, block_by
     Args:
         model: file or folder.
         fingerprint: of the engine: version, weights, arithmetic, usual format.
-        precision: of each layer.
         block_bytes: of a block in all layers.
     """
     digest = hashlib.blake2b(digest_size=16)

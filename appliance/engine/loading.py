@@ -14,27 +14,28 @@ import msgspec
 import psutil
 import torch
 
+from appliance.engine.adapters.loader import AdapterLoader, check_adapters, planned_bytes
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.execution import (
-    NativeExecution,
-    Precision,
-    choose_execution,
-    why_not_native,
-)
+from appliance.engine.blocks.state_slots import StateSlots
+from appliance.engine.execution.choice import choose_execution, why_not_native
+from appliance.engine.execution.native_execution import NativeExecution
+from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import choose_kv, in_words
+from appliance.engine.load_speculation import load_speculator
 from appliance.engine.load_tiers import load_tiers
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_device import CudaDevice
 from appliance.engine.run.device import HostDevice
-from appliance.engine.runner_setup import Steps, make_runner, plan_measured
+from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.weights_fingerprint import weights_digest
 from appliance.errors import ConfigError
+from appliance.kernels.backend import select_backend
 from appliance.model.decoder import Decoder
 from appliance.model.source import open_model
 from appliance.runtime import release_unused, resident_bytes
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.beacon import Beacon
-    from appliance.engine.execution import Execution
+    from appliance.engine.execution.execution import Execution, Precision
     from appliance.engine.run.device import Device
     from appliance.engine.runner import Runner
+    from appliance.engine.state_memory import StateMemory
     from appliance.engine.tiers.tiers import Tiers
     from appliance.model.source import ModelSource
 
@@ -70,19 +72,16 @@ def load_parts(
     device: Device | None = None,
     beacon: Beacon | None = None,
     source: ModelSource | None = None,
-) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers]:
+) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers, AdapterLoader | None]:
     """Load all parts of an engine; see `LLMEngine.load`.
 
     Args:
-        config: see there.
-        eos_token_ids: see there.
-        metadata: see there.
-        on_progress: see there.
         device: runs steps; None takes the GPU or the CPU, wherever the model goes.
         beacon: counts a step's progress.
         source: the model, if opened already; None opens `config.model`.
     """
     begin = time.perf_counter()
+    stages = [("imports", time.monotonic())]
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     torch.set_num_threads(threads)
     on_progress("reading the model", 0, 0)
@@ -90,14 +89,17 @@ def load_parts(
     # A tokenizer may name tokens for which the model has no logits, so it never generates them.
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     precision, kv_notes = _precision(config, source)
+    check_adapters(config, precision.device)
     execution, notes = choose_execution(config, precision, source, threads)
     if device is None:
         device = _open_device(precision.device)
-    num_open = _num_open(config, source, precision, device)
+    num_open = _num_open(config, source, precision, device.is_asynchronous)
     request = _memory_request(config, source, precision, execution, num_open)
     # Where the workspace is measured later, refuse only what cannot fit at all.
     plan = plan_memory(replace(request, workspace_bytes=0) if device.is_asynchronous else request)
+    stages.append(("header and plan", time.monotonic()))
     executor = execution.load(source, on_progress, plan.context_length)
+    stages.append(("weights", time.monotonic()))
     release_unused()  # memory that reading the weights took
     process_bytes = plan.process_bytes
     if process_bytes:  # more of the libraries is in use than before
@@ -110,13 +112,19 @@ def load_parts(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
     sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs)
-    with_graphs = _may_capture(config, execution, device)
-    steps = Steps(execution, executor, device, limits, sample_tokens, num_open, with_graphs)
+    in_torch = source.spec.has_experts or source.spec.state_bytes > 0  # on a GPU too
+    with_graphs = _may_capture(config, execution, device) and not in_torch
+    parts = RunnerParts(execution, executor, device, limits, sample_tokens, num_open, with_graphs)
     graph_bytes, rates = 0, Rates()
     matchers = Matchers(source.spec.vocab_size, eos_token_ids)
     if device.is_asynchronous:
-        plan, graph_bytes = plan_measured(steps, request, on_progress)
-    runner, moves = make_runner(steps, plan, graph_bytes, eos_token_ids, rates, matchers)
+        plan, graph_bytes = plan_measured(parts, request, on_progress)
+    adapters = AdapterLoader.of(config, source, executor)
+    runner, moves, states = make_runner(
+        *(parts, plan, graph_bytes, eos_token_ids, rates, matchers),
+        adapters=None if adapters is None else adapters.slots,
+    )
+    runner.capture(on_progress)
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size,
@@ -124,21 +132,44 @@ def load_parts(
         prefix_caching=config.prefix_caching,
         namespace=in_words(precision),
         num_open=num_open,
+        states=_state_slots(plan.states),
     )
-    info = _describe(config, source, steps, plan, eos_token_ids, threads)
+    info = _describe(config, source, parts, plan, eos_token_ids, threads)
     info = msgspec.structs.replace(
         info,
         load_seconds=time.perf_counter() - begin,
-        notes=(*kv_notes, *notes, *source.weights.notes(), *_host_notes(plan)),
+        notes=(
+            *kv_notes,
+            *notes,
+            *source.weights.notes(),
+            *_torch_notes(source, device),
+            *_host_notes(plan),
+        ),
         process_bytes=process_bytes,
+        num_adapters=0 if adapters is None else adapters.count,
+        adapter_bytes=plan.adapter_bytes,
     )
     tiers, tier_notes = load_tiers(
-        config, blocks, moves, rates, info, precision, plan.kv_host_bytes
+        config, blocks, moves, states, rates, info, precision, plan.kv_host_bytes
     )
-    info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes))
+    stages.append(("KV cache", time.monotonic()))
+    info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes), stages=tuple(stages))
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
-    scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
-    return scheduler, tiers, runner, info, matchers
+    scheduler = Scheduler(
+        blocks,
+        limits,
+        eos_token_ids,
+        look_ahead=runner.depth > 0,
+        tiers=tiers,
+        speculator=load_speculator(config, execution, device, matchers),
+    )
+    return scheduler, tiers, runner, info, matchers, adapters
+
+
+def _state_slots(memory: StateMemory) -> StateSlots | None:
+    if not memory.row_bytes:
+        return None
+    return StateSlots(memory.num_slots, memory.num_checkpoints, memory.row_bytes)
 
 
 def _open_device(device: torch.device) -> Device:
@@ -157,14 +188,14 @@ def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> 
 def _describe(
     config: EngineConfig,
     source: ModelSource,
-    steps: Steps,
+    parts: RunnerParts,
     plan: MemoryPlan,
     eos_token_ids: tuple[int, ...],
     threads: int,
 ) -> EngineInfo:
-    execution, weight_format = steps.execution, steps.executor.weight_format
+    execution, weight_format = parts.execution, parts.executor.weight_format
     precision = execution.precision
-    kv_format = in_words(precision)
+    kv_format, router = in_words(precision), source.spec.router
     arithmetic = (
         f"{weight_format} {execution.name} {precision.device} {precision.dtype} "
         f"{kv_format} {precision.block_size}"
@@ -182,15 +213,20 @@ def _describe(
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
         max_num_seqs=config.max_num_seqs,
-        weight_bytes=steps.executor.weight_bytes,
+        weight_bytes=parts.executor.weight_bytes,
         kv_bytes=plan.kv_bytes,
         workspace_bytes=plan.workspace_bytes,
         memory_bytes=plan.budget_bytes,
         load_seconds=0.0,
         fingerprint=_fingerprint(Path(config.model), arithmetic),
         # As `BlockManager` writes them: 1 is a block with an open page.
-        precisions=(kv_format, *(["int8 while open"] if steps.num_open else [])),
+        precisions=(kv_format, *(["int8 while open"] if parts.num_open else [])),
         kv_host_bytes=plan.kv_host_bytes,
+        state_bytes=plan.states.num_bytes,
+        num_checkpoints=plan.states.num_checkpoints,
+        hidden_size=source.spec.hidden_size,
+        num_experts=0 if router is None else router.num_experts,
+        experts_per_token=0 if router is None else router.top_k,
     )
 
 
@@ -214,14 +250,41 @@ def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tu
 
 
 def _num_open(
-    config: EngineConfig, source: ModelSource, precision: Precision, device: Device
+    config: EngineConfig, source: ModelSource, precision: Precision, is_asynchronous: bool
 ) -> int:
-    if not precision.is_sealed(len(source.spec.layers)):
+    if not precision.is_sealed(len(source.spec.cache_layers)):
         return 0
-    plans = 1 + int(device.is_asynchronous)
+    plans = 1 + int(is_asynchronous)
     return num_open_pages(
         config.max_num_seqs, config.max_num_batched_tokens, precision.block_size, plans=plans
     )
+
+
+def request_memory(
+    config: EngineConfig, source: ModelSource, gpu_bytes: int | None = None
+) -> tuple[Execution, MemoryRequest]:
+    """Collect what has to fit before a model is loaded, without loading it.
+
+    Args:
+        config: the settings.
+        source: the model.
+        gpu_bytes: free memory of a GPU, which need not be here; None plans for this machine.
+
+    Returns:
+        What would execute the model, and its request for `plan_memory`.
+
+    Raises:
+        ConfigError: the settings ask for something that the device cannot do.
+    """
+    if gpu_bytes is None:
+        precision, _ = _precision(config, source)
+        execution, _ = choose_execution(config, precision, source, config.threads or 1)
+    else:
+        gpu = torch.device("cuda")
+        precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
+        execution = TorchExecution(precision, select_backend(gpu))
+    num_open = _num_open(config, source, precision, precision.device.type == "cuda")
+    return execution, _memory_request(config, source, precision, execution, num_open, gpu_bytes)
 
 
 def _memory_request(
@@ -230,8 +293,12 @@ def _memory_request(
     precision: Precision,
     execution: Execution,
     num_open: int,
+    gpu_bytes: int | None = None,
 ) -> MemoryRequest:
-    budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
+    if gpu_bytes is None:
+        budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
+    else:
+        budget_bytes = int(gpu_bytes * config.gpu_memory_utilization)
     # Memory taken already is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
     return MemoryRequest(
@@ -250,8 +317,23 @@ def _memory_request(
         fill=precision.device.type == "cuda",
         open_bytes=num_open * execution.open_page_bytes(source.spec),
         kv_host_memory=config.kv_host_memory,
+        prefix_caching=config.prefix_caching,
+        state_checkpoint_memory=config.state_checkpoint_memory,
+        adapter_bytes=planned_bytes(config, source, precision.dtype.itemsize),
         host_budget_bytes=None if precision.device.type == "cpu" else _host_budget(),
     )
+
+
+def _torch_notes(source: ModelSource, device: Device) -> tuple[str, ...]:
+    """Build notes on what runs on a GPU without a kernel of its own."""
+    if device.torch_device.type != "cuda":
+        return ()
+    notes = []
+    if source.spec.has_experts:
+        notes.append("experts run one after another on the GPU, without graphs: slower than can be")
+    if source.spec.state_bytes:
+        notes.append("recurrent layers run in torch on the GPU, without graphs: slower than can be")
+    return tuple(notes)
 
 
 def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:

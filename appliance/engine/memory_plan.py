@@ -1,4 +1,4 @@
-"""Divides memory between weights, KV cache, workspace and the process before loading.
+"""Divides memory between weights, KV cache, states, workspace and the process before loading.
 
 A plan that does not fit is refused with the numbers and the nearest settings that would. Imports no
 torch.
@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.limits import LOGIT_ROWS
+from appliance.engine.state_memory import NO_STATES, StateMemory, needed_states, planned_states
 from appliance.errors import ConfigError, MemoryPlanError
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.spec import ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec
 
 # On a CPU, whose memory other programs want too, a cache for this many whole contexts is enough for
 # a home by default; on a GPU all that is left is used.
@@ -38,6 +41,8 @@ class MemoryPlan:
     process_bytes: int = 0  # of the budget, taken without a model
     kv_host_bytes: int = 0  # host memory for blocks that leave the cache
     host_is_short: bool = False  # less than usual, and less than one context
+    states: StateMemory = NO_STATES
+    adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,9 @@ class MemoryRequest:
     kv_host_memory: int | None = None  # requested bytes, or None
     host_budget_bytes: int | None = None  # beside a GPU; None if the cache is host memory itself
     process_bytes: int = 0  # of the budget, taken before a model is loaded
+    prefix_caching: bool = True
+    state_checkpoint_memory: int | None = None  # requested bytes, or None
+    adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
@@ -80,8 +88,12 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     workspace = workspace_bytes(request)
     block_bytes = request.kv_bytes_per_token * request.block_size
     taken = request.process_bytes + request.weight_bytes + workspace + _host_share(request)
+    taken += needed_states(request).num_bytes + request.adapter_bytes
     for_kv = request.budget_bytes - taken
     least = -(-context // request.block_size)
+    sure = max(least * block_bytes, request.kv_cache_memory or 0)
+    states = planned_states(request, for_kv - sure)
+    for_kv -= states.num_bytes - needed_states(request).num_bytes
     if request.kv_cache_memory is not None:
         num_blocks = request.kv_cache_memory // block_bytes
     elif request.fill:
@@ -103,6 +115,8 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         process_bytes=request.process_bytes,
         kv_host_bytes=host_bytes,
         host_is_short=host_bytes < min(usual, least * block_bytes),
+        states=states,
+        adapter_bytes=request.adapter_bytes,
     )
 
 
@@ -147,16 +161,40 @@ def workspace_bytes(request: MemoryRequest) -> int:
         return request.workspace_bytes + request.open_bytes
     spec = request.spec
     widest = max(
-        4 * spec.hidden_size
-        + (layer.attention.num_heads * 2 + layer.attention.num_kv_heads * 2)
-        * layer.attention.head_dim
-        + 3 * layer.mlp.intermediate_size
+        4 * spec.hidden_size + _mixer_width(layer.mixer) + _mlp_width(layer.mlp, spec.hidden_size)
         for layer in spec.layers
     )
     rows = request.max_num_batched_tokens
     hidden = 2 * spec.hidden_size * request.activation_bytes
     logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
     return rows * (widest * request.activation_bytes + hidden) + logits + request.open_bytes
+
+
+def _mixer_width(mixer: MixerSpec | None) -> int:
+    """Return the floats of a row in a mixer: what its linears yield, and what is made of it."""
+    if mixer is None:
+        return 0
+    if isinstance(mixer, Mamba2Spec):
+        return 3 * mixer.inputs
+    if isinstance(mixer, LatentAttentionSpec):
+        heads = mixer.query_dim + 2 * mixer.width + mixer.latent + mixer.value_dim
+        return mixer.num_heads * heads + (mixer.query_rank or 0) + 2 * mixer.width
+    if isinstance(mixer, ShortConvSpec):
+        return 5 * mixer.width
+    if isinstance(mixer, GatedDeltaSpec):
+        return 3 * (mixer.channels + mixer.values)
+    return (mixer.num_heads * 2 + mixer.num_kv_heads * 2) * mixer.head_dim
+
+
+def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
+    """Return the floats of a row in an MLP, or in the experts chosen for it and the shared one."""
+    if mlp is None:
+        return 0
+    if not isinstance(mlp, ExpertsSpec):
+        return 3 * mlp.intermediate_size
+    shared = 0 if mlp.shared is None else 3 * mlp.shared.intermediate_size
+    chosen = mlp.router.top_k * (3 * mlp.intermediate_size + 2 * hidden_size)
+    return chosen + shared + 2 * mlp.router.num_experts
 
 
 def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -> str:
@@ -166,10 +204,17 @@ def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) 
     asked = request.kv_cache_memory
     wish = "" if asked is None else f"--kv-cache-memory asks for {_size(asked)}; "
     itself = f", {_size(own)} of Python and PyTorch" if (own := request.process_bytes) else ""
+    states = needed_states(request)
+    rows = f" for {states.num_slots} sequences (--max-num-seqs)"
+    rows += f" and {states.num_checkpoints} checkpoints" if states.num_checkpoints else ""
+    recurrent = f", {_size(states.num_bytes)} of recurrent states{rows}" if states.num_bytes else ""
+    slots = request.adapter_bytes
+    adapters = f", {_size(slots)} of adapters (--max-loras, --max-lora-rank)" if slots else ""
     numbers = (
         f"{wish}one context of {context:,} tokens needs {_size(needed)} of KV cache"
         f" ({request.kv_format})"
-        f" beside {_size(request.weight_bytes)} of weights{itself} and {_size(workspace)} of"
+        f" beside {_size(request.weight_bytes)} of weights{itself}{recurrent}{adapters} and"
+        f" {_size(workspace)} of"
         f" workspace{swapped}; {_size(request.budget_bytes)} may be used"
     )
     usable = for_kv if asked is None else min(for_kv, asked)
@@ -179,6 +224,15 @@ def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) 
     wanted = max(asked or 0, -(-context // request.block_size) * block_bytes)
     if host and 0 <= for_kv + host - wanted < host:
         advice.append(f"--kv-host-memory {(for_kv + host - wanted) >> 20}MiB would fit")
+    if states.row_bytes and (over := wanted - for_kv) > 0:
+        fewer = states.num_slots + over // -states.row_bytes
+        if states.num_checkpoints * states.row_bytes >= over:
+            size = states.num_checkpoints * states.row_bytes - over
+            advice.append(f"--state-checkpoint-memory {size >> 20}MiB would fit")
+        elif fewer > 0:
+            advice.append(f"--max-num-seqs {fewer} would fit")
+    if slots and wanted - for_kv <= slots:
+        advice.append("a smaller --max-loras or --max-lora-rank would fit")
     if asked is not None and needed <= for_kv:
         too_much = asked > for_kv
         size = for_kv // 2**20 if too_much else -(-needed // 2**20)

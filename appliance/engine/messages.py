@@ -6,10 +6,12 @@ little-endian length. Nothing here can carry code. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from appliance.config import EngineConfig
-from appliance.engine.request import FinishReason, Request
+from appliance.engine.request import AdapterRef, FinishReason, Request
 from appliance.stats import EngineStats, LogLine, StepView
 from appliance.stats import SequenceView as SequenceView
 
@@ -22,8 +24,6 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request."""
-
     request: Request
 
 
@@ -46,6 +46,19 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
 
     tokens: tuple[bytes, ...]  # by id; empty for an id that stands for no text
     special: tuple[int, ...]  # ids that a text cannot contain
+    in_order: bool = False  # ids follow the order of merges, see `grammars.merge_order`
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read an adapter ahead of its first request; an `AdapterAnswer` follows."""
+
+    ref: AdapterRef
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Forget an adapter once no request uses it."""
+
+    ref: AdapterRef
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -78,10 +91,29 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     refused: bool = False  # the request itself is at fault
     expired: bool = False  # the request waited too long and was never started
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_draft_tokens: int = 0  # proposed for this choice so far
+    num_accepted_tokens: int = 0  # of these, accepted
     queue_seconds: float | None = None  # on the first delta: time in the engine's queue
     cumulative_logprob: float | None = None  # of an answer of beam search, which is one delta
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt
-    pooled: bytes | None = None  # float32, the hidden state that stands for the prompt
+    pooled: bytes | None = None  # float32, the hidden state that stands for the prompt, or labels
+
+    def one_by_one(self) -> Iterator[SequenceDelta]:
+        """Yield the tokens of a run in a delta each, for readers that may end between two.
+
+        An answer of beam search stays whole: it was ended by whom found it.
+        """
+        last = len(self.token_ids) - 1
+        if last < 1 or self.cumulative_logprob is not None:
+            yield self
+            return
+        for place, token_id in enumerate(self.token_ids):
+            yield msgspec.structs.replace(
+                self,
+                token_ids=(token_id,),
+                logprobs=None if self.logprobs is None else (self.logprobs[place],),
+                finish_reason=self.finish_reason if place == last else None,
+            )
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +126,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     hashes: bytes = b""  # of the full blocks, 16 bytes each
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of loading."""
+class AdapterAnswer(msgspec.Struct, frozen=True):
+    """An adapter was read; `error` says why it cannot be used."""
 
+    ref: AdapterRef
+    error: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
     stage: str
     done: int
     total: int
@@ -126,7 +163,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     precisions: tuple[str, ...] = ()  # by the index in a block's word; kv_format if empty
     notes: tuple[str, ...] = ()  # fallbacks taken
     kv_host_bytes: int = 0  # host memory for blocks that leave the cache
+    hidden_size: int = 0  # numbers in a hidden state
+    num_experts: int = 0  # of a layer that chooses experts; 0 without such layers
+    experts_per_token: int = 0
     process_bytes: int = 0  # of the engine's process besides; 0 if that is other memory
+    state_bytes: int = 0  # of all rows of recurrent state; 0 without recurrent layers
+    num_checkpoints: int = 0  # of these rows, those beside a slot for each sequence
+    stages: tuple[tuple[str, float], ...] = ()  # of the start: name, monotonic seconds at its end
+    num_adapters: int = 0  # that steps may mix; 0 if requests cannot ask for one
+    adapter_bytes: int = 0  # planned for these
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +180,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     info: EngineInfo
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine could not start; it exits with `exit_code` after this."""
 
     message: str
@@ -152,7 +197,8 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     steps: tuple[StepView, ...] = ()  # since the last report that had some
     logs: tuple[LogLine, ...] = ()  # warnings and errors of the engine process
     tables: tuple[Table, ...] = ()
+    adapters: tuple[AdapterAnswer, ...] = ()
 
 
-ToEngine = Load | Submit | Abort | FetchTable | Vocabulary | Shutdown
-FromEngine = Progress | Ready | Failed | StepReport
+ToEngine = Load | Submit | Abort | FetchTable | Vocabulary | LoadAdapter | UnloadAdapter | Shutdown
+FromEngine = Progress | Ready | StartFailed | StepReport

@@ -1,4 +1,4 @@
-"""Moves of blocks: within the cache, out of it to host memory, and back.
+"""Moves of blocks and of recurrent states: within the cache, to host memory, and back.
 
 Plain frozen data. Imports no torch and knows neither tensors nor devices.
 """
@@ -6,7 +6,7 @@ Plain frozen data. Imports no torch and knows neither tensors nor devices.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,3 +77,42 @@ class SavedBlock:
         if self.over is not None:
             self.over.wait()
         return self.content
+
+
+class StateCopy(NamedTuple):
+    """Copy one row of recurrent state, in all layers."""
+
+    source: int
+    destination: int
+
+
+class StateLoad(NamedTuple):
+    """Write content into one row of recurrent state.
+
+    Attributes:
+        source: the content, or its place among the same plan's saves.
+    """
+
+    row: int
+    source: SavedBlock | int
+
+    def content(self, saved: Sequence[SavedBlock]) -> SavedBlock:
+        """Return the content to write, given the same plan's saves."""
+        return saved[self.source] if isinstance(self.source, int) else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class StateMoves:
+    """Moves of recurrent states around one step, in this order; see `StateSlots`.
+
+    Attributes:
+        saves: rows to copy out of the cache, together with the plan's blocks.
+        loads: content to write into rows.
+        copies: what sequences go on with, in this order.
+        checkpoints: copies once all rows of the step have run.
+    """
+
+    saves: tuple[int, ...] = ()
+    loads: tuple[StateLoad, ...] = ()
+    copies: tuple[StateCopy, ...] = ()
+    checkpoints: tuple[StateCopy, ...] = ()

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Iterable
 
     from appliance.engine.messages import Candidate, TokenLogprobs
-    from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave
+    from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave, StateMoves
     from appliance.engine.request import FinishReason
     from appliance.engine.sequence import Sequence
 
@@ -24,11 +25,13 @@ class ScheduledSequence(NamedTuple):
 
     Attributes:
         start: its num_computed once all earlier plans are committed.
-        samples: the last row yields a new token.
+        num_tokens: rows, with those of drafts.
+        samples: the last row of its own yields a new token, and so does each draft's.
         follows: the only row's token is the one that the plan before samples, and nobody knows it
             yet: where that token ends the sequence, this row was for nothing.
         read: places of the rows that are wanted for more than keys and values, see
             `Request.to_read`.
+        drafts: tokens proposed to follow its own; the last rows are theirs.
     """
 
     sequence: Sequence
@@ -37,16 +40,47 @@ class ScheduledSequence(NamedTuple):
     samples: bool
     follows: bool = False
     read: range = range(0)
+    drafts: tuple[int, ...] = ()
 
     @property
     def yields(self) -> bool:
-        """Whether something comes of it beside keys and values."""
+        """True if the rows have a result beside keys and values."""
         return self.samples or bool(self.read)
 
     @property
+    def num_results(self) -> int:
+        """Results of the rows: a token of each that samples, or what was read of a prompt."""
+        return 1 + len(self.drafts) if self.samples else int(bool(self.read))
+
+    @property
+    def num_own(self) -> int:
+        """Rows of tokens that the sequence has."""
+        return self.num_tokens - len(self.drafts)
+
+    @property
     def end(self) -> int:
-        """Tokens of the sequence after this step, without the sampled one."""
+        """Tokens of the sequence after this step, drafts included, without the sampled one."""
         return self.start + self.num_tokens
+
+
+def sampling_rows(scheduled: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
+    """Return an entry for each row that yields a token, as if the step ended there.
+
+    Of its entry such a row has the drafts up to its own.
+    """
+    rows: list[ScheduledSequence] = []
+    for entry in scheduled:
+        if not entry.samples:
+            continue
+        if not entry.drafts:
+            rows.append(entry)
+            continue
+        own, drafts = entry.num_own, entry.drafts
+        rows += [
+            entry._replace(num_tokens=own + count, drafts=drafts[:count])
+            for count in range(len(drafts) + 1)
+        ]
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +88,18 @@ class StepLoad:
     """The quantities that decide how long a step takes.
 
     Attributes:
-        num_answers: sequences with a single row.
+        num_answers: sequences with a single row, or one row and drafts.
         context: sum of the tokens before these rows.
         prompt_rows: rows of the others.
         prompt_work: sum over these rows of the tokens before each.
+        draft_rows: rows of drafts.
     """
 
     num_answers: int = 0
     context: int = 0
     prompt_rows: int = 0
     prompt_work: float = 0.0
+    draft_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +115,7 @@ class Plan:
         open_pages: with sealed layers, the open pages of the blocks that each entry writes.
         saves: content to copy out first of all, since it may be overwritten.
         loads: content to write after the copies and before any row.
+        states: moves of recurrent states; None for models without.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -88,25 +125,29 @@ class Plan:
     open_pages: tuple[tuple[int, ...], ...] | None = None
     saves: tuple[BlockSave, ...] = ()
     loads: tuple[BlockLoad, ...] = ()
+    states: StateMoves | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step."""
         return sum([entry.num_tokens for entry in self.scheduled])
 
     @property
     def num_decode_tokens(self) -> int:
-        """Rows that extend an answer; the rest are prompts, and what preemption lost."""
+        """Rows that extend an answer, drafts included.
+
+        The rest are prompts, and most of what preemption lost.
+        """
         return sum(
-            entry.samples
-            and entry.num_tokens == 1
-            and entry.start >= entry.sequence.num_prompt_tokens
-            for entry in self.scheduled
+            [
+                entry.num_tokens
+                for entry in self.scheduled
+                if entry.samples and entry.start >= entry.sequence.num_prompt_tokens
+            ]
         )
 
     @property
     def num_single_rows(self) -> int:
-        """Sequences with one row: all that extend an answer, and sometimes the end of a prompt.
+        """Sequences with one row: answers without drafts, and sometimes the end of a prompt.
 
         Takes the same time for any number of them, so it can be read in every step.
         """
@@ -116,22 +157,35 @@ class Plan:
     def load(self) -> StepLoad:
         """The amount of work in this step."""
         single = self.num_single_rows
-        prompts = self.scheduled[single:]
+        answers = [*self.scheduled[:single], *self.drafted]
+        prompts = [entry for entry in self.scheduled[single:] if not entry.drafts]
         return StepLoad(
-            single,
-            sum([entry.start for entry in self.scheduled[:single]]),
+            len(answers),
+            sum([entry.start for entry in answers]),
             sum(entry.num_tokens for entry in prompts),
             sum(entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in prompts),
+            sum(entry.num_tokens - 1 for entry in self.drafted),
         )
 
     @property
+    def drafted(self) -> list[ScheduledSequence]:
+        """The entries with drafts."""
+        return [entry for entry in self.scheduled[self.num_single_rows :] if entry.drafts]
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows of sequences that have several and no drafts: they read what is known."""
+        several = self.scheduled[self.num_single_rows :]
+        return sum([entry.num_tokens for entry in several if not entry.drafts])
+
+    @property
     def num_results(self) -> int:
-        """Sequences that get a token from this step, or whose prompt is read."""
-        return sum(entry.yields for entry in self.scheduled)
+        """Rows that yield a token, and sequences whose prompt is read."""
+        return sum([entry.num_results for entry in self.scheduled])
 
 
 class Sampled(NamedTuple):
-    """What one sequence got: a token, what was read of its prompt, or why there is neither."""
+    """The result of one row: a token, scores of a prompt, or why there is neither."""
 
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
@@ -139,7 +193,7 @@ class Sampled(NamedTuple):
     broken: bool = False  # the model's fault, not the request's
     continuations: Continuations | None = None  # of a beam
     scores: tuple[TokenLogprobs, ...] = ()  # of the tokens behind the rows that were read
-    pooled: array[float] | None = None  # or the sum of their hidden states
+    pooled: array[float] | None = None  # or the sum of their hidden states, or logits of labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +223,8 @@ class Update(NamedTuple):
         cumulative_logprob: natural logarithm of the whole answer's probability, of a beam search.
         error: what went wrong, if something did.
         prompt_logprobs: of the next tokens of the prompt.
-        pooled: the hidden state that stands for the prompt, float32 in the machine's byte order.
+        pooled: the hidden state that stands for the prompt, or the logits of its labels: float32
+            in the machine's byte order.
     """
 
     sequence: Sequence

@@ -29,8 +29,6 @@ MAX_TIMEOUT = 86_400.0  # seconds
 
 
 class FinishReason(Enum):
-    """Reason why a sequence ended."""
-
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, the context or the pool was used up
     ABORT = "abort"  # the client went away
@@ -39,7 +37,7 @@ class FinishReason(Enum):
 
 
 class Pooling(Enum):
-    """Which of a prompt's hidden states stand for all of it."""
+    """The hidden states of a prompt that stand for all of it."""
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all
@@ -118,8 +116,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop: strings that end the answer; they are not part of it.
         stop_token_ids: token ids that end the answer.
         ignore_eos: continue past the end-of-sequence token.
-        forced: tokens that the answer begins with; their reported log probabilities are the model's
-            own.
         thought_budget: limits the thinking at the start of the answer.
         grammar: the answer must match it and ends with it. Log probabilities are the model's own,
             as if there were no grammar.
@@ -149,7 +145,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    forced: tuple[int, ...] = ()
     thought_budget: ThoughtBudget | None = None
     grammar: Grammar | None = None
 
@@ -244,15 +239,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "beam search does not go with a budget for thoughts; leave use_beam_search out",
                 param="use_beam_search",
             )
-        if self.grammar is None:
-            return
-        if self.use_beam_search:
+        if self.grammar is not None and self.use_beam_search:
             raise RequestError(
                 "beam search does not go with a grammar; leave use_beam_search out",
                 param="use_beam_search",
             )
-        if self.forced:
-            raise RequestError("forced tokens do not go with a grammar", param="forced")
 
     @staticmethod
     def _check_range(name: str, value: float, low: float, high: float) -> None:
@@ -264,8 +255,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         A thought budget needs `output`, the known tokens of the answer.
         """
-        if num_output_tokens < len(self.forced):
-            return {self.forced[num_output_tokens]: FORCE}
         if self.thought_budget is not None:
             token_id = self.thought_budget.forces(output, num_output_tokens)
             if token_id is not None:
@@ -297,7 +286,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def adjusts_logits(self) -> bool:
         """True if single logits are changed, at least at some steps."""
-        return bool(self.logit_bias or self.forced or self.min_tokens or self.thought_budget)
+        return bool(self.logit_bias or self.min_tokens or self.thought_budget)
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """An adapter on this machine, in one version of its files.
+
+    Args:
+        name: for people.
+        path: folder or file.
+        stamp: of its files, see `files.stamp_of`; with another one it is another adapter.
+        digest: of its content; only the engine knows it, like the next.
+        slot: where it lies while the request lives.
+    """
+
+    name: str
+    path: str
+    stamp: str
+    digest: str = ""
+    slot: int = -1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,10 +320,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""  # name of the API key, for dashboard and fairness; never the key
     stop_pieces: dict[int, bytes] = {}  # for beam search with stop strings, see `stop_pieces`
     pooling: Pooling | None = None  # ends it with its prompt, and a hidden state instead of tokens
+    adapter: AdapterRef | None = None
+    labels: tuple[int, ...] = ()  # with Pooling.LAST, the logits of these tokens instead of that
 
     @property
     def generates(self) -> bool:
-        """Whether there is an answer beyond what is said of the prompt."""
+        """True if there is an answer beyond scores of the prompt."""
         return self.sampling.max_tokens != 0
 
     @property
@@ -335,9 +344,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
                 "max_tokens is 0, and nothing is asked of the prompt; ask for at least one token",
                 param="max_tokens",
             )
+        if self.sampling.max_tokens == 0 and self.sampling.num_sequences > 1:
+            raise RequestError("max_tokens is 0, so there are no answers; ask for n 1", param="n")
         if self.pooling is not None:
             assert self.sampling.max_tokens == 0, "an answer beside a hidden state"
-            assert self.sampling.num_sequences == 1
+        assert not self.labels or self.pooling is Pooling.LAST, "labels of what?"
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise RequestError(
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, "

@@ -19,9 +19,9 @@ class Runner(Protocol):
     """
 
     @property
-    def depth(self) -> int: ...  # noqa: D102
+    def depth(self) -> int: ...
     @property
-    def seconds(self) -> float: ...  # noqa: D102
+    def seconds(self) -> float: ...
 
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """Start a plan, with its saves, copies and loads in this order.
@@ -37,15 +37,4 @@ class Runner(Protocol):
         """Wait for the oldest plan in flight: in its order a result for each that yields one."""
         ...
 
-    def discard(self) -> None:
-        """Forget all plans in flight."""
-        ...
-
-    @property
-    def has_idle_work(self) -> bool:
-        """True if there is work to do while no request runs."""
-        ...
-
-    def idle(self) -> None:
-        """Do a short piece of that work."""
-        ...
+    def discard(self) -> None: ...

@@ -19,6 +19,7 @@ from appliance.engine.run.measure import graph_allowance, measure_workspace
 from appliance.engine.run.model_runner import ModelRunner, fixed_bytes, largest_step
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
+from appliance.engine.run.state_rows import StateRows
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.decoder_cache import split_sealed
 from appliance.model.decoder import Decoder
@@ -26,7 +27,7 @@ from appliance.model.decoder import Decoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from appliance.engine.execution import Execution
+    from appliance.engine.execution.execution import Execution
     from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.limits import SchedulerLimits
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
     from appliance.engine.run.measure import StepMemory
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Executor
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class RunnerParts:
     """A loaded model, its device and the limits of its steps."""
 
     execution: Execution
@@ -57,12 +59,11 @@ class Steps:
 
     @property
     def kv_layers(self) -> Sequence[LayerPrecision]:
-        """Precision of each layer's cache."""
-        return self.execution.precision.kv_of(len(self.executor.spec.layers))
+        return self.execution.precision.kv_of(len(self.executor.spec.cache_layers))
 
 
 def plan_measured(
-    steps: Steps, request: MemoryRequest, on_progress: Callable[[str, int, int], None]
+    parts: RunnerParts, request: MemoryRequest, on_progress: Callable[[str, int, int], None]
 ) -> tuple[MemoryPlan, int]:
     """Run the largest steps on an asynchronous device, and divide the memory left by the weights.
 
@@ -73,16 +74,16 @@ def plan_measured(
         ConfigError: the kernels cannot be built on this machine.
         MemoryPlanError: it does not fit after all.
     """
-    executor, device, limits = steps.executor, steps.device, steps.limits
+    executor, device, limits = parts.executor, parts.device, parts.limits
     weight_bytes = max(executor.weight_bytes, device.begin_peak())
 
     def first_steps(executor: Executor[Any], kv_layers: Sequence[LayerPrecision]) -> StepMemory:
         return measure_workspace(
             executor,
-            steps.sample_tokens,
-            steps.execution.penalize,
-            steps.execution.mask_tokens,
-            steps.execution.score_tokens,
+            parts.sample_tokens,
+            parts.execution.penalize,
+            parts.execution.mask_tokens,
+            parts.execution.score_tokens,
             device,
             limits,
             kv_layers=kv_layers,
@@ -90,22 +91,28 @@ def plan_measured(
         )
 
     with _refusals(limits):
-        if steps.execution.uses_triton:
+        if parts.execution.uses_triton:
             assert isinstance(executor, Decoder)
-            compile_kernels(executor, steps.kv_layers, first_steps, on_progress)
-        taken = first_steps(executor, steps.kv_layers)
+            compile_kernels(executor, parts.kv_layers, first_steps, on_progress)
+        taken = first_steps(executor, parts.kv_layers)
     logger.info("the largest step takes %.0f MiB at its peak", taken.largest / 2**20)
-    graph_bytes = graph_allowance(request.budget_bytes, taken.decode) if steps.with_graphs else 0
-    largest = largest_step(limits, request.block_size, is_sealed=steps.num_open > 0)
+    graph_bytes = graph_allowance(request.budget_bytes, taken.decode) if parts.with_graphs else 0
+    state_bytes = executor.spec.state_bytes
+    largest = largest_step(
+        limits,
+        request.block_size,
+        is_sealed=parts.num_open > 0,
+        is_recurrent=state_bytes > 0,
+    )
     block_bytes = request.kv_bytes_per_token * request.block_size
-    open_bytes = request.open_bytes // steps.num_open if steps.num_open else 0
+    open_bytes = request.open_bytes // parts.num_open if parts.num_open else 0
     workspace = (
         taken.largest
         + device.overhead()
         + fixed_bytes(largest, executor.spec.vocab_size)
         + graph_bytes
-        + (staging_bytes(block_bytes, open_bytes) if steps.execution.uses_triton else 0)
-        + (block_bytes + open_bytes if steps.with_graphs else 0)
+        + (staging_bytes(block_bytes, open_bytes) if parts.execution.uses_triton else 0)
+        + (block_bytes + open_bytes + state_bytes if parts.with_graphs else 0)
     )
     plan = plan_memory(
         replace(
@@ -119,46 +126,54 @@ def plan_measured(
 
 
 def make_runner(
-    steps: Steps,
+    parts: RunnerParts,
     plan: MemoryPlan,
     graph_bytes: int,
     eos_token_ids: tuple[int, ...],
     rates: Rates,
     matchers: Matchers,
-) -> tuple[ModelRunner[Any], BlockMoves]:
-    """Allocate the cache and build the runner."""
-    num_open = steps.num_open
-    cache = steps.executor.allocate_cache(
-        steps.kv_layers,
-        num_blocks=plan.num_blocks + steps.with_graphs,
+    adapters: AdapterSlots | None = None,
+) -> tuple[ModelRunner[Any], BlockMoves, StateRows | None]:
+    """Allocate the cache and build the runner, and what moves its blocks and states."""
+    num_open, memory = parts.num_open, plan.states
+    num_states = memory.num_slots + memory.num_checkpoints
+    cache = parts.executor.allocate_cache(
+        parts.kv_layers,
+        num_blocks=plan.num_blocks + parts.with_graphs,
         block_size=plan.block_size,
-        num_open=num_open + 1 if num_open and steps.with_graphs else num_open,
+        num_open=num_open + 1 if num_open and parts.with_graphs else num_open,
+        num_states=num_states + 1 if num_states and parts.with_graphs else num_states,
     )
+    states = StateRows(cache.states, parts.device, rates) if num_states else None
     moves: BlockMoves = HostMoves(cache, rates)
-    if steps.execution.uses_triton:
-        moves = _device_moves(cache, steps.device, rates)
+    if parts.execution.uses_triton:
+        moves = _device_moves(cache, parts.device, rates)
     sampler = Sampler(
         eos_token_ids,
-        steps.sample_tokens,
-        steps.execution.penalize,
-        steps.device,
-        num_slots=steps.limits.max_num_seqs,
-        vocab_size=steps.executor.spec.vocab_size,
-        grammars=GrammarMasks(matchers, steps.execution.mask_tokens, steps.device),
+        parts.sample_tokens,
+        parts.execution.penalize,
+        parts.device,
+        num_slots=parts.limits.max_num_seqs,
+        vocab_size=parts.executor.spec.vocab_size,
+        grammars=GrammarMasks(matchers, parts.execution.mask_tokens, parts.device),
     )
     runner = ModelRunner(
-        steps.executor,
+        parts.executor,
         cache,
         sampler,
-        steps.device,
-        steps.limits,
+        parts.device,
+        parts.limits,
         moves,
-        PromptReader(steps.executor, steps.execution.score_tokens, steps.device),
-        spare=Spare(plan.num_blocks, num_open or None) if steps.with_graphs else None,
+        PromptReader(parts.executor, parts.execution.score_tokens, parts.device),
+        spare=Spare(plan.num_blocks, num_open or None, num_states or None)
+        if parts.with_graphs
+        else None,
         is_sealed=num_open > 0,
+        states=states,
+        adapters=adapters,
         graph_bytes=graph_bytes,
     )
-    return runner, moves
+    return runner, moves, states
 
 
 def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """Phase of a sequence's life."""
-
     WAITING = "waiting"  # holds no blocks: new, or preempted
     RUNNING = "running"  # holds blocks
     FINISHED = "finished"
@@ -31,13 +29,17 @@ class Sequence:
     Attributes:
         index: its number among the request's choices.
         token_ids: prompt, then answer.
+        num_prompt_tokens: tokens of the client's prompt.
         num_computed: leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens that came from the prefix cache at first admission.
         to_read: places of the prompt whose rows are wanted for more than keys and values; the first
             sequence of a request reads for all.
         num_read: before this place all of `to_read` is done.
         pooled: sum of the hidden states of these, where their mean is wanted.
+        num_drafts: tokens proposed for it so far.
+        num_accepted: of these, those that came true.
         num_kept: while it waits after a preemption, leading tokens whose blocks are kept for it.
+        num_alike: when it started, leading tokens in cached blocks, with a state behind or without.
         block_table: block ids, append-only while running; 32 bits each, as devices read them.
         block_hashes: chained hash of each full block known so far.
         parent: sibling whose prompt blocks this one forks as soon as they are computed.
@@ -49,13 +51,17 @@ class Sequence:
     request: Request
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     num_cached: int = 0
     to_read: range = range(0)
     num_read: int = 0
     pooled: array[float] | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
     num_kept: int = 0
+    num_alike: int = 0
     block_table: array[int] = field(default_factory=partial(array, "i"))
     block_hashes: list[bytes] = field(default_factory=list)
     parent: Sequence | None = None
@@ -69,6 +75,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
         if not self.token_ids:
             self.token_ids = list(self.request.prompt_token_ids)
         if self.index == 0:
@@ -76,13 +83,7 @@ class Sequence:
             self.num_read = self.to_read.start
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the client's prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -92,7 +93,7 @@ class Sequence:
         return most if self.num_read >= self.to_read.stop else min(most, self.num_read)
 
     def rows_to_read(self, start: int, end: int) -> range:
-        """Which of the rows [start, end) are wanted for more than keys and values."""
+        """Return those of the rows [start, end) that are wanted for more than keys and values."""
         return range(max(start, self.num_read), min(end, self.to_read.stop))
 
     @property

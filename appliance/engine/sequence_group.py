@@ -12,6 +12,8 @@ from appliance.engine.plan import Update
 from appliance.engine.request import FinishReason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Ordered
+
     from appliance.engine.limits import Bounds
     from appliance.engine.plan import Sampled
     from appliance.engine.request import Request
@@ -23,11 +25,13 @@ class SequenceGroup:
 
     Attributes:
         live: members that have not ended.
+        generates: there are answers; without, a member ends with its prompt.
     """
 
     def __init__(self, request: Request, members: tuple[Sequence, ...], bounds: Bounds) -> None:
         self.request = request
         self.live = list(members)
+        self.generates = request.generates
         self._bounds = bounds
         for member in members:
             member.group = self
@@ -47,20 +51,31 @@ class SequenceGroup:
         """Prepare a unit for the loss of its blocks; its tokens will be computed again."""
 
     def take(
-        self, sequence: Sequence, sampled: Sampled, updates: list[Update]
+        self, sequence: Sequence, run: Ordered[Sampled], updates: list[Update]
     ) -> FinishReason | None:
-        """Append the sample of a member whose tokens are all computed.
+        """Append the samples of a member whose tokens are all computed, up to one that ends it.
+
+        Args:
+            sequence: the member.
+            run: its next tokens; several where drafts were accepted.
+            updates: what clients are told, to which this adds.
 
         Returns:
             Why the member ends now, with its unit, or None.
         """
-        if not sequence.request.generates:
+        if not self.generates:
             updates.append(Update(sequence, finish_reason=FinishReason.LENGTH))
             return FinishReason.LENGTH
-        sequence.token_ids.append(sampled.token_id)
-        reason = reason_to_finish(sequence, self._bounds)
-        logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
-        updates.append(Update(sequence, (sampled.token_id,), reason, logprobs))
+        reason, added = None, []
+        for sampled in run:
+            added.append(sampled)
+            sequence.token_ids.append(sampled.token_id)
+            reason = reason_to_finish(sequence, self._bounds)
+            if reason is not None:
+                break
+        tokens = tuple([sampled.token_id for sampled in added])
+        reports = tuple([one.logprobs for one in added if one.logprobs is not None])
+        updates.append(Update(sequence, tokens, reason, reports or None))
         return reason
 
     def cut(self) -> tuple[Update, ...]:

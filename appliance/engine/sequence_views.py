@@ -25,6 +25,7 @@ def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[Sequ
             index=sequence.index,
             slot=sequence.slot,
             owner=sequence.request.owner,
+            adapter="" if sequence.request.adapter is None else sequence.request.adapter.name,
             status=_status(sequence, held=sequence.is_held, reads=sequence in reading),
             prompt_tokens=sequence.num_prompt_tokens,
             cached_tokens=sequence.num_cached,
@@ -34,6 +35,8 @@ def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[Sequ
             computed_tokens=sequence.num_computed,
             preemptions=sequence.num_preemptions,
             kept_tokens=sequence.num_kept,
+            draft_tokens=sequence.num_drafts,
+            accepted_tokens=sequence.num_accepted,
             host_blocks=tiers.num_in_host(sequence),
         )
         for sequence in scheduler.sequences()

@@ -1,4 +1,4 @@
-"""What tells weights from others without reading all of them."""
+"""A fingerprint of weights that does not read all of them."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.gguf.converted import Loss
+    from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.packed import PackedWeight
 
 
@@ -48,12 +49,12 @@ class GGUFFile:
         """Storage type, for example `Q4_1`."""
         return self._header.tensors[name].type.name
 
-    def load(self, name: str) -> Tensor | PackedWeight:
+    def load(self, name: str) -> Tensor | PackedWeight | Fp4Weight:
         """Read one tensor.
 
-        Quantized matrices become a `PackedWeight`: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 without loss,
-        the others with a loss that `losses` reports. F32, F16, BF16 and the integer types keep
-        theirs.
+        MXFP4 matrices become an `Fp4Weight`, other quantized ones a `PackedWeight`: Q4_0, Q4_1,
+        Q5_0, Q5_1 and Q8_0 without loss, the others with a loss that `losses` reports. F32, F16,
+        BF16 and the integer types keep theirs.
 
         Raises:
             CheckpointError: the file changed since it was opened, or holds damaged scales.
@@ -61,12 +62,15 @@ class GGUFFile:
         """
         return self.load_rows(name, 0, self.shape(name)[0])
 
-    def load_rows(self, name: str, start: int, stop: int) -> Tensor | PackedWeight:
-        """Read rows `start` to `stop` of a tensor; see `load`."""
+    def load_rows(
+        self, name: str, start: int, stop: int, part: int | None = None
+    ) -> Tensor | PackedWeight | Fp4Weight:
+        """Read rows `start` to `stop` of a tensor, or of one matrix of a stack; see `load`."""
         # Imported here: opening a file for its tokenizer must not load torch.
         from appliance.gguf.tensors import read_tensor
 
-        info = self._header.tensors[name].rows(start, stop)
+        info = self._header.tensors[name]
+        info = (info if part is None else info.part(part)).rows(start, stop)
         tensor, loss = read_tensor(self.path, self._header.identity, info)
         if loss is not None:
             before = self._losses.get(info.type.name)

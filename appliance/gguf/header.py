@@ -57,6 +57,11 @@ class TensorInfo:
     offset: int  # bytes from the start of the file
     nbytes: int
 
+    def part(self, index: int) -> TensorInfo:
+        """Return one of the tensors that are stacked along the first dimension."""
+        whole = self.rows(index, index + 1)
+        return TensorInfo(self.name, self.shape[1:], self.type, whole.offset, whole.nbytes)
+
     def rows(self, start: int, stop: int) -> TensorInfo:
         """Return some rows of the tensor, along its first dimension."""
         row_bytes = self.nbytes // self.shape[0]

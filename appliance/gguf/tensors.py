@@ -14,8 +14,9 @@ import torch
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import FileIdentity, read_into
 from appliance.gguf.converted import Loss, convert
-from appliance.gguf.lossless import LOSSLESS
+from appliance.gguf.lossless import LOSSLESS, interleave
 from appliance.gguf.types import DENSE_TYPES
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 
     from appliance.gguf.header import TensorInfo
 
-READ_AT_ONCE = 1 << 20  # elements
+# Elements that one thread reads at a time: 160 KB of a 4-bit type, so that the pieces of one matrix
+# of a small model keep all cores busy.
+READ_AT_ONCE = 1 << 18
 # Elements that torch processes with one thread: its threads would wait for each other after every
-# operation, which takes several times as long as the work while others use the cores.
+# operation, which takes several times as long as the work while others use the cores. The types
+# that keep their codes are converted without it.
 CONVERTED_AT_ONCE = 1 << 15
 MEASURED = 1 << 18  # elements at the start of a matrix that measure its loss
 
@@ -35,7 +39,7 @@ MEASURED = 1 << 18  # elements at the start of a matrix that measure its loss
 @torch.inference_mode(mode=False)  # a caller's is not that of the threads, which write into it
 def read_tensor(
     path: Path, identity: FileIdentity, info: TensorInfo
-) -> tuple[Tensor | PackedWeight, Loss | None]:
+) -> tuple[Tensor | PackedWeight | Fp4Weight, Loss | None]:
     """Read one tensor of the file that `identity` describes.
 
     Returns:
@@ -51,8 +55,11 @@ def read_tensor(
             "only matrices are quantized in the files that are read here"
         )
     num_rows, width = info.shape
+    if info.type.name == "MXFP4":
+        return _mxfp4(_rows(path, identity, info, 0, num_rows)), None
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
-    step = max(1, CONVERTED_AT_ONCE // width)
+    lossless = info.type.name in LOSSLESS
+    step = starts.step if lossless else max(1, CONVERTED_AT_ONCE // width)
     first, _ = _converted(path, info, _rows(path, identity, info, 0, 1), measure=False)
     with torch.inference_mode(False):  # whatever the caller's mode is: other threads write into it
         whole = _room_for(num_rows, first)
@@ -76,6 +83,12 @@ def read_tensor(
             "download the file again"
         )
     return whole, loss
+
+
+def _mxfp4(blocks: Tensor) -> Fp4Weight:
+    """Convert blocks (out, groups, 17): a scale e8m0, then 32 codes; nothing is computed."""
+    scale = blocks[..., 0].contiguous().view(torch.float8_e8m0fnu)
+    return Fp4Weight(interleave(blocks[..., 1:]), scale, torch.ones(len(blocks)))
 
 
 def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, count: int) -> Tensor:
@@ -103,12 +116,10 @@ def _converted(
 
 
 def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:
+    """Copy rows to their place; with NumPy, as torch would wake all its threads for each copy."""
     rows = slice(start, start + piece.shape[0])
-    whole.codes[rows], whole.scale[rows], whole.offset[rows] = (
-        piece.codes,
-        piece.scale,
-        piece.offset,
-    )
+    for name in ("codes", "scale", "offset"):
+        getattr(whole, name).numpy()[rows] = getattr(piece, name).numpy()
 
 
 def _room_for(num_rows: int, piece: PackedWeight) -> PackedWeight:

@@ -65,10 +65,24 @@ DENSE_TYPES = {
     "I8": "int8",
 }
 
+# Types of floating-point codes that are held as they are, and their bits.
+FLOAT_BITS = {"MXFP4": 4}
+
 # Bits of the codes that hold a quantized type; 8 for all others.
 _HELD_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4}
 
 
 def held_bits(type_name: str) -> int | None:
-    """Return the bits of the codes of a packed matrix of this type; None if it stays dense."""
-    return None if type_name in DENSE_TYPES else _HELD_BITS.get(type_name, 8)
+    """Return the bits of the codes of a packed matrix of this type; None if it is not packed."""
+    if type_name in DENSE_TYPES or type_name in FLOAT_BITS:
+        return None
+    return _HELD_BITS.get(type_name, 8)
+
+
+# Types whose packed form has an offset beside a group's scale; both are halves.
+_WITH_OFFSET = {"Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"}
+
+
+def held_scale_bytes(type_name: str) -> float:
+    """Return the bytes of scales and offsets that a packed weight of this type takes."""
+    return (4 if type_name in _WITH_OFFSET else 2) / 32

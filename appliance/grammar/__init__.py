@@ -1,4 +1,4 @@
-"""What an answer must look like: one noun for schemas, expressions and grammars."""
+"""Constraints on the text of an answer: schemas, expressions and grammars."""
 
 from appliance.grammar.grammar import Grammar, GrammarKind
 

@@ -1,4 +1,4 @@
-"""Why a grammar cannot be compiled, and which part of it is to blame."""
+"""Finds the fault of a grammar that does not compile, and its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SINGLE = ("items", "additionalProperties", "not", "if", "then", "else")
 
 
 class Problem(NamedTuple):
-    """What is wrong.
+    """A fault of a grammar.
 
     Attributes:
         place: in a schema, names and indices from its root to the part that is wrong.
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(grammar: Grammar) -> Problem | None:
-    """What is wrong with a grammar, as far as can be said without a vocabulary.
+    """Return the fault of a grammar that can be found without a vocabulary, or None.
 
     Costs as much as compiling it, and many times that if something is wrong; whoever does not
     trust the text calls it in a process with limits.
@@ -53,7 +53,7 @@ def problem_of(grammar: Grammar) -> Problem | None:
 
 
 def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
-    """What a process answers that looks for faults in grammars of strangers.
+    """Check a stranger's grammar in a process of its own.
 
     Args:
         request: `kind` and `text` of a grammar; GBNF is Lark of another spelling.
@@ -74,7 +74,7 @@ def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
 
 
 def in_words(message: str, kind: GrammarKind) -> str:
-    """A message of llguidance, without what it repeats of the text and with the user's lines."""
+    """Translate llguidance's message to the user's lines, without its quotes of the text."""
     found = _PLACED.match(message)
     if found:
         message = found[3]
@@ -99,7 +99,7 @@ def _why_refused(grammar: Grammar) -> str | None:
 
 
 def _blame(schema: Any, message: str) -> Problem:
-    """The innermost part of a schema that cannot be compiled by itself, and its message."""
+    """Find the innermost part of a schema that does not compile by itself, and its message."""
     if not isinstance(schema, Mapping):
         return Problem((), message)
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
@@ -118,7 +118,7 @@ def _blame(schema: Any, message: str) -> Problem:
 
 
 def _why_part(part: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | None:
-    """Why a part of a schema is refused, if it is not for a definition that it refers to."""
+    """Return the fault of a part itself, not of a definition that it refers to."""
     lenient = {
         key: dict.fromkeys(value, True) if isinstance(value, Mapping) else value
         for key, value in definitions.items()
@@ -128,7 +128,7 @@ def _why_part(part: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | 
 
 
 def _parts(schema: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every schema inside a schema with its place, outer ones first."""
+    """Yield every schema inside a schema with its place, outer ones first."""
     if not isinstance(schema, Mapping):
         return
     yield place, schema

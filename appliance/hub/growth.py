@@ -12,8 +12,7 @@ Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 INTERVAL = 0.2  # seconds between two looks
 
 
-def ignore_progress(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
+def ignore_progress(stage: str, done: int, total: int) -> None: ...
 
 
 @contextmanager

@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ModelError
 from appliance.hub.growth import Progress, watch_growth
 
+if TYPE_CHECKING:
+    from appliance.hub.name import HubName
+
 logger = logging.getLogger(__name__)
+
+# Chooses from the names of a repository's files, given one that was asked for.
+ChooseFiles = Callable[[str, list[str], str | None], list[str]]
 
 TIMEOUT = 10.0  # seconds for the hub to answer
 SIDE_FILES = (".json", ".jinja")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def download(repo_id: str, filename: str | None, progress: Progress) -> Path:
+def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = None) -> Path:
     """Download the missing files of a model into the hub cache.
 
     Args:
-        repo_id: `org/name`.
-        filename: one of its GGUF files; None means the safetensors folder, or its only GGUF file.
+        name: what to fetch.
         progress: called with bytes.
+        choose: chooses the files; `choose_files` by default.
 
     Returns:
         The folder, or the GGUF file.
@@ -36,33 +43,57 @@ def download(repo_id: str, filename: str | None, progress: Progress) -> Path:
     """
     # Imported here: it takes 0.2 s, and most models are already on the machine.
     import huggingface_hub
-    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
+    repo_id, choose = name.repo, choose or choose_files
+    folder = hub_cache() / folder_name(repo_id)
     try:
-        info = huggingface_hub.HfApi().model_info(repo_id, files_metadata=True, timeout=TIMEOUT)
+        info = huggingface_hub.HfApi().model_info(
+            repo_id, revision=name.revision, files_metadata=True, timeout=TIMEOUT
+        )
     except HfHubHTTPError as error:
-        raise ModelError(_refusal(repo_id, error)) from error
+        raise ModelError(refusal(name, error)) from error
     except Exception as error:  # no route, no name, offline mode: each library has its own type
-        return _cached(folder, repo_id, filename, error)
+        return _cached(folder, name, choose, error)
 
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    files = choose_files(repo_id, list(sizes), filename)
+    files = choose(repo_id, list(sizes), name.file)
     total = sum(sizes[file] for file in files)
     _check_space(folder, repo_id, total)
     huggingface_hub.utils.disable_progress_bars()
     try:
         with watch_growth(folder / "blobs", f"download {repo_id}", total, progress):
-            snapshot = huggingface_hub.snapshot_download(repo_id, allow_patterns=files)
+            snapshot = huggingface_hub.snapshot_download(
+                repo_id, revision=name.revision, allow_patterns=files
+            )
     except HfHubHTTPError as error:
-        raise ModelError(_refusal(repo_id, error)) from error
+        raise ModelError(refusal(name, error)) from error
     except Exception as error:
         raise ModelError(
             f"the download of {repo_id} failed: {_one_line(error)}; start again, "
             "what is complete is kept"
         ) from error
     return _usable(Path(snapshot), files)
+
+
+def hub_cache() -> Path:
+    """Return the folder of all models of the hub."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def find_cached(name: HubName) -> Path | None:
+    """Return a model's folder or GGUF file in the hub cache; None if it is not there."""
+    try:
+        return _find(hub_cache() / folder_name(name.repo), name, choose_files)
+    except (OSError, ModelError):
+        return None
+
+
+def folder_name(repo_id: str) -> str:
+    """Return the name of a repository's folder in the hub cache."""
+    return f"models--{repo_id.replace('/', '--')}"
 
 
 def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[str]:
@@ -98,18 +129,25 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
     raise ModelError(f"{repo_id} has neither safetensors nor GGUF files; choose another model")
 
 
-def _cached(folder: Path, repo_id: str, filename: str | None, cause: Exception) -> Path:
+def _cached(folder: Path, name: HubName, choose: ChooseFiles, cause: Exception) -> Path:
     try:
-        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-        names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
-        path = _usable(snapshot, choose_files(repo_id, names, filename))
+        path = _find(folder, name, choose)
     except (OSError, ModelError) as error:
         raise ModelError(
-            f"cannot reach the hub for {repo_id} ({_one_line(cause)}), and it is not in the cache; "
+            f"cannot reach the hub for {name} ({_one_line(cause)}), and it is not in the cache; "
             "check the network, or give a folder or a .gguf file"
         ) from error
-    logger.warning("%s is used as cached; the hub cannot be reached", repo_id)
+    logger.warning("%s is used as cached; the hub cannot be reached", name)
     return path
+
+
+def _find(folder: Path, name: HubName, choose: ChooseFiles) -> Path:
+    revision = name.revision or "main"
+    snapshot = folder / "snapshots" / revision  # if it is a commit
+    if not snapshot.is_dir():
+        snapshot = folder / "snapshots" / (folder / "refs" / revision).read_text().strip()
+    names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
+    return _usable(snapshot, choose(name.repo, names, name.file))
 
 
 def _usable(snapshot: Path, files: list[str]) -> Path:
@@ -127,12 +165,22 @@ def _check_space(folder: Path, repo_id: str, needed: int) -> None:
         )
 
 
-def _refusal(repo_id: str, error: Any) -> str:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+def refusal(name: HubName, error: Any) -> str:
+    """Describe a hub's error status, with what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    repo_id = name.repo
     status = error.response.status_code if error.response is not None else None
     if isinstance(error, GatedRepoError):
         return f"{repo_id} is gated; accept its terms on the hub, then set HF_TOKEN to your token"
+    if isinstance(error, RevisionNotFoundError):
+        return (
+            f"{repo_id} has no revision {name.revision!r}; name a branch, a tag or a commit of it"
+        )
     if isinstance(error, RepositoryNotFoundError):
         return (
             f"the hub has no model {repo_id}, or it is private; check the spelling, "

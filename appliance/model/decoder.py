@@ -9,20 +9,27 @@ import torch
 
 from appliance.kernels.decoder_cache import KVCache, allocate_layer
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
+from appliance.kernels.state_spans import StateSpans
+from appliance.model.adapters.torch_slots import AdaptedRows, TorchAdapterSlots
+from appliance.model.attention import Attention
+from appliance.model.executor import heads_of, state_views
+from appliance.model.latent_attention import LatentAttention
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.embedding import Embedding
-    from appliance.model.layers import DecoderLayer
+    from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
     from appliance.model.rope import Rope
     from appliance.model.spec import DecoderSpec
+    from appliance.model.token_input import TokenInputs
 
 
 def _ignore() -> None:
@@ -35,6 +42,7 @@ class Decoder:
 
     Attributes:
         dtype: of activations.
+        token_inputs: what tokens add after each layer.
         ropes: the distinct kinds of RoPE, in the order of the layers' indices.
         first_norm: of the embedding, before the first layer.
         weight_bytes: bytes of the weights as laid out.
@@ -51,6 +59,7 @@ class Decoder:
     first_norm: Norm
     layers: tuple[DecoderLayer, ...]
     head: Linear
+    token_inputs: TokenInputs | None
     weight_bytes: int
     weight_format: str
     on_layer: Callable[[], None] = _ignore
@@ -70,7 +79,6 @@ class Decoder:
             token_ids: (num_tokens,) int64, the rows of all sequences in turn.
             positions: (num_tokens,) int64, each row's position in its sequence.
             batch: maps rows to sequences and their blocks.
-            cache: the KV cache.
             rows: (num_rows,) int64, rows whose logits are wanted, possibly none; None means all.
 
         Returns:
@@ -88,16 +96,27 @@ class Decoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """Run one step up to the head; see `Executor.hidden`."""
+        stream = self.embedding(token_ids)  # (num_tokens, hidden_size)
         step = Step(
             batch=batch,
             attention_work=self.backend.plan_attention(batch, cache.block_size),
             rotations=tuple(rope.rotation(positions) for rope in self.ropes),
+            query_scales=tuple(rope.query_scale(positions) for rope in self.ropes),
+            token_inputs=None
+            if self.token_inputs is None
+            else self.token_inputs(token_ids, stream),
+            spans=StateSpans.of(batch) if cache.recurrent else None,
+            adapted=AdaptedRows.of(batch),
         )
-        stream = self.embedding(token_ids)  # (num_tokens, hidden_size)
         hidden = self.backend.rms_norm(stream, self.first_norm.weight, self.first_norm.eps)
         last = len(self.layers) - 1
-        for index, (layer, blocks) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            hidden, stream = layer(hidden, stream, step, blocks, rows if index == last else None)
+        for index, layer in enumerate(self.layers):
+            kept: MixerCache | None = None
+            if layer.cache_place is not None:
+                attends = isinstance(layer.mixer, Attention | LatentAttention)
+                caches = cache.layers if attends else cache.recurrent
+                kept = caches[layer.cache_place]
+            hidden, stream = layer(hidden, stream, step, kept, rows if index == last else None)
             self.on_layer()
         return hidden
 
@@ -107,8 +126,14 @@ class Decoder:
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         logits = self.head(hidden)  # (num_rows, vocab_size)
-        cap = self.spec.logit_softcap
+        cap, scale = self.spec.logit_softcap, self.spec.logit_scale
+        if scale != 1.0:
+            logits = logits.float() * scale
         return logits.float() if cap is None else self.backend.soft_cap(logits, cap)
+
+    def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> TorchAdapterSlots:
+        """Make room for adapters; see `Executor.adapter_slots`."""
+        return TorchAdapterSlots(targets, self.device, self.dtype, count)
 
     def allocate_cache(
         self,
@@ -117,8 +142,12 @@ class Decoder:
         num_blocks: int,
         block_size: int,
         num_open: int = 0,
+        num_states: int = 0,
     ) -> KVCache:
-        """Allocate blocks for every layer, and open pages for sealed ones."""
+        """Allocate blocks, open pages and state slots; see `Executor.allocate_cache`."""
+        heads = heads_of(self.spec)
+        size = (num_states, self.spec.state_bytes)
+        states = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return KVCache(
             tuple(
                 allocate_layer(
@@ -127,12 +156,14 @@ class Decoder:
                     num_blocks=num_blocks,
                     block_size=block_size,
                     num_open=num_open,
-                    num_kv_heads=layer.attention.num_kv_heads,
-                    head_dim=layer.attention.head_dim,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
                     device=self.device,
                 )
-                for layer, precision in zip(
-                    self.spec.layers, precisions(format, len(self.spec.layers)), strict=True
+                for (num_kv_heads, head_dim), precision in zip(
+                    heads, precisions(format, len(heads)), strict=True
                 )
-            )
+            ),
+            states=states,
+            recurrent=state_views(self.spec, states),
         )

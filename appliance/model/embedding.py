@@ -47,5 +47,4 @@ class Embedding:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix."""
         return self.weight.nbytes

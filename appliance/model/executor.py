@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import torch
 
-    import torch
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from appliance.kernels.kv_cache import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.spec import DecoderSpec
 
 
@@ -21,6 +25,11 @@ class Cache(Protocol):
     @property
     def block_size(self) -> int:
         """Token slots per block."""
+        ...
+
+    @property
+    def states(self) -> Tensor:
+        """State slots of recurrent layers, (num_slots, state_bytes) uint8; a row is a state."""
         ...
 
     @property
@@ -66,15 +75,24 @@ class Executor(Protocol[AnyCache]):
     """
 
     @property
-    def spec(self) -> DecoderSpec: ...  # noqa: D102
+    def spec(self) -> DecoderSpec: ...
     @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    def dtype(self) -> torch.dtype: ...
     @property
-    def device(self) -> torch.device: ...  # noqa: D102
+    def device(self) -> torch.device: ...
     @property
-    def weight_bytes(self) -> int: ...  # noqa: D102
+    def weight_bytes(self) -> int: ...
     @property
-    def weight_format(self) -> str: ...  # noqa: D102
+    def weight_format(self) -> str: ...
+
+    def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> AdapterSlots:
+        """Make room for adapters that steps may use.
+
+        Args:
+            targets: the linears that they may change, see `adapter_targets`.
+            count: number of slots.
+        """
+        ...
 
     def allocate_cache(
         self,
@@ -83,8 +101,9 @@ class Executor(Protocol[AnyCache]):
         num_blocks: int,
         block_size: int,
         num_open: int = 0,
+        num_states: int = 0,
     ) -> AnyCache:
-        """Allocate blocks for every layer, and open pages for sealed ones."""
+        """Allocate blocks for attention layers, open pages for sealed ones, and state slots."""
         ...
 
     def forward(
@@ -101,7 +120,6 @@ class Executor(Protocol[AnyCache]):
             token_ids: (num_tokens,) int64, the rows of all sequences in turn.
             positions: (num_tokens,) int64, each row's position in its sequence.
             batch: maps rows to sequences and their blocks.
-            cache: the KV cache.
             rows: (num_rows,) int64, rows whose logits are wanted, possibly none; None means all.
 
         Returns:
@@ -130,5 +148,19 @@ class Executor(Protocol[AnyCache]):
 
 
 def heads_of(spec: DecoderSpec) -> Sequence[tuple[int, int]]:
-    """List (num_kv_heads, head_dim) of each layer."""
-    return [(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers]
+    """List (num_kv_heads, head_dim) of each layer that has a KV cache of its own."""
+    return [(mixer.num_kv_heads, mixer.head_dim) for mixer in spec.cache_layers.values()]
+
+
+def state_views(spec: DecoderSpec, states: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+    """View state slots (num_slots, state_bytes) uint8 as the tensors of each recurrent layer."""
+    views = []
+    for index, offsets in spec.state_offsets.items():
+        mixer = spec.recurrent_layers[index]
+        views.append(
+            tuple(
+                states[:, offset : offset + 4 * prod(shape)].view(torch.float32).unflatten(1, shape)
+                for offset, shape in zip(offsets, mixer.state, strict=True)
+            )
+        )
+    return tuple(views)

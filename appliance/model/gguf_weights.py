@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
-from appliance.gguf.types import held_bits
-from appliance.kernels.packed import PackedWeight
+from appliance.gguf.types import FLOAT_BITS, held_bits, held_scale_bytes
+from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
+from appliance.model.linear import halves_from_pairs
+from appliance.model.recurrent_spec import GatedDeltaSpec
+from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from appliance.gguf import GGUFFile
+    from appliance.kernels.weight import Weight
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
 
@@ -31,6 +33,7 @@ class GGUFWeights:
         assert family.gguf is not None
         self._file = file
         self._mapping = family.gguf
+        self._names = family.names
         self._spec = spec
         slots = tensor_slots(spec, family.names)
         stored = tensor_slots(spec, family.gguf.names)
@@ -47,16 +50,27 @@ class GGUFWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, (out_features, in_features) of a linear."""
-        return tuple(self._file.shape(self._slots[name][1]))
+        slot, stored = self._slots[name]
+        shape = tuple(self._file.shape(stored))
+        if slot.role in (Role.FILTER, Role.ROUTER) and shape == squeezed(slot.shape):
+            return slot.shape
+        if slot.expert is None:
+            return shape
+        # One tensor holds all experts; with more or fewer of them no expert's shape fits.
+        return shape[1:] if shape[:1] == (self._num_experts(slot),) else shape
 
     def packed_bits(self, name: str) -> int | None:
         """Return the bits of a packed weight's codes; None for a tensor that loads dense."""
         stored = self._slots[name][1]
         return held_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
 
-    def is_fp8(self, name: str) -> bool:
-        """Return False: GGUF has no such type."""
-        return False
+    def scale_bytes(self, name: str) -> float:
+        """Return the bytes of scales beside each code of a packed weight."""
+        return held_scale_bytes(self._file.type_name(self._slots[name][1]))
+
+    def float_bits(self, name: str) -> int | None:
+        """Return the bits of floating-point codes, None of others."""
+        return FLOAT_BITS.get(self._file.type_name(self._slots[name][1]))
 
     def notes(self) -> tuple[str, ...]:
         """Report the loss in types that the packed form does not hold exactly."""
@@ -66,35 +80,64 @@ class GGUFWeights:
         each = ", ".join(f"{name} {error:.2%}" for name, error in sorted(losses.items()))
         return (f"brought into packed form with a relative error of the weights of {each}",)
 
-    def load(self, name: str) -> Tensor | PackedWeight:
-        """Read one tensor."""
+    def load(self, name: str) -> Weight:
         return self.load_rows(name, 0, self.shape(name)[0])
 
-    def load_rows(self, name: str, start: int, stop: int) -> Tensor | PackedWeight:
+    def load_rows(self, name: str, start: int, stop: int) -> Weight:
         """Read rows `start` to `stop` of a tensor."""
         slot, stored_name = self._slots[name]
-        if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
-            rows = halves_from_pairs(slot.shape[0], self._head_dim(slot))[start:stop]
-            first = int(rows.min())
-            tensor = self._file.load_rows(stored_name, first, int(rows.max()) + 1)
-            rows -= first
-            return tensor.rows(rows) if isinstance(tensor, PackedWeight) else tensor[rows]
-        tensor = self._file.load_rows(stored_name, start, stop)
+        if slot.expert is not None:
+            return self._file.load_rows(stored_name, start, stop, part=slot.expert)
+        tensor = self._ordered_rows(slot, stored_name, start, stop)
+        if slot.role in (Role.FILTER, Role.ROUTER) and isinstance(tensor, Tensor):
+            return tensor.view(-1, *slot.shape[1:])
+        delta, part = self._delta(slot)
+        if delta is not None:
+            tensor = as_in_checkpoints(tensor, part, self._names.gated_delta, delta)
         if slot.role is Role.NORM and self._mapping.norm_shift:
-            assert not isinstance(tensor, PackedWeight), name
+            assert isinstance(tensor, Tensor), name
             return tensor.float() - self._mapping.norm_shift
         return tensor
 
+    def _ordered_rows(self, slot: TensorSlot, stored_name: str, start: int, stop: int) -> Weight:
+        order, shape = self._stored_rows(slot), self._file.shape(stored_name)
+        if slot.shape[0] == 1 and len(shape) < len(slot.shape):  # the only row, without its number
+            return self._file.load_rows(stored_name, 0, shape[0])
+        if order is None:
+            return self._file.load_rows(stored_name, start, stop)
+        rows = order[start:stop]
+        first = int(rows.min())
+        tensor = self._file.load_rows(stored_name, first, int(rows.max()) + 1)
+        rows = rows - first
+        return tensor[rows] if isinstance(tensor, Tensor) else tensor.rows(rows)
+
+    def _stored_rows(self, slot: TensorSlot) -> Tensor | None:
+        """Return each row's stored row; None where the order is the same."""
+        if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
+            return halves_from_pairs(slot.shape[0], self._head_dim(slot))
+        delta, part = self._delta(slot)
+        return None if delta is None else stored_rows(part, self._names.gated_delta, delta)
+
+    def _delta(self, slot: TensorSlot) -> tuple[GatedDeltaSpec | None, str]:
+        """Return the layer's Gated DeltaNet if its value heads are tiled, and the part's name."""
+        if slot.layer is None or not self._mapping.tiled_values:
+            return None, ""
+        mixer = self._spec.layers[slot.layer].mixer
+        part = slot.name.removeprefix(self._names.in_layer(slot.layer, ""))
+        found = mixer if isinstance(mixer, GatedDeltaSpec) else None
+        return found, part.removesuffix(".weight")
+
+    def _num_experts(self, slot: TensorSlot) -> int:
+        assert slot.layer is not None
+        mlp = self._spec.layers[slot.layer].mlp
+        assert isinstance(mlp, ExpertsSpec)
+        return mlp.router.num_experts
+
     def _head_dim(self, slot: TensorSlot) -> int:
         assert slot.layer is not None
-        return self._spec.layers[slot.layer].attention.head_dim
+        return self._spec.attention_layers[slot.layer].head_dim
 
 
-def halves_from_pairs(num_rows: int, head_dim: int) -> Tensor:
-    """Return each row's stored row, where heads are stored as interleaved pairs.
-
-    A stored head holds rows 0, d/2, 1, d/2 + 1, ... of the head; the result (num_rows,) int64
-    undoes that.
-    """
-    pairs = torch.arange(num_rows).view(-1, head_dim // 2, 2)
-    return pairs.transpose(1, 2).reshape(-1)
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without its dimensions of 1, which llama.cpp's converter drops."""
+    return tuple(size for size in shape if size != 1)

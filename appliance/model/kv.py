@@ -32,7 +32,7 @@ def kv_scales(source: ModelSource) -> tuple[list[Tensor | None], int]:
         CheckpointError: a scale has an unknown shape.
     """
     names = source.family.names
-    layers = [names.in_layer(i, "").removesuffix(".") for i in range(len(source.spec.layers))]
+    layers = [names.in_layer(i, "").removesuffix(".") for i in source.spec.cache_layers]
     scales, missing = stored_scales(source.weights, layers, heads_of(source.spec))
     return scales, len(missing)
 

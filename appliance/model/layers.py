@@ -1,19 +1,35 @@
-"""One decoder layer, in the order of the paper: attention, then the gated MLP."""
+"""One decoder layer, in the order of the paper: attention or another mixer, then the MLP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+from appliance.kernels.cpu.step_structs import AdapterPlace
+from appliance.kernels.gated_activation.reference import activated
+from appliance.model.adapters.torch_slots import run_adapted
+from appliance.model.attention import Attention
+from appliance.model.latent_attention import LatentAttention
+from appliance.model.mamba2 import Mamba2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.activation import Activation
+    from appliance.kernels.activation import Activation, Gating
     from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.decoder_cache import AnyLayerCache
-    from appliance.model.attention import Attention
+    from appliance.model.adapters.torch_slots import LayerAdapters
+    from appliance.model.experts import Experts
+    from appliance.model.gated_delta import GatedDelta
     from appliance.model.norm import Norm
+    from appliance.model.short_conv import ShortConv
     from appliance.model.step import Step
+    from appliance.model.token_input import LayerInput
+
+    Mixer: TypeAlias = Attention | LatentAttention | ShortConv | GatedDelta | Mamba2
+    # Blocks of attention, or tensors (num_slots, ...) float32 of a recurrent layer's state; none
+    # without a mixer.
+    MixerCache: TypeAlias = AnyLayerCache | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,65 +37,105 @@ class GatedLinear:
     """act(gate(x)) * up(x), for backends without a fused operation."""
 
     backend: Backend
-    activation: Activation
+    activation: Gating
     gate_up: Linear  # hidden to gate, then up
 
     @property
     def in_features(self) -> int:
-        """Width of x."""
         return self.gate_up.in_features
 
     @property
     def out_features(self) -> int:
-        """Width of the result."""
         return self.gate_up.out_features // 2
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weight and bias."""
         return self.gate_up.nbytes
+
+    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
+        """Map x (num_tokens, in_features) to (num_tokens, out_features)."""
+        gate_up = run_adapted(self.gate_up, x, adapters, AdapterPlace.INTO_MLP)
+        return self.backend.gated_activation(gate_up, self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivatedLinear:
+    """act(up(x))."""
+
+    activation: Activation
+    up: Linear
+
+    @property
+    def in_features(self) -> int:
+        return self.up.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.up.out_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.up.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x (num_tokens, in_features) to (num_tokens, out_features)."""
-        return self.backend.gated_activation(self.gate_up(x), self.activation)
+        return activated(self.up(x), self.activation)
 
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or without gate down(act(up(x)))."""
 
-    gated: Linear  # hidden to act(gate) * up
+    middle: Linear  # hidden to what down reads
     down: Linear
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape."""
-        return self.down(self.gated(hidden))
+        if adapters is None or isinstance(self.middle, ActivatedLinear):
+            return self.down(self.middle(hidden))
+        assert isinstance(self.middle, GatedLinear), "adapters change what a fused gate has gated"
+        return run_adapted(
+            self.down, self.middle(hidden, adapters), adapters, AdapterPlace.OUT_OF_MLP
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and MLP on a residual stream.
+    """Mixer and MLP on a residual stream; either may be missing.
 
     A layer takes its input normed already and norms its output for the next layer, so that each
     addition to the stream is one operation with the norm after it.
 
     Attributes:
-        attention_post_norm: of attention's output; set together with `mlp_post_norm`.
-        mlp_norm: of the stream before the MLP.
+        mixer_post_norm: of the mixer's output; set together with `mlp_post_norm`.
+        mlp_norm: of the stream between mixer and MLP.
         mlp_post_norm: of the MLP's output.
         next_norm: of the stream after this layer: the next layer's, or the decoder's last.
+        index: of the layer.
+        cache_place: of the cache that it reads among those of all layers; None without a mixer.
+        token_input: adds what the tokens add after the layer.
+        output_scale: multiplies the stream at the end.
     """
 
     backend: Backend
-    attention: Attention
-    mlp: MLP
-    mlp_norm: Norm
+    mixer: Mixer | None
+    mlp: MLP | Experts | None
+    mlp_norm: Norm | None
     next_norm: Norm
-    attention_post_norm: Norm | None
+    mixer_post_norm: Norm | None
     mlp_post_norm: Norm | None
+    index: int
+    cache_place: int | None
+    token_input: LayerInput | None = None
+    output_scale: float | None = None
 
     def __call__(
-        self, hidden: Tensor, stream: Tensor, step: Step, cache: AnyLayerCache, rows: Tensor | None
+        self,
+        hidden: Tensor,
+        stream: Tensor,
+        step: Step,
+        cache: MixerCache | None,
+        rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layer.
 
@@ -87,19 +143,62 @@ class DecoderLayer:
             hidden: (num_tokens, hidden_size), the stream under this layer's first norm.
             stream: (num_tokens, hidden_size), the sum so far.
             step: data shared by the step's layers.
-            cache: this layer's blocks.
-            rows: the only rows needed after attention; None means all.
+            cache: what the mixer keeps of earlier steps; None without one.
+            rows: the only rows needed after the mixer; None means all.
 
         Returns:
             Hidden and stream for the next layer, of these rows.
         """
-        added = self.attention(hidden, step, cache)
+        adapted = step.adapted
+        adapters = None if adapted is None else adapted.at(self.index)
+        if self.mixer is not None:
+            assert cache is not None
+            hidden = self._mix(self.mixer, hidden, step, cache, adapters)
         if rows is not None:
-            added, stream = added.index_select(0, rows), stream.index_select(0, rows)
+            hidden, stream = hidden.index_select(0, rows), stream.index_select(0, rows)
             if not rows.shape[0]:
-                return added, stream
-        hidden, stream = self._add(added, stream, self.attention_post_norm, self.mlp_norm)
-        return self._add(self.mlp(hidden), stream, self.mlp_post_norm, self.next_norm)
+                return hidden, stream
+        if self.mixer is not None:
+            norm = self.mlp_norm or self.next_norm
+            hidden, stream = self._add(hidden, stream, self.mixer_post_norm, norm)
+        if self.mlp is not None:
+            if adapted is not None and rows is not None:
+                adapters = adapted.select(rows).at(self.index)
+            if isinstance(self.mlp, MLP):
+                added = self.mlp(hidden, adapters)
+            else:
+                added = self.mlp(hidden, stream, adapters)
+            hidden, stream = self._add(added, stream, self.mlp_post_norm, self.next_norm)
+        if self.token_input is None and self.output_scale is None:
+            return hidden, stream
+        stream = self._end(stream, step, rows)
+        return self.backend.rms_norm(stream, self.next_norm.weight, self.next_norm.eps), stream
+
+    @staticmethod
+    def _mix(
+        mixer: Mixer,
+        hidden: Tensor,
+        step: Step,
+        cache: MixerCache,
+        adapters: LayerAdapters | None,
+    ) -> Tensor:
+        if isinstance(mixer, Attention | LatentAttention):
+            assert not isinstance(cache, tuple)
+            if isinstance(mixer, LatentAttention):
+                return mixer(hidden, step, cache)
+            return mixer(hidden, step, cache, adapters)
+        assert isinstance(cache, tuple)
+        if isinstance(mixer, Mamba2):
+            return mixer(hidden, step, cache)
+        return mixer(hidden, step, cache, adapters)
+
+    def _end(self, stream: Tensor, step: Step, rows: Tensor | None) -> Tensor:
+        """Do what comes after the MLP."""
+        if self.token_input is not None:
+            assert step.token_inputs is not None
+            inputs = step.token_inputs[:, self.index]
+            stream = self.token_input(stream, inputs if rows is None else inputs[rows])
+        return stream if self.output_scale is None else stream * self.output_scale
 
     def _add(
         self, added: Tensor, stream: Tensor, post_norm: Norm | None, norm: Norm

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.weight import Weight
+    from appliance.model.spec import AttentionSpec, LatentAttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,18 @@ class LinearPart:
     weight: Weight  # (out_features, in_features)
     bias: Tensor | None  # (out_features,)
 
-    def rows(self, index: slice) -> LinearPart:
-        """Return some output rows; an FP8 weight becomes dense, since this may cut its blocks."""
+    def rows(self, index: slice | Tensor) -> LinearPart:
+        """Return some output rows, a range or those that a tensor lists.
+
+        An FP8 weight becomes dense, since this may cut its blocks.
+        """
         bias = None if self.bias is None else self.bias[index]
-        if isinstance(self.weight, PackedWeight):
+        if isinstance(self.weight, PackedWeight | Fp4Weight):
             return LinearPart(self.weight.rows(index), bias)
         if isinstance(self.weight, Fp8Weight):
-            return LinearPart(self.weight.dequantize(rows=index), bias)
+            if isinstance(index, slice):
+                return LinearPart(self.weight.dequantize(rows=index), bias)
+            return LinearPart(self.weight.dequantize()[index], bias)
         return LinearPart(self.weight[index], bias)
 
 
@@ -80,6 +87,8 @@ def _stacks(upper: Weight, lower: Weight) -> bool:
         return isinstance(lower, PackedWeight) and lower.stacks_with(upper)
     if isinstance(upper, Fp8Weight):
         return isinstance(lower, Fp8Weight) and upper.stacks_with(lower)
+    if isinstance(upper, Fp4Weight):
+        return isinstance(lower, Fp4Weight) and upper.stacks_with(lower)
     return isinstance(lower, Tensor) and lower.dtype == upper.dtype
 
 
@@ -92,6 +101,9 @@ def _stack(weights: list[Weight]) -> Weight:
     fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight)]
     if fp8:
         return Fp8Weight.concatenate(fp8)
+    fp4 = [weight for weight in weights if isinstance(weight, Fp4Weight)]
+    if fp4:
+        return Fp4Weight.concatenate(fp4)
     return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
 
 
@@ -99,3 +111,32 @@ def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:
     present = [bias for bias in biases if bias is not None]
     assert len(present) in (0, len(biases)), "all parts of a fused linear have a bias, or none"
     return torch.cat(present) if present else None
+
+
+def halves_from_pairs(num_rows: int, head_dim: int) -> Tensor:
+    """Return each row's stored row, where heads are stored as interleaved pairs.
+
+    A stored head holds rows 0, d/2, 1, d/2 + 1, ... of the head; the result (num_rows,) int64
+    undoes that.
+    """
+    pairs = torch.arange(num_rows).view(-1, head_dim // 2, 2)
+    return pairs.transpose(1, 2).reshape(-1)
+
+
+def turning_in_halves(num_heads: int, before: int, spec: LatentAttentionSpec) -> Tensor:
+    """Return each row's stored row, where `before` rows of a head come before those that rotate."""
+    turning = torch.arange(spec.rope_dim)
+    if spec.interleaved:
+        turning = halves_from_pairs(spec.rope_dim, spec.rope_dim)
+    head = torch.cat((torch.arange(before), before + turning))
+    return (torch.arange(num_heads).unsqueeze(1) * len(head) + head).flatten()
+
+
+def with_gates(parts: list[LinearPart], spec: AttentionSpec) -> list[LinearPart]:
+    """Split gates off the rows of queries, where each head's follow its query; they come last."""
+    if not spec.output_gate:
+        return parts
+    queries, *others = parts
+    heads = torch.arange(queries.weight.shape[0]).view(spec.num_heads, 2, spec.head_dim)
+    own, gates = (queries.rows(heads[:, half].flatten()) for half in range(2))
+    return [own, *others, gates]

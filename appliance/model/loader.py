@@ -10,27 +10,51 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from appliance.kernels.activation import Activation
 from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.model.attention import Attention
 from appliance.model.decoder import Decoder
 from appliance.model.embedding import Embedding
-from appliance.model.layers import MLP, DecoderLayer, GatedLinear
+from appliance.model.experts import Experts
+from appliance.model.gated_delta import GatedDelta
+from appliance.model.latent_attention import LatentAttention
+from appliance.model.layer_weights import (
+    AttentionWeights,
+    GatedDeltaWeights,
+    LatentWeights,
+    MLPWeights,
+    ShortConvWeights,
+)
+from appliance.model.layers import MLP, ActivatedLinear, DecoderLayer, GatedLinear
 from appliance.model.linear import prepare_fused, stack_neighbours
+from appliance.model.mamba2 import Mamba2
 from appliance.model.reader import ModelReader
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.short_conv import ShortConv
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.token_input import LayerInput, TokenInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from appliance.kernels.activation import Activation
+    from appliance.kernels.activation import Gating
     from appliance.kernels.backend import Backend, Linear
+    from appliance.model.layer_weights import (
+        ExpertsWeights,
+        LayerInputWeights,
+        LayerWeights,
+        Mamba2Weights,
+        MixerWeights,
+        TokenInputWeights,
+    )
+    from appliance.model.layers import Mixer
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
-    from appliance.model.reader import LayerWeights
     from appliance.model.source import ModelSource
-    from appliance.model.spec import LayerSpec, RopeSpec
+    from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec
 
 
 def load_decoder(
@@ -47,7 +71,6 @@ def load_decoder(
     Args:
         source: an opened and checked model.
         backend: lays out the weights and later executes them.
-        device: where they go.
         dtype: of activations, and of weights that are not packed.
         on_progress: called with a stage, the number of parts done, and their total.
         context_length: most tokens of a sequence; the model's own by default. Some models rotate
@@ -61,15 +84,16 @@ def load_decoder(
     report = on_progress or (lambda stage, done, total: None)
     spec = source.spec
     ropes = distinct_ropes(spec)
-    builder = LayerBuilder(backend, dtype, ropes)
+    builder = LayerBuilder(backend, dtype, spec)
     total = len(spec.layers) + 1
     report("weights", 0, total)
     first_norm = builder.counted(reader.first_norm(0))
     layers: list[DecoderLayer] = []
     for index, layer_spec in enumerate(spec.layers):
         next_norm = builder.counted(reader.first_norm(index + 1))
-        layers.append(builder.layer(reader.layer(index), layer_spec, next_norm))
+        layers.append(builder.layer(index, reader.layer(index), layer_spec, next_norm))
         report("weights", index + 1, total)
+    token_inputs = builder.token_inputs(reader.token_input())
     matrix, head_matrix = reader.embedding_and_head()
     embedding = Embedding.of(matrix, spec.embedding_scale, dtype)
     if head_matrix is matrix and isinstance(embedding.weight, Tensor):
@@ -87,6 +111,7 @@ def load_decoder(
         ropes=tuple(Rope.of(rope, length, device) for rope in ropes),
         first_norm=first_norm,
         layers=tuple(layers),
+        token_inputs=token_inputs,
         head=head,
         weight_bytes=builder.nbytes + head.nbytes + (0 if is_shared else embedding.nbytes),
         weight_format=reader.weight_format(),
@@ -96,36 +121,62 @@ def load_decoder(
 class LayerBuilder:
     """Lays weights out for one backend and counts their bytes."""
 
-    def __init__(self, backend: Backend, dtype: torch.dtype, ropes: tuple[RopeSpec, ...]) -> None:
+    def __init__(self, backend: Backend, dtype: torch.dtype, spec: DecoderSpec) -> None:
         self.nbytes = 0
         self._backend = backend
         self._dtype = dtype
-        self._ropes = ropes
+        self._spec = spec
+        self._ropes = distinct_ropes(spec)
+        self._places = spec.cache_places
 
-    def layer(self, weights: LayerWeights, spec: LayerSpec, next_norm: Norm) -> DecoderLayer:
-        """Lay out one layer."""
+    def layer(
+        self, index: int, weights: LayerWeights, spec: LayerSpec, next_norm: Norm
+    ) -> DecoderLayer:
         return DecoderLayer(
             backend=self._backend,
-            attention=Attention(
-                spec=spec.attention,
-                backend=self._backend,
-                rope=self._ropes.index(spec.attention.rope),
-                qkv=self._linear(weights.qkv),
-                output=self._linear([weights.output]),
-                query_norm=self._optional(weights.query_norm),
-                key_norm=self._optional(weights.key_norm),
-            ),
-            mlp=MLP(
-                gated=self.gated(weights.gate_up, spec.mlp.activation),
-                down=self._linear([weights.down]),
-            ),
-            mlp_norm=self.counted(weights.mlp_norm),
+            mixer=None
+            if weights.mixer is None or spec.mixer is None
+            else self._mixer(weights.mixer, spec.mixer),
+            mlp=None
+            if weights.mlp is None or spec.mlp is None
+            else self._mlp_or_experts(weights.mlp, spec.mlp),
+            mlp_norm=self._optional(weights.mlp_norm),
             next_norm=next_norm,
-            attention_post_norm=self._optional(weights.attention_post_norm),
+            mixer_post_norm=self._optional(weights.mixer_post_norm),
             mlp_post_norm=self._optional(weights.mlp_post_norm),
+            index=index,
+            cache_place=self._places.get(index),
+            token_input=self._layer_input(weights.token_input),
+            output_scale=weights.output_scale,
         )
 
-    def gated(self, parts: list[LinearPart], activation: Activation) -> Linear:
+    def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:
+        """Build what makes the inputs of all layers from tokens."""
+        spec = self._spec.token_input
+        if weights is None or spec is None:
+            return None
+        embedding = Embedding.of(weights.embedding, spec.width**0.5, self._dtype)
+        self.nbytes += embedding.nbytes
+        return TokenInputs(
+            backend=self._backend,
+            embedding=embedding,
+            projection=self._linear([weights.projection]),
+            norm=self.counted(weights.norm),
+        )
+
+    def _layer_input(self, weights: LayerInputWeights | None) -> LayerInput | None:
+        spec = self._spec.token_input
+        if weights is None or spec is None:
+            return None
+        return LayerInput(
+            backend=self._backend,
+            activation=spec.activation,
+            gate=self._linear([weights.gate]),
+            up=self._linear([weights.up]),
+            norm=self.counted(weights.norm),
+        )
+
+    def gated(self, parts: list[LinearPart], activation: Gating) -> Linear:
         """Build act(gate(x)) * up(x), fused if the backend and the packing allow it."""
         stacked = stack_neighbours(parts)
         if len(stacked) == 1:
@@ -135,6 +186,133 @@ class LayerBuilder:
                 self.nbytes += linear.nbytes
                 return linear
         return GatedLinear(self._backend, activation, self._linear(stacked))
+
+    def _mixer(self, weights: MixerWeights, spec: MixerSpec) -> Mixer:
+        if isinstance(weights, AttentionWeights):
+            assert isinstance(spec, AttentionSpec)
+            return self._attention(weights, spec)
+        if isinstance(weights, LatentWeights):
+            assert isinstance(spec, LatentAttentionSpec)
+            return self._latent(weights, spec)
+        if isinstance(weights, ShortConvWeights):
+            assert isinstance(spec, ShortConvSpec)
+            return self._short_conv(weights, spec)
+        if isinstance(weights, GatedDeltaWeights):
+            assert isinstance(spec, GatedDeltaSpec)
+            return self._gated_delta(weights, spec)
+        assert isinstance(spec, Mamba2Spec)
+        return self._mamba2(weights, spec)
+
+    def _short_conv(self, weights: ShortConvWeights, spec: ShortConvSpec) -> ShortConv:
+        own = (weights.filters, weights.bias)
+        self.nbytes += sum(tensor.nbytes for tensor in own if tensor is not None)
+        return ShortConv(
+            spec=spec,
+            inputs=self._linear(weights.inputs),
+            filters=weights.filters,
+            bias=weights.bias,
+            output=self._linear([weights.output]),
+        )
+
+    def _gated_delta(self, weights: GatedDeltaWeights, spec: GatedDeltaSpec) -> GatedDelta:
+        own = (weights.filters, weights.rates, weights.decay_bias)
+        self.nbytes += sum(tensor.nbytes for tensor in own)
+        return GatedDelta(
+            spec=spec,
+            backend=self._backend,
+            inputs=self._linear(weights.inputs),
+            filters=weights.filters,
+            rates=weights.rates,
+            decay_bias=weights.decay_bias,
+            norm=self.counted(weights.norm),
+            output=self._linear([weights.output]),
+        )
+
+    def _latent(self, weights: LatentWeights, spec: LatentAttentionSpec) -> LatentAttention:
+        self.nbytes += weights.keys.nbytes + weights.values.nbytes
+        return LatentAttention(
+            spec=spec,
+            backend=self._backend,
+            rope=self._ropes.index(spec.rope),
+            inputs=self._linear(weights.inputs),
+            queries=None if weights.queries is None else self._linear([weights.queries]),
+            query_norm=self._optional(weights.query_norm),
+            norm=self.counted(weights.norm),
+            keys=weights.keys,
+            values=weights.values,
+            output=self._linear([weights.output]),
+        )
+
+    def _mamba2(self, weights: Mamba2Weights, spec: Mamba2Spec) -> Mamba2:
+        own = (weights.filters, weights.filter_bias, weights.step_bias, weights.rates, weights.skip)
+        self.nbytes += sum(tensor.nbytes for tensor in own if tensor is not None)
+        return Mamba2(
+            spec=spec,
+            inputs=self._linear(weights.inputs),
+            filters=weights.filters,
+            filter_bias=weights.filter_bias,
+            step_bias=weights.step_bias,
+            rates=weights.rates,
+            skip=weights.skip,
+            norm=self.counted(weights.norm),
+            output=self._linear([weights.output]),
+        )
+
+    def _attention(self, weights: AttentionWeights, spec: AttentionSpec) -> Attention:
+        return Attention(
+            spec=spec,
+            backend=self._backend,
+            rope=self._ropes.index(spec.rope),
+            qkv=self._linear(weights.inputs),
+            output=self._linear([weights.output]),
+            query_norm=self._optional(weights.query_norm),
+            key_norm=self._optional(weights.key_norm),
+            value_norm=weights.value_norm,
+            sinks=weights.sinks,
+        )
+
+    def _mlp_or_experts(
+        self, weights: MLPWeights | ExpertsWeights, spec: MLPSpec | ExpertsSpec
+    ) -> MLP | Experts:
+        if isinstance(weights, MLPWeights):
+            return self._mlp(weights, spec)
+        assert isinstance(spec, ExpertsSpec)
+        return self._experts(weights, spec)
+
+    def _mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
+        """Build an MLP, or one expert."""
+        down = self._linear([weights.down])
+        if spec.gated:
+            return MLP(self.gated(weights.gate_up, spec.activation), down)
+        assert isinstance(spec.activation, Activation), "a clamp has a gate"
+        return MLP(ActivatedLinear(spec.activation, self._linear(weights.gate_up)), down)
+
+    def _experts(self, weights: ExpertsWeights, spec: ExpertsSpec) -> Experts:
+        shared = None
+        if weights.shared is not None:
+            assert spec.shared is not None
+            shared = self._mlp(weights.shared, spec.shared)
+        others = (
+            weights.router,
+            weights.router_bias,
+            weights.selection_bias,
+            weights.shared_gate,
+        )
+        self.nbytes += sum(tensor.nbytes for tensor in others if tensor is not None)
+        return Experts(
+            router=spec.router,
+            router_weight=weights.router,
+            router_bias=weights.router_bias,
+            selection_bias=weights.selection_bias,
+            experts=tuple(
+                self._mlp(weights.expert(number), spec) for number in range(spec.router.num_experts)
+            ),
+            shared=shared,
+            shared_gate=weights.shared_gate,
+            expert_scale=weights.expert_scale,
+            norms=weights.norms,
+            backend=self._backend,
+        )
 
     def counted(self, norm: Norm) -> Norm:
         """Count a norm's bytes and return it."""

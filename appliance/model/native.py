@@ -10,11 +10,12 @@ import torch
 
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import check
-from appliance.kernels.cpu.structs import BatchStruct
+from appliance.kernels.cpu.step_structs import BatchStruct
+from appliance.model.adapters.native_slots import NativeAdapterSlots
 from appliance.model.executor import heads_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.structs import ModelStruct
     from appliance.kernels.kv_cache import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.spec import DecoderSpec
 
 CPU = torch.device("cpu")
@@ -48,12 +50,10 @@ class NativeDecoder:
 
     @property
     def device(self) -> torch.device:
-        """The CPU."""
         return CPU
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.arena.nbytes
 
     def allocate_cache(
@@ -63,8 +63,8 @@ class NativeDecoder:
         num_blocks: int,
         block_size: int,
         num_open: int = 0,
+        num_states: int = 0,
     ) -> NativeCache:
-        """Allocate blocks for every layer."""
         return NativeCache(
             self.engine.library,
             format,
@@ -72,7 +72,14 @@ class NativeDecoder:
             num_blocks=num_blocks,
             block_size=block_size,
             num_open=num_open,
+            num_states=num_states,
+            state_bytes=self.spec.state_bytes,
         )
+
+    def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> NativeAdapterSlots:
+        """Make room for adapters; see `Executor.adapter_slots`."""
+        num_layers = len(self.spec.layers)
+        return NativeAdapterSlots(self.engine.library, targets, num_layers, self.dtype, count)
 
     def forward(
         self,
@@ -155,7 +162,13 @@ class NativeDecoder:
             # An empty tensor has no address, and no address means all rows.
             rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
             open_pages=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
+            state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
         )
+        if batch.adapters is not None:
+            assert isinstance(batch.adapters.table, NativeAdapterSlots)
+            table = batch.adapters.table.table
+            struct.adapter_slots = batch.adapters.slots.data_ptr()
+            struct.adapters, struct.num_adapters = ctypes.addressof(table), len(table)
         check(
             self.engine.library.ap_step(
                 self.engine.handle,

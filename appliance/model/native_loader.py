@@ -4,49 +4,85 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.kernels.activation import Activation
+from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.structs import (
     AttentionStruct,
+    GatingStruct,
     LayerStruct,
     LinearStruct,
     ModelStruct,
     NormStruct,
     RopeStruct,
+    TokenInputsStruct,
+    TokenInputStruct,
 )
 from appliance.kernels.cpu.weights import WeightPacker
+from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, LatentWeights
 from appliance.model.linear import stack_neighbours
 from appliance.model.native import CPU, NativeDecoder
+from appliance.model.native_latent import lay_out_latent
+from appliance.model.native_mlp import lay_out_experts, lay_out_mlp
+from appliance.model.native_recurrent import lay_out_recurrent
 from appliance.model.reader import ModelReader
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
 from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from appliance.kernels.activation import Gating
     from appliance.kernels.cpu.engine import NativeEngine
-    from appliance.model.linear import LinearPart
+    from appliance.model.layer_weights import (
+        LayerInputWeights,
+        LayerWeights,
+        MLPWeights,
+        TokenInputWeights,
+    )
     from appliance.model.norm import Norm
-    from appliance.model.reader import LayerWeights
     from appliance.model.source import ModelSource
-    from appliance.model.spec import AttentionSpec, LayerSpec, RopeSpec
+    from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec, RopeSpec
 
-_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.RELU_SQUARED: 3}
+_CLAMPED_SWIGLU = 2
 HEAD_WIDTH_STEP = 16  # the library's vectors
-MOST_HEAD_WIDTH = 256
+MOST_HEAD_WIDTH = 512
+MOST_LATENT = 1024
 
 
 def why_unsupported(source: ModelSource) -> str | None:
     """Say why the CPU library does not cover a model; None if it does."""
-    for index, layer in enumerate(source.spec.layers):
-        width = layer.attention.head_dim
+    for index, attention in source.spec.attention_layers.items():
+        width = attention.head_dim
         if width % HEAD_WIDTH_STEP or width > MOST_HEAD_WIDTH:
             return (
                 f"layer {index} has heads of {width} elements; the CPU library covers multiples "
                 f"of {HEAD_WIDTH_STEP} up to {MOST_HEAD_WIDTH}"
             )
+    for index, latent in source.spec.latent_layers.items():
+        if latent.head_dim % HEAD_WIDTH_STEP or latent.width > MOST_LATENT:
+            return (
+                f"layer {index} has latents of {latent.width} elements; the CPU library covers "
+                f"multiples of {2 * HEAD_WIDTH_STEP} up to {MOST_LATENT}"
+            )
+    for index, layer in enumerate(source.spec.layers):
+        for width in _recurrent_widths(layer.mixer):
+            if width % HEAD_WIDTH_STEP:
+                return (
+                    f"layer {index} has recurrent heads of {width} elements; the CPU library "
+                    f"covers multiples of {HEAD_WIDTH_STEP}"
+                )
     return None
+
+
+def _recurrent_widths(mixer: MixerSpec | None) -> tuple[int, ...]:
+    """Return the widths of a recurrent head that the library goes through by vectors."""
+    if isinstance(mixer, GatedDeltaSpec):
+        return mixer.key_dim, mixer.value_dim
+    return (mixer.state_dim, mixer.head_dim) if isinstance(mixer, Mamba2Spec) else ()
 
 
 def load_native(
@@ -72,15 +108,15 @@ def load_native(
     """
     spec = source.spec
     report = on_progress or (lambda stage, done, total: None)
-    reader = ModelReader(source, CPU, dtype)
+    reader = ModelReader(source, CPU, dtype, native=True)
     arena = Arena()
     packer = WeightPacker(engine, arena, dtype)
     ropes = distinct_ropes(spec)
     total = len(spec.layers) + 1
     report("weights", 0, total)
     layers = (LayerStruct * len(spec.layers))()
-    for index, layer_spec in enumerate(spec.layers):
-        layers[index] = _layer(packer, reader.layer(index), layer_spec, ropes)
+    for index in range(len(spec.layers)):
+        layers[index] = _layer(packer, reader.layer(index), spec, index, ropes)
         report("weights", index + 1, total)
     matrix, head_matrix = reader.embedding_and_head()
     embedding = packer.linear(matrix)
@@ -99,7 +135,9 @@ def load_native(
         embedding=embedding,
         head=head,
         embedding_scale=spec.embedding_scale,
+        logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap or 0.0,
+        token_inputs=_token_inputs(packer, spec, reader.token_input()),
     )
     report("weights", total, total)
     return NativeDecoder(
@@ -113,26 +151,69 @@ def load_native(
 
 
 def _layer(
-    packer: WeightPacker, weights: LayerWeights, spec: LayerSpec, ropes: tuple[RopeSpec, ...]
+    packer: WeightPacker,
+    weights: LayerWeights,
+    decoder: DecoderSpec,
+    index: int,
+    ropes: tuple[RopeSpec, ...],
 ) -> LayerStruct:
-    gate, up = _gate_and_up(weights.gate_up, spec.mlp.intermediate_size)
-    return LayerStruct(
-        attention=_attention(packer, weights, spec.attention, ropes),
-        gate=packer.linear(gate.weight, gate.bias),
-        up=packer.linear(up.weight, up.bias),
-        down=packer.linear(weights.down.weight, weights.down.bias),
-        activation=_ACTIVATIONS[spec.mlp.activation],
-        attention_norm=_norm(packer, weights.attention_norm),
-        attention_post_norm=_norm(packer, weights.attention_post_norm),
-        mlp_norm=_norm(packer, weights.mlp_norm),
-        mlp_post_norm=_norm(packer, weights.mlp_post_norm),
-    )
+    spec = decoder.layers[index]
+    struct = LayerStruct(cache_layer=decoder.cache_places.get(index, 0))
+    if isinstance(spec.mixer, AttentionSpec):
+        assert isinstance(weights.mixer, AttentionWeights)
+        struct.attention = _attention(packer, weights.mixer, spec.mixer, ropes)
+    elif isinstance(spec.mixer, LatentAttentionSpec):
+        assert isinstance(weights.mixer, LatentWeights)
+        rope = ropes.index(spec.mixer.rope)
+        lay_out_latent(packer, struct, weights.mixer, spec.mixer, rope)
+    elif spec.mixer is not None:
+        assert weights.mixer is not None
+        lay_out_recurrent(packer, struct, weights.mixer, spec.mixer, decoder.state_offsets[index])
+    if spec.mlp is not None:
+        assert weights.mlp is not None
+        _lay_out_mlp(packer, struct, weights.mlp, spec.mlp)
+    first = _norm(packer, weights.first_norm)
+    struct.mixer_norm = first if spec.mixer is not None else NormStruct()
+    struct.mixer_post_norm = _norm(packer, weights.mixer_post_norm)
+    struct.mlp_norm = _norm(packer, weights.mlp_norm) if spec.mixer is not None else first
+    struct.mlp_post_norm = _norm(packer, weights.mlp_post_norm)
+    struct.token_input = _layer_input(packer, weights.token_input)
+    struct.output_scale = weights.output_scale or 0.0
+    return struct
+
+
+def _lay_out_mlp(
+    packer: WeightPacker,
+    struct: LayerStruct,
+    weights: MLPWeights | ExpertsWeights,
+    spec: MLPSpec | ExpertsSpec,
+) -> None:
+    """Lay out the MLP of all rows, or experts with the one beside them."""
+    of_all: MLPWeights | None
+    if isinstance(weights, ExpertsWeights):
+        assert isinstance(spec, ExpertsSpec)
+        struct.experts, of_all = lay_out_experts(packer, weights, spec), weights.shared
+    else:
+        of_all = weights
+    if of_all is not None:
+        linears = lay_out_mlp(packer, of_all, gated=spec.gated)
+        struct.gate, struct.up, struct.down = linears
+    struct.gating = _gating(spec.activation)
+
+
+def _gating(gating: Gating) -> GatingStruct:
+    if isinstance(gating, ClampedSwiGLU):
+        return GatingStruct(_CLAMPED_SWIGLU, gating.limit, gating.alpha)
+    return GatingStruct(_ACTIVATIONS[gating])
 
 
 def _attention(
-    packer: WeightPacker, weights: LayerWeights, spec: AttentionSpec, ropes: tuple[RopeSpec, ...]
+    packer: WeightPacker,
+    weights: AttentionWeights,
+    spec: AttentionSpec,
+    ropes: tuple[RopeSpec, ...],
 ) -> AttentionStruct:
-    parts = stack_neighbours(weights.qkv)
+    parts = stack_neighbours(weights.inputs)
     return AttentionStruct(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -142,19 +223,41 @@ def _attention(
         softcap=spec.softcap or 0.0,
         rope=ropes.index(spec.rope),
         num_qkv=len(parts),
-        qkv=(LinearStruct * 3)(*(packer.linear(part.weight, part.bias) for part in parts)),
+        output_gate=spec.output_gate,
+        qkv=(LinearStruct * 4)(*(packer.linear(part.weight, part.bias) for part in parts)),
         output=packer.linear(weights.output.weight, weights.output.bias),
         query_norm=_norm(packer, weights.query_norm),
         key_norm=_norm(packer, weights.key_norm),
+        value_norm=_norm(packer, weights.value_norm),
+        sinks=None if weights.sinks is None else packer.floats(weights.sinks),
+        only_reads=spec.kv_layer is not None,
+        keys_are_values=spec.keys_are_values and spec.kv_layer is None,
     )
 
 
-def _gate_and_up(parts: list[LinearPart], width: int) -> tuple[LinearPart, LinearPart]:
-    """Return gate and up, which some checkpoints hold in one weight."""
-    if len(parts) == 1:
-        return parts[0].rows(slice(0, width)), parts[0].rows(slice(width, None))
-    gate, up = parts
-    return gate, up
+def _layer_input(packer: WeightPacker, weights: LayerInputWeights | None) -> TokenInputStruct:
+    if weights is None:
+        return TokenInputStruct()
+    gate, up = packer.linear(weights.gate.weight), packer.linear(weights.up.weight)
+    return TokenInputStruct(gate, up, _norm(packer, weights.norm))
+
+
+def _token_inputs(
+    packer: WeightPacker, spec: DecoderSpec, weights: TokenInputWeights | None
+) -> TokenInputsStruct:
+    of_tokens = spec.token_input
+    if weights is None or of_tokens is None:
+        return TokenInputsStruct()
+    return TokenInputsStruct(
+        width=of_tokens.width,
+        activation=_ACTIVATIONS[of_tokens.activation],
+        embedding=packer.linear(weights.embedding),
+        projection=packer.linear(weights.projection.weight),
+        norm=_norm(packer, weights.norm),
+        embedding_scale=of_tokens.width**0.5,
+        projection_scale=spec.hidden_size**-0.5,
+        scale=2**-0.5,
+    )
 
 
 def _norm(packer: WeightPacker, norm: Norm | None) -> NormStruct:
@@ -163,4 +266,6 @@ def _norm(packer: WeightPacker, norm: Norm | None) -> NormStruct:
 
 def _rope(packer: WeightPacker, spec: RopeSpec, rope: Rope) -> RopeStruct:
     frequencies = packer.floats(rope.frequencies)
-    return RopeStruct(spec.rotary_dim, rope.amplitude, frequencies)
+    return RopeStruct(
+        spec.rotary_dim, rope.amplitude, frequencies, spec.query_beta, spec.original_context
+    )

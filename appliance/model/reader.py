@@ -6,41 +6,42 @@ Knows no family and no file format.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
-from appliance.model.linear import LinearPart
+from appliance.kernels.weight import dense
+from appliance.model.layer_weights import (
+    AttentionWeights,
+    ExpertNorms,
+    ExpertsWeights,
+    GatedDeltaWeights,
+    LatentWeights,
+    LayerInputWeights,
+    LayerWeights,
+    Mamba2Weights,
+    MLPWeights,
+    ShortConvWeights,
+    TokenInputWeights,
+)
+from appliance.model.linear import LinearPart, turning_in_halves, with_gates
 from appliance.model.norm import Norm
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
+    from appliance.model.layer_weights import MixerWeights
     from appliance.model.source import ModelSource
-    from appliance.model.spec import LayerSpec, NormSpec
+    from appliance.model.spec import LayerSpec, MixerSpec, MLPSpec, NormSpec
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _DENSE_DTYPES = frozenset({*DTYPE_NAMES, torch.float64})
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """All weights of one layer; linears of one input are split as in the checkpoint."""
-
-    qkv: list[LinearPart]  # rows of query heads, key heads, value heads, in this order
-    output: LinearPart
-    gate_up: list[LinearPart]  # rows of gate, then of up
-    down: LinearPart
-    attention_norm: Norm
-    attention_post_norm: Norm | None
-    mlp_norm: Norm
-    mlp_post_norm: Norm | None
-    query_norm: Norm | None
-    key_norm: Norm | None
 
 
 class ModelReader:
@@ -48,31 +49,41 @@ class ModelReader:
 
     Args:
         dtype: the type to hold weights in that are not packed.
+        native: the executor is the CPU library.
     """
 
-    def __init__(self, source: ModelSource, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        native: bool = False,
+    ) -> None:
         self._source = source
         self._names = source.family.names
         self._device = device
         self._dtype = dtype
+        self._native = native
         self._layer_formats: Counter[str] = Counter()  # bytes by format
         self._head_format = ""
 
     def layer(self, index: int) -> LayerWeights:
-        """Read one layer."""
         spec, names = self._source.spec.layers[index], self._names
-        attention = spec.attention
+        mixer, mlp = spec.mixer is not None, spec.mlp is not None
         return LayerWeights(
-            qkv=self._parts(index, names.qkv, attention.qkv_bias),
-            output=self._parts(index, (names.output,), attention.output_bias)[0],
-            gate_up=self._parts(index, names.gate_up, spec.mlp.bias),
-            down=self._parts(index, (names.down,), spec.mlp.bias)[0],
-            attention_norm=self.first_norm(index),
-            attention_post_norm=self._post_norm(index, names.attention_post_norm, spec),
-            mlp_norm=self._norm(names.in_layer(index, names.mlp_norm), spec.norm),
-            mlp_post_norm=self._post_norm(index, names.mlp_post_norm, spec),
-            query_norm=self._head_norm(index, names.query_norm, attention.qk_norm),
-            key_norm=self._head_norm(index, names.key_norm, attention.qk_norm),
+            mixer=None if spec.mixer is None else self._mixer(index, spec.mixer),
+            mlp=None if spec.mlp is None else self._mlp_or_experts(index, spec.mlp),
+            first_norm=self.first_norm(index),
+            mixer_post_norm=self._post_norm(index, names.mixer_post_norm, spec) if mixer else None,
+            mlp_norm=self._norm(names.in_layer(index, names.mlp_norm), spec.norm)
+            if mixer and mlp
+            else None,
+            mlp_post_norm=self._post_norm(index, names.mlp_post_norm, spec) if mlp else None,
+            token_input=self._layer_input(index, spec.norm),
+            output_scale=self._exact(index, names.output_scale).item()
+            if spec.output_scale
+            else None,
         )
 
     def first_norm(self, index: int) -> Norm:
@@ -80,8 +91,9 @@ class ModelReader:
         spec = self._source.spec
         if index == len(spec.layers):
             return self._norm(self._names.final_norm, spec.final_norm)
-        name = self._names.in_layer(index, self._names.attention_norm)
-        return self._norm(name, spec.layers[index].norm)
+        layer, names = spec.layers[index], self._names
+        first = names.mlp_norm if layer.mixer is None else names.mixer_norm
+        return self._norm(names.in_layer(index, first), layer.norm)
 
     def embedding_and_head(self) -> tuple[Weight, Weight]:
         """Read embedding and head, (vocab_size, hidden_size); the same object if they are tied."""
@@ -100,6 +112,175 @@ class ModelReader:
         _, bracket, group = formats[0].partition(" (")
         head = self._head_format.removesuffix(bracket + group)
         return f"{' + '.join(formats)}, head {head}"
+
+    def _mixer(self, index: int, spec: MixerSpec) -> MixerWeights:
+        match spec:
+            case AttentionSpec():
+                return self._attention(index, spec)
+            case LatentAttentionSpec():
+                return self._latent(index, spec)
+            case ShortConvSpec():
+                return self._short_conv(index, spec)
+            case GatedDeltaSpec():
+                return self._gated_delta(index, spec)
+            case Mamba2Spec():
+                return self._mamba2(index, spec)
+
+    def _attention(self, index: int, spec: AttentionSpec) -> AttentionWeights:
+        names, reads = self._names, spec.kv_layer is not None
+        sources = names.qkv[: 1 if reads else 2 if spec.keys_are_values else 3]
+        return AttentionWeights(
+            inputs=with_gates(self._parts(index, sources, spec.qkv_bias), spec),
+            output=self._parts(index, (names.output,), spec.output_bias)[0],
+            query_norm=self._head_norm(index, names.query_norm, spec.qk_norm),
+            key_norm=None if reads else self._head_norm(index, names.key_norm, spec.qk_norm),
+            value_norm=None
+            if reads or spec.value_norm is None
+            else self._plain_norm(spec.head_dim, spec.value_norm),
+            sinks=self._exact(index, names.sinks) if spec.sinks else None,
+        )
+
+    def _latent(self, index: int, spec: LatentAttentionSpec) -> LatentWeights:
+        names, bias = self._names.latent, spec.bias
+        token = self._parts(index, (names.token,), bias)[0]
+        up, query_norm = None, None
+        if spec.query_rank is None:
+            first = self._parts(index, (names.query,), bias=False)[0]
+            first = first.rows(turning_in_halves(spec.num_heads, spec.plain_dim, spec))
+        else:
+            first = self._parts(index, (names.query_down,), bias)[0]
+            query_norm = self._norm(self._names.in_layer(index, names.query_norm), spec.norm)
+            up = self._parts(index, (names.query_up,), bias=False)[0]
+            up = up.rows(turning_in_halves(spec.num_heads, spec.plain_dim, spec))
+        made = dense(self._load(self._names.in_layer(index, f"{names.heads}.weight")), self._dtype)
+        heads = made.unflatten(0, (spec.num_heads, -1))
+        return LatentWeights(
+            inputs=[first, token.rows(turning_in_halves(1, spec.latent, spec))],
+            queries=up,
+            query_norm=query_norm,
+            norm=self._norm(self._names.in_layer(index, names.norm), spec.norm),
+            keys=heads[:, : spec.plain_dim],
+            values=heads[:, spec.plain_dim :],
+            output=self._parts(index, (self._names.output,), bias)[0],
+        )
+
+    def _short_conv(self, index: int, spec: ShortConvSpec) -> ShortConvWeights:
+        names = self._names.short_conv
+        filters, bias = self._filters(index, names.filter, spec.bias)
+        return ShortConvWeights(
+            inputs=self._parts(index, (names.input,), spec.bias),
+            output=self._parts(index, (names.output,), spec.bias)[0],
+            filters=filters,
+            bias=bias,
+        )
+
+    def _gated_delta(self, index: int, spec: GatedDeltaSpec) -> GatedDeltaWeights:
+        names = self._names.gated_delta
+        filters, _ = self._filters(index, names.filter, bias=False)
+        log_rates, decay_bias = self._rates(index, names.log_rates, names.decay_bias)
+        return GatedDeltaWeights(
+            inputs=self._parts(index, (names.qkv, names.gate, names.share, names.decay), False),
+            output=self._parts(index, (names.output,), bias=False)[0],
+            filters=filters,
+            rates=log_rates.exp(),
+            decay_bias=decay_bias,
+            norm=self._norm(self._names.in_layer(index, names.norm), spec.norm),
+        )
+
+    def _mamba2(self, index: int, spec: Mamba2Spec) -> Mamba2Weights:
+        names = self._names.mamba2
+        filters, filter_bias = self._filters(index, names.filter, spec.filter_bias)
+        rates = self._rates(index, names.log_rates, names.step_bias, names.skip)
+        log_rates, step_bias, skip = rates
+        return Mamba2Weights(
+            inputs=self._parts(index, (names.input,), spec.bias),
+            output=self._parts(index, (names.output,), spec.bias)[0],
+            filters=filters,
+            filter_bias=filter_bias,
+            step_bias=step_bias,
+            rates=log_rates.exp(),
+            skip=skip,
+            norm=self._norm(self._names.in_layer(index, names.norm), spec.norm),
+        )
+
+    def _rates(self, index: int, *parts: str) -> list[Tensor]:
+        return [self._dense(self._names.in_layer(index, part)).float() for part in parts]
+
+    def _filters(self, index: int, part: str, bias: bool) -> tuple[Tensor, Tensor | None]:
+        name = self._names.in_layer(index, part)
+        filters = self._dense(f"{name}.weight").float().flatten(1)
+        return filters, self._dense(f"{name}.bias").float() if bias else None
+
+    def _mlp_or_experts(
+        self, index: int, spec: MLPSpec | ExpertsSpec
+    ) -> MLPWeights | ExpertsWeights:
+        if isinstance(spec, ExpertsSpec):
+            return self._experts(index, spec)
+        return self._mlp(index, self._names.gate_up, self._names.down, spec.bias)
+
+    def _mlp(
+        self, index: int, gate_up: tuple[str, ...], down: str, bias: bool = False
+    ) -> MLPWeights:
+        return MLPWeights(
+            gate_up=self._parts(index, gate_up, bias), down=self._parts(index, (down,), bias)[0]
+        )
+
+    def _experts(self, index: int, spec: ExpertsSpec) -> ExpertsWeights:
+        names = self._names.experts
+
+        def full(part: str) -> Tensor:
+            return self._exact(index, part)
+
+        def expert(number: int) -> MLPWeights:
+            gate_up = tuple(part.format(number) for part in names.gate_up)
+            return self._mlp(index, gate_up, names.down.format(number), spec.bias)
+
+        shared, of_all = spec.shared, (names.shared_gate_up, names.shared_down)
+        return ExpertsWeights(
+            router=full(f"{names.router}.weight"),
+            router_bias=full(f"{names.router}.bias") if spec.router.bias else None,
+            selection_bias=full(names.selection_bias) if spec.router.selection_bias else None,
+            expert=expert,
+            shared=None if shared is None else self._mlp(index, *of_all, shared.bias),
+            shared_gate=full(f"{names.shared_gate}.weight") if spec.shared_gate else None,
+            expert_scale=full(names.expert_scale) if spec.router.expert_scale else None,
+            norms=self._expert_norms(index) if spec.own_norms else None,
+        )
+
+    def _expert_norms(self, index: int) -> ExpertNorms:
+        names, spec = self._names.experts, self._source.spec.layers[index].norm
+
+        def norm(part: str) -> Norm:
+            return self._norm(self._names.in_layer(index, part), spec)
+
+        # The router's norm has no weight; a vector and 1 / sqrt(hidden_size) multiply what it says.
+        scale = self._exact(index, names.router_norm) * self._source.spec.hidden_size**-0.5
+        return ExpertNorms(
+            router=Norm(scale, spec.eps),
+            input=norm(names.input_norm),
+            shared=norm(names.shared_norm),
+            output=norm(names.output_norm),
+        )
+
+    def token_input(self) -> TokenInputWeights | None:
+        """Read what makes the inputs of all layers from tokens."""
+        spec, names = self._source.spec.token_input, self._names.token_input
+        if spec is None:
+            return None
+        return TokenInputWeights(
+            embedding=self._load(f"{names.embedding}.weight"),
+            projection=LinearPart(self._load(f"{names.projection}.weight"), None),
+            norm=self._norm(names.norm, spec.norm),
+        )
+
+    def _layer_input(self, index: int, norm: NormSpec) -> LayerInputWeights | None:
+        if self._source.spec.token_input is None:
+            return None
+        names = self._names.token_input
+        gate, up = self._parts(index, (names.gate, names.up), bias=False)
+        return LayerInputWeights(
+            gate, up, self._norm(self._names.in_layer(index, names.layer_norm), norm)
+        )
 
     def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
         parts = []
@@ -121,6 +302,13 @@ class ModelReader:
     def _norm(self, name: str, spec: NormSpec) -> Norm:
         return Norm(self._dense(f"{name}.weight").float() + spec.offset, spec.eps)
 
+    def _exact(self, index: int, part: str) -> Tensor:
+        """Read a tensor that is never rounded below float32."""
+        return dense(self._load(self._names.in_layer(index, part)), torch.float32)
+
+    def _plain_norm(self, width: int, spec: NormSpec) -> Norm:
+        return Norm(torch.ones(width, device=self._device), spec.eps)
+
     def _dense(self, name: str) -> Tensor:
         tensor = self._load(name)
         assert isinstance(tensor, Tensor), f"{name} is quantized"
@@ -131,7 +319,7 @@ class ModelReader:
         if isinstance(tensor, PackedWeight):
             tensor = tensor.to(self._device)
             finite = is_finite(tensor.scale) and is_finite(tensor.offset)
-        elif isinstance(tensor, Fp8Weight):
+        elif isinstance(tensor, Fp8Weight | Fp4Weight):
             tensor = tensor.to(self._device)
             finite = tensor.is_finite()
         else:
@@ -155,11 +343,14 @@ class ModelReader:
                 return f"{weight.bits} bits (a scale per row)"
             return f"{weight.bits} bits (groups of {weight.group_size})"
         dense = DTYPE_NAMES[self._dtype]
-        if not isinstance(weight, Fp8Weight):
+        if isinstance(weight, Tensor):
             return dense
-        # No CPU kernel multiplies e4m3, and float32 activations are for checking.
+        # Torch on a CPU multiplies none of these, and float32 activations are for checking.
         is_held = self._device.type == "cuda" and self._dtype != torch.float32
-        return "fp8" if is_held else f"fp8 (held as {dense})"
+        if isinstance(weight, Fp8Weight):
+            return "fp8" if is_held else f"fp8 (held as {dense})"
+        name = "mxfp4" if weight.scale.dtype == torch.float8_e8m0fnu else "nvfp4"
+        return name if is_held or self._native else f"{name} (held as {dense})"
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Computes rotary frequencies of every scaling kind, and a step's cosines and sines.
 
+Proportional turns only the first pairs of a head.
 Sources: linear (position interpolation, arXiv 2306.15595), YaRN (arXiv 2309.00071), LongRoPE (arXiv
 2402.13753), Llama 3.1 (its reference code).
 """
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.model.spec import RopeScaling
+from appliance.model.spec import CachedSpec, RopeScaling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,19 +27,24 @@ class Rope:
 
     frequencies: Tensor  # (rotary_dim / 2,) float32, radians per position
     amplitude: float  # multiplies cosine and sine
+    query_beta: float = 0.0  # see `RopeSpec`
+    original_context: int = 0
 
     @classmethod
     def of(cls, spec: RopeSpec, context_length: int, device: torch.device) -> Rope:
         """Compute the frequencies.
 
         Args:
-            spec: the model's.
             context_length: most tokens of a sequence. LongRoPE has one set of frequencies up to its
                 original context and another beyond. All keys in a cache must be rotated alike, so
                 this limit decides, not the current length.
-            device: where the frequencies go.
         """
-        return cls(_frequencies(spec, context_length).to(device), spec.attention_factor)
+        return cls(
+            _frequencies(spec, context_length).to(device),
+            spec.attention_factor,
+            spec.query_beta,
+            spec.original_context,
+        )
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, both (num_tokens, rotary_dim / 2) float32, of (num_tokens,)."""
@@ -46,10 +52,18 @@ class Rope:
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)
 
+    def query_scale(self, positions: Tensor) -> Tensor | None:
+        """Return the factor of queries at positions (num_tokens,), float32; None without one."""
+        if not self.query_beta:
+            return None
+        periods = torch.div(positions, self.original_context, rounding_mode="floor")
+        return 1 + self.query_beta * torch.log1p(periods.to(torch.float32))
+
 
 def distinct_ropes(spec: DecoderSpec) -> tuple[RopeSpec, ...]:
     """List the kinds of RoPE in a model, in order of appearance."""
-    return tuple(dict.fromkeys(layer.attention.rope for layer in spec.layers))
+    mixers = (layer.mixer for layer in spec.layers)
+    return tuple(dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, CachedSpec)))
 
 
 def _frequencies(spec: RopeSpec, context_length: int) -> Tensor:
@@ -57,6 +71,9 @@ def _frequencies(spec: RopeSpec, context_length: int) -> Tensor:
     plain = 1.0 / (spec.theta**exponents)  # (rotary_dim / 2,)
     if spec.scaling is RopeScaling.NONE:
         return plain
+    if spec.scaling is RopeScaling.PROPORTIONAL:
+        plain[spec.turning :] = 0
+        return plain / spec.factor
     if spec.scaling is RopeScaling.LINEAR:
         return plain / spec.factor
     if spec.scaling is RopeScaling.LLAMA3:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
 # groups have 32.
 _PARAMS_BYTES_PER_WEIGHT = 4 / 32
 
-# An output feature of a GPU kernel's FP8 weight has a float32 scale for each 128 inputs.
-_FP8_SCALE_BYTES_PER_WEIGHT = 4 / 128
+# An output feature of a GPU kernel's FP8 weight has a float32 scale for each 128 inputs, one of
+# FP4 a byte for each 16.
+_FLOAT_SCALE_BYTES_PER_WEIGHT = {8: 4 / 128, 4: 1 / 16}
 
-# Held by the CPU library beside a code, at most: two 32-bit numbers per group of 32.
+# Held by the CPU library beside a code, at most: two 32-bit numbers per group of 32, or with 4-bit
+# floats one per group of 16.
 _SCALE_BYTES_PER_WEIGHT = 8 / 32
+
+_ALIGNMENT = 64  # of the library's tensors
 
 
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
@@ -34,10 +39,11 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
     for slot in source.slots():
         count = math.prod(slot.shape)
         bits = source.weights.packed_bits(slot.name)
-        if slot.role is Role.NORM:
+        float_bits = source.weights.float_bits(slot.name)
+        if len(slot.shape) != 2:  # norms, biases and filters
             total += 4 * count
-        elif source.weights.is_fp8(slot.name) and 8 in stay_packed:
-            total += count * (1 + _FP8_SCALE_BYTES_PER_WEIGHT)
+        elif float_bits in stay_packed:
+            total += count * (float_bits / 8 + _FLOAT_SCALE_BYTES_PER_WEIGHT[float_bits])
         elif bits in stay_packed:
             total += count * (bits / 8 + _PARAMS_BYTES_PER_WEIGHT)
         else:
@@ -50,16 +56,30 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
 def estimate_native_bytes(source: ModelSource, dtype: torch.dtype) -> int:
     """Estimate the bytes of all weights in the CPU library, rounded up; a tied matrix counts once.
 
-    FP8 weights are held in `dtype`.
+    FP8 weights are counted in `dtype`, the most that they take.
     """
     total = 0.0
     for slot in source.slots():
         count = math.prod(slot.shape)
-        bits = source.weights.packed_bits(slot.name)
-        if slot.role is Role.NORM:
+        bits, float_bits = (
+            source.weights.packed_bits(slot.name),
+            source.weights.float_bits(slot.name),
+        )
+        if len(slot.shape) != 2:  # norms, biases and filters
             total += 4 * count
-        elif bits is not None and not source.weights.is_fp8(slot.name):
-            total += count * (bits / 8 + _SCALE_BYTES_PER_WEIGHT)
+        elif float_bits == 4:
+            total += count * (float_bits / 8 + _SCALE_BYTES_PER_WEIGHT)
+        elif bits is not None and float_bits is None:
+            total += count * (bits / 8 + _scale_bytes(source, slot.name))
         else:
             total += count * dtype.itemsize
+        total += _ALIGNMENT
     return math.ceil(total)
+
+
+def _scale_bytes(source: ModelSource, name: str) -> float:
+    """Return those of a GGUF file's type, for other weights the most that there can be."""
+    weights = source.weights
+    return (
+        weights.scale_bytes(name) if isinstance(weights, GGUFWeights) else _SCALE_BYTES_PER_WEIGHT
+    )

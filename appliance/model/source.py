@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
 from appliance.errors import CheckpointError
 from appliance.gguf import GGUFFile
+from appliance.model.expert_tensors import separate_experts
 from appliance.model.families.limits import check_quantization
-from appliance.model.families.registry import family_of_config, family_of_gguf
+from appliance.model.families.registry import (
+    family_of_config,
+    family_of_gguf,
+    family_of_text,
+)
 from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import TensorSlot, tensor_slots
+from appliance.model.text_part import TextPart, has_other_parts, names_in, text_settings
 from appliance.quant.formats import WeightReader, is_read, open_weights
 
 if TYPE_CHECKING:
@@ -65,18 +72,28 @@ def open_model(path: Path) -> ModelSource:
 
 def _open_folder(path: Path) -> ModelSource:
     folder = SafetensorsFolder(path)
-    config, origin = dict(folder.config), str(path / CONFIG_NAME)
-    family = family_of_config(config)
+    config, origin = text_settings(folder.config), str(path / CONFIG_NAME)
+    is_part = has_other_parts(folder.config)
+    family = family_of_text(config) if is_part else family_of_config(config)
+    config |= {"architectures": list(family.architectures[:1])} if is_part else {}
     spec = family.spec(config, origin)
     quantization = config.get("quantization_config")
     if is_read(quantization):
         check_quantization(quantization, origin)
-    return ModelSource(path, family, config, spec, open_weights(folder))
+    weights = open_weights(folder)
+    family = replace(family, names=names_in(weights, family.names))
+    if spec.has_experts:
+        weights = separate_experts(weights, spec, family.names, path.name)
+    if is_part:
+        weights = TextPart(weights, family.names)
+    return ModelSource(path, family, config, spec, weights)
 
 
 def _open_gguf(path: Path) -> ModelSource:
     file = GGUFFile(path)
-    family = family_of_gguf(str(file.metadata.get("general.architecture")))
+    architecture = str(file.metadata.get("general.architecture"))
+    experts = file.metadata.get(f"{architecture}.expert_count")
+    family = family_of_gguf(architecture, has_experts=bool(experts))
     assert family.gguf is not None
     config = family.gguf.config(file)
     config |= {"architectures": list(family.architectures[:1]), "model_type": family.model_type}
@@ -89,7 +106,10 @@ def _check(source: ModelSource) -> None:
     where = f"{source.path.name}: "
     for slot in source.slots():
         if slot.name not in present:
-            raise CheckpointError(f"{where}tensor {slot.name} is missing; fetch the model again")
+            raise CheckpointError(
+                f"{where}tensor {slot.name} is missing{_asked_for(source, slot)}; "
+                "fetch the model again"
+            )
         shape = tuple(source.weights.shape(slot.name))
         if shape != slot.shape:
             raise CheckpointError(
@@ -99,9 +119,40 @@ def _check(source: ModelSource) -> None:
         present.discard(slot.name)
     if source.spec.tied_head:
         present.discard(f"{source.family.names.head}.weight")  # a copy of the embedding
+    unused = (*_draft_layers(source), *_unread_keys(source))
     for name in sorted(present):
-        if not name.endswith(_UNUSED_SUFFIXES):
+        if not name.endswith(_UNUSED_SUFFIXES) and not name.startswith(unused):
             raise CheckpointError(
                 f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
                 f"{len(source.spec.layers)} layers; its config.json belongs to another model"
             )
+
+
+def _asked_for(source: ModelSource, slot: TensorSlot) -> str:
+    """Say why an expert's tensor should be there."""
+    if slot.expert is None or slot.layer is None:
+        return ""
+    mlp = source.spec.layers[slot.layer].mlp
+    assert isinstance(mlp, ExpertsSpec)
+    return f", but the model's settings ask for {mlp.router.num_experts} experts in this layer"
+
+
+def _unread_keys(source: ModelSource) -> tuple[str, ...]:
+    """Return the beginnings of the names of keys and values in layers that read other layers'."""
+    names = source.family.names
+    return tuple(
+        f"{names.in_layer(index, part)}."
+        for index, mixer in source.spec.attention_layers.items()
+        if mixer.kv_layer is not None
+        for part in (*names.qkv[1:], names.key_norm)
+    )
+
+
+def _draft_layers(source: ModelSource) -> tuple[str, ...]:
+    """Return the beginnings of the names of layers that predict further tokens, behind the last."""
+    number = source.config.get("num_nextn_predict_layers")
+    first = len(source.spec.layers)
+    count = min(number, first) if isinstance(number, int) else 0
+    if source.config.get("mtp_num_hidden_layers") or source.config.get("mtp_layers_block_type"):
+        return ("mtp.",)
+    return tuple(source.family.names.layer.format(first + i) for i in range(count))

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from appliance.model.spec import DecoderSpec, LayerSpec
+    from appliance.model.names import TensorNames, TokenInputNames
+    from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec
 
 
 class Role(Enum):
@@ -26,49 +30,24 @@ class Role(Enum):
     KEY = "key"
     VALUE = "value"
     QKV = "qkv"  # query, key and value rows, one after another
+    INPUT = "input"  # of a recurrent mixer
+    LATENT_HEADS = "latent heads"  # keys and values of a latent; read in both directions
     OUTPUT = "output"
     GATE = "gate"
     UP = "up"
     GATE_UP = "gate_up"  # gate rows, then up rows
     DOWN = "down"
+    ROUTER = "router"  # of experts, and the gate of the shared one
+    NUMBERS = "numbers"  # sinks and factors
+    TOKEN_INPUT = "token input"  # tables and linears of what tokens add after each layer
+    HEAD_NORM = "head norm"  # of what a recurrent head says
+    FILTER = "filter"  # of a short convolution, each channel's taps
+    RATE = "rate"  # of a recurrent state: how fast it decays, and how much it takes up
 
-
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """Names of a decoder's parts, without `.weight` or `.bias`; the defaults are the usual ones.
-
-    `qkv` and `gate_up` list their sources in the order of the rows: three parts and two, or a
-    single fused one. Names of parts that a spec does not have are not used.
-    """
-
-    embedding: str = "model.embed_tokens"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    layer: str = "model.layers.{}."
-    attention_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    query_norm: str = "self_attn.q_norm"
-    key_norm: str = "self_attn.k_norm"
-    output: str = "self_attn.o_proj"
-    attention_post_norm: str = ""
-    mlp_norm: str = "post_attention_layernorm"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    mlp_post_norm: str = ""
-
-    def in_layer(self, index: int, part: str) -> str:
-        """Return the full name of a layer's part."""
-        return self.layer.format(index) + part
-
-    def linears(self, index: int) -> tuple[tuple[str, ...], ...]:
-        """Return the full names of the weights of a layer's linears, in the order of use.
-
-        Four linears: into the heads, out of them, into the MLP and out of it.
-        """
-        return tuple(
-            tuple(f"{self.in_layer(index, part)}.weight" for part in parts)
-            for parts in (self.qkv, (self.output,), self.gate_up, (self.down,))
-        )
+    @property
+    def decides(self) -> bool:
+        """True for what is small and decides much, and so is never quantized."""
+        return self in (Role.ROUTER, Role.RATE, Role.LATENT_HEADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +58,13 @@ class TensorSlot:
     shape: tuple[int, ...]  # (out_features, in_features), or (dim,) of a norm or bias
     role: Role
     layer: int | None = None  # None outside the layers
+    expert: int | None = None  # the one whose tensor it is
 
     @property
     def is_linear(self) -> bool:
         """True for the weight of a layer's linear, which a quantizer quantizes."""
-        return self.layer is not None and len(self.shape) == 2
+        kept = self.role.decides or self.role is Role.TOKEN_INPUT
+        return self.layer is not None and len(self.shape) == 2 and not kept
 
 
 def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
@@ -93,6 +74,7 @@ def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
     """
     matrix = (spec.vocab_size, spec.hidden_size)
     slots = [TensorSlot(f"{names.embedding}.weight", matrix, Role.EMBEDDING)]
+    slots += _token_input_slots(spec, names.token_input)
     for index, layer in enumerate(spec.layers):
         slots += _layer_slots(spec, names, index, layer)
     slots.append(TensorSlot(f"{names.final_norm}.weight", (spec.hidden_size,), Role.NORM))
@@ -104,38 +86,208 @@ def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
 def _layer_slots(
     spec: DecoderSpec, names: TensorNames, index: int, layer: LayerSpec
 ) -> Iterator[TensorSlot]:
-    attention, mlp, hidden = layer.attention, layer.mlp, spec.hidden_size
+    found = _LayerTensors(names, index)
+    hidden = spec.hidden_size
+    if layer.mixer is not None:
+        yield found.norm(names.mixer_norm, hidden)
+        yield from _mixer_slots(found, hidden, layer.mixer)
+        if layer.post_norms:
+            yield found.norm(names.mixer_post_norm, hidden)
+    if layer.mlp is not None:
+        yield found.norm(names.mlp_norm, hidden)
+        if isinstance(layer.mlp, ExpertsSpec):
+            yield from _expert_slots(found, hidden, layer.mlp)
+        else:
+            yield from found.mlp(names.gate_up, names.down, hidden, layer.mlp)
+        if layer.post_norms:
+            yield found.norm(names.mlp_post_norm, hidden)
+    if spec.token_input is not None:
+        own, width = names.token_input, spec.token_input.width
+        yield from found.linear(own.gate, Role.TOKEN_INPUT, width, hidden, bias=False)
+        yield from found.linear(own.up, Role.TOKEN_INPUT, hidden, width, bias=False)
+        yield found.norm(own.layer_norm, hidden)
+    if layer.output_scale:
+        yield found.numbers(names.output_scale, 1)
+
+
+def _token_input_slots(spec: DecoderSpec, names: TokenInputNames) -> Iterator[TensorSlot]:
+    if spec.token_input is None:
+        return
+    width, role = spec.token_input.width, Role.TOKEN_INPUT
+    all_layers = len(spec.layers) * width
+    table = (spec.token_input.vocab_size, all_layers)
+    yield TensorSlot(f"{names.embedding}.weight", table, role)
+    yield TensorSlot(f"{names.projection}.weight", (all_layers, spec.hidden_size), role)
+    yield TensorSlot(f"{names.norm}.weight", (width,), Role.NORM)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTensors:
+    """Builds the slots of one layer."""
+
+    names: TensorNames
+    index: int
+
+    def norm(self, part: str, dim: int) -> TensorSlot:
+        name = f"{self.names.in_layer(self.index, part)}.weight"
+        return TensorSlot(name, (dim,), Role.NORM, self.index)
+
+    def numbers(self, name: str, count: int) -> TensorSlot:
+        full = self.names.in_layer(self.index, name)
+        return TensorSlot(full, (count,), Role.NUMBERS, self.index)
+
+    def rates(self, name: str, count: int) -> TensorSlot:
+        full = self.names.in_layer(self.index, name)
+        return TensorSlot(full, (count,), Role.RATE, self.index)
+
+    def head_norm(self, part: str, dim: int) -> TensorSlot:
+        name = f"{self.names.in_layer(self.index, part)}.weight"
+        return TensorSlot(name, (dim,), Role.HEAD_NORM, self.index)
+
+    def linear(
+        self, part: str, role: Role, rows: int, columns: int, bias: bool, expert: int | None = None
+    ) -> Iterator[TensorSlot]:
+        name = self.names.in_layer(self.index, part)
+        yield TensorSlot(f"{name}.weight", (rows, columns), role, self.index, expert)
+        if bias:
+            yield TensorSlot(f"{name}.bias", (rows,), role, self.index, expert)
+
+    def filters(self, part: str, width: int, taps: int, bias: bool) -> Iterator[TensorSlot]:
+        name = self.names.in_layer(self.index, part)
+        yield TensorSlot(f"{name}.weight", (width, 1, taps), Role.FILTER, self.index)
+        if bias:
+            yield TensorSlot(f"{name}.bias", (width,), Role.FILTER, self.index)
+
+    def mlp(
+        self,
+        gate_up: tuple[str, ...],
+        down: str,
+        hidden: int,
+        mlp: MLPSpec | ExpertsSpec,
+        expert: int | None = None,
+    ) -> Iterator[TensorSlot]:
+        middle = mlp.intermediate_size
+        parts = [(Role.GATE, middle), (Role.UP, middle)]
+        if not mlp.gated:
+            parts = [(Role.UP, middle)]
+        elif len(gate_up) == 1:
+            parts = [(Role.GATE_UP, 2 * middle)]
+        for part, (role, rows) in zip(gate_up, parts, strict=True):
+            yield from self.linear(part, role, rows, hidden, mlp.bias, expert)
+        yield from self.linear(down, Role.DOWN, hidden, middle, mlp.bias, expert)
+
+
+def _mixer_slots(found: _LayerTensors, hidden: int, mixer: MixerSpec) -> Iterator[TensorSlot]:
+    match mixer:
+        case AttentionSpec():
+            return _attention_slots(found, hidden, mixer)
+        case LatentAttentionSpec():
+            return _latent_slots(found, hidden, mixer)
+        case ShortConvSpec():
+            return _short_conv_slots(found, hidden, mixer)
+        case GatedDeltaSpec():
+            return _gated_delta_slots(found, hidden, mixer)
+        case Mamba2Spec():
+            return _mamba2_slots(found, hidden, mixer)
+
+
+def _attention_slots(
+    found: _LayerTensors, hidden: int, attention: AttentionSpec
+) -> Iterator[TensorSlot]:
+    names = found.names
     queries = attention.num_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
-    middle = mlp.intermediate_size
-
-    def norm(part: str, dim: int) -> TensorSlot:
-        return TensorSlot(f"{names.in_layer(index, part)}.weight", (dim,), Role.NORM, index)
-
-    def linear(part: str, role: Role, rows: int, columns: int, bias: bool) -> Iterator[TensorSlot]:
-        name = names.in_layer(index, part)
-        yield TensorSlot(f"{name}.weight", (rows, columns), role, index)
-        if bias:
-            yield TensorSlot(f"{name}.bias", (rows,), role, index)
-
-    yield norm(names.attention_norm, hidden)
-    parts = [(Role.QUERY, queries), (Role.KEY, keys), (Role.VALUE, keys)]
+    gated = 2 * queries if attention.output_gate else queries
+    parts = [(Role.QUERY, gated)]
+    if attention.kv_layer is None:
+        parts += (
+            [(Role.KEY, keys)]
+            if attention.keys_are_values
+            else [(Role.KEY, keys), (Role.VALUE, keys)]
+        )
     if len(names.qkv) == 1:
         parts = [(Role.QKV, queries + 2 * keys)]
-    for part, (role, rows) in zip(names.qkv, parts, strict=True):
-        yield from linear(part, role, rows, hidden, attention.qkv_bias)
+    for part, (role, rows) in zip(names.qkv[: len(parts)], parts, strict=True):
+        yield from found.linear(part, role, rows, hidden, attention.qkv_bias)
     if attention.qk_norm is not None:
-        yield norm(names.query_norm, attention.head_dim)
-        yield norm(names.key_norm, attention.head_dim)
-    yield from linear(names.output, Role.OUTPUT, hidden, queries, attention.output_bias)
-    if layer.post_norms:
-        yield norm(names.attention_post_norm, hidden)
-    yield norm(names.mlp_norm, hidden)
-    parts = [(Role.GATE, middle), (Role.UP, middle)]
-    if len(names.gate_up) == 1:
-        parts = [(Role.GATE_UP, 2 * middle)]
-    for part, (role, rows) in zip(names.gate_up, parts, strict=True):
-        yield from linear(part, role, rows, hidden, mlp.bias)
-    yield from linear(names.down, Role.DOWN, hidden, middle, mlp.bias)
-    if layer.post_norms:
-        yield norm(names.mlp_post_norm, hidden)
+        yield found.norm(names.query_norm, attention.head_dim)
+        if attention.kv_layer is None:
+            yield found.norm(names.key_norm, attention.head_dim)
+    if attention.sinks:
+        yield found.numbers(names.sinks, attention.num_heads)
+    yield from found.linear(names.output, Role.OUTPUT, hidden, queries, attention.output_bias)
+
+
+def _latent_slots(
+    found: _LayerTensors, hidden: int, mixer: LatentAttentionSpec
+) -> Iterator[TensorSlot]:
+    names, heads, bias = found.names.latent, mixer.num_heads, mixer.bias
+    queries = heads * mixer.query_dim
+    if mixer.query_rank is None:
+        yield from found.linear(names.query, Role.QUERY, queries, hidden, bias=False)
+    else:
+        rank = mixer.query_rank
+        yield from found.linear(names.query_down, Role.QUERY, rank, hidden, bias)
+        yield found.norm(names.query_norm, rank)
+        yield from found.linear(names.query_up, Role.QUERY, queries, rank, bias=False)
+    yield from found.linear(names.token, Role.KEY, mixer.width, hidden, bias)
+    yield found.norm(names.norm, mixer.latent)
+    made = heads * (mixer.plain_dim + mixer.value_dim)
+    yield from found.linear(names.heads, Role.LATENT_HEADS, made, mixer.latent, bias=False)
+    out = heads * mixer.value_dim
+    yield from found.linear(found.names.output, Role.OUTPUT, hidden, out, bias)
+
+
+def _short_conv_slots(
+    found: _LayerTensors, hidden: int, mixer: ShortConvSpec
+) -> Iterator[TensorSlot]:
+    names, width = found.names.short_conv, mixer.width
+    yield from found.linear(names.input, Role.INPUT, 3 * width, hidden, mixer.bias)
+    yield from found.filters(names.filter, width, mixer.taps, mixer.bias)
+    yield from found.linear(names.output, Role.OUTPUT, hidden, width, mixer.bias)
+
+
+def _gated_delta_slots(
+    found: _LayerTensors, hidden: int, mixer: GatedDeltaSpec
+) -> Iterator[TensorSlot]:
+    names, heads = found.names.gated_delta, mixer.num_value_heads
+    yield from found.linear(names.qkv, Role.INPUT, mixer.channels, hidden, bias=False)
+    yield from found.linear(names.gate, Role.INPUT, mixer.values, hidden, bias=False)
+    yield from found.linear(names.share, Role.RATE, heads, hidden, bias=False)
+    yield from found.linear(names.decay, Role.RATE, heads, hidden, bias=False)
+    yield from found.filters(names.filter, mixer.channels, mixer.taps, bias=False)
+    for part in (names.log_rates, names.decay_bias):
+        yield found.rates(part, heads)
+    yield found.head_norm(names.norm, mixer.value_dim)
+    yield from found.linear(names.output, Role.OUTPUT, hidden, mixer.values, bias=False)
+
+
+def _mamba2_slots(found: _LayerTensors, hidden: int, mixer: Mamba2Spec) -> Iterator[TensorSlot]:
+    names = found.names.mamba2
+    yield from found.linear(names.input, Role.INPUT, mixer.inputs, hidden, mixer.bias)
+    yield from found.filters(names.filter, mixer.channels, mixer.taps, mixer.filter_bias)
+    for part in (names.step_bias, names.log_rates, names.skip):
+        yield found.rates(part, mixer.num_heads)
+    yield found.head_norm(names.norm, mixer.values)
+    yield from found.linear(names.output, Role.OUTPUT, hidden, mixer.values, mixer.bias)
+
+
+def _expert_slots(found: _LayerTensors, hidden: int, mlp: ExpertsSpec) -> Iterator[TensorSlot]:
+    names, count = found.names.experts, mlp.router.num_experts
+    yield from found.linear(names.router, Role.ROUTER, count, hidden, bias=mlp.router.bias)
+    if mlp.router.selection_bias:
+        name = found.names.in_layer(found.index, names.selection_bias)
+        yield TensorSlot(name, (count,), Role.ROUTER, found.index)
+    if mlp.router.expert_scale:
+        yield found.numbers(names.expert_scale, count)
+    if mlp.own_norms:
+        yield found.numbers(names.router_norm, hidden)
+        for norm in (names.input_norm, names.shared_norm, names.output_norm):
+            yield found.norm(norm, hidden)
+    for expert in range(count):
+        gate_up = tuple(part.format(expert) for part in names.gate_up)
+        yield from found.mlp(gate_up, names.down.format(expert), hidden, mlp, expert)
+    if mlp.shared is not None:
+        yield from found.mlp(names.shared_gate_up, names.shared_down, hidden, mlp.shared)
+    if mlp.shared_gate:
+        yield from found.linear(names.shared_gate, Role.ROUTER, 1, hidden, bias=False)

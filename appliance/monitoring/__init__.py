@@ -8,5 +8,5 @@ FILES = {"grafana": "grafana.json", "alerts": "alerts.yml", "prometheus": "prome
 
 
 def path_of(name: str) -> Path:
-    """Where one of `FILES` lies."""
+    """Return the path of one of `FILES`."""
     return Path(__file__).parent / FILES[name]

@@ -1,6 +1,6 @@
-"""A log line for each request, for those who ask for it: who, what, status and time.
+"""Logs each request on demand: key, route, status and time.
 
-Never the query, headers or body: what was asked is nobody's business.
+Never logs the query, headers or body, which are private.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """ASGI middleware around the door, so that what is refused there is logged too."""
+    """ASGI middleware around the door, so that refused requests are logged too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What dashboards ask for: the feed of `appliance.events`, block tables, the quality card, aborts.
+"""The routes of dashboards: the feed of `appliance.events`, block tables, the quality card, aborts.
 
 The feed costs the engine nothing, and this process something only while somebody watches.
 """
@@ -65,7 +65,7 @@ def admin_router(state: ServerState) -> APIRouter:
     router = APIRouter()
     watchers: set[Watcher] = set()
 
-    @router.get("/admin/v1/events", **describes(None, None, media_type="text/event-stream"))
+    @router.get("/admin/v1/events", **describes(None, None, media_types=("text/event-stream",)))
     async def events(request: Request) -> Response:
         feed = await asyncio.to_thread(_new_feed)
         if len(watchers) >= MAX_WATCHERS:
@@ -83,7 +83,7 @@ def admin_router(state: ServerState) -> APIRouter:
         **describes(None, BlockTable, path=("request_id", "index")),
     )
     async def blocks(request: Request) -> Response:
-        """Which physical blocks a sequence holds, in logical order."""
+        """Return the physical blocks of a sequence in logical order."""
         request_id, index = request.path_params["request_id"], request.path_params["index"]
         choice = int(index) if index.isdecimal() and len(index) < 8 else -1
         owner = state.engine.owner_of(request_id)
@@ -109,7 +109,7 @@ def admin_router(state: ServerState) -> APIRouter:
         "/admin/v1/requests/{request_id}/abort", **describes(None, Aborted, path=("request_id",))
     )
     async def abort(request: Request) -> Response:
-        """End a request in whatever phase it is; its client is told so."""
+        """End a request in any phase; its client is told."""
         request_id = request.path_params["request_id"]
         owner, holder = state.engine.owner_of(request_id), key_name(request.scope)
         if owner is None:
@@ -134,10 +134,9 @@ def admin_router(state: ServerState) -> APIRouter:
 
 
 class Watcher:
-    """One dashboard: what it has been told, so that it is told only what is new.
+    """The feeds of one dashboard, which send it news only.
 
     Args:
-        state: of the server.
         blocks: what it knows of the block map.
         holder: name of the key that it watches with.
     """
@@ -150,11 +149,11 @@ class Watcher:
         self._log = LogFeed(state.warnings)
         self._jobs: dict[str, Job] = {}
         self._next_stats = 0.0
-        self._rates = Rates()
+        self._rates = TokenRates()
         self._last_step: int | None = None
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Frames for as long as the server runs; a slow reader gets fewer, not late ones."""
+        """Yield frames as long as the server runs; a slow reader gets fewer, not late ones."""
         while not self._state.closing:
             if time.monotonic() >= self._next_stats:
                 await self._state.machine.read()
@@ -183,7 +182,7 @@ class Watcher:
         return events
 
     def _new_jobs(self) -> list[Job]:
-        """Tasks that have come further; one that is gone is told as ended."""
+        """Return the jobs that made progress; a lost one counts as ended."""
         folder = self._state.jobs_folder
         before, self._jobs = self._jobs, {} if folder is None else read_jobs(folder)
         ended = [job for file, job in before.items() if file not in self._jobs]
@@ -213,7 +212,7 @@ class Watcher:
         )
 
     def _new_steps(self) -> tuple[StepView, ...]:
-        """Steps since the last call; those of an engine before this one are not told."""
+        """Return the steps since the last call, of this engine only."""
         recent = self._state.metrics.recent_steps
         latest = recent[-1].number if recent else 0
         last, self._last_step = self._last_step, latest
@@ -223,30 +222,29 @@ class Watcher:
 
 
 class LogFeed:
-    """Which lines of the log one watcher knows."""
+    """The lines of the log that one watcher has not seen."""
 
     def __init__(self, warnings: RecentWarnings) -> None:
         self._warnings = warnings
         self._told = 0
 
     def poll(self) -> Log | None:
-        """Lines that are new to it, as far as they are still kept."""
+        """Return the lines since the last call that are still kept."""
         new, self._told = self._warnings.total - self._told, self._warnings.total
         lines = tuple(self._warnings.lines)
         return Log(lines=lines[max(0, len(lines) - new) :]) if new else None
 
 
-class Rates:
+class TokenRates:
     """Tokens per second between two looks at the engine's counters."""
 
     def __init__(self) -> None:
         self._before: tuple[float, int, int] | None = None
 
     def update(self, stats: EngineStats, when: float) -> tuple[float, float]:
-        """Rates of prompt and generated tokens since the last look; 0 if nothing is new.
+        """Return the rates of prompt and generated tokens since the last call; 0 if nothing is new.
 
         Args:
-            stats: the engine's latest.
             when: monotonic time at which they came.
         """
         now = (when, stats.prompt_tokens_total, stats.generation_tokens_total)
@@ -259,7 +257,7 @@ class Rates:
 
 
 def accepts_gzip(header: str) -> bool:
-    """Whether an Accept-Encoding header names gzip, and not to refuse it."""
+    """Return True if an Accept-Encoding header names gzip with a quality above 0."""
     for offer in header.lower().split(","):
         name, _, weight = offer.replace(" ", "").partition(";q=")
         if name == "gzip":
@@ -268,14 +266,14 @@ def accepts_gzip(header: str) -> bool:
 
 
 def _new_feed() -> BlockFeed:
-    """Loads numpy for the first dashboard: 12 MiB and a moment that a server without one saves."""
+    """Import numpy for the first dashboard only: it takes 12 MiB."""
     from appliance.server.block_feed import BlockFeed
 
     return BlockFeed()
 
 
 def server_info(state: ServerState) -> Info:
-    """How the server is, and what it serves once that is known."""
+    """Describe the server, and the model once it is loaded."""
     engine = state.engine
     facts: dict[str, Any] = {}
     if engine.info is not None:

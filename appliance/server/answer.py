@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What became certain of one choice: text or parts, the tokens they came from, the end."""
+    """A settled piece of one choice: text or parts, their tokens, the end."""
 
     choice: int
     text: str
@@ -65,6 +65,8 @@ class Whole:
     cumulative_logprob: float | UnsetType = UNSET  # of searches, and where the best was chosen
     parts: list[Part] = field(default_factory=list)  # as they came, where the text was read
     stopped_by: str = ""  # the stop string at its end
+    # Parts with their tokens, as they came, where these are reported.
+    reported: list[tuple[Sequence[Part], Sequence[TokenLogprobs]]] = field(default_factory=list)
 
     @property
     def all_parts(self) -> list[Part]:
@@ -74,7 +76,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of choices is split into thoughts, content and calls.
+    """Splits the text of choices into thoughts, content and calls.
 
     Attributes:
         make: a reader for one choice.
@@ -101,9 +103,9 @@ class Answer:
     chosen are in the pieces, too. Close it in every case; that aborts what still runs.
 
     Args:
-        state: the server.
         requests: one for each prompt.
         reading: of their text; None leaves it whole.
+        request_id: of the HTTP request, for the log if this ends badly.
 
     Raises:
         EngineUnavailableError: the engine is not ready.
@@ -112,7 +114,12 @@ class Answer:
     """
 
     def __init__(
-        self, state: ServerState, requests: Sequence[Request], reading: Reading | None = None
+        self,
+        state: ServerState,
+        requests: Sequence[Request],
+        reading: Reading | None = None,
+        *,
+        request_id: str = "",
     ) -> None:
         info, tokenizer = state.serving()
         sampling = requests[0].sampling
@@ -124,9 +131,11 @@ class Answer:
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._metrics = state.metrics
         self._name = requests[0].request_id
+        self._request_id = request_id
         self._owner = requests[0].owner
         self._use = state.use.begin(self._owner, self.prompt_tokens)
         self._timer = RequestTimer(state.metrics)
+        self.scores_prompts = sampling.prompt_logprobs is not None
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
         for request in requests:
             state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
@@ -134,11 +143,12 @@ class Answer:
         self._begin(tokenizer)
 
     def _begin(self, tokenizer: Tokenizer) -> None:
-        """Submit the requests, with nothing heard of them yet."""
+        """Submit the requests, and reset all counts."""
         sampling, reading = self._sampling, self._reading
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._cached_tokens = [0] * len(self._requests)
+        self._drafts = [(0, 0)] * self.num_choices  # proposed and accepted of each choice
         self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
         shown = frozenset() if reading is None else reading.shown
         self._choices = [
@@ -157,7 +167,7 @@ class Answer:
             raise
 
     async def _begin_again(self) -> None:
-        """Submit everything once more: the engine died, and nobody has seen anything of it."""
+        """Submit everything once more after the engine died, before anything was sent."""
         for generation in self._generations:
             generation.close()
         await self._state.engine.ready()
@@ -170,8 +180,13 @@ class Answer:
         usage = Usage(
             prompt, completion, prompt + completion, PromptTokensDetails(self.cached_tokens)
         )
-        if self._reading is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
+        proposed, accepted = map(sum, zip(*self._drafts, strict=True))
+        if self._reading is not None or proposed:
+            usage.completion_tokens_details = CompletionTokensDetails(
+                UNSET if self._reading is None else self.reasoning_tokens,
+                accepted if proposed else UNSET,
+                proposed - accepted if proposed else UNSET,
+            )
         return usage
 
     @property
@@ -181,7 +196,7 @@ class Answer:
 
     @property
     def seconds(self) -> Seconds:
-        """How long it has taken so far."""
+        """Durations so far."""
         return self._timer.seconds
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
@@ -248,6 +263,8 @@ class Answer:
                 texts[piece.choice].append(piece.text)
                 choice.tokens += piece.tokens
                 choice.parts += piece.parts or ()
+                if self._sampling.logprobs is not None:
+                    choice.reported.append((piece.all_parts, piece.tokens))
                 if piece.finish_reason is not None:
                     choice.finish_reason = piece.finish_reason.value
                     choice.stopped_by = piece.stopped_by
@@ -268,7 +285,6 @@ class Answer:
         ]
 
     def close(self) -> None:
-        """End what still runs."""
         for generation in self._generations:
             generation.close()
         self._use.end()
@@ -277,25 +293,38 @@ class Answer:
         logger.info(
             "%s: %s, %d prompt tokens (%d cached), %d generated",
             self._name,
-            "complete" if complete else "ended early",
+            how_ended(self._request_id, complete=complete),
             self.prompt_tokens,
             self.cached_tokens,
             self.completion_tokens,
         )
 
     def _take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
-        """What a delta adds; nothing if none of it can be shown yet."""
+        """Return the pieces that a delta adds; none if nothing can be shown yet."""
         number = prompt * self._sampling.num_choices + delta.index
         choice = self._choices[number]
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self.prompt_logprobs[prompt] += delta.prompt_logprobs or ()
-        self.completion_tokens += len(delta.token_ids)
-        self._use.take(len(delta.token_ids))
+        self._drafts[number] = delta.num_draft_tokens, delta.num_accepted_tokens
         if delta.token_ids:
             self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
         if delta.queue_seconds is not None:
             self._metrics.observe_wait(self._owner, delta.queue_seconds)
+        if len(delta.token_ids) < 2 or not (self._sampling.stop or choice.reader):
+            return self._push(prompt, number, delta)
+        # What follows its end in the same step is no part of an answer.
+        pieces: list[Piece] = []
+        for one in delta.one_by_one():
+            pieces += self._push(prompt, number, one)
+            if choice.ended:
+                break
+        return pieces
+
+    def _push(self, prompt: int, number: int, delta: SequenceDelta) -> list[Piece]:
+        choice = self._choices[number]
+        self.completion_tokens += len(delta.token_ids)
+        self._use.take(len(delta.token_ids))
         text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
         parts: tuple[Part, ...] | None = None
         if choice.reader is not None:
@@ -322,7 +351,7 @@ class Answer:
     def _read(
         self, reader: Reader, text: str, num_tokens: int, reason: FinishReason | None
     ) -> tuple[tuple[Part, ...], FinishReason | None]:
-        """Parts of a text, and why the choice ended, if it did: the only call that may be, too."""
+        """Return the parts of a text, and the finish reason: STOP if nothing may follow."""
         thought = reader.thinking
         parts = reader.push(text)
         if thought or reader.thinking:
@@ -334,7 +363,7 @@ class Answer:
     def _shown(
         self, delta: SequenceDelta, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[TokenLogprobs, ...]:
-        """Log probabilities of a delta, without the token that only says that this is the end."""
+        """Return a delta's log probabilities, without those of an end token."""
         if (
             delta.finish_reason is FinishReason.STOP
             and delta.token_ids
@@ -342,3 +371,8 @@ class Answer:
         ):
             return logprobs[:-1]
         return logprobs
+
+
+def how_ended(request_id: str, *, complete: bool) -> str:
+    """Say for the log if all was answered, and by which name a client can ask about it if not."""
+    return "complete" if complete else f"ended early (x-request-id {request_id or '-'})"

@@ -1,7 +1,8 @@
-"""How much one answer may hold that is not streamed: all of it is in memory at once, and as JSON.
+"""The limit on answers that are not streamed: they are in memory as a whole, and as JSON.
 
-Prompts, choices, tokens and log probabilities multiply: each within its own bound, they would make
-hundreds of megabytes. A stream has no such bound; it is sent as it comes.
+Prompts, choices, tokens and log probabilities multiply, and so do vectors and their dimensions:
+each within its own bound, they would make hundreds of megabytes. A stream has no such bound; it is
+sent as it comes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ MAX_LOGPROBS = 2**19  # some 50 MB of JSON
 # An answer with more log probabilities is put together in a thread: that takes the time of some
 # hundred steps of the engine.
 OFF_LOOP_LOGPROBS = 2**12
+MAX_VECTOR_BYTES = 2**26
+# One number as text, and as a part of base64.
+FLOAT_BYTES, BASE64_BYTES = 16.0, 16 / 3
 
 
 def most_tokens(prompts: int, choices: int, logprobs: int | None) -> int:
     """Tokens that each choice may have.
 
     Args:
-        prompts: of the request.
         choices: for each of them.
         logprobs: alternatives reported for each token; None reports nothing.
     """
@@ -36,7 +39,6 @@ def check_answer(
     """Refuse an answer that would be too large.
 
     Args:
-        prompts: of the request.
         choices: for each of them.
         tokens: of each choice, at most.
         logprobs: alternatives reported for each token; None reports nothing.
@@ -59,3 +61,48 @@ def check_answer(
         f"at most {most} tokens, or stream the answer",
         param=param,
     )
+
+
+def check_scores(prompts: int, choices: int, tokens: int, logprobs: int) -> None:
+    """Refuse scores of prompts that would be too large an answer.
+
+    Args:
+        prompts: of the request.
+        choices: for each of them, which all get the scores.
+        tokens: of the longest prompt.
+        logprobs: alternatives reported for each token.
+
+    Raises:
+        RequestError: it names the numbers.
+    """
+    total = prompts * choices * tokens * (1 + logprobs)
+    if total > MAX_LOGPROBS:
+        raise RequestError(
+            f"{prompts} x {choices} x {tokens} tokens (prompts, choices and length) with "
+            f"{1 + logprobs} log probabilities each are {total}, and an answer holds at most "
+            f"{MAX_LOGPROBS}; ask for fewer alternatives or send fewer prompts",
+            param="prompt_logprobs",
+        )
+
+
+def check_vectors(vectors: int, dimensions: int, bytes_per_value: float, *, param: str) -> None:
+    """Refuse vectors that would be too large an answer.
+
+    Args:
+        vectors: their number.
+        dimensions: of each.
+        bytes_per_value: in the answer; 0 where only their comparison is told.
+        param: the field to blame.
+
+    Raises:
+        RequestError: it names the numbers.
+    """
+    each = dimensions * max(4.0, bytes_per_value)
+    most = int(MAX_VECTOR_BYTES // each)
+    if vectors > most:
+        raise RequestError(
+            f"{vectors} vectors of {dimensions} numbers are {vectors * each / 2**20:.0f} MiB, and "
+            f"an answer holds at most {MAX_VECTOR_BYTES >> 20}; send at most {most} texts at once, "
+            "or ask for base64 or fewer dimensions",
+            param=param,
+        )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
 
 from appliance.errors import ApplianceError
 from appliance.server import openapi
 from appliance.server.access_log import AccessLog
+from appliance.server.adapters import adapters_router
 from appliance.server.admin import admin_router
 from appliance.server.anthropic.routes import anthropic_router
 from appliance.server.door import Door
@@ -21,12 +24,17 @@ from appliance.server.machine_metrics import MachineCollector
 from appliance.server.ollama.routes import ollama_router
 from appliance.server.openai import openai_router
 from appliance.server.openai_responses.routes import responses_router
-from appliance.server.page import page_router
 from appliance.server.proxies import Proxies, root_path
+from appliance.server.retrieval.routes import retrieval_router
 from appliance.server.stream import ClientGoneError
+from appliance.server.web_page import web_page_router
 from appliance.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import Scope
+
     from appliance.server.state import ServerState
 
 CLIENT_GONE_STATUS = 499  # nginx's number for a client that closed the connection
@@ -46,9 +54,11 @@ def create_app(state: ServerState) -> FastAPI:
         responses_router(state),
         anthropic_router(state),
         ollama_router(state),
+        retrieval_router(state),
+        adapters_router(state),
         health_router(state),
         admin_router(state),
-        page_router(),
+        web_page_router(),
     )
     for router in routers:
         app.include_router(router)
@@ -60,14 +70,28 @@ def create_app(state: ServerState) -> FastAPI:
     if state.config.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(Proxies, config=state.config)  # the last one is the outermost
+    answer_error = partial(_answer_error, [route for router in routers for route in router.routes])
     for kind in (ApplianceError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer_error)
+        app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     return app
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def _answer_error(
+    routes: Sequence[BaseRoute], request: Request, error: Exception
+) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        error.headers = {"Allow": ", ".join(sorted(_methods_of(routes, request.scope)))}
     return error_response(error, request.scope)
+
+
+def _methods_of(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
+    """The methods that a path knows; Starlette tells those of its first route."""
+    found: set[str] = set()
+    for route in routes:
+        if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:
+            found |= route.methods or set()
+    return found
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

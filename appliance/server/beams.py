@@ -1,4 +1,4 @@
-"""What a beam search needs before the engine gets it: room, and the bytes of its stop strings."""
+"""Prepares a beam search for the engine: room, and the bytes of its stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def prepare_beams(state: ServerState, requests: list[Request]) -> list[Request]:
-    """The same requests, ready for the engine; nothing changes without beam search.
+    """Prepare requests with beam search; others stay as they are.
 
     Raises:
         RequestError: the engine has no room for so many beams.
@@ -31,6 +31,7 @@ async def prepare_beams(state: ServerState, requests: list[Request]) -> list[Req
             sampling.num_sequences,
             max_num_seqs=info.max_num_seqs,
             blocks=(info.num_blocks, info.block_size),
+            is_recurrent=info.state_bytes > 0,
         )
     if not sampling.stop:
         return requests

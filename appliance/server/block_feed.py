@@ -1,4 +1,4 @@
-"""The block map for one watcher: a snapshot, then what changed since the watcher was last told.
+"""The block map for one watcher: a snapshot, then changes.
 
 A watcher that reads slowly is told less often, never from a queue.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from appliance.engine.blocks.block_metadata import STAMPS_PER_SECOND, stamp_of, unpack
-from appliance.events import MAX_SHOWN_AGE, NO_OWNER, Delta, Run, Snapshot, TableEntry
+from appliance.events import MAX_SHOWN_AGE, NO_OWNER, BlockRun, Delta, Snapshot, TableEntry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,7 +23,7 @@ MAX_RUNS = 2000  # beyond this a snapshot is smaller
 
 
 class BlockFeed:
-    """What one watcher knows."""
+    """The changes of blocks for one watcher."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -31,11 +31,10 @@ class BlockFeed:
         self._known: NDArray[np.uint64] | None = None
 
     def poll(self, metadata: memoryview, info: EngineInfo) -> Snapshot | Delta | None:
-        """What to tell the watcher now; None if nothing changed.
+        """Return the changes since the last call, or None.
 
         Args:
             metadata: (num_blocks,) live words of the engine; another object means another engine.
-            info: of that engine.
         """
         words = np.frombuffer(metadata, dtype=np.uint64).copy()
         known, self._known = self._known, words
@@ -55,7 +54,7 @@ class BlockFeed:
 
 
 def cells_of(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """Words of the engine (num_blocks,) as cells of the feed (num_blocks,), see `pack_cell`."""
+    """Words of the engine (num_blocks,) as cells (num_blocks,), see `Snapshot.cells`."""
     fields = unpack(words)
     cells: NDArray[np.uint32] = fields.owner.astype(np.uint32)
     cells[cells == 0] = NO_OWNER
@@ -82,7 +81,7 @@ def ages_of(words: NDArray[np.uint64], now: float) -> NDArray[np.uint16]:
 
 
 def table_entries(table: Table, metadata: memoryview) -> tuple[TableEntry, ...]:
-    """A block table with what the engine's words say of each block."""
+    """Describe each block of a block table by the engine's words."""
     blocks = np.array(table.blocks, dtype=np.int64)
     fields = unpack(np.frombuffer(metadata, dtype=np.uint64)[blocks])
     size = len(table.hashes) // HASH_BYTES
@@ -92,7 +91,7 @@ def table_entries(table: Table, metadata: memoryview) -> tuple[TableEntry, ...]:
     return tuple(TableEntry(*entry) for entry in zip(*columns, strict=True))
 
 
-def changed_runs(before: NDArray[np.uint64], after: NDArray[np.uint64]) -> tuple[Run, ...]:
+def changed_runs(before: NDArray[np.uint64], after: NDArray[np.uint64]) -> tuple[BlockRun, ...]:
     """The blocks whose words differ, as runs of neighbours with equal new cells.
 
     A block that has come back into the same state is among them: its age is 0 again.
@@ -105,4 +104,4 @@ def changed_runs(before: NDArray[np.uint64], after: NDArray[np.uint64]) -> tuple
     first = np.flatnonzero(begins)
     lengths = np.diff(np.append(first, changed.size))
     columns = (changed[first].tolist(), lengths.tolist(), values[first].tolist())
-    return tuple(Run(*run) for run in zip(*columns, strict=True))
+    return tuple(BlockRun(*run) for run in zip(*columns, strict=True))

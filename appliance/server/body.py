@@ -1,4 +1,4 @@
-"""Request bodies: read within limits, then decoded so that nothing ambiguous gets through."""
+"""Reads request bodies within limits, and decodes them strictly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def read_json(
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """The bytes of a JSON body, of which no more than `max_bytes` are ever held."""
+    """Read the bytes of a JSON body, and hold at most `max_bytes`."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(f"the content type must be application/json, not {media_type!r}")
@@ -102,7 +102,7 @@ def note_ignored(fields: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _wrong_field(text: str) -> RequestError:
-    """From, for instance, "Expected `int`, got `str` - at `$.max_tokens`"."""
+    """Parse msgspec's message, such as "Expected `int`, got `str` - at `$.max_tokens`"."""
     what, _, where = text.partition(" - at `$")
     path = where.rstrip("`").removeprefix(".")
     name = re.match(r"\w+", path) or re.search(r"(?<=required field `)\w+", what)

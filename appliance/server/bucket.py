@@ -1,4 +1,4 @@
-"""So many of something at once, which come back evenly: a token bucket."""
+"""A token bucket: a budget that refills evenly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Bucket:
-    """Full at first. Taking more than it holds overdraws it, and that has to come back, too.
+    """Starts full; a take of more than it holds overdraws it, which has to refill first.
 
     Args:
         size: of what it holds at most.
@@ -22,12 +22,12 @@ class Bucket:
         self._when = clock()
 
     def seconds_until(self, wanted: float) -> float:
-        """Until it holds that much; 0 if it does now."""
+        """Return the time until it holds that much; 0 if it does now."""
         now = self._clock()
         self._left = min(self._size, self._left + (now - self._when) * self._rate)
         self._when = now
         return max(0.0, (wanted - self._left) / self._rate)
 
     def take(self, amount: float) -> None:
-        """Have so much less in it."""
+        """Take an amount, even one that overdraws it."""
         self._left -= amount

@@ -47,7 +47,7 @@ class Certificate:
             self.refresh()
 
     def refresh(self) -> None:
-        """Read the files again if they have changed; if they cannot be used, nothing changes."""
+        """Read changed files again; keep the old certificate if they are invalid."""
         try:
             stamp = self._read_stamp()
             if stamp == self._stamp:

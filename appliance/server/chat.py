@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from appliance.dialects import CallArguments, CallBegin, Content, Thought
 from appliance.server.chat_frames import ChoiceFrames, reason_of
 from appliance.server.chat_logprobs import chat_logprobs
+from appliance.server.prompt_logprobs import prompt_logprobs
 from appliance.server.responses import (
     AnsweredCall,
     AssistantMessage,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 async def chat_frames(
     exchange: Exchange, answer: Answer, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Frames: role first, then what the answer consists of, the reason, usage, [DONE]."""
+    """Frames in order: role, parts of the answer, finish reason, usage, [DONE]."""
     head = ChatChunk(
         id=exchange.id,
         created=exchange.created,
@@ -83,6 +84,7 @@ def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> C
         choices=choices,
         usage=answer.usage(),
         system_fingerprint=exchange.fingerprint,
+        prompt_logprobs=prompt_logprobs(answer, 0, exchange.tokenizer),
     )
 
 

@@ -23,11 +23,10 @@ _MARK = FrameTemplate.MARK
 
 
 class ChoiceFrames:
-    """Makes frames of what becomes certain of one choice.
+    """Makes frames of one choice's pieces.
 
     Args:
         number: of the choice.
-        tokenizer: of the model.
         frame: a frame with this choice in it.
     """
 
@@ -94,7 +93,7 @@ class ChoiceFrames:
 
 
 def reason_of(reason: str, *, called: bool) -> str:
-    """Why a choice ended, as OpenAI says it: a cut stays a cut, also where a tool was called.
+    """Return OpenAI's word for why a choice ended: a cut stays a cut, also where a tool was called.
 
     Args:
         reason: of the engine.

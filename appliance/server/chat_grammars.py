@@ -1,4 +1,4 @@
-"""What the answer to a chat must look like: its tools and its format, as one grammar."""
+"""The grammar of a chat's answer: its tools and its format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ async def chat_grammar(state: ServerState, chat: Conversation, *, thinking: bool
     """The grammar for the engine; None if any answer is right.
 
     Args:
-        state: the server.
-        chat: what is asked.
         thinking: whether the answer begins within a thought.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from appliance.server.responses import ChatLogprobs, TokenLogprob, TopLogprob
@@ -28,3 +29,20 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Chat
         top = [entry(candidate) for candidate in token.top]
         content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
+
+
+def tokens_of(
+    text: str, tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> Sequence[TokenLogprobs]:
+    """Those that spell a text, without marks before and after it that are not shown."""
+    pieces = [tokenizer.token_bytes(token.chosen.token_id) for token in tokens]
+    begin = b"".join(pieces).find(text.encode())
+    if begin < 0:
+        return tokens
+    end = begin + len(text.encode())
+    ends = accumulate(map(len, pieces))
+    return [
+        token
+        for token, piece, stop in zip(tokens, pieces, ends, strict=True)
+        if stop > begin and stop - len(piece) < end
+    ]

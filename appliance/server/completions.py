@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.server.prompt_logprobs import prompt_logprobs
 from appliance.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from appliance.server.stream import DONE, FrameTemplate, data_frame
 
@@ -22,8 +23,6 @@ async def completion_frames(
     """Frames: text, an empty text with the reason, usage, [DONE].
 
     Args:
-        exchange: who asked for what.
-        answer: of the engine.
         include_usage: whether a last chunk has the token counts.
         echo: text that comes before each choice.
     """
@@ -78,6 +77,7 @@ def whole_completion(
     exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, echo: Sequence[str]
 ) -> Completion:
     """The answer in one object, of choices that have ended; see `completion_frames`."""
+    per_prompt = len(wholes) // len(answer.prompt_logprobs)
     choices = [
         CompletionChoice(
             index=number,
@@ -89,6 +89,7 @@ def whole_completion(
             ),
             finish_reason=whole.finish_reason,
             cumulative_logprob=whole.cumulative_logprob,
+            prompt_logprobs=prompt_logprobs(answer, number // per_prompt, exchange.tokenizer),
         )
         for number, whole in enumerate(wholes)
     ]

@@ -1,4 +1,4 @@
-"""One client's connection: HTTP/1.1 that gives every stranger a bounded time and share.
+"""One client's connection: HTTP/1.1 with limits on each client's time and share.
 
 Whatever a client sends or leaves unread, its connection ends: a request's head must come in some
 seconds, a body that nobody reads may not hold the connection, and an answer must be read at some
@@ -39,7 +39,7 @@ _UNSENT_BYTES = 4 * 1024
 
 
 def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
-    """What a server makes of each connection.
+    """Return the maker of connections for uvicorn.
 
     Args:
         max_connections: of all clients together.
@@ -72,7 +72,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of it is being answered."""
+        """True if no request of the connection is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -96,20 +96,20 @@ class HttpProtocol(H11Protocol):
             self._check.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; what they begin must also end."""
+        """Take bytes, and start the deadline of a request that they begin."""
         if self.transport.is_closing():
             return
         super().data_received(data)
         self._watch_request()
 
     def on_response_complete(self) -> None:
-        """A response was handed over; what comes next of the connection has its time again."""
+        """Reset the deadlines for the connection's next request."""
         self._idle_since = self.loop.time()
         super().on_response_complete()
         self._watch_request()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, in the shape of all errors, unless an answer has begun."""
+        """Answer invalid HTTP with an error body, unless an answer has begun."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if self.cycle is not None and not self.cycle.response_complete:
@@ -156,7 +156,7 @@ class HttpProtocol(H11Protocol):
         return self.transport.get_write_buffer_size() > 0
 
     def _watch_request(self) -> None:
-        """Give a head that has begun, or a body that nobody reads, a time to end in."""
+        """Set a deadline for a started head, or for a body that no route reads."""
         if self.transport.is_closing() or not self.is_idle:
             self._clear_deadline()
         elif self.conn.their_state is h11.SEND_BODY:
@@ -183,7 +183,7 @@ class HttpProtocol(H11Protocol):
             self._deadline = None
 
     def _check_progress(self) -> None:
-        """End a connection whose client reads nothing, also one that is being closed."""
+        """End a connection whose client stopped reading, even while it is being closed."""
         unsent = self.transport.get_write_buffer_size()
         read = self._wrote or not unsent or unsent < self._unsent - LEAST_RATE * CHECK_SECONDS
         self._stalled = 0.0 if read else self._stalled + CHECK_SECONDS

@@ -1,4 +1,4 @@
-"""What a client wants of a chat, whichever protocol it speaks: all that the rest has to know."""
+"""A chat request in the form that all protocols are translated to."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Conversation:
         form: grammar of the answer, behind the name of the field that asks for it; None leaves it
             to `sampling`.
         param: field of the body that holds the messages.
+        begins_answer: the prompt ends where an answer begins.
     """
 
     sampling: SamplingFields
@@ -42,3 +43,4 @@ class Conversation:
     logprobs: int | None = None
     form: tuple[str, Grammar] | None = None
     param: str = "messages"
+    begins_answer: bool = True

@@ -1,4 +1,4 @@
-"""Who may come in: Host, Origin and site against browsers that were talked into it, then the key.
+"""Admission of requests: Host, Origin and site against misled browsers, then the key.
 
 An ASGI middleware around everything. It refuses by default and decides on `scope["path"]` and
 headers alone, so that a new route is never open by accident.
@@ -18,7 +18,7 @@ from appliance.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from appliance.server.errors import REQUEST_ID, FramingError, error_response
 from appliance.server.keys import KeyCheck
 from appliance.server.origins import Origins, check_site
-from appliance.server.page import DOCUMENTS, FILES
+from appliance.server.web_page import DOCUMENTS, FILES
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,10 +45,7 @@ class Door:
     """Checks every request, counts every response and gives it an id.
 
     Args:
-        app: what is behind it.
-        config: address of the server.
         keys: that are let in.
-        metrics: where responses are counted.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
 
 
 def _preflight(headers: Headers) -> Response:
-    """What a browser asks before it lets a page of an allowed origin call."""
+    """Answer a browser's CORS preflight of an allowed origin."""
     wanted = headers.get("access-control-request-headers", "")
     allowed = {
         "access-control-allow-methods": "GET, POST, DELETE",

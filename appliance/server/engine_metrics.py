@@ -1,8 +1,9 @@
-"""The engine's own numbers for Prometheus, from its latest report: reading them wakes nobody."""
+"""The engine's metrics for Prometheus, from its latest report; scraping never wakes the engine."""
 
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from prometheus_client.registry import Collector
 from appliance.api_keys import NO_KEY
 from appliance.engine.blocks.block_word import count_states
 from appliance.engine.process.supervisor import EngineState
-from appliance.server.families import counter, gauge, histogram
+from appliance.server.metric_families import counter, gauge, histogram
 from appliance.stats import COMPILE_SECONDS
 from appliance.version import __version__
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class EngineCollector(Collector):
-    """Reads what the engine reported last, whenever somebody asks."""
+    """Collects metrics from the engine's latest report."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -45,10 +46,26 @@ class EngineCollector(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries_total),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits_total),
             ("vllm:num_preemptions", "Sequences preempted.", stats.preemptions_total),
+            ("vllm:spec_decode_num_drafts", "Drafts verified.", stats.drafts_total),
+            (
+                "vllm:spec_decode_num_draft_tokens",
+                "Tokens of these drafts.",
+                stats.draft_tokens_total,
+            ),
+            (
+                "vllm:spec_decode_num_accepted_tokens",
+                "Of these, accepted.",
+                stats.accepted_tokens_total,
+            ),
             ("appliance_engine_steps", "Steps of the engine.", stats.steps_total),
             ("appliance_sequences_aborted", "Sequences aborted.", stats.aborted_total),
             ("appliance_nan_logits", "Sequences ended by broken logits.", stats.nan_logits_total),
             ("appliance_engine_restarts", "Engine processes after the first.", engine.restarts),
+            (
+                "appliance_engine_wakes",
+                "Engine processes started after a sleep.",
+                engine.wakes.number,
+            ),
             (
                 "appliance_grammar_requests",
                 "Requests for structured output.",
@@ -80,6 +97,12 @@ class EngineCollector(Collector):
             stats.grammar_compiles or [0] * (len(COMPILE_SECONDS) + 1),
             stats.grammar_compile_seconds_total,
         )
+        places = enumerate(stats.accepted_tokens_by_place)
+        yield counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their place in the draft, from 0.",
+            [({**self._labels, "position": str(place)}, count) for place, count in places],
+        )
         host, disk = stats.prefix_hits_host_total, stats.prefix_hits_disk_total
         for name, text, label, counts in (
             (
@@ -93,6 +116,17 @@ class EngineCollector(Collector):
                 "KV blocks to host memory and back.",
                 "direction",
                 {"out": stats.swapped_out_total, "in": stats.swapped_in_total},
+            ),
+            (
+                "appliance_state_checkpoint_events",
+                "Recurrent states kept, begun from, evicted, or set back from drafts.",
+                "event",
+                {
+                    "saved": stats.state_saves_total,
+                    "restored": stats.state_restores_total,
+                    "rewound": stats.state_rewinds_total,
+                    "evicted": stats.state_evictions_total,
+                },
             ),
             (
                 "appliance_kv_disk_events",
@@ -110,14 +144,32 @@ class EngineCollector(Collector):
             samples = [({**self._labels, label: key}, count) for key, count in counts.items()]
             yield counter(name, text, samples)
 
+    def _adapters(self) -> Metric:
+        """Adapters of open requests in vLLM's words; the value is the time."""
+        engine = self._state.engine
+        names: dict[bool, set[str]] = {False: set(), True: set()}
+        for request, started in engine.open_requests():
+            if request.adapter is not None:
+                names[started].add(request.adapter.name)
+        labels = {
+            "max_lora": str(0 if engine.info is None else engine.info.num_adapters),
+            "running_lora_adapters": ",".join(sorted(names[True])),
+            "waiting_lora_adapters": ",".join(sorted(names[False])),
+        }
+        text = "Adapters of running and of waiting requests."
+        return gauge("vllm:lora_requests_info", text, [(labels, time.time())])
+
     def _gauges(self) -> Iterator[Metric]:
         stats, engine = self._state.engine.stats, self._state.engine
         ready = engine.state is EngineState.READY
+        asleep = engine.state.accepts and not ready
         for name, text, value in (
             ("vllm:num_requests_running", "Requests in work.", engine.num_running),
             ("vllm:num_requests_waiting", "Requests in the queue.", engine.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage),
             ("appliance_engine_up", "1 while the engine is ready.", float(ready)),
+            ("appliance_engine_asleep", "1 while it sleeps or wakes.", float(asleep)),
+            ("appliance_engine_wake_seconds", "The latest wake.", engine.wakes.seconds),
             ("appliance_kv_utilization", "Share of held slots with tokens.", stats.kv_utilization),
             ("appliance_kv_block_slots", "Token slots of a KV block.", stats.block_size),
             ("appliance_sequences_running", "Sequences that hold blocks.", stats.running),
@@ -136,13 +188,25 @@ class EngineCollector(Collector):
             ("appliance_queue_limit", "Requests that may wait.", self._state.config.max_queue),
         ):
             yield gauge(name, text, [(self._labels, value)])
+        yield self._adapters()
         # As the block map has them; there is none before the engine is ready.
         states = {} if engine.metadata is None else count_states(engine.metadata)
         host = {
             "swapped": stats.kv_host_swapped,
             "cached": stats.kv_host_blocks - stats.kv_host_swapped,
         }
+        slots, cached = stats.state_slots_used, stats.state_checkpoints_cached
         for name, text, counts in (
+            (
+                "appliance_state_slots",
+                "Recurrent states of running sequences.",
+                {"used": slots, "free": stats.state_slots - slots},
+            ),
+            (
+                "appliance_state_checkpoints",
+                "Recurrent states kept at block boundaries.",
+                {"cached": cached, "free": stats.state_checkpoints - cached},
+            ),
             (
                 "appliance_kv_blocks",
                 "KV blocks by state; shared ones stand in more than one block table.",
@@ -205,6 +269,7 @@ class EngineCollector(Collector):
             "workspace": info.workspace_bytes,
             "process": info.process_bytes,
             "kv_host": info.kv_host_bytes,
+            "states": info.state_bytes,
             "budget": info.memory_bytes,
         }
         yield gauge(

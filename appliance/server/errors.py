@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from appliance.server.ollama import errors as ollama
 
 if TYPE_CHECKING:
     from starlette.types import Scope
+
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 2  # seconds, while the engine loads or restarts
 REQUEST_ID = "request_id"  # in the state of a request
@@ -71,7 +74,7 @@ class TooManyWrongKeysError(RequestError):
 
 
 class RateLimitError(RequestError):
-    """The API key has used up what it may have; `retry_after` is in seconds."""
+    """The API key has reached a limit; `retry_after` is in seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -102,7 +105,7 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What every refusal and failure looks like."""
+    """Error body of the OpenAI routes."""
 
     error: ErrorDetail
 
@@ -152,6 +155,9 @@ def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
 def error_response(error: Exception, scope: Scope) -> Response:
     """The whole response for an error of a request."""
     status, _, headers = describe(error)
+    if status >= 500 and scope["method"] == "POST":  # who probes for health is answered often
+        request_id, path = request_id_of(scope), scope["path"]
+        logger.info("x-request-id %s: POST %s failed with %d", request_id or "-", path, status)
     return json_response(error_body(error, scope), status=status, headers=headers)
 
 

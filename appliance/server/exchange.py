@@ -1,4 +1,4 @@
-"""What every part of one answer repeats: id, time, model, fingerprint."""
+"""The fields that every part of one answer repeats: id, time, model, fingerprint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from appliance.engine.request import AdapterRef
     from appliance.server.state import ServerState
     from appliance.tokenizer import Tokenizer
 
@@ -24,13 +25,15 @@ class Exchange:
     logprobs: bool  # whether they were asked for
 
     @classmethod
-    def begin(cls, state: ServerState, prefix: str, *, logprobs: bool) -> Exchange:
+    def begin(
+        cls, state: ServerState, prefix: str, adapter: AdapterRef | None, *, logprobs: bool
+    ) -> Exchange:
         """A new one; its id starts with `prefix`."""
         info, tokenizer = state.serving()
         return cls(
             id=f"{prefix}{secrets.token_hex(12)}",
             created=int(time.time()),
-            model=state.model_id,
+            model=state.model_id if adapter is None else adapter.name,
             fingerprint=info.fingerprint,
             tokenizer=tokenizer,
             logprobs=logprobs,

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of the GPUs; nothing at all where there is no driver.
+"""Reads the GPUs from NVIDIA's management library; empty where there is no driver.
 
 Every call of the library may block for milliseconds, so this runs in a thread.
 """
@@ -30,6 +30,29 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
+def open_nvml(library: Any = None) -> Any:
+    """Start NVIDIA's management library, by default pynvml.
+
+    Raises:
+        Exception: there is no driver, or it fails; each error has a class of its own.
+    """
+    if library is None:
+        import pynvml
+
+        library = pynvml
+    library.nvmlInit()
+    return library
+
+
+def ask(call: Callable[[], ResultT]) -> ResultT | None:
+    """Call the library; None if this GPU or its driver does not support the call."""
+    try:
+        return call()
+    except Exception as error:  # NVMLError has one class per code, and old drivers lack functions
+        logger.debug("a GPU does not say: %s", error)
+        return None
+
+
 class GpuProbe:
     """Reads all GPUs of the machine."""
 
@@ -53,42 +76,43 @@ class GpuProbe:
             for handle, meter in zip(self._handles, self._meters, strict=True)
         )
 
+    @property
+    def handles(self) -> list[Any]:
+        """The library's handles of the GPUs that `read` has returned, in their order."""
+        return self._handles or []
+
     def _open(self) -> list[Any]:
         try:
-            if self._library is None:
-                import pynvml
-
-                self._library = pynvml
-            self._library.nvmlInit()
+            self._library = open_nvml(self._library)
             count = self._library.nvmlDeviceGetCount()
         except Exception as error:
             # On a machine without a GPU that is as it should be.
             logger.debug("no facts of GPUs: %s", error)
             return []
         # One that has fallen off the bus, or belongs to somebody else, hides no other.
-        found = [_ask(partial(self._library.nvmlDeviceGetHandleByIndex, at)) for at in range(count)]
+        found = [ask(partial(self._library.nvmlDeviceGetHandleByIndex, at)) for at in range(count)]
         return [handle for handle in found if handle is not None]
 
     def _read_one(self, handle: Any, meter: EnergyMeter, now: float, tokens: int) -> Gpu:
         nvml = self._library
-        memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        use = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-        power = _ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-        limit = _ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-        millijoules = _ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        reasons = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        use = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        power = ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        limit = ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        millijoules = ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        reasons = ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         if reasons is None:  # drivers before 535 know them by another name
-            reasons = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+            reasons = ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
         energy = None if millijoules is None else millijoules / 1000
         return Gpu(
-            name=_text(_ask(lambda: nvml.nvmlDeviceGetName(handle))),
+            name=_text(ask(lambda: nvml.nvmlDeviceGetName(handle))),
             utilization=None if use is None else use.gpu / 100,
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
             power_watts=None if power is None else power / 1000,
             power_limit_watts=None if limit is None else limit / 1000,
-            temperature_celsius=_ask(lambda: nvml.nvmlDeviceGetTemperature(handle, 0)),
-            sm_clock_mhz=_ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, 1)),
+            temperature_celsius=ask(lambda: nvml.nvmlDeviceGetTemperature(handle, 0)),
+            sm_clock_mhz=ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, 1)),
             throttled=tuple(text for bit, text in REASONS if reasons & bit),
             energy_joules=energy,
             joules_per_token=None if energy is None else meter.update(now, energy, tokens),
@@ -112,15 +136,6 @@ class EnergyMeter:
         _, first_joules, first_tokens = samples[0]
         generated = tokens - first_tokens
         return (joules - first_joules) / generated if generated else None
-
-
-def _ask(call: Callable[[], ResultT]) -> ResultT | None:
-    """What a call of the library says; None where this GPU or its driver does not know."""
-    try:
-        return call()
-    except Exception as error:  # NVMLError has one class per code, and old drivers lack functions
-        logger.debug("a GPU does not say: %s", error)
-        return None
 
 
 def _text(name: str | bytes | None) -> str:

@@ -1,4 +1,4 @@
-"""What a body says about the form of its answer, checked before the engine gets it.
+"""Reads the format that a body asks for, and checks it before the engine gets it.
 
 Whoever sends a grammar may try to keep its compiler busy, so it is first compiled in a process
 with limits, off the event loop.
@@ -89,7 +89,7 @@ class GrammarChecks:
 
 
 async def prepare_grammar(state: ServerState, body: SamplingFields) -> Grammar | None:
-    """What the answer must look like, as far as the engine is told.
+    """Return the grammar that the engine enforces, or None.
 
     Raises:
         RequestError: it asks for two things at once, or for something that cannot be.

@@ -1,4 +1,4 @@
-"""Whether the server can answer: for people, supervisors, load balancers and Prometheus."""
+"""Health routes for people, supervisors, load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError
 from appliance.server.errors import error_response, json_response
 from appliance.server.openapi import describes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Health(msgspec.Struct, omit_defaults=True):
     """Answer of /health and /ready."""
 
-    status: str
+    status: str  # ok, asleep or waking; of /ready, ready
     restarts: int = 0  # of the engine; left out where there were none
     quarantined: int = 0  # requests that are refused for a while, because engines died of them
 
@@ -30,11 +31,12 @@ def health_router(state: ServerState) -> APIRouter:
 
     @router.get("/health", **describes(None, Health))
     async def health(request: Request) -> Response:
-        """200 while the engine works, also while the server drains; else 503, in a word why."""
+        """200 while the engine works or sleeps, also while the server drains; else 503, and why."""
         why = state.not_working
         engine = state.engine
         if why is None:
-            return json_response(Health("ok", engine.restarts, engine.quarantined))
+            word = "ok" if engine.state is EngineState.READY else engine.state.value
+            return json_response(Health(word, engine.restarts, engine.quarantined))
         # Open to all, so it does not tell the reason of a failure.
         seconds = engine.seconds_to_start
         when = f"; restart {engine.restarts + 1} begins in {seconds:.0f} s" if seconds > 0 else ""
@@ -55,9 +57,9 @@ def health_router(state: ServerState) -> APIRouter:
             return json_response(Health("ready"))
         return error_response(EngineUnavailableError(f"the server is {why}"), request.scope)
 
-    @router.get("/metrics", **describes(None, None, media_type="text/plain"))
+    @router.get("/metrics", **describes(None, None, media_types=("text/plain",)))
     async def metrics() -> Response:
-        """Metrics in Prometheus' text format; asks the engine for nothing."""
+        """Metrics in Prometheus' text format; the engine is not involved."""
         await state.machine.read()
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

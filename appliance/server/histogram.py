@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
-from appliance.server.families import histogram
+from appliance.server.metric_families import histogram
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 
-class Histogram(Collector):
+class HistogramCollector(Collector):
     """Values in buckets.
 
     Args:
-        name: of the metric.
-        text: its help.
         model_name: value of its only label.
         bounds: rising upper bounds of the buckets; a value on a bound is below it.
     """

@@ -42,7 +42,7 @@ class RepeatedKeyError(RequestError):
 
 
 class _Name(NamedTuple):
-    """What two requests have in common that are one."""
+    """The identity of a repeated request."""
 
     holder: str
     header: str
@@ -53,7 +53,6 @@ class Idempotency:
     """Answers a repeated request with the answer to the first.
 
     Args:
-        app: what is behind it.
         max_body_bytes: of a request.
         clock: monotonic seconds.
     """
@@ -87,7 +86,7 @@ class Idempotency:
             self._forget_what_is_over()
 
     def _find(self, name: _Name, scope: Scope, body: bytes) -> tuple[SharedAnswer, bool]:
-        """The answer to a request, and whether that had been asked for before.
+        """Return the answer to a request, and True if it existed already.
 
         Raises:
             RepeatedKeyError: something else had been asked for under its key.

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.server import unsupported
 from appliance.server.answer import Answer
-from appliance.server.answer_size import OFF_LOOP_LOGPROBS, check_answer, most_tokens
+from appliance.server.answer_size import (
+    OFF_LOOP_LOGPROBS,
+    check_answer,
+    check_scores,
+    most_tokens,
+)
 from appliance.server.beams import prepare_beams
 from appliance.server.body import note_ignored, read_json
 from appliance.server.chat_grammars import chat_grammar
@@ -44,9 +49,6 @@ async def take_body(
     """The body of a request that may come now.
 
     Args:
-        state: the server.
-        request: of a client.
-        kind: of the body.
         table: fields that are not supported; see `unsupported`.
         harmless: fields without effect.
 
@@ -63,15 +65,14 @@ async def take_body(
 
 
 async def begin_chat(
-    state: ServerState, chat: Conversation, owner: str, *, prefix: str
+    state: ServerState, chat: Conversation, owner: str, *, prefix: str, request_id: str
 ) -> tuple[Answer, Exchange]:
     """Hand a chat to the engine; the answer is to be closed in every case.
 
     Args:
-        state: the server.
-        chat: what is asked.
         owner: name of the key that it came with.
         prefix: of the answer's id.
+        request_id: of the HTTP request.
 
     Raises:
         RequestError: something of it cannot be done, or there is no room.
@@ -89,6 +90,7 @@ async def begin_chat(
         prefix=prefix,
         param=chat.param,
         owner=owner,
+        request_id=request_id,
         reading=prompt.reading,
         grammar=grammar,
         budget=prompt.budget,
@@ -105,6 +107,7 @@ async def submit(
     prefix: str,
     param: str,
     owner: str,
+    request_id: str,
     default: int | None = None,
     reading: Reading | None = None,
     grammar: Grammar | None = None,
@@ -112,8 +115,8 @@ async def submit(
 ) -> tuple[Answer, Exchange]:
     """Check lengths and queue, then hand one request per prompt to the engine."""
     info, _ = state.serving()
-    exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
     terms = Terms.of(body, state, owner)
+    exchange = Exchange.begin(state, prefix, terms.adapter, logprobs=logprobs is not None)
     choices = max(body.n or 1, body.best_of or 1)
     if not body.stream:
         most = most_tokens(len(prompts), choices, logprobs)
@@ -139,10 +142,12 @@ async def submit(
     if not body.stream:
         tokens = max(request.sampling.max_tokens or 1 for request in requests)
         check_answer(len(prompts), choices, tokens, logprobs, param="max_tokens")
+    if (scored := body.prompt_logprobs) is not None:
+        check_scores(len(prompts), body.n or 1, max(map(len, prompts)), scored)
     requests = await prepare_beams(state, requests)
     tokens = sum(len(one.prompt_token_ids) for one in requests)
     state.queue.check(owner, len(requests), tokens)
-    return Answer(state, requests, reading), exchange
+    return Answer(state, requests, reading, request_id=request_id), exchange
 
 
 async def whole_response(
@@ -151,13 +156,12 @@ async def whole_response(
     """The response to a client that waits for all of its answer, unless it goes away.
 
     Args:
-        request: of the client.
-        answer: to it.
         build: makes what is sent.
     """
     try:
         wholes = await unless_disconnected(request.receive, answer.whole())
-        logprobs = sum(1 + len(token.top) for whole in wholes for token in whole.tokens)
+        reports = [*(whole.tokens for whole in wholes), *answer.prompt_logprobs]
+        logprobs = sum(1 + len(token.top) for tokens in reports for token in tokens)
         if logprobs > OFF_LOOP_LOGPROBS:
             return await asyncio.to_thread(lambda: json_response(build(wholes)))
         return json_response(build(wholes))

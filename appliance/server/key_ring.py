@@ -25,10 +25,9 @@ _Stamp = tuple[int, int, int] | None
 
 
 class KeyRing:
-    """Name to key. A file that cannot be used any more changes nothing, and is warned of once.
+    """Maps names to keys; a file that becomes invalid changes nothing and is warned of once.
 
     Args:
-        config: of the server.
         clock: monotonic seconds.
 
     Raises:

@@ -37,7 +37,7 @@ class _Guesser:
 
 
 class GuessLimit:
-    """How often an address may be wrong.
+    """Limits the wrong keys of an address.
 
     Only different keys count: a program that was set up with a wrong one asks with it again and
     again, and must not shut out the others on its machine.
@@ -51,7 +51,7 @@ class GuessLimit:
         self._guessers: OrderedDict[str, _Guesser] = OrderedDict()
 
     def check(self, address: str) -> None:
-        """Whether an address may try now.
+        """Check that an address may try now.
 
         Raises:
             TooManyWrongKeysError: it has tried too often.
@@ -61,7 +61,7 @@ class GuessLimit:
             raise TooManyWrongKeysError(seconds)
 
     def note(self, address: str, digest: bytes) -> None:
-        """An address tried a key that is wrong."""
+        """Count a wrong key of an address."""
         guesser = self._guessers.pop(address, None)
         if guesser is None:
             guesser = _Guesser(Bucket(BURST, BURST * SECONDS_PER_GUESS, self._clock))
@@ -94,11 +94,9 @@ class KeyCheck:
         self._limit = limit or GuessLimit()
 
     def check(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> str:
-        """Compare what was given with every key, in the same time whichever it is.
+        """Compare a key with every known one in constant time.
 
         Args:
-            authorization: all Authorization headers.
-            api_keys: all X-API-Key headers.
             address: where they come from; empty if that is not known.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What each API key may have: requests and tokens a minute, and requests that are open at once.
+"""Limits of each API key: requests and tokens a minute, and open requests.
 
 A minute's worth can be used at once and comes back evenly. Tokens are counted as they are read and
 written, so a key that has overdrawn waits before it may ask again; what runs is never cut.
@@ -37,7 +37,7 @@ class _Holder:
 
 
 class KeyUse:
-    """What the holders of keys use, against what they may.
+    """Counts the use of each key against its limits.
 
     Args:
         known: name to key, as they are now.
@@ -90,7 +90,7 @@ class KeyUse:
         return use
 
     def _holder(self, name: str) -> _Holder:
-        """Who has a key; with full buckets, if its limits are others than before."""
+        """Return the holder of a key; full buckets if its limits changed."""
         limits = self.limits_of(name)
         holder = self._holders.setdefault(name, _Holder())
         if holder.limits != limits:

@@ -48,7 +48,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def url_of(config: ServerConfig, sock: socket.socket) -> str:
-    """Where a client on this machine finds the server."""
+    """Return the server's URL for clients on this machine."""
     return local_url(config.host, sock.getsockname()[1], tls=config.tls_cert is not None)
 
 

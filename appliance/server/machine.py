@@ -1,4 +1,4 @@
-"""What the server costs its machine, read at most about once a second and only when asked."""
+"""The server's use of its machine, read at most about once a second and only when asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 2.0
 
 
 class MachineProbe:
-    """Reads processes and GPUs for all who watch.
+    """Reads processes and GPUs once for all watchers.
 
     Args:
         engine: whose process is counted beside this one.
@@ -37,7 +37,7 @@ class MachineProbe:
         self._processes: dict[int, psutil.Process] = {}
 
     async def read(self) -> Machine | None:
-        """How it is now, or was a moment ago; None if even the first reading is not done in time.
+        """Return the last or a new reading; None if even the first one is not done in time.
 
         A driver that hangs costs one thread, and nobody's patience for long.
         """

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
-from appliance.server.families import counter, gauge
 from appliance.server.gpu import REASONS
+from appliance.server.metric_families import counter, gauge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Summary, generate_late
 
 from appliance.api_keys import NO_KEY
 from appliance.events import Quantiles
-from appliance.server.histogram import Histogram
+from appliance.server.histogram import HistogramCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,7 +51,7 @@ class RecentTimes:
         return len(times) / max(1.0, now - times[0]) if times else 0.0
 
     def quantiles(self) -> Quantiles:
-        """Of the last minute, or of as much of it as was kept."""
+        """Return quantiles of the last minute, or of the kept part of it."""
         since = time.monotonic() - _RECENT_SECONDS
         seconds = sorted(value for when, value in self._samples if when >= since)
         if not seconds:
@@ -74,8 +74,8 @@ class Metrics:
         self.finished = 0
         self.failed = 0
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, text, model_name, buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> HistogramCollector:
+            made = HistogramCollector(name, text, model_name, buckets)
             self.registry.register(made)
             return made
 
@@ -85,7 +85,9 @@ class Metrics:
             _FIRST_TOKEN_BUCKETS,
         )
         self.token_seconds = histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a choice.", _TOKEN_BUCKETS
+            "vllm:inter_token_latency_seconds",
+            "Between two deltas of a choice, which a step adds whole.",
+            _TOKEN_BUCKETS,
         )
         self.request_seconds = histogram(
             "vllm:e2e_request_latency_seconds",
@@ -152,11 +154,11 @@ class Metrics:
         )
 
     def add(self, collector: Collector) -> None:
-        """Report numbers that somebody else keeps, too."""
+        """Register a collector of numbers kept elsewhere."""
         self.registry.register(collector)
 
     def know_keys(self, names: Iterable[str]) -> None:
-        """Begin what is counted by key at zero, so that no series starts with its first event."""
+        """Start the counters of each key at zero, so that no series starts with its first event."""
         for name in names:
             self._waits.labels(name)
             self._shed.labels(name)
@@ -198,7 +200,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """How long a request took: altogether, up to its first token, and from there to its last."""
+    """Durations of a request: total, up to the first token, and from there to the last."""
 
     total: float
     prefill: float
@@ -231,8 +233,8 @@ class RequestTimer:
             metrics.first_token_seconds.observe(now - self._arrival)
             metrics.time_to_first_token.add(now, now - self._arrival)
         elif choice in self._last and count:
-            seconds = (now - self._last[choice]) / count
-            metrics.token_seconds.observe(seconds, count)
+            seconds = now - self._last[choice]
+            metrics.token_seconds.observe(seconds)
             metrics.inter_token_latency.add(now, seconds)
         self._last[choice] = now
 

@@ -13,14 +13,15 @@ from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
 from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
-from appliance.server.errors import json_response
+from appliance.server.errors import json_response, request_id_of
+from appliance.server.fim import fim_prompts
 from appliance.server.grammars import prepare_grammar
 from appliance.server.intake import begin_chat, submit, take_body, whole_response
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from appliance.server.schema import ChatRequest, CompletionRequest
-from appliance.server.scoring import Scoring
+from appliance.server.scoring import EchoScoring
 from appliance.server.stream import EventStream
 from appliance.server.thinking import template_options
 from appliance.server.turns import tools_of, turns_of
@@ -43,8 +44,13 @@ def openai_router(state: ServerState) -> APIRouter:
         state.check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        owner = key_name(request.scope)
-        answer, exchange = await begin_chat(state, _conversation(body), owner, prefix="chatcmpl-")
+        answer, exchange = await begin_chat(
+            state,
+            _conversation(body),
+            key_name(request.scope),
+            prefix="chatcmpl-",
+            request_id=request_id_of(request.scope),
+        )
         if body.stream:
             frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
             return EventStream(frames, on_close=answer.close)
@@ -56,9 +62,20 @@ def openai_router(state: ServerState) -> APIRouter:
             state, request, CompletionRequest, unsupported.COMPLETION, unsupported.HARMLESS
         )
         state.check_model(body.model)
-        prompts = await completion_prompts(state, body.prompt)
-        if body.echo and body.logprobs is not None:
-            scoring = Scoring.begin(state, body, prompts, owner=key_name(request.scope))
+        if body.suffix:
+            prompts, ends = await fim_prompts(state, body.prompt, body.suffix)
+            body.stop_token_ids = [*(body.stop_token_ids or ()), *ends]
+        else:
+            prompts = await completion_prompts(state, body.prompt)
+        nothing_more = body.max_tokens == 0 and body.prompt_logprobs is None
+        if body.echo and (body.logprobs is not None or nothing_more):
+            scoring = EchoScoring.begin(
+                state,
+                body,
+                prompts,
+                owner=key_name(request.scope),
+                request_id=request_id_of(request.scope),
+            )
             return await whole_response(request, scoring.answer, scoring.completion)
         texts = [""] * len(prompts)
         if body.echo:
@@ -74,6 +91,7 @@ def openai_router(state: ServerState) -> APIRouter:
             prefix="cmpl-",
             param="prompt",
             owner=key_name(request.scope),
+            request_id=request_id_of(request.scope),
             default=DEFAULT_COMPLETION_TOKENS,
             grammar=grammar,
         )
@@ -86,10 +104,11 @@ def openai_router(state: ServerState) -> APIRouter:
             request, answer, partial(whole_completion, exchange, answer, echo=echo)
         )
 
-    def card() -> ModelCard:
+    def card(adapter: str | None = None) -> ModelCard:
         info, _ = state.serving()
         return ModelCard(
-            id=state.model_id,
+            id=state.model_id if adapter is None else adapter,
+            parent=None if adapter is None else state.model_id,
             created=int(state.started),
             max_model_len=info.context_length,
             default_parameters=dict(state.sampling.values),
@@ -97,12 +116,14 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models", **describes(None, ModelList))
     async def models() -> Response:
-        return json_response(ModelList(data=[card()]))
+        return json_response(ModelList(data=[card(), *map(card, state.adapters.names())]))
 
     @router.get("/v1/models/{model_id:path}", **describes(None, ModelCard, path=("model_id",)))
     async def model(request: Request) -> Response:
-        state.check_model(request.path_params["model_id"])
-        return json_response(card())
+        name = request.path_params["model_id"]
+        state.check_model(name)
+        adapter = state.adapters.find(name)
+        return json_response(card(None if adapter is None else adapter.name))
 
     return router
 

@@ -28,6 +28,13 @@ _ANY_ERRORS = {
     503: "The engine is not ready.",
 }
 
+# One event of a stream.
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
 _described: set[type[msgspec.Struct]] = {ErrorBody}
 
 
@@ -37,7 +44,7 @@ def describes(
     *,
     streams: bool = False,
     path: tuple[str, ...] = (),
-    media_type: str = "application/json",
+    media_types: tuple[str, ...] = ("application/json",),
     stream_type: str = "text/event-stream",
     error: type[msgspec.Struct] = ErrorBody,
 ) -> dict[str, Any]:
@@ -45,18 +52,19 @@ def describes(
 
     Args:
         takes: the body.
-        gives: the answer; None means text of `media_type`.
+        gives: the answer; None means one of `media_types`.
         streams: whether the answer may also come in pieces.
         path: names of the path parameters.
-        media_type: of an answer that is no struct.
+        media_types: that an answer which is no struct may have.
         stream_type: media type of a stream.
         error: body of every failure.
     """
-    content: dict[str, Any] = {media_type: {"schema": {"type": "string"}}}
     if gives is not None:
-        content = {"application/json": {"schema": _reference(gives)}}
+        content: dict[str, Any] = {"application/json": {"schema": _reference(gives)}}
+    else:
+        content = {media_type: _pieces(media_type) for media_type in media_types}
     if streams:
-        content[stream_type] = {"schema": {"type": "string"}}
+        content[stream_type] = _pieces(stream_type)
     responses: dict[int | str, dict[str, Any]] = {
         200: {"description": "Success.", "content": content}
     }
@@ -80,7 +88,6 @@ def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
     """Make the app describe itself with the schemas of the structs.
 
     Args:
-        app: with all its routes.
         key_required: whether requests need one.
         root_path: under which a reverse proxy shows it, or nothing.
     """
@@ -101,6 +108,13 @@ def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _pieces(media_type: str) -> dict[str, Any]:
+    """Content of answers that no struct describes."""
+    if media_type == "application/json":
+        return {}
+    return {"schema": _EVENT if media_type == "text/event-stream" else {"type": "string"}}
 
 
 def _reference(kind: type[msgspec.Struct]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Hosts, origins and sites: what keeps web pages of others from talking to this server.
+"""Protects this server against other web pages, by Host, Origin and site.
 
 A browser on this machine reaches it as its owner does. So a name that is not the server's own is
 refused, as it may have been made to point here, and so is what a page of another origin sends.
@@ -24,7 +24,7 @@ _ANY = "*"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine only."""
+    """Return True if only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -49,11 +49,7 @@ class Origins:
         self._hosts = None if any_host else own_names | hosts
 
     def check(self, host: str, origins: Iterable[str]) -> str | None:
-        """Refuse a name or a web page of somebody else's.
-
-        Args:
-            host: the Host header.
-            origins: all Origin headers.
+        """Refuse a foreign host name or origin.
 
         Returns:
             The foreign origin that is allowed, if the request came from one.
@@ -84,7 +80,7 @@ class Origins:
 
 
 def check_site(sites: Iterable[str]) -> None:
-    """Refuse what a page of another site makes a browser fetch, as images and scripts are.
+    """Refuse requests that a page of another site triggers, as images and scripts do.
 
     Such a request carries no Origin, and its page cannot read the answer, but what it holds open is
     held all the same.

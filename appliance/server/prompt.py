@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat for the model, and how to read what it answers."""
+    """A chat as a prompt, with the reader of its answer."""
 
     ids: list[int]
     reading: Reading | None
@@ -43,8 +43,6 @@ async def chat_prompt(state: ServerState, chat: Conversation, salt: str) -> Chat
     """A conversation in the model's own chat format.
 
     Args:
-        state: the server.
-        chat: what is asked.
         salt: only chats of the same salt find one another's texts tokenized; see `terms.salt_of`.
 
     Raises:
@@ -62,7 +60,13 @@ async def chat_prompt(state: ServerState, chat: Conversation, salt: str) -> Chat
     def encode() -> ChatPrompt:
         dialect = tokenizer.dialect
         turns, definitions = prepare(dialect, chat.turns(), chat.tools.definitions)
-        ids = tokenizer.encode_chat(turns, tools=definitions, options=chat.options, salt=salt)
+        ids = tokenizer.encode_chat(
+            turns,
+            tools=definitions,
+            add_generation_prompt=chat.begins_answer,
+            options=chat.options,
+            salt=salt,
+        )
         end = "".join(map(tokenizer.token_text, ids[-_TAIL:]))
         thinking = dialect.begins_thinking(end)
         reading = _reading(tokenizer, chat.tools, thinking=thinking)
@@ -70,11 +74,11 @@ async def chat_prompt(state: ServerState, chat: Conversation, salt: str) -> Chat
         return ChatPrompt(ids, reading, thinking, budget)
 
     # However short its texts are, a chat can have a great deal beside them.
-    return await _off_loop(state, encode)
+    return await off_loop(state, encode)
 
 
 def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading | None:
-    """How to read an answer, which may begin within a thought; None if all of it is content."""
+    """Return the reader of an answer that may begin in a thought; None if all of it is content."""
     dialect = tokenizer.dialect
     if tools.schemas is None and not dialect.splits_any:
         return None
@@ -89,39 +93,50 @@ def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading |
 
 
 async def completion_prompts(
-    state: ServerState, prompt: str | list[str | int | list[int]]
+    state: ServerState,
+    prompt: str | list[str | int | list[int]],
+    *,
+    param: str = "prompt",
+    most: int = MAX_PROMPTS,
 ) -> list[list[int]]:
     """Token ids of each prompt: a text, texts, token ids or lists of these.
+
+    Args:
+        state: the server.
+        prompt: of the body.
+        param: its field.
+        most: prompts that are accepted.
 
     Raises:
         RequestError: an empty or mixed list, an unknown token id, or too many prompts.
     """
     info, tokenizer = state.serving()
-    prompts = _separate(prompt)
-    if len(prompts) > MAX_PROMPTS:
+    prompts = _separate(prompt, param)
+    if len(prompts) > most:
         raise RequestError(
-            f"the request has {len(prompts)} prompts; at most {MAX_PROMPTS} are accepted",
-            param="prompt",
+            f"the request has {len(prompts)} prompts; at most {most} are accepted", param=param
         )
-    encoded = []
-    for one in prompts:
-        if isinstance(one, str):
-            encode = partial(tokenizer.encode, one, add_special_tokens=True)
-            at_once = len(one) < _OFF_LOOP_CHARACTERS and not tokenizer.is_isolated
-            ids = encode() if at_once else await _off_loop(state, encode)
-        else:
-            ids = one
-            _check_ids(ids, info)
+    characters = sum(len(one) for one in prompts if isinstance(one, str))
+
+    def encode() -> list[list[int]]:
+        return [
+            tokenizer.encode(one, add_special_tokens=True) if isinstance(one, str) else one
+            for one in prompts
+        ]
+
+    at_once = characters < _OFF_LOOP_CHARACTERS and not (characters and tokenizer.is_isolated)
+    encoded = encode() if at_once else await off_loop(state, encode)
+    for ids in encoded:
+        _check_ids(ids, info, param)
         if not ids:
-            raise RequestError("a prompt must have at least one token", param="prompt")
-        encoded.append(ids)
+            raise RequestError(f"each {param} must have at least one token", param=param)
     return encoded
 
 
 def prompt_text(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[str]:
     """The text of each prompt; token ids are detokenized."""
     texts = []
-    for one in _separate(prompt):
+    for one in _separate(prompt, "prompt"):
         if isinstance(one, str):
             texts.append(one)
         else:
@@ -130,7 +145,7 @@ def prompt_text(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer)
     return texts
 
 
-def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def _separate(prompt: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -139,19 +154,20 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]
     if len(kinds) == 1:
         return [item for item in prompt if not isinstance(item, int)]
     raise RequestError(
-        "prompt must be a text, texts, token ids or lists of token ids, not a mixture",
-        param="prompt",
+        f"{param} must be a text, texts, token ids or lists of token ids, not a mixture",
+        param=param,
     )
 
 
-def _check_ids(ids: list[int], info: EngineInfo) -> None:
+def _check_ids(ids: list[int], info: EngineInfo, param: str) -> None:
     largest = max(ids, default=0)
     if largest >= info.vocab_size:
         raise RequestError(
-            f"prompt has the token id {largest}; this model has {info.vocab_size} tokens",
-            param="prompt",
+            f"{param} has the token id {largest}; this model has {info.vocab_size} tokens",
+            param=param,
         )
 
 
-async def _off_loop(state: ServerState, work: Callable[[], ResultT]) -> ResultT:
+async def off_loop(state: ServerState, work: Callable[[], ResultT]) -> ResultT:
+    """Run something that reads long texts, where it stalls nobody."""
     return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)

@@ -1,6 +1,6 @@
-"""Reverse proxies in front: under which path they pass requests on, and for whom.
+"""Reverse proxies in front: their path prefix, and the client behind them.
 
-An ASGI middleware around everything, so that the door, the log and the limits see the client.
+An ASGI middleware outside all others, so that the door, the log and the limits see the client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Proxies:
     else, they are what a stranger likes to say. The path of the proxy may be there or be cut off.
 
     Args:
-        app: what is behind it.
         config: says which proxies, and which path.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The quality card that a server shows; who starts the server has read and checked it."""
+"""The quality card of the served model; the caller has read and validated it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedCard:
-    """What quantizing the weights of the served model cost.
+    """The quality card of the served model's weights.
 
     Attributes:
         as_json: the whole card.

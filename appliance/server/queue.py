@@ -1,4 +1,4 @@
-"""Who may still come: the queue's bounds in requests and tokens, and when there is room again."""
+"""The queue's bounds in requests and tokens, and the time until there is room again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ class Queue:
     """Requests that the engine has been given and has not started.
 
     Args:
-        config: the bounds.
-        engine: has the requests.
         metrics: what was started lately, and whom there was no room for.
         keys: that share the queue.
     """
@@ -37,7 +35,7 @@ class Queue:
         self._keys = keys
 
     def has_room(self, requests: int = 1, tokens: int = 0) -> bool:
-        """Whether that many more requests can run or wait, with that many tokens in their prompts.
+        """Return True if that many more requests, with that many prompt tokens, can run or wait.
 
         However long it is, a prompt may wait where no other does.
         """
@@ -68,7 +66,7 @@ class Queue:
         )
 
     def _excess(self, requests: int) -> int:
-        """How many would have to start first."""
+        """Return the number of requests that have to start first."""
         engine = self._engine
         slots = 0 if engine.info is None else engine.info.max_num_seqs
         room = self._config.max_queue + max(0, slots - engine.num_running_sequences)

@@ -1,4 +1,4 @@
-"""One answer for several connections: made once, followed by whoever asked for it."""
+"""One answer for several connections: generated once, sent to each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ FAILED = "failed"  # in the state of a request: its stream has begun well and en
 
 
 class SharedAnswer:
-    """The answer to a request; it is begun on construction, and ended when nobody follows.
+    """An answer that begins on construction, and ends when its last connection leaves.
 
     Args:
-        app: answers it.
         scope: of the request that came first.
-        body: of the request.
         digest: of all that makes the request what it is.
         clock: monotonic seconds.
 
@@ -58,8 +56,6 @@ class SharedAnswer:
         """Send the answer from its beginning, until it or the client has ended.
 
         Args:
-            receive: of the connection.
-            send: of the connection.
             again: somebody else asked for it first; a header says so.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What the OpenAI routes answer, as structs in OpenAI's order of fields."""
+"""Answers of the OpenAI routes, as structs in OpenAI's order of fields."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Where prompt tokens came from."""
+    """Prompt tokens by source."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """What the tokens of an answer were for."""
+    """Output tokens by purpose, and proposed ones by what became of them."""
 
-    reasoning_tokens: int  # in thoughts
+    reasoning_tokens: int | UnsetType = UNSET  # in thoughts; where the model can think or call
+    # Of speculative decoding, where there was any.
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
@@ -27,7 +30,6 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # Where the model can think or call.
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
@@ -53,7 +55,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CalledFunctionText(msgspec.Struct):
-    """Which tool, and JSON for it; in a stream a piece of that."""
+    """The called tool and its arguments as JSON; a stream sends pieces of that."""
 
     arguments: str
     name: str | UnsetType = UNSET  # where a call begins
@@ -89,6 +91,18 @@ class ChatChoice(msgspec.Struct):
     cumulative_logprob: float | UnsetType = UNSET  # with best_of or beam search
 
 
+class PromptLogprob(msgspec.Struct):
+    """The probability of one token at one place of a prompt."""
+
+    logprob: float
+    rank: int | None  # 1 is the likeliest; known of the reported alternatives only
+    decoded_token: str
+
+
+# By token id, of each place: the token that is there, and the likeliest. None of the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ChatCompletion(msgspec.Struct, kw_only=True):
     """Answer of POST /v1/chat/completions."""
 
@@ -99,6 +113,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # where it was asked for
 
 
 class CallDelta(msgspec.Struct):
@@ -111,7 +126,7 @@ class CallDelta(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """What a chunk adds; an empty one accompanies the finish reason."""
+    """The addition of a chunk; an empty one accompanies the finish reason."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -151,13 +166,14 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer, or a part of it."""
+    """One answer, or a piece of it."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     cumulative_logprob: float | UnsetType = UNSET  # with best_of or beam search
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # where it was asked for
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -179,6 +195,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "appliance"
+    parent: str | None = None  # of an adapter, the model that it changes
     max_model_len: int
     default_parameters: dict[str, float]  # of sampling, where a request says nothing
 

@@ -31,8 +31,6 @@ def sampling_params(
     """Translate; null means the default.
 
     Args:
-        fields: of the body.
-        info: of the loaded model.
         defaults: of the loaded model. They shape a random choice, so a request that asks for none,
             with temperature 0 or beams, is left as it is.
         max_tokens: as `completion_budget` allows.
@@ -43,6 +41,8 @@ def sampling_params(
     Raises:
         RequestError: a value is out of range, or two do not go together.
     """
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs are not streamed; leave stream out", param="stream")
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if (
@@ -81,6 +81,7 @@ def sampling_params(
         stop_token_ids=_token_ids("stop_token_ids", fields.stop_token_ids or (), info),
         logit_bias=_logit_bias(fields.logit_bias or {}, info),
         logprobs=logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
         grammar=grammar,
         thought_budget=budget,
     )
@@ -101,12 +102,11 @@ def completion_budget(
     param: str,
     default: int | None = None,
 ) -> int:
-    """How many tokens may be generated; a prompt is never cut, an answer is.
+    """Return the token limit of an answer; prompts are never cut.
 
     Args:
         prompt_tokens: length of the prompt.
         max_tokens: what the client asked for, if it did.
-        info: of the loaded model.
         param: field of the prompt.
         default: used when the client did not ask, as far as the context allows.
 

@@ -1,4 +1,4 @@
-"""What clients may send, as strict structs; the JSON schema in /openapi.json is made of these.
+"""Requests as strict structs, from which the JSON schema in /openapi.json is made.
 
 Fields that a struct does not have are in `unsupported` or have no effect.
 """
@@ -22,6 +22,8 @@ from appliance.engine.request import (
     MAX_TIMEOUT,
 )
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_NAME = "[a-zA-Z0-9_-]{1,64}"
 MAX_SALT = 1024  # characters
 MAX_TOKENS = 2**31 - 1
 
@@ -37,6 +39,14 @@ Priority = Annotated[
 Timeout = Annotated[
     float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT})
 ]  # seconds
+# Checked elsewhere, where the message can name what is known.
+Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+TextType = Annotated[str, Meta(extra_json_schema={"const": "text"})]
+FunctionType = Annotated[str, Meta(extra_json_schema={"const": "function"})]
+FormatType = Annotated[
+    str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})
+]
+ToolName = Annotated[str, Meta(extra_json_schema={"pattern": f"^{TOOL_NAME}$"})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -57,14 +67,14 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What the answer is: text, json_object or json_schema."""
+    """Format of the answer: text, json_object or json_schema."""
 
-    type: str
+    type: FormatType
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer must look like, in vLLM's words; one of them."""
+    """A constraint on the answer in vLLM's words; one field is set."""
 
     json: dict[str, Any] | bool | str | None = None
     regex: str | None = None
@@ -73,10 +83,19 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json_object: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """What chat and text completions have in common; null means the same as absent."""
+class TermsFields(msgspec.Struct, kw_only=True):
+    """The fields that every request to the engine shares; null means the same as absent."""
 
     model: str | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    user: str | None = None
+
+
+class SamplingFields(TermsFields, kw_only=True):
+    """The fields that chat and text completions share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -89,13 +108,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # 0 and -1 keep all
     min_p: Share | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
@@ -112,21 +132,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] | None = None
-    priority: Priority | None = None
-    timeout: Timeout | None = None
-    user: str | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
     """One part of a message; only text has a meaning here."""
 
-    type: str
+    type: TextType
     text: str | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """Which tool a model called, and how; the arguments are JSON, or the object itself."""
+    """The called tool; its arguments are JSON, or the object itself."""
 
     name: str
     arguments: Any = None
@@ -137,13 +153,13 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
     function: CalledFunction
     id: str | None = None
-    type: str | None = None
+    type: FunctionType | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
     """One turn of a conversation."""
 
-    role: str
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -153,9 +169,9 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class Function(msgspec.Struct, kw_only=True):
-    """What a tool is called, does and takes."""
+    """Name, purpose and parameters of a tool."""
 
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -164,7 +180,7 @@ class Function(msgspec.Struct, kw_only=True):
 class Tool(msgspec.Struct, kw_only=True):
     """Something that a model may call."""
 
-    type: str
+    type: FunctionType
     function: Function
 
 
@@ -177,7 +193,7 @@ class FunctionName(msgspec.Struct, kw_only=True):
 class NamedTool(msgspec.Struct, kw_only=True):
     """The tool that has to be called."""
 
-    type: str
+    type: FunctionType
     function: FunctionName
 
 
@@ -204,3 +220,4 @@ class CompletionRequest(SamplingFields, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    suffix: str | None = None  # the answer stands between the prompt and this

@@ -1,4 +1,4 @@
-"""POST /v1/completions with echo and logprobs: what the model thinks of a given text.
+"""POST /v1/completions with echo and logprobs, or echo alone: scores a given text.
 
 The engine reports on the tokens of a prompt while it computes it, in whole chunks. Evaluation
 harnesses ask for this.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class EchoScoring:
     """One request: prompts, and the answer that repeats them.
 
     Attributes:
@@ -55,8 +55,14 @@ class Scoring:
 
     @classmethod
     def begin(
-        cls, state: ServerState, body: CompletionRequest, prompts: list[list[int]], *, owner: str
-    ) -> Scoring:
+        cls,
+        state: ServerState,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        *,
+        owner: str,
+        request_id: str,
+    ) -> EchoScoring:
         """Hand one request per prompt to the engine.
 
         Raises:
@@ -78,6 +84,12 @@ class Scoring:
             raise RequestError(
                 f"echo together with logprobs scores a prompt; leave {found[0]} out", param=found[0]
             )
+        for name in ("prompt_logprobs", "suffix"):
+            if getattr(body, name) not in (None, ""):
+                raise RequestError(
+                    f"echo together with logprobs says it of the prompt; leave {name} out",
+                    param=name,
+                )
         if body.use_beam_search:
             raise RequestError(
                 "echo together with logprobs scores a prompt and searches nothing; leave "
@@ -91,8 +103,9 @@ class Scoring:
         info, tokenizer = state.serving()
         longest = max(map(len, prompts)) + generated
         check_answer(len(prompts), 1, longest, body.logprobs, param="prompt")
-        exchange = Exchange.begin(state, "cmpl-", logprobs=True)
         terms = Terms.of(body, state, owner)
+        scored = body.logprobs is not None
+        exchange = Exchange.begin(state, "cmpl-", terms.adapter, logprobs=scored)
         requests = []
         for number, prompt in enumerate(prompts):
             completion_budget(len(prompt), generated, info, param="prompt")
@@ -100,7 +113,7 @@ class Scoring:
                 max_tokens=generated,
                 temperature=0.0,
                 logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs or 0,
                 ignore_eos=True,
             )
             requests.append(
@@ -113,10 +126,12 @@ class Scoring:
         tokens = sum(len(one.prompt_token_ids) for one in requests)
         state.queue.check(owner, len(requests), tokens)
         texts = prompt_text(body.prompt, tokenizer)
-        return cls(exchange, Answer(state, requests), prompts, texts, generated)
+        return cls(
+            exchange, Answer(state, requests, request_id=request_id), prompts, texts, generated
+        )
 
     def completion(self, wholes: Sequence[Whole]) -> Completion:
-        """Prompts with their scores, and what was generated after them, of choices that ended."""
+        """Build the answer of prompts with their scores, and of generated text behind them."""
         choices = [self._choice(number, whole) for number, whole in enumerate(wholes)]
         read, made = sum(map(len, self.prompts)), self.generated * len(self.prompts)
         return Completion(
@@ -132,16 +147,19 @@ class Scoring:
         prompt, tokenizer = self.prompts[number], self.exchange.tokenizer
         first = tokenizer.token_text(prompt[0])
         tokens = [*self.answer.prompt_logprobs[number], *whole.tokens]
-        scored = completion_logprobs(tokens, tokenizer, len(first))
-        after = [token.chosen.token_id for token in tokens[len(prompt) - 1 :]]
-        return CompletionChoice(
-            index=number,
-            text=self.texts[number] + tokenizer.decode(after),
-            logprobs=CompletionLogprobs(
+        logprobs = None
+        if self.exchange.logprobs:
+            scored = completion_logprobs(tokens, tokenizer, len(first))
+            logprobs = CompletionLogprobs(
                 tokens=[first, *scored.tokens],
                 token_logprobs=[None, *scored.token_logprobs],
                 top_logprobs=[None, *scored.top_logprobs],
                 text_offset=[0, *scored.text_offset],
-            ),
+            )
+        after = [token.chosen.token_id for token in tokens[len(prompt) - 1 :]]
+        return CompletionChoice(
+            index=number,
+            text=self.texts[number] + tokenizer.decode(after),
+            logprobs=logprobs,
             finish_reason=whole.finish_reason,
         )

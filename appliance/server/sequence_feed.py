@@ -1,4 +1,4 @@
-"""The live sequences for one watcher: the engine's view, and what only the API process knows."""
+"""The live sequences for one watcher: the engine's view, and the API process's own facts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ Key = tuple[str, int]
 
 
 class SequenceFeed:
-    """What one watcher knows of the sequences.
+    """The changes of sequences for one watcher.
 
     Args:
-        state: of the server.
         holder: name of the key that the watcher came with; it sees no prompts of others.
     """
 

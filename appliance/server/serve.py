@@ -7,7 +7,7 @@ import logging
 import resource
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,8 +16,9 @@ import uvicorn
 import uvloop
 
 from appliance.config import jobs_dir
-from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
+from appliance.engine.process.launch import ENGINE_COMMAND
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError
 from appliance.log import RecentWarnings, Sparing
 from appliance.sampling_defaults import choose_defaults
@@ -27,6 +28,7 @@ from appliance.server.listener import bind, url_of
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
 from appliance.server.state import ServerState
+from appliance.service.notice import ServiceNotice
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from appliance.config import Settings
     from appliance.engine.messages import EngineInfo
+    from appliance.engine.process.launch import LaunchedProcess
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.quality import ServedCard
@@ -47,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class RunningServer:
     """A server that has begun to serve.
 
     Attributes:
@@ -65,7 +68,7 @@ class Ready:
     sampling: SamplingDefaults
 
 
-ReadyCallback = Callable[[Ready], object]
+ReadyCallback = Callable[[RunningServer], object]
 
 
 class FoundModel(Protocol):
@@ -78,12 +81,12 @@ class FoundModel(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called, unless the settings say otherwise."""
+        """The model's name unless the settings give one."""
         ...
 
     @property
     def sampling(self) -> SamplingDefaults:
-        """What is recommended for it, where it does not say so itself."""
+        """Recommended sampling for a model that brings none."""
         ...
 
 
@@ -95,20 +98,22 @@ def run_server(
     on_ready: ReadyCallback,
     quality_card: ServedCard | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
+    launched: LaunchedProcess | None = None,
     warnings: RecentWarnings | None = None,
+    notice: ServiceNotice | None = None,
 ) -> int:
     """Serve until a signal ends it.
 
     SIGTERM and SIGINT let streams in flight finish for a while; a second signal ends at once.
 
     Args:
-        settings: of engine and server.
-        model: what to serve.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called once requests are accepted.
         quality_card: of the model, if it has one.
         engine_command: starts the engine process.
+        launched: the first one, if it was started already.
         warnings: what the log keeps for dashboards.
+        notice: tells the service manager; None if there is none.
 
     Returns:
         How many requests came to their end.
@@ -123,10 +128,23 @@ def run_server(
     _allow_descriptors(config.max_connections)
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
-        engine = EngineClient(engine_config, command=engine_command)
-        server = _Server(
-            settings, model, engine, sock, certificate, warnings or RecentWarnings(), quality_card
+        engine = EngineClient(
+            engine_config,
+            command=engine_command,
+            launched=launched,
+            idle_timeout=config.idle_timeout,
         )
+        name = config.served_model_name or model.name
+        state = ServerState(
+            config,
+            engine,
+            name,
+            Metrics(name),
+            warnings=warnings or RecentWarnings(),
+            quality_card=quality_card,
+            jobs_folder=jobs_dir(),
+        )
+        server = _Server(settings, model, state, sock, certificate, notice or ServiceNotice())
         uvloop.run(server.run(on_progress, on_ready))
     return server.num_finished
 
@@ -138,28 +156,19 @@ class _Server:
         self,
         settings: Settings,
         model: FoundModel,
-        engine: EngineClient,
+        state: ServerState,
         sock: socket.socket,
         certificate: Certificate | None,
-        warnings: RecentWarnings,
-        quality_card: ServedCard | None,
+        notice: ServiceNotice,
     ) -> None:
         self._model = model
         self._generation_config = settings.engine.generation_config
-        self._engine = engine
+        self._engine = state.engine
         self._socket = sock
         self._certificate = certificate
         self._url = url_of(settings.server, sock)
-        name = settings.server.served_model_name or model.name
-        self._state = ServerState(
-            settings.server,
-            engine,
-            name,
-            Metrics(name),
-            warnings=warnings,
-            quality_card=quality_card,
-            jobs_folder=jobs_dir(),
-        )
+        self._state = state
+        self._notice = notice
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -179,29 +188,30 @@ class _Server:
         serving = asyncio.create_task(web.serve(sockets=[self._socket]))
         loading = asyncio.create_task(self._load(on_progress))
         stopping = asyncio.create_task(self._stop.wait())
+        watching = asyncio.create_task(self._notice.watch(self._is_alive))
         try:
             await _first_of(loading, stopping, serving)
             if loading.done():
                 on_ready(loading.result())
+                self._notice.ready(f"serving {self._state.model_id} at {self._url}")
                 await _first_of(stopping, serving)
                 await self._drain()
         finally:
             self._state.draining = self._state.closing = True
-            loading.cancel()
-            stopping.cancel()
+            for task in (loading, stopping, watching):
+                task.cancel()
             if following is not None:
                 following.cancel()
-            await asyncio.gather(loading, stopping, return_exceptions=True)
+            await asyncio.gather(loading, stopping, watching, return_exceptions=True)
             await self._engine.close(now=self._stop_now.is_set())
-            web.should_exit = True
-            web.force_exit = self._stop_now.is_set()
+            web.stop(now=self._stop_now.is_set())
             await serving
             self._state.text_pool.shutdown(wait=False, cancel_futures=True)
             if self._state.tokenizer is not None:
                 self._state.tokenizer.close()
             self._state.grammars.close()
 
-    def _web_server(self) -> uvicorn.Server:
+    def _web_server(self) -> _WebServer:
         from appliance.server.app import create_app  # slow to import
 
         certificate = self._certificate
@@ -226,7 +236,7 @@ class _Server:
             )
         )
 
-    async def _load(self, on_progress: ProgressCallback) -> Ready:
+    async def _load(self, on_progress: ProgressCallback) -> RunningServer:
         tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
         info, _ = await asyncio.gather(
             self._engine.start(tokenizer.eos_token_ids, on_progress),
@@ -237,7 +247,7 @@ class _Server:
         )
         self._state.tokenizer = tokenizer
         settle()
-        return Ready(
+        return RunningServer(
             self._url,
             self._state.model_id,
             info,
@@ -246,8 +256,9 @@ class _Server:
         )
 
     async def _drain(self) -> None:
-        """Take nothing new, and give what is in flight some time."""
+        """Refuse new requests, and give those in flight time to end."""
         self._state.draining = True
+        self._notice.stopping()
         if self._engine.num_running + self._engine.num_waiting:
             logger.info("finishing requests in flight; another signal ends at once")
         end = asyncio.get_running_loop().time() + self._state.config.drain_timeout
@@ -257,6 +268,10 @@ class _Server:
             await asyncio.sleep(0.05)
         self._engine.fail_all(EngineUnavailableError("the server is shutting down"))
 
+    def _is_alive(self) -> bool:
+        """Return False if the engine has work and does nothing; its supervisor should end it."""
+        return self._engine.state is not EngineState.READY or self._engine.responsive
+
     def _on_signal(self) -> None:
         if self._stop.is_set():
             self._stop_now.set()
@@ -264,7 +279,22 @@ class _Server:
 
 
 class _WebServer(uvicorn.Server):
-    """Leaves signals to `_Server`."""
+    """Leaves signals to `_Server`, and looks at the clock once a second, not ten times."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self, *, now: bool) -> None:
+        """End connections: `now`, or after their responses."""
+        self.should_exit, self.force_exit = True, now
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Renew the Date header until told to stop; an idle server wakes up for nothing else."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -272,7 +302,7 @@ class _WebServer(uvicorn.Server):
 
 
 def _allow_descriptors(connections: int) -> None:
-    """Room for that many connections, as far as the system gives it; 1024 is usual, and close."""
+    """Raise the limit of open files for that many connections, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * connections + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""What the routes share: the engine's client, the tokenizer, settings and metrics."""
+"""The state that routes share: the engine's client, the tokenizer, settings and metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from appliance.adapter_names import AdapterRegistry
 from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, UnknownModelError
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 
+_MOST_NAMES = 20  # of adapters in a message
+
+
 @dataclass(slots=True)
 class ServerState:
     """One server.
@@ -45,6 +49,7 @@ class ServerState:
         keys: that are let in.
         use: what their holders use of what they may.
         queue: of requests that wait.
+        adapters: names of adapters, which are served like models.
         grammars: checks what requests ask of their answers.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
@@ -65,6 +70,7 @@ class ServerState:
     keys: KeyRing = field(init=False)
     use: KeyUse = field(init=False)
     queue: Queue = field(init=False)
+    adapters: AdapterRegistry = field(init=False)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
@@ -74,22 +80,28 @@ class ServerState:
         self.machine = MachineProbe(self.engine)
         self.keys = KeyRing(self.config)
         self.use = KeyUse(self.keys)
+        self.adapters = AdapterRegistry(self.engine.config, self.model_id)
         self.queue = Queue(self.config, self.engine, self.metrics, self.keys)
         self.metrics.know_keys(self.keys() or (NO_KEY,))
         self.keys.observers.append(self.metrics.know_keys)
-        self.engine.observers += [self._take_warnings, self.metrics.take_steps]
+        self.engine.observers += [self._take_warnings, self.metrics.take_steps, self._rest]
 
     def _take_warnings(self, report: StepReport) -> None:
         for line in report.logs:
             self.warnings.add(line)
 
+    def _rest(self, report: StepReport) -> None:
+        """End the tokenizer's processes with the engine's."""
+        if self.engine.state is EngineState.ASLEEP and self.tokenizer is not None:
+            self.tokenizer.rest()
+
     @property
     def several_keys(self) -> bool:
-        """Whether more than one key is let in."""
+        """True if more than one key is accepted."""
         return len(self.keys()) > 1
 
     def may_manage(self, holder: str, owner: str) -> bool:
-        """Whether a key may end a request, and see more of it than numbers.
+        """Return True if a key may end a request, and see its text.
 
         Where several are let in, those are its owner's and the one without a name.
 
@@ -101,24 +113,24 @@ class ServerState:
 
     @property
     def unavailable(self) -> str | None:
-        """In a word why requests are not accepted, if they are not."""
+        """The reason in one word why requests are not accepted, if so."""
         return "draining" if self.draining else self.not_working
 
     @property
     def doubtful(self) -> bool:
-        """Whether the engine shows no signs of life, for a time that may still be an accident."""
+        """True if the engine has been silent for a while that may still be an accident."""
         return self.engine.state is EngineState.READY and not self.engine.responsive
 
     @property
     def not_working(self) -> str | None:
-        """In a word why nothing is computed, if nothing is."""
-        if self.engine.state is EngineState.READY and self.tokenizer is not None:
+        """The reason in one word why the engine takes nothing, if so; asleep, it does."""
+        if self.engine.state.accepts and self.tokenizer is not None:
             return None
         state = self.engine.state
-        return EngineState.LOADING.value if state is EngineState.READY else state.value
+        return EngineState.LOADING.value if state.accepts else state.value
 
     def serving(self) -> tuple[EngineInfo, Tokenizer]:
-        """What is loaded.
+        """Return the loaded model.
 
         Raises:
             EngineUnavailableError: nothing is, at the moment.
@@ -135,12 +147,16 @@ class ServerState:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Accept the served model only.
+        """Accept the served model and its adapters only.
 
         Raises:
             UnknownModelError: it is another.
         """
-        if name is not None and name != self.model_id:
-            raise UnknownModelError(
-                f"the model {name[:100]!r} is not served here; the one that is: {self.model_id!r}"
-            )
+        if name is None or name == self.model_id or self.adapters.find(name) is not None:
+            return
+        adapters = [repr(one) for one in self.adapters.names()[:_MOST_NAMES]]
+        beside = f", and as adapters of it {', '.join(adapters)}" if adapters else ""
+        raise UnknownModelError(
+            f"the model {name[:100]!r} is not served here; the one that is:"
+            f" {self.model_id!r}{beside}"
+        )

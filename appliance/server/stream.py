@@ -41,11 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class ClientGoneError(Exception):
-    """The client went away; nobody will read an answer."""
+    """The client closed the connection."""
 
 
 def data_frame(content: Any) -> bytes:
-    """One frame of an OpenAI stream."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
@@ -67,7 +66,6 @@ class FrameTemplate:
         self._around = frame.split(msgspec.json.encode(self.MARK))
 
     def fill(self, text: str) -> bytes:
-        """The frame with that text."""
         return _encode(text).join(self._around)
 
 
@@ -82,7 +80,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a stream looks like in some protocol.
+    """The form of a stream in one protocol.
 
     Attributes:
         media_type: of the response.
@@ -177,7 +175,7 @@ class _Stream:
             await self._write(b"", last=True)
 
     async def watch(self) -> NoReturn:
-        """Send comments while there is nothing else to send.
+        """Send comments while the stream is silent.
 
         Raises:
             ClientGoneError: a write does not come to its end.
@@ -212,7 +210,7 @@ class _Stream:
         await self._write(frame, last=True)
 
     def _write_at_once(self, data: bytes) -> bool:
-        """Write past locks and middlewares, if nothing is in the way."""
+        """Write past locks and middlewares if the stream is started, idle and not compressed."""
         write = self._write_chunk
         if (
             write is None

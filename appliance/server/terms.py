@@ -1,4 +1,4 @@
-"""On what terms a request is served: whose it is, how urgent, how long, whose cache it reads."""
+"""The terms of a request: owner, priority, deadline, cache salt."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from appliance.engine.request import MAX_PRIORITY, Request
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from appliance.engine.request import SamplingParams
-    from appliance.server.schema import SamplingFields
+    from appliance.engine.request import AdapterRef, Pooling, SamplingParams
+    from appliance.server.schema import TermsFields
     from appliance.server.state import ServerState
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the engine is told of a request beside prompt and sampling."""
+    """The terms of a request beside prompt and sampling."""
 
     owner: str
     priority: int
     timeout: float | None
     max_queue_seconds: float | None
     cache_salt: str
+    adapter: AdapterRef | None
 
     @classmethod
-    def of(cls, body: SamplingFields, state: ServerState, owner: str) -> Terms:
+    def of(cls, body: TermsFields, state: ServerState, owner: str) -> Terms:
         """From a body and the name of the key that it came with.
 
         Raises:
             RequestError: a priority that this server does not give.
+            UnknownModelError: the model or adapter is not served any more.
         """
         own = state.use.limits_of(owner).priority
         priority = own if body.priority is None else body.priority
@@ -44,15 +46,24 @@ class Terms:
                 "lower is served earlier",
                 param="priority",
             )
+        state.check_model(body.model)
         return cls(
             owner=owner,
             priority=priority,
             timeout=body.timeout,
             max_queue_seconds=state.config.max_queue_seconds,
             cache_salt=salt_of(state, body, owner),
+            adapter=state.adapters.find(body.model),
         )
 
-    def request(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Request:
+    def request(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        pooling: Pooling | None = None,
+        labels: tuple[int, ...] = (),
+    ) -> Request:
         """A request for the engine.
 
         Raises:
@@ -67,17 +78,20 @@ class Terms:
             max_queue_seconds=self.max_queue_seconds,
             cache_salt=self.cache_salt,
             owner=self.owner,
+            adapter=self.adapter,
+            pooling=pooling,
+            labels=labels,
         )
 
 
-def salt_of(state: ServerState, body: SamplingFields, owner: str) -> str:
-    """What keeps apart what this request's prompt leaves in caches; see `prefix_salt`."""
+def salt_of(state: ServerState, body: TermsFields, owner: str) -> str:
+    """Return the salt of a request's cached prefixes; see `prefix_salt`."""
     apart = state.several_keys and not state.config.share_prefixes_between_keys
     return prefix_salt(owner if apart else "", body.cache_salt or "")
 
 
 def prefix_salt(owner: str, asked: str) -> str:
-    """What keeps cached prefixes apart: equal only for the same owner and the same wish.
+    """Return a salt that two requests share only if owner and `cache_salt` agree.
 
     It is a digest, so that what clients chose as a secret goes no further than this process; the
     same in every process, so that a cache on disk is found again.

@@ -1,4 +1,4 @@
-"""How much a request wants the model to think: for its chat template, and as a budget."""
+"""The requested effort of thinking, for the chat template and as a budget."""
 
 from __future__ import annotations
 
@@ -57,11 +57,10 @@ def template_options(effort: Effort | None, given: dict[str, Any] | None = None)
 def thought_budget(
     most: int | None, tokenizer: Tokenizer, *, thinking: bool
 ) -> ThoughtBudget | None:
-    """How long the model may think; None if it may for ever, or does not think at all.
+    """Return the budget of a thought; None if it is unlimited, or there is none.
 
     Args:
         most: tokens of a thought; None for any number.
-        tokenizer: of the model.
         thinking: whether the answer begins within a thought.
     """
     marks = tokenizer.dialect.budget_marks

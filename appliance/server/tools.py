@@ -1,4 +1,4 @@
-"""The tools that a request offers, checked, and what it wants done with them."""
+"""Checks the tools that a request offers, and its choice among them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from appliance.dialects.turns import SHORT_ID
 from appliance.errors import RequestError
+from appliance.server.schema import TOOL_NAME
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARACTERS = 512 * 1024  # of all definitions, as JSON
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(TOOL_NAME)
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -46,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What may be called, and what has to be.
+    """The tools that an answer may or must call.
 
     Attributes:
         definitions: for the model; None if it may call none.

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.server.schema import NamedTool
+from appliance.server.schema import ROLES, NamedTool
 from appliance.server.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
     from appliance.server.schema import ChatRequest, ContentPart, Message, ToolCall
-
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -72,9 +70,9 @@ def tools_of(body: ChatRequest) -> Tools:
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:
-    if message.role not in _ROLES:
+    if message.role not in ROLES:
         raise RequestError(
-            f"{where}.role is {message.role[:40]!r}; known roles: {', '.join(sorted(_ROLES))}",
+            f"{where}.role is {message.role[:40]!r}; known roles: {', '.join(sorted(ROLES))}",
             param="messages",
         )
     if message.role == "tool" and not message.tool_call_id:

@@ -17,7 +17,6 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": _NOTHING,
     "logits_processors": _NOTHING,
     "prompt_embeds": _NOTHING,
-    "prompt_logprobs": (None,),
     "skip_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
 }
@@ -33,9 +32,7 @@ CHAT: dict[str, tuple[Any, ...]] = _ANYWHERE | {
     "modalities": (*_NOTHING, ["text"]),
     "web_search_options": (None,),
 }
-COMPLETION: dict[str, tuple[Any, ...]] = _ANYWHERE | {
-    "suffix": _NOTHING,
-}
+COMPLETION: dict[str, tuple[Any, ...]] = _ANYWHERE
 # Accepted and without effect here, as they are elsewhere.
 HARMLESS = {
     "metadata",

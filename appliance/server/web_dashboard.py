@@ -22,7 +22,7 @@ from appliance.errors import RequestError
 from appliance.server.key_ring import KeyRing
 from appliance.server.keys import KeyCheck
 from appliance.server.origins import Origins, check_site
-from appliance.server.page import FOLDER
+from appliance.server.web_page import FOLDER
 
 if TYPE_CHECKING:
     import socket
@@ -49,7 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Tickets:
-    """What browsers show after they have shown the key: each for some hours, and not too many.
+    """Tickets that browsers get in exchange for the key; their number and life are limited.
 
     Args:
         clock: monotonic seconds.
@@ -60,7 +60,6 @@ class Tickets:
         self._ends: dict[bytes, float] = {}  # digest to when it ends, oldest first
 
     def issue(self) -> str:
-        """A new one."""
         ticket, now = secrets.token_urlsafe(32), self._clock()
         self._ends = {digest: end for digest, end in self._ends.items() if end > now}
         if len(self._ends) >= MAX_TICKETS:
@@ -69,7 +68,7 @@ class Tickets:
         return ticket
 
     def knows(self, ticket: str) -> bool:
-        """Whether it was issued, and has not ended."""
+        """Return True if the ticket was issued and is still valid."""
         return self._ends.get(_digest(ticket), 0.0) > self._clock()
 
 
@@ -77,7 +76,6 @@ class WebDashboard(Server):
     """Serves the dashboard of one server to browsers.
 
     Args:
-        arguments: of `appliance top`.
         config: address to listen on and key; without a key only for this machine.
     """
 

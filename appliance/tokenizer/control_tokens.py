@@ -97,7 +97,6 @@ class ContentGuard:
         return value
 
     def restore(self, text: str) -> str:
-        """Restore the hidden texts."""
         if not self._hidden:
             return text
         return re.sub(self._nonce + r"(\d+)Z", lambda match: self._hidden[int(match[1])], text)

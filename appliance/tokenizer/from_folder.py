@@ -12,6 +12,7 @@ from tokenizers import processors
 
 from appliance.errors import CheckpointError, ModelError
 from appliance.files import read_json
+from appliance.retrieval_recipe import recipe_of_folder
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.pre_tokenizers import unknown_patterns
@@ -68,6 +69,7 @@ def read_folder(path: Path) -> TokenizerSource:
         eos_token_ids=with_end_of_turn(backend, named),
         chat_template=_chat_template(path, config, contents),
         sampling=SamplingDefaults.read(generation, GENERATION),
+        retrieval=recipe_of_folder(path),
     )
 
 

@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.gguf import read_header
+from appliance.retrieval_recipe import recipe_of_gguf
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.pieces import SPACE_MARK
@@ -86,6 +87,7 @@ class _GGUFTokenizer:
                 {name: self._metadata.get(key) for name, key in _SAMPLING.items()},
                 f"the metadata of {self._path.name}",
             ),
+            retrieval=recipe_of_gguf(self._metadata, self._path.name),
         )
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:

@@ -102,6 +102,10 @@ class IsolatedTemplate:
             except ChatTemplateError:
                 continue
 
+    def rest(self) -> None:
+        """End idle processes; the next chat starts a new one."""
+        self._workers.rest()
+
     def close(self) -> None:
         """End the processes; the next chat starts a new one."""
         self._workers.close()
@@ -150,6 +154,10 @@ class IsolatedEncoder:
             raise RequestError(
                 "this model's tokenizer fails on this text, or takes too long; send another text"
             ) from error
+
+    def rest(self) -> None:
+        """End an idle process; the next text starts a new one."""
+        self._workers.rest()
 
     def close(self) -> None:
         """End the process; the next text starts a new one."""

@@ -10,8 +10,6 @@ SPACE_MARK = "\u2581"  # SentencePiece's space
 
 
 class Spelling(Enum):
-    """Spelling of bytes in a vocabulary."""
-
     BYTE_LEVEL = "byte-level"  # each byte is one printable character (GPT-2)
     SENTENCEPIECE = "sentencepiece"  # plain text, spaces marked, odd bytes as <0xXX>
 

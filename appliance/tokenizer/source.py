@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import AddedToken
 
+from appliance.retrieval_recipe import NOTHING_SAID, RetrievalRecipe
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Encoder(Protocol):
         """Return the token ids of each text."""
         ...
 
+    def rest(self) -> None:
+        """End a process that does nothing; the next text starts a new one."""
+        ...
+
     def close(self) -> None:
         """End the process; the next text would start a new one."""
         ...
@@ -58,6 +63,7 @@ class TokenizerSource:
         eos_token_ids: tokens that end an answer.
         chat_template: None for a base model.
         sampling: recommended values, from the same files, which are slow to read again.
+        retrieval: how the model embeds texts and judges relevance, from these files, too.
         encoder: replaces the backend's encoder if its rules are not trusted.
     """
 
@@ -66,6 +72,7 @@ class TokenizerSource:
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
     sampling: SamplingDefaults = NOTHING_RECOMMENDED
+    retrieval: RetrievalRecipe = NOTHING_SAID
     encoder: Encoder | None = None
 
 

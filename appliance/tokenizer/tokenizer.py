@@ -60,6 +60,7 @@ class Tokenizer:
         add_bos: `add_special_tokens` puts BOS in front.
         chat_template: None for a base model.
         sampling: the checkpoint's recommendation.
+        retrieval: how it embeds texts and judges relevance.
         whole_text: a token's text in an answer; None if it is not whole characters.
     """
 
@@ -69,6 +70,7 @@ class Tokenizer:
         self.eos_token_ids = source.eos_token_ids
         self.chat_template = source.chat_template
         self.sampling = source.sampling
+        self.retrieval = source.retrieval
 
         added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(self._backend.get_vocab_size(), *(i + 1 for i in added), 0)
@@ -108,7 +110,6 @@ class Tokenizer:
         """Encode a text.
 
         Args:
-            text: any text.
             add_special_tokens: put BOS in front, if the model wants it.
             allow_special: `<|im_end|>` in the text means the control token; if False, it is plain
                 text.
@@ -118,6 +119,30 @@ class Tokenizer:
         """
         occurrences = self._control_tokens.find(_valid(text)) if allow_special else []
         pieces = _split(text, occurrences)
+        return self._encode_pieces(pieces, occurrences, add_special_tokens)
+
+    def encode_filled(
+        self, template: str, values: Mapping[str, str], *, add_special_tokens: bool
+    ) -> list[int]:
+        """Encode a template with texts in it; control tokens are those of the template only.
+
+        Args:
+            template: has `{name}` where the text of that name belongs.
+            values: the texts.
+            add_special_tokens: as for `encode`.
+
+        Raises:
+            RequestError: a text contains lone surrogates.
+        """
+        guard = ContentGuard(self._control_tokens)
+
+        def fill(found: re.Match[str]) -> str:
+            value = values.get(found[1])
+            return found[0] if value is None else str(guard.hide(_valid(value)))
+
+        text = re.sub(r"\{(\w+)\}", fill, template)
+        occurrences = self._control_tokens.find(text)
+        pieces = [guard.restore(piece) for piece in _split(text, occurrences)]
         return self._encode_pieces(pieces, occurrences, add_special_tokens)
 
     def encode_chat(
@@ -209,16 +234,22 @@ class Tokenizer:
         finally:
             self._isolated.close()  # servers of plain completions need none
 
+    def rest(self) -> None:
+        """End worker processes that do nothing; the next text starts a new one."""
+        for elsewhere in (self._isolated, self._encoder):
+            if elsewhere is not None:
+                elsewhere.rest()
+
     def close(self) -> None:
         """End the worker processes; the next text would start a new one."""
         for elsewhere in (self._isolated, self._encoder):
             if elsewhere is not None:
                 elsewhere.close()
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Decode a whole sequence, without control tokens."""
+    def decode(self, token_ids: Iterable[int], *, with_control: bool = False) -> str:
+        """Decode a whole sequence, without control tokens unless they are wanted."""
         known = [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
-        text: str = self._backend.decode(known, skip_special_tokens=True)
+        text: str = self._backend.decode(known, skip_special_tokens=not with_control)
         return text
 
     def token_text(self, token_id: int) -> str:

@@ -37,7 +37,7 @@ class WorkerEndedError(Exception):
     """The process ended by itself or exceeded its limits."""
 
 
-class Worker:
+class TokenizerWorker:
     """One process; used by one thread at a time.
 
     Args:
@@ -83,7 +83,6 @@ class Worker:
             raise WorkerEndedError(str(error)) from error
 
     def kill(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -105,7 +104,6 @@ class Workers:
     Thread-safe; a call waits while all processes are busy.
 
     Args:
-        setup: see `Worker`.
         cpu_seconds: limit for the setup.
     """
 
@@ -117,8 +115,8 @@ class Workers:
         self._memory_bytes = memory_bytes
         self._turn = threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-        self._all: set[Worker] = set()
+        self._idle: list[TokenizerWorker] = []
+        self._all: set[TokenizerWorker] = set()
         self.started = 0  # ever
         weakref.finalize(self, _end_all, self._all)
 
@@ -146,23 +144,32 @@ class Workers:
             self._idle.clear()
             _end_all(self._all)
 
-    def _take(self) -> Worker:
+    def rest(self) -> None:
+        """End those that do nothing; the next call starts one again."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            self._drop(worker)
+
+    def _take(self) -> TokenizerWorker:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        worker = Worker(self._setup, cpu_seconds=self._cpu_seconds, memory_bytes=self._memory_bytes)
+        worker = TokenizerWorker(
+            self._setup, cpu_seconds=self._cpu_seconds, memory_bytes=self._memory_bytes
+        )
         with self._lock:
             self.started += 1
             self._all.add(worker)
         return worker
 
-    def _drop(self, worker: Worker) -> None:
+    def _drop(self, worker: TokenizerWorker) -> None:
         with self._lock:
             self._all.discard(worker)
         worker.kill()
 
 
-def _end_all(workers: set[Worker]) -> None:
+def _end_all(workers: set[TokenizerWorker]) -> None:
     while workers:
         workers.pop().kill()
 

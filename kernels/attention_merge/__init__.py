@@ -1,1 +1,1 @@
-"""Merges what spans of keys leave of one row's attention."""
+"""Merges the partial results of one row's attention over spans of keys."""

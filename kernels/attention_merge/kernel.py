@@ -14,7 +14,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def last_to_arrive(p_arrived, expected):
-    """Whether all others have arrived; leaves the counter as it was before the first did.
+    """Return True if all others have arrived; leaves the counter as it was before the first did.
 
     All threads' stores come before the arrival, all arrivals before the last one's loads.
     """

@@ -23,7 +23,7 @@ ALIGNMENT = 16  # bytes, of pages and of what torch allocates
 
 
 class BlockMover:
-    """Moves blocks of one cache; see `reference` for what the moves are.
+    """Moves blocks of one cache; `reference` describes the moves.
 
     Nothing here waits for the device: moves take their place in the current stream.
 
@@ -57,7 +57,7 @@ class BlockMover:
         self._launch(table, blocks, range(len(blocks)))
 
     def swap_in(self, staging: Tensor, blocks: Sequence[int]) -> None:
-        """Put back what `swap_out` gathered, into the same or other blocks."""
+        """Put back the bytes of `swap_out`, into the same or other blocks."""
         table = self._table(self._staged(staging, len(blocks)), self._places())
         self._launch(table, range(len(blocks)), blocks)
 

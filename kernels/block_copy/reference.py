@@ -33,7 +33,7 @@ def swap_out(layers: Sequence[KVPages], blocks: list[int], staging: Tensor) -> N
 
 
 def swap_in(layers: Sequence[KVPages], staging: Tensor, blocks: list[int]) -> None:
-    """Put back what `swap_out` gathered, into the same or other blocks."""
+    """Put back the bytes of `swap_out`, into the same or other blocks."""
     start = 0
     for layer in layers:
         size = layer.pages[0].numel()

@@ -81,7 +81,7 @@ def source_digest(cflags: tuple[str, ...] = ()) -> str:
 
 
 def is_current(library: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> bool:
-    """Whether the file was made from the sources as they are now: they are its build id."""
+    """Return True if the file's build id matches the sources."""
     return library.is_file() and bytes.fromhex(source_digest(cflags)) in library.read_bytes()
 
 

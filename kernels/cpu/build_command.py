@@ -1,4 +1,4 @@
-"""How setuptools puts the CPU library into the package; pyproject.toml names these classes.
+"""The setuptools commands that put the CPU library into the package, named in pyproject.toml.
 
 Loaded by path while the package is being built, when nothing of ours can be imported.
 """

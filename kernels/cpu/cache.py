@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.cpu.arena import Mapping
-from appliance.kernels.cpu.structs import LANES, CacheLayerStruct, CacheStruct, Format
+from appliance.kernels.cpu.step_structs import CacheLayerStruct, CacheStruct
+from appliance.kernels.cpu.structs import LANES, Format
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
 
 if TYPE_CHECKING:
@@ -34,12 +35,15 @@ class NativeCache:
     """All physical blocks of all layers. Memory is taken as blocks are first written.
 
     Args:
-        library: the loaded library.
         format: how keys and values are stored, in all layers or in each.
         heads: of each layer, its KV heads and their width.
-        num_blocks: physical blocks.
         block_size: token slots in a block, a multiple of 16; 32 where a layer is sealed.
         num_open: open pages, for layers that are sealed.
+        num_states: state slots, for layers that are recurrent.
+        state_bytes: of one slot.
+
+    Attributes:
+        states: (num_states, state_bytes) uint8; a row is a sequence's state in all layers.
 
     Raises:
         MemoryError: the system refuses.
@@ -54,6 +58,8 @@ class NativeCache:
         num_blocks: int,
         block_size: int,
         num_open: int = 0,
+        num_states: int = 0,
+        state_bytes: int = 0,
     ) -> None:
         assert block_size % PAGE_TOKENS == 0, block_size
         self.num_blocks = num_blocks
@@ -90,9 +96,19 @@ class NativeCache:
             self.struct.open_base = self._open.address
             self.struct.open_bytes = open_end
             self.struct.num_open = num_open
+        self._slots: Mapping | None = None
+        if num_states * state_bytes:
+            self._slots = Mapping.of(num_states * state_bytes)
+            self.struct.states = self._slots.address
+            self.struct.state_bytes = state_bytes
+            self.struct.num_states = num_states
+            rows = torch.frombuffer(self._slots.memory, dtype=torch.uint8)
+        else:
+            rows = torch.empty(0, dtype=torch.uint8)
+        self.states = rows.view(num_states, state_bytes)
 
     def _constant(self, tensor: Tensor | None, shape: tuple[int, int], default: float) -> int:
-        """Where the library finds some floats."""
+        """Return the address of constant floats."""
         if tensor is None:
             tensor = torch.full(shape, default)
         assert tensor.shape == shape, (tensor.shape, shape)
@@ -138,7 +154,7 @@ class NativeCache:
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
     ) -> None:
-        """Put back what `read_block` returned, in this block or in another one."""
+        """Put back the bytes of `read_block`, in this block or in another one."""
         size, view = self.block_bytes, memoryview(content)
         assert len(view) == size + (self.open_bytes if open_page >= 0 else 0), len(view)
         self._mapping.memory[block * size : (block + 1) * size] = view[:size]

@@ -1,4 +1,4 @@
-"""An ap_engine as a Python object: threads, workspace, and what its status codes mean."""
+"""An ap_engine as a Python object: threads, workspace, and the errors of status codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class NativeEngine:
     """The threads and the workspace with which the library runs; used by one thread at a time.
 
     Args:
-        library: the loaded library.
         threads: that work in a step, the caller's included.
         max_workspace_bytes: a step that needs more fails; 0 sets no limit.
 

@@ -16,7 +16,7 @@ from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-from appliance.kernels.cpu import structs
+from appliance.kernels.cpu import step_structs, structs
 from appliance.kernels.cpu.structs import Isa, Status
 from appliance.version import __version__
 
@@ -40,8 +40,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (
             c_void_p,
             POINTER(structs.ModelStruct),
-            POINTER(structs.CacheStruct),
-            POINTER(structs.BatchStruct),
+            POINTER(step_structs.CacheStruct),
+            POINTER(step_structs.BatchStruct),
             _POINTER,
             _POINTER,
         ),
@@ -52,7 +52,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "ap_sample": (
         c_int32,
-        (c_void_p, _POINTER, c_int32, c_int32, POINTER(structs.SamplingStruct), _POINTER),
+        (c_void_p, _POINTER, c_int32, c_int32, POINTER(step_structs.SamplingStruct), _POINTER),
     ),
     "ap_score": (
         c_int32,
@@ -104,7 +104,6 @@ def load_library(path: Path = LIBRARY, version: str = __version__) -> ctypes.CDL
     """Load the library and declare its functions; ctypes releases the GIL during a call.
 
     Args:
-        path: the shared object.
         version: of the package; the library must have been compiled for it.
 
     Raises:
@@ -137,7 +136,7 @@ def _declare(library: ctypes.CDLL, name: str, path: Path) -> None:
 
 
 def _check_identity(library: ctypes.CDLL, path: Path, version: str) -> None:
-    """From the ABI, which says what may be called at all, to the size of each struct."""
+    """Check the ABI first, then the version and the size of each struct."""
     _declare(library, "ap_abi", path)
     if (abi := library.ap_abi()) != structs.ABI:
         raise _mismatch(path, f"its ABI is {abi}, not {structs.ABI}")
@@ -145,7 +144,7 @@ def _check_identity(library: ctypes.CDLL, path: Path, version: str) -> None:
     if (built := library.ap_build_version().decode()) != version:
         raise _mismatch(path, f"it is of version {built}, not {version}")
     _declare(library, "ap_struct_bytes", path)
-    for name, struct in structs.STRUCTS.items():
+    for name, struct in step_structs.STRUCTS.items():
         size, expected = library.ap_struct_bytes(name.encode()), ctypes.sizeof(struct)
         if size != expected:
             raise _mismatch(path, f"its {name} has {size} bytes, not {expected}")
@@ -166,7 +165,6 @@ def select_isa(library: ctypes.CDLL, choice: str = "auto") -> Isa:
     """Use one instruction set for all calls from now on.
 
     Args:
-        library: what `load_library` returned.
         choice: a name of `Isa` in lower case, or "auto" for the fastest that is there.
 
     Raises:

@@ -1,4 +1,7 @@
-"""The structs of the C ABI, field by field as in src/appliance_cpu.h. Imports nothing of ours."""
+"""The structs of the C ABI by which a model is described, as in src/appliance_cpu.h and mixers.h.
+
+Imports nothing of ours.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 5  # AP_ABI
+ABI = 8  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -39,6 +42,7 @@ class Format(IntEnum):
     SEALED = 5
     FP8 = 6
     K8V4 = 7
+    E2M1 = 8
 
 
 class Offset(IntEnum):
@@ -76,7 +80,13 @@ class NormStruct(Structure):
 class RopeStruct(Structure):
     """ap_rope."""
 
-    _fields_ = (("rotary_dim", c_int32), ("amplitude", c_float), ("frequencies", c_void_p))
+    _fields_ = (
+        ("rotary_dim", c_int32),
+        ("amplitude", c_float),
+        ("frequencies", c_void_p),
+        ("query_beta", c_float),
+        ("original_context", c_int32),
+    )
 
 
 class AttentionStruct(Structure):
@@ -91,10 +101,157 @@ class AttentionStruct(Structure):
         ("softcap", c_float),
         ("rope", c_int32),
         ("num_qkv", c_int32),
-        ("qkv", LinearStruct * 3),
+        ("output_gate", c_int32),
+        ("qkv", LinearStruct * 4),
         ("output", LinearStruct),
         ("query_norm", NormStruct),
         ("key_norm", NormStruct),
+        ("value_norm", NormStruct),
+        ("sinks", c_void_p),
+        ("only_reads", c_int32),
+        ("keys_are_values", c_int32),
+    )
+
+
+class LatentStruct(Structure):
+    """ap_latent."""
+
+    _fields_ = (
+        ("latent", c_int32),
+        ("plain_dim", c_int32),
+        ("value_dim", c_int32),
+        ("reserved", c_int32),
+        ("query_norm", NormStruct),
+        ("queries", LinearStruct),
+        ("norm", NormStruct),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    )
+
+
+class FiltersStruct(Structure):
+    """ap_filters."""
+
+    _fields_ = (
+        ("width", c_int32),
+        ("taps", c_int32),
+        ("filters", c_void_p),
+        ("bias", c_void_p),
+        ("state", c_int64),
+    )
+
+
+class ShortConvStruct(Structure):
+    """ap_short_conv."""
+
+    _fields_ = (("filters", FiltersStruct), ("input", LinearStruct), ("output", LinearStruct))
+
+
+class GatedDeltaStruct(Structure):
+    """ap_gated_delta."""
+
+    _fields_ = (
+        ("num_key_heads", c_int32),
+        ("num_value_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("num_inputs", c_int32),
+        ("filters", FiltersStruct),
+        ("inputs", LinearStruct * 4),
+        ("output", LinearStruct),
+        ("norm", NormStruct),
+        ("rates", c_void_p),
+        ("decay_bias", c_void_p),
+        ("state", c_int64),
+    )
+
+
+class Mamba2Struct(Structure):
+    """ap_mamba2."""
+
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_groups", c_int32),
+        ("head_dim", c_int32),
+        ("state_dim", c_int32),
+        ("filters", FiltersStruct),
+        ("input", LinearStruct),
+        ("output", LinearStruct),
+        ("norm", NormStruct),
+        ("step_bias", c_void_p),
+        ("rates", c_void_p),
+        ("skip", c_void_p),
+        ("state", c_int64),
+    )
+
+
+class ScoringCode(IntEnum):
+    """ap_scoring."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+    SOFTMAX_OF_CHOSEN = 2
+
+
+class RouterStruct(Structure):
+    """ap_router."""
+
+    _fields_ = (
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("scoring", c_int32),
+        ("renormalize", c_int32),
+        ("num_groups", c_int32),
+        ("top_groups", c_int32),
+        ("scale", c_float),
+        ("epsilon", c_float),
+        ("selection_bias", c_void_p),
+        ("expert_scale", c_void_p),
+    )
+
+
+class ExpertsStruct(Structure):
+    """ap_experts."""
+
+    _fields_ = (
+        ("router", RouterStruct),
+        ("logits", LinearStruct),
+        ("shared_gate", LinearStruct),
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("down", c_void_p),
+        ("router_norm", NormStruct),
+        ("input_norm", NormStruct),
+        ("shared_norm", NormStruct),
+        ("output_norm", NormStruct),
+    )
+
+
+class GatingStruct(Structure):
+    """ap_gating."""
+
+    _fields_ = (("activation", c_int32), ("limit", c_float), ("alpha", c_float))
+
+
+class TokenInputStruct(Structure):
+    """ap_token_input."""
+
+    _fields_ = (("gate", LinearStruct), ("up", LinearStruct), ("norm", NormStruct))
+
+
+class TokenInputsStruct(Structure):
+    """ap_token_inputs."""
+
+    _fields_ = (
+        ("width", c_int32),
+        ("activation", c_int32),
+        ("embedding", LinearStruct),
+        ("projection", LinearStruct),
+        ("norm", NormStruct),
+        ("embedding_scale", c_float),
+        ("projection_scale", c_float),
+        ("scale", c_float),
+        ("reserved", c_int32),
     )
 
 
@@ -103,14 +260,22 @@ class LayerStruct(Structure):
 
     _fields_ = (
         ("attention", AttentionStruct),
+        ("latent", c_void_p),
+        ("short_conv", c_void_p),
+        ("gated_delta", c_void_p),
+        ("mamba2", c_void_p),
+        ("experts", c_void_p),
         ("gate", LinearStruct),
         ("up", LinearStruct),
         ("down", LinearStruct),
-        ("activation", c_int32),
-        ("attention_norm", NormStruct),
-        ("attention_post_norm", NormStruct),
+        ("gating", GatingStruct),
+        ("cache_layer", c_int32),
+        ("mixer_norm", NormStruct),
+        ("mixer_post_norm", NormStruct),
         ("mlp_norm", NormStruct),
         ("mlp_post_norm", NormStruct),
+        ("token_input", TokenInputStruct),
+        ("output_scale", c_float),
     )
 
 
@@ -128,79 +293,27 @@ class ModelStruct(Structure):
         ("embedding", LinearStruct),
         ("head", LinearStruct),
         ("embedding_scale", c_float),
+        ("logit_scale", c_float),
         ("logit_softcap", c_float),
+        ("token_inputs", TokenInputsStruct),
     )
 
 
-class CacheLayerStruct(Structure):
-    """ap_cache_layer."""
-
-    _fields_ = (
-        ("offset", c_int64),
-        ("open_offset", c_int64),
-        ("head_scales", c_void_p),
-        ("key_mean", c_void_p),
-        ("format", c_int32),
-        ("reserved", c_int32),
-    )
-
-
-class CacheStruct(Structure):
-    """ap_cache."""
-
-    _fields_ = (
-        ("base", c_void_p),
-        ("block_bytes", c_int64),
-        ("num_blocks", c_int32),
-        ("block_size", c_int32),
-        ("layers", POINTER(CacheLayerStruct)),
-        ("open_base", c_void_p),
-        ("open_bytes", c_int64),
-        ("num_open", c_int32),
-        ("reserved", c_int32),
-    )
-
-
-class BatchStruct(Structure):
-    """ap_batch."""
-
-    _fields_ = (
-        ("num_tokens", c_int32),
-        ("num_seqs", c_int32),
-        ("table_width", c_int32),
-        ("num_rows", c_int32),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slot_mapping", c_void_p),
-        ("query_start", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("rows", c_void_p),
-        ("open_pages", c_void_p),
-    )
-
-
-class SamplingStruct(Structure):
-    """ap_sampling."""
-
-    _fields_ = (
-        ("temperature", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("min_p", c_void_p),
-        ("uniform", c_void_p),
-    )
-
-
-STRUCTS: dict[str, type[ctypes.Structure]] = {
+MODEL_STRUCTS: dict[str, type[ctypes.Structure]] = {
     "ap_linear": LinearStruct,
     "ap_norm": NormStruct,
     "ap_rope": RopeStruct,
     "ap_attention": AttentionStruct,
+    "ap_router": RouterStruct,
+    "ap_experts": ExpertsStruct,
+    "ap_gating": GatingStruct,
+    "ap_token_input": TokenInputStruct,
+    "ap_token_inputs": TokenInputsStruct,
+    "ap_filters": FiltersStruct,
+    "ap_short_conv": ShortConvStruct,
+    "ap_gated_delta": GatedDeltaStruct,
+    "ap_mamba2": Mamba2Struct,
+    "ap_latent": LatentStruct,
     "ap_layer": LayerStruct,
     "ap_model": ModelStruct,
-    "ap_cache_layer": CacheLayerStruct,
-    "ap_cache": CacheStruct,
-    "ap_batch": BatchStruct,
-    "ap_sampling": SamplingStruct,
 }

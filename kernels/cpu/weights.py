@@ -11,10 +11,13 @@ from torch import Tensor
 
 from appliance.kernels.cpu.engine import NativeEngine, check
 from appliance.kernels.cpu.structs import LANES, Format, LinearStruct, NormStruct, Offset
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.kernels.cpu.arena import Arena
     from appliance.kernels.weight import Weight
 
@@ -24,7 +27,14 @@ FORMATS = {
     torch.float16: Format.F16,
     torch.bfloat16: Format.BF16,
 }
-_BITS = {Format.F32: 32, Format.F16: 16, Format.BF16: 16, Format.INT8: 8, Format.INT4: 4}
+_BITS = {
+    Format.F32: 32,
+    Format.F16: 16,
+    Format.BF16: 16,
+    Format.INT8: 8,
+    Format.INT4: 4,
+    Format.E2M1: 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,9 @@ class WeightPacker:
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> LinearStruct:
         """Lay out a weight (out_features, in_features) and its bias (out_features,)."""
-        if isinstance(weight, PackedWeight) and kernel_group(weight.group_size) is not None:
+        if isinstance(weight, Fp4Weight):
+            struct = self._fp4(weight)
+        elif isinstance(weight, PackedWeight) and kernel_group(weight.group_size) is not None:
             struct = self._packed(weight)
         else:
             struct = self._dense(dense(weight, self.dtype))
@@ -62,6 +74,13 @@ class WeightPacker:
         values = values.detach().float().contiguous()
         address = self.arena.claim(values.nbytes)
         ctypes.memmove(address, values.data_ptr(), values.nbytes)
+        return address
+
+    def structs(self, kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> int:
+        """The address of a copy of structs, one after another."""
+        array = (kind * len(items))(*items)
+        address = self.arena.claim(ctypes.sizeof(array))
+        ctypes.memmove(address, array, ctypes.sizeof(array))
         return address
 
     def _dense(self, weight: Tensor) -> LinearStruct:
@@ -97,6 +116,23 @@ class WeightPacker:
         self._pack(struct, weight.codes.contiguous(), scale, offset, weight.group_size)
         if weight.input_order is not None:
             struct.input_order = self._order(weight.input_order)
+        return struct
+
+    def _fp4(self, weight: Fp4Weight) -> LinearStruct:
+        """Codes stay as they are; they count halves, so that scales are half as large."""
+        out_features, in_features = weight.shape
+        scale = weight.scale.float() * (weight.row_scale * 0.5)[:, None]
+        struct = LinearStruct(
+            format=Format.E2M1,
+            offset_kind=Offset.CENTERED,
+            scale_format=Format.F16 if fits_half(scale) else Format.F32,
+            group=weight.group_size,
+            in_features=in_features,
+            out_features=out_features,
+        )
+        struct.codes = self.arena.claim(_codes_bytes(struct))
+        struct.scales = self.arena.claim(_scales_bytes(struct))
+        self._pack(struct, weight.codes.contiguous(), scale.contiguous(), None, weight.group_size)
         return struct
 
     def _order(self, order: Tensor) -> int:
@@ -137,7 +173,7 @@ def kernel_group(group_size: int) -> int | None:
 
 
 def is_centered(weight: PackedWeight) -> bool:
-    """Whether every code stands for its distance from the middle, so that no offset is needed."""
+    """True if every code stands for its distance from the middle, so that no offset is needed."""
     middle = 1 << (weight.bits - 1)
     if weight.offset_kind is OffsetKind.ZERO_POINT:
         return bool((weight.offset == middle).all())
@@ -145,7 +181,7 @@ def is_centered(weight: PackedWeight) -> bool:
 
 
 def fits_half(values: Tensor) -> bool:
-    """Whether float16 holds every value exactly."""
+    """Return True if float16 holds every value exactly."""
     return values.dtype == torch.float16 or bool((values.half().float() == values.float()).all())
 
 

@@ -1,1 +1,1 @@
-"""Drawing a token by rank without a sort: what `sampling` does once it has a list of logits."""
+"""Draws a token by rank from a list of logits, without a sort."""

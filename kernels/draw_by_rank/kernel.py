@@ -44,7 +44,7 @@ def measure_above(
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many tokens, or what weight, lie above each of three thresholds; int64."""
+    """Count the tokens, or add up the weights, above each of three thresholds; int64."""
     low, middle, high = low.to(tl.int32), middle.to(tl.int32), high.to(tl.int32)
     above_low = tl.zeros([BLOCK], tl.int64)
     above_middle = tl.zeros([BLOCK], tl.int64)
@@ -113,7 +113,7 @@ def measure_at(p_list, size, key, largest, inverse, min_p, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of_tie(p_list, size, key, number, BLOCK: tl.constexpr):
-    """Where the token of a given key stands that has `number` of its kind before it."""
+    """Find the place of the token of a given key that has `number` of its kind before it."""
     key = key.to(tl.int32)
     place = (number * 0 + BIG).to(tl.int32)
     before = number * 0

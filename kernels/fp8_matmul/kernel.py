@@ -67,14 +67,12 @@ def fp8_matmul_kernel(
     codes_ptr,  # (out_features, in_features) uint8
     scales_ptr,  # float32, (out_features,), or by blocks if BLOCKWISE
     bias_ptr,  # (out_features,) float32, or None
-    residual_ptr,  # (num_tokens, out_features), or None
     partial_ptr,
     arrived_ptr,
     num_tokens,
     out_features,
     in_features,
     BLOCKWISE: tl.constexpr,
-    SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,6 +81,7 @@ def fp8_matmul_kernel(
     NATIVE: tl.constexpr,  # a product of e4m3, else of its values in bfloat16
 ):
     i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
     b_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     b_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
@@ -92,7 +91,7 @@ def fp8_matmul_kernel(
     blocks_k = tl.cdiv(in_features, BLOCK_K)
     b_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for i_block in tl.range(
-        blocks_k * i_split // SPLITS, blocks_k * (i_split + 1) // SPLITS, num_stages=STAGES
+        blocks_k * i_split // splits, blocks_k * (i_split + 1) // splits, num_stages=STAGES
     ):
         start = i_block * BLOCK_K
         b_mask_x, b_mask_codes = b_valid_m[None, :], b_valid_n[:, None]
@@ -113,11 +112,11 @@ def fp8_matmul_kernel(
             b_acc += b_product * b_scale[:, None]
         else:
             b_acc += b_product
-    if SPLITS > 1:
+    if splits > 1:
         i_out = i_n * tl.num_programs(0) + i_m
-        if not leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, SPLITS):
+        if not leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, splits):
             return
-        b_acc = sum_partials(partial_ptr, arrived_ptr, i_out, SPLITS, BLOCK_N, BLOCK_M)
+        b_acc = sum_partials(partial_ptr, arrived_ptr, i_out, splits, BLOCK_N, BLOCK_M)
     if not BLOCKWISE:
         b_acc *= tl.load(scales_ptr + b_n, mask=b_valid_n, other=0.0)[:, None]
     b_acc *= tl.load(x_scales_ptr + b_m, mask=b_valid_m, other=0.0)[None, :]
@@ -125,6 +124,4 @@ def fp8_matmul_kernel(
         b_acc += tl.load(bias_ptr + b_n, mask=b_valid_n, other=0.0)[:, None]
     b_at = b_m.to(tl.int64)[None, :] * out_features + b_n[:, None]
     b_mask = b_valid_m[None, :] & b_valid_n[:, None]
-    if residual_ptr is not None:
-        b_acc += tl.load(residual_ptr + b_at, mask=b_mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + b_at, b_acc.to(out_ptr.dtype.element_ty), mask=b_mask)

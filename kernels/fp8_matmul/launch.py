@@ -17,11 +17,14 @@ from appliance.kernels.packed_matmul.launch import (
     DTYPES,
     WIDTH_MULTIPLE,
     TiledLinear,
+    launch_options,
+    place_of,
     workspace_of,
 )
 from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.kernels.packed_matmul.tiled import pad_bias, tile_fp8
 from appliance.kernels.packed_matmul.tiles import TILE_N, architecture, choose_splits
+from appliance.kernels.residency import Footprints
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
@@ -30,10 +33,11 @@ if TYPE_CHECKING:
 
 BLOCK_K = 128
 QUANTIZE_BLOCK = 2048
+_FOOTPRINTS = Footprints(fp8_matmul_kernel)
 
 
 class ActivationKind(Enum):
-    """What the activations are multiplied as."""
+    """Type in which the activations are multiplied."""
 
     SAME = "same"  # as they come: the codes of the weight are widened, on any GPU
     FP8 = "fp8"  # quantized row by row: tensor cores that take e4m3
@@ -48,12 +52,10 @@ class Fp8Linear:
 
     @property
     def in_features(self) -> int:
-        """Width of x."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:
-        """Width of the result."""
         return self.weight.shape[0]
 
     @property
@@ -61,12 +63,11 @@ class Fp8Linear:
         """Bytes that the weight and bias take."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Multiply.
 
         Args:
             x: (num_tokens, in_features) bfloat16 or float16.
-            residual: (num_tokens, out_features) to be added, dtype of x; or None.
 
         Returns:
             (num_tokens, out_features), dtype of x.
@@ -80,35 +81,33 @@ class Fp8Linear:
         target = target_of(x.device)
         tile = choose_fp8_tile(num_tokens, target.capability)
         tiles_n, blocks_k = -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K)
-        splits = choose_splits(tiles_n, blocks_k, tile, target.capability)
         codes, scales = quantize_rows(x)
         workspace = workspace_of(x.device)
         fixed = fp8_constexprs(
             self.in_features,
             tile,
-            splits,
             blockwise=self.weight.is_blockwise,
             native=not target.is_interpreted,
         )
-        grid = (-(-num_tokens // tile.block_m), -(-self.out_features // tile.block_n), splits)
+        arguments = (
+            out,
+            codes,
+            scales,
+            self.weight.codes.view(torch.uint8),
+            self.weight.scale,
+            self.bias,
+            workspace.partial,
+            workspace.arrived,
+            num_tokens,
+            self.out_features,
+            self.in_features,
+        )
+        options = {**fixed, **launch_options(tile)}
         with torch.cuda.device(x.get_device()):
-            fp8_matmul_kernel[grid](
-                out,
-                codes,
-                scales,
-                self.weight.codes.view(torch.uint8),
-                self.weight.scale,
-                self.bias,
-                None if residual is None else residual.contiguous(),
-                workspace.partial,
-                workspace.arrived,
-                num_tokens,
-                self.out_features,
-                self.in_features,
-                **fixed,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )
+            place = place_of(_FOOTPRINTS, x.device, arguments, options)
+            splits = choose_splits(tiles_n, blocks_k, BLOCK_K * TILE_N, tile, place)
+            grid = (-(-num_tokens // tile.block_m), -(-self.out_features // tile.block_n), splits)
+            fp8_matmul_kernel[grid](*arguments, **options)
         return out
 
 
@@ -191,7 +190,6 @@ class Fp8Constexprs(TypedDict):
     """The compile-time arguments of `fp8_matmul_kernel`."""
 
     BLOCKWISE: bool
-    SPLITS: int
     EVEN_K: bool
     BLOCK_M: int
     BLOCK_N: int
@@ -201,12 +199,11 @@ class Fp8Constexprs(TypedDict):
 
 
 def fp8_constexprs(
-    in_features: int, tile: MatmulTile, splits: int, *, blockwise: bool, native: bool
+    in_features: int, tile: MatmulTile, *, blockwise: bool, native: bool
 ) -> Fp8Constexprs:
-    """What `fp8_matmul_kernel` is specialized for."""
+    """Return the compile-time arguments of `fp8_matmul_kernel`."""
     return {
         "BLOCKWISE": blockwise,
-        "SPLITS": splits,
         "EVEN_K": in_features % BLOCK_K == 0,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

@@ -8,11 +8,11 @@ LEAST_NATIVE = 89  # compute capability from which tensor cores take e4m3
 
 # With FP8 activations nothing is widened, so a tile is all about reuse. Chosen from compiled code
 # alone, like those of packed_matmul.
-_FEW = (MatmulTile(16, 16, 64, 4, 4, resident=3), MatmulTile(64, 64, 64, 4, 4, resident=2))
+_FEW = (MatmulTile(16, 16, 64, 4, 4), MatmulTile(64, 64, 64, 4, 4))
 FP8_TILES = {
-    89: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3, resident=1)),
-    90: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 4, resident=1)),
-    120: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3, resident=1)),
+    89: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3)),
+    90: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 4)),
+    120: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3)),
 }
 
 

@@ -6,18 +6,24 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from appliance.kernels.activation import Activation
+from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.gated_activation import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.activation import Gating
 
-def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """See `reference.gated_activation`."""
+
+def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     match activation:
         case Activation.SILU:
             activated = functional.silu(gate)
         case Activation.GELU_TANH:
             activated = functional.gelu(gate, approximate="tanh")
+        case Activation.RELU_SQUARED:
+            activated = functional.relu(gate).square_()
+        case ClampedSwiGLU():
+            return reference.gated_activation(gate_up, activation)  # rounds once
     return activated.mul_(up)

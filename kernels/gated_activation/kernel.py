@@ -14,7 +14,9 @@ def gated_activation_kernel(
     gate_up_ptr,  # (num_tokens, 2 * intermediate), rows stride apart; see RUN
     intermediate,
     stride,
-    ACTIVATION: tl.constexpr,  # the value of an Activation
+    ACTIVATION: tl.constexpr,  # the value of an Activation, or "clamped_swiglu"
+    LIMIT: tl.constexpr,  # "clamped_swiglu", like the next
+    ALPHA: tl.constexpr,
     RUN: tl.constexpr,  # so many columns of gate, then of up, in turns; 0: half a row each
     BLOCK: tl.constexpr,
 ):
@@ -30,7 +32,12 @@ def gated_activation_kernel(
     p_row = gate_up_ptr + i_token * stride
     b_gate = tl.load(p_row + o_gate, mask=b_mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_row + o_up, mask=b_mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
+    if ACTIVATION == "clamped_swiglu":
+        b_gate = tl.minimum(b_gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_up = tl.minimum(b_up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        b_up = tl.maximum(b_up, -LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        b_inner = ALPHA * b_gate
+    elif ACTIVATION == "silu":
         b_inner = b_gate
     else:
         # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z; the first number is 2 * sqrt(2 / pi).

@@ -1,4 +1,4 @@
-"""Launches the gated activation: checks what is asked for and sets up the grid."""
+"""Launches the gated activation: checks and the grid."""
 
 from __future__ import annotations
 
@@ -7,35 +7,39 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.gated_activation.kernel import gated_activation_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.activation import Activation
+    from appliance.kernels.activation import Gating
 
 BLOCK = 1024  # columns of a program: 8 for each thread of 4 warps, one 16-byte load of BF16 each
 NUM_WARPS = 4
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def gated_activation(gate_up: Tensor, activation: Activation, *, run: int = 0) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Tensor:
     """See `reference.gated_activation`.
 
     Args:
         gate_up: (num_tokens, 2 * intermediate) bfloat16, float16 or float32, the gate in the first
             half of each row.
-        activation: the nonlinearity.
         run: gate and up take turns in each row, so many columns at a time; 0: halves.
 
     Raises:
-        UnsupportedModelError: no kernel covers the dtype.
+        UnsupportedModelError: no kernel covers the dtype or the activation.
     """
     num_tokens, width = gate_up.shape
     if gate_up.dtype not in FLOAT_DTYPES:
         raise UnsupportedModelError(
             f"the gated activation on the GPU has no kernel for {gate_up.dtype}; "
             f"supported: {', '.join(map(str, FLOAT_DTYPES))}"
+        )
+    if activation is Activation.RELU_SQUARED:
+        raise UnsupportedModelError(
+            f"the gated activation on the GPU has no kernel for {activation.value}"
         )
     assert gate_up.stride(1) == 1, gate_up.stride()
     assert width % (2 * max(run, 1)) == 0, (width, run)
@@ -48,9 +52,17 @@ def gated_activation(gate_up: Tensor, activation: Activation, *, run: int = 0) -
                 gate_up,
                 intermediate,
                 gate_up.stride(0),
-                ACTIVATION=activation.value,
+                **constexprs(activation),
                 RUN=run,
                 BLOCK=BLOCK,
                 num_warps=NUM_WARPS,
             )
     return output
+
+
+def constexprs(activation: Gating) -> dict[str, str | float]:
+    """The compile-time arguments that say what the gate does."""
+    if isinstance(activation, ClampedSwiGLU):
+        limit, alpha = activation.limit, activation.alpha
+        return {"ACTIVATION": "clamped_swiglu", "LIMIT": limit, "ALPHA": alpha}
+    return {"ACTIVATION": activation.value, "LIMIT": 0.0, "ALPHA": 0.0}

@@ -7,27 +7,42 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.activation import Activation
+from appliance.kernels.activation import Activation, ClampedSwiGLU
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.activation import Gating
 
-def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """act(gate) * up.
+
+def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
+    """act(gate) * up, or what stands in its place.
 
     Args:
         gate_up: (num_tokens, 2 * intermediate), the gate in the first half.
-        activation: the nonlinearity.
 
     Returns:
         (num_tokens, intermediate), dtype of gate_up.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiGLU):
+        limit = activation.limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        gated = gate * torch.sigmoid(activation.alpha * gate)
+    else:
+        gated = activated(gate, activation)
+    return (gated * up).to(gate_up.dtype)
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    """act(x), computed in float32, in the dtype of x."""
+    wide = x.float()
     match activation:
         case Activation.SILU:
-            activated = gate * torch.sigmoid(gate)
+            result = wide * torch.sigmoid(wide)
         case Activation.GELU_TANH:
-            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-            activated = 0.5 * gate * (1 + torch.tanh(inner))
-    return (activated * up).to(gate_up.dtype)
+            inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+            result = 0.5 * wide * (1 + torch.tanh(inner))
+        case Activation.RELU_SQUARED:
+            result = wide.relu().square()
+    return result.to(x.dtype)

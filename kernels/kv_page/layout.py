@@ -1,4 +1,4 @@
-"""Where the codes of a quantized page lie, as data that the writer, the readers and a test share.
+"""The layout of a quantized page, as data that the writer, the readers and a test share.
 
 A page holds 32 tokens of one KV head: key codes, value codes, then a record of scales. The codes
 stand in the order of the fragments that the tensor cores take (`mma.m16n8k16`, four elements of
@@ -65,7 +65,7 @@ class CodeOrder:
         return tuple(axes.index(name) for name in tile)
 
     def address(self, token: int, dim: int) -> tuple[int, int]:
-        """Byte among the codes, and which nibble of it, of one element."""
+        """Return the byte and the nibble of one element's code."""
         index = {"t": token, "d": dim}
 
         def bit(name: str) -> int:
@@ -156,18 +156,17 @@ def stored_dims(kv_format: str, head_dim: int) -> int:
 
 
 def value_offset(kv_format: str, head_dim: int) -> int:
-    """Where the values begin in a page, in bytes."""
+    """Offset of the values in a page, in bytes."""
     return PAGE_TOKENS * stored_dims(kv_format, head_dim) * ELEMENT_BITS[kv_format] // 8
 
 
 def record_offset(kv_format: str, head_dim: int) -> int:
-    """Where the scales begin in a page, in bytes."""
+    """Offset of the scales in a page, in bytes."""
     values = PAGE_TOKENS * stored_dims(kv_format, head_dim) * value_bits(kv_format) // 8
     return value_offset(kv_format, head_dim) + values
 
 
 def page_bytes(kv_format: str, head_dim: int) -> int:
-    """Bytes of a page."""
     records = PAGE_TOKENS * RECORD_BYTES.get(kv_format, 0)
     # A sealed page's keys have their scales by dimension, then as many offsets, both in the order
     # of the tile's rows.
@@ -176,7 +175,7 @@ def page_bytes(kv_format: str, head_dim: int) -> int:
 
 
 def channel_offset(head_dim: int) -> int:
-    """Where the keys' scales begin in a sealed page, in bytes; the offsets follow them."""
+    """Offset of the keys' scales in a sealed page, in bytes; their offsets follow."""
     return record_offset("int4-sealed", head_dim) + PAGE_TOKENS * RECORD_BYTES["int4-sealed"]
 
 

@@ -35,7 +35,6 @@ def read_pages(
     Args:
         pages: (num_blocks, num_kv_heads, page bytes) uint8.
         kv_format: the value of a `KVFormat`.
-        head_dim: elements of a head.
         head_scales: (2, num_kv_heads) float32 of keys and values; FP8 only.
 
     Returns:
@@ -120,7 +119,7 @@ def unpack(part: Tensor, order: CodeOrder, head_dim: int) -> Tensor:
 
 @lru_cache
 def addresses(order: CodeOrder, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Where each code of a page stands: byte (32, head_dim) int64, and which nibble, uint8."""
+    """Return the place of each code: byte (32, head_dim) int64, and nibble, uint8."""
     places = [[order.address(t, d) for d in range(head_dim)] for t in range(PAGE_TOKENS)]
     table = torch.tensor(places)
     return table[..., 0], table[..., 1].to(torch.uint8)

@@ -21,7 +21,6 @@ def seal(cache: SealedPages, moves: Tensor) -> None:
     """Quantize full open pages into blocks, in place; see `reference.seal`.
 
     Args:
-        cache: of one layer.
         moves: (num_moves, 2) int64, open page and block; a negative open page only fills up.
     """
     if not len(moves):
@@ -40,7 +39,7 @@ def seal(cache: SealedPages, moves: Tensor) -> None:
 
 
 def constexprs(head_dim: int) -> dict[str, int]:
-    """What `seal_kernel` is specialized for."""
+    """Return the compile-time arguments of `seal_kernel`."""
     return {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": max(DIM_STEP, 1 << (head_dim - 1).bit_length()),

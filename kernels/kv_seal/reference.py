@@ -35,7 +35,6 @@ def seal(cache: SealedPages, slots: list[int], blocks: list[int]) -> None:
     """Quantize full open pages into blocks, in place; the open ones are left as they are.
 
     Args:
-        cache: of one layer.
         slots: open pages, all 32 tokens written.
         blocks: where each goes.
     """

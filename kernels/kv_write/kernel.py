@@ -17,7 +17,7 @@ PAGE: tl.constexpr = tl.constexpr(layout.PAGE_TOKENS)
 
 
 def _sources(order):
-    """Where the bits of a byte's address come from: n is bit n of the token, 8 + n of d."""
+    """The sources of the bits of a byte's address: n is bit n of the token, 8 + n of d."""
     return tuple(int(name[1:]) + 8 * (name[0] == "d") for name in order.byte)
 
 

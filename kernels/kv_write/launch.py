@@ -1,4 +1,4 @@
-"""Launches the KV write: checks what is asked for and sets up the grid."""
+"""Launches the KV write: checks and the grid."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _launch(
     return output
 
 
-class Constexprs(TypedDict):
+class KVWriteConstexprs(TypedDict):
     """The compile-time arguments of `kv_write_kernel`."""
 
     KV_FORMAT: str
@@ -155,13 +155,10 @@ def constexprs(
     has_norm: bool = False,
     has_mean: bool = False,
     has_query: bool = False,
-) -> Constexprs:
-    """What `kv_write_kernel` is specialized for.
+) -> KVWriteConstexprs:
+    """Return the compile-time arguments of `kv_write_kernel`.
 
     Args:
-        kv_format: of the cache.
-        num_kv_heads: of the layer.
-        head_dim: elements of a head.
         half: half of the rotated dimensions; 0 leaves RoPE out, and the Hadamard transform too.
         has_norm: whether query and key heads are normed.
         has_mean: whether a mean is taken off the keys.
@@ -184,7 +181,7 @@ def constexprs(
     }
 
 
-def num_warps(fixed: Constexprs) -> int:
+def num_warps(fixed: KVWriteConstexprs) -> int:
     """As many as have something wide to load."""
     elements = fixed["BLOCK_HEADS"] * fixed["HEAD_DIM_PADDED"]
     return min(MAX_WARPS, max(1, elements // WARP_ELEMENTS))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`."""
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     factor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -18,13 +17,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `reference.add_rms_norm`."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `reference.rotary`."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)

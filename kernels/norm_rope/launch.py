@@ -1,4 +1,4 @@
-"""Launches the RMS norm: checks what is asked for and sets up the grid."""
+"""Launches the RMS norm: checks and the grid."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _launch(
         )
 
 
-class Constexprs(TypedDict):
+class RMSNormConstexprs(TypedDict):
     """The compile-time arguments of `rms_norm_kernel`."""
 
     HAS_RESIDUAL: bool
@@ -120,8 +120,8 @@ class Constexprs(TypedDict):
     BLOCK_ROWS: int
 
 
-def constexprs(dim: int, *, has_residual: bool) -> Constexprs:
-    """What `rms_norm_kernel` is specialized for; never the number of rows."""
+def constexprs(dim: int, *, has_residual: bool) -> RMSNormConstexprs:
+    """Return the compile-time arguments of `rms_norm_kernel`, the same for any number of rows."""
     padded = max(16, 1 << (dim - 1).bit_length())
     return {
         "HAS_RESIDUAL": has_residual,
@@ -131,7 +131,7 @@ def constexprs(dim: int, *, has_residual: bool) -> Constexprs:
     }
 
 
-def num_warps(fixed: Constexprs) -> int:
+def num_warps(fixed: RMSNormConstexprs) -> int:
     """As many as have something wide to load."""
     elements = fixed["BLOCK_ROWS"] * fixed["DIM_PADDED"]
     return min(MAX_WARPS, max(1, elements // WARP_ELEMENTS))

@@ -8,41 +8,37 @@ memory after widening. Each group has a product of its own, whose sum takes the 
 import triton
 import triton.language as tl
 
-from appliance.kernels.weight_codes.kernel import to_weights
+from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
 
 TILE_N: tl.constexpr = tl.constexpr(64)
+INT4_CENTER: tl.constexpr = tl.constexpr(8)
 LARGE: tl.constexpr = tl.constexpr(80.0)  # an exponent that float32 still has room for
 
 
 @triton.jit
-def leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, SPLITS: tl.constexpr):
+def leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, splits):
     """Store a split's sum; true for the last split of its output tile to do so."""
     ROWS: tl.constexpr = b_acc.shape[0]
     COLUMNS: tl.constexpr = b_acc.shape[1]
     o_at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    i_partial = i_out.to(tl.int64) * SPLITS + i_split
+    i_partial = i_out.to(tl.int64) * splits + i_split
     # At L2, where the program that adds them up reads them.
     tl.store(partial_ptr + i_partial * (ROWS * COLUMNS) + o_at, b_acc, cache_modifier=".cg")
     tl.debug_barrier()  # every thread's part is written before one of them says so
     arrived = tl.atomic_add(arrived_ptr + i_out, 1, sem="acq_rel", scope="gpu")
-    return arrived == SPLITS - 1
+    return arrived == splits - 1
 
 
 @triton.jit
 def sum_partials(
-    partial_ptr,
-    arrived_ptr,
-    i_out,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    partial_ptr, arrived_ptr, i_out, splits, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Sum of an output tile's splits, always in their order; leaves the counter as it was."""
     tl.store(arrived_ptr + i_out, 0)
     o_at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    p_partial = partial_ptr + i_out.to(tl.int64) * (SPLITS * ROWS * COLUMNS) + o_at
+    p_partial = partial_ptr + i_out.to(tl.int64) * splits * (ROWS * COLUMNS) + o_at
     b_acc = tl.load(p_partial, cache_modifier=".cg")
-    for i in range(1, SPLITS):
+    for i in tl.range(1, splits, num_stages=1):
         b_acc += tl.load(p_partial + i * (ROWS * COLUMNS), cache_modifier=".cg")
     return b_acc
 
@@ -58,6 +54,10 @@ def load_scales(
         b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
         b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         b_offset = (b_word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif PARAMS == "fp16_zero":
+        b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
+        b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        b_offset = -b_scale * ((b_word >> 16) - INT4_CENTER).to(tl.float32)
     elif PARAMS == "fp32_offset":
         b_place = b_row * (2 * TILE_N) + o_n % TILE_N
         b_scale = tl.load(params_ptr + b_place).to(tl.float32, bitcast=True)
@@ -108,13 +108,14 @@ def packed_matmul_kernel(
     out_ptr,  # (num_tokens, out_features)
     x_ptr,  # (num_tokens, in_features), rows x_stride apart
     codes_ptr,  # (tiles in n, tiles in k, words) int32
-    params_ptr,  # (tiles in n, groups, [2,] TILE_N) int32, the bits of scales and offsets
+    # (tiles in n, groups, [2,] TILE_N) int32, the bits of scales and offsets; with SCALES
+    # (tiles in n, tiles in k, SCALES / 2, TILE_N), each word two of them
+    params_ptr,
     channel_scale_ptr,  # (padded out_features,) float32 where GROUP is 0, or None
     bias_ptr,  # (padded out_features,) float32, or None
-    residual_ptr,  # (num_tokens, out_features), added to the result, or None
     sums_ptr,
-    partial_ptr,  # (programs, BLOCK_N * BLOCK_M) float32 where SPLITS > 1
-    arrived_ptr,  # (programs / SPLITS,) int32, zero before and after
+    partial_ptr,  # (programs, BLOCK_N * BLOCK_M) float32 where inputs are split
+    arrived_ptr,  # (programs / splits,) int32, zero before and after
     num_tokens,
     out_features,  # of the result: half of the weight's if GATED
     in_features,
@@ -126,10 +127,10 @@ def packed_matmul_kernel(
     WORDS: tl.constexpr,  # of a stored tile
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
-    GROUP: tl.constexpr,  # inputs that share a scale; 0: all
+    GROUP: tl.constexpr,  # inputs whose product takes a scale of its own; 0: all
+    SCALES: tl.constexpr,  # of a feature for a stored tile, that weights take in registers
     SUMS: tl.constexpr,  # whether sums_ptr has the sums of x, else made by a product with ones
     GATED: tl.constexpr,
-    SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -147,6 +148,7 @@ def packed_matmul_kernel(
     STEP_K: tl.constexpr = TILE_K if TILEWISE else PART_K
     TILES_K: tl.constexpr = STEP_K // TILE_K
     i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
     i_tile = i_n * TILES_N
     tiles_k = blocks_k * (BLOCK_K // TILE_K)
     num_groups = 1 if GROUP == 0 else blocks_k * (BLOCK_K // GROUP)
@@ -161,7 +163,7 @@ def packed_matmul_kernel(
 
     # A number of stages given here has the scales loaded ahead as well, not the operands alone.
     for i_block in tl.range(
-        blocks_k * i_split // SPLITS, blocks_k * (i_split + 1) // SPLITS, num_stages=STAGES
+        blocks_k * i_split // splits, blocks_k * (i_split + 1) // splits, num_stages=STAGES
     ):
         for i_part in tl.static_range(BLOCK_K // PART_K):
             start = i_block * BLOCK_K + i_part * PART_K
@@ -173,10 +175,16 @@ def packed_matmul_kernel(
                 for i_half in tl.static_range(2):
                     at = start + i_half * GROUP
                     b_x = load_x(x_ptr, b_x_row, b_valid_m, at, in_features, GROUP, EVEN_K)
+                    b_half = b_first if i_half == 0 else b_second
+                    b_one, b_other = None, None
+                    if PARAMS == "fp16_zero":
+                        b_one, b_other = zero_points(
+                            params_ptr, i_tile, num_groups, at // GROUP, b_half, TILES_N, 1,
+                            DTYPE, ASM,
+                        )  # fmt: skip
                     b_weight = to_weights(
-                        b_first if i_half == 0 else b_second,
-                        TILES_N, 1, AXES, BLOCK_N, GROUP, CODES, DTYPE, ASM,
-                    )  # fmt: skip
+                        b_half, b_one, b_other, TILES_N, 1, AXES, BLOCK_N, GROUP, CODES, DTYPE, ASM
+                    )
                     b_product = tl.dot(b_weight, b_x)
                     b_sums = None
                     if ONES:
@@ -192,9 +200,21 @@ def packed_matmul_kernel(
                     at = start + i_step * STEP_K
                     b_words = tl.load(p_words + at // TILE_K * WORDS)
                     b_x = load_x(x_ptr, b_x_row, b_valid_m, at, in_features, STEP_K, EVEN_K)
+                    b_one, b_other = None, None
+                    if PARAMS == "fp16_zero":
+                        b_one, b_other = zero_points(
+                            params_ptr, i_tile, num_groups, start // GROUP, b_words, TILES_N,
+                            TILES_K, DTYPE, ASM,
+                        )  # fmt: skip
+                    if SCALES:
+                        b_one, b_other = tile_scales(
+                            params_ptr, i_tile, tiles_k, at // TILE_K, b_words, TILES_N, TILES_K,
+                            SCALES, ASM,
+                        )  # fmt: skip
                     b_weight = to_weights(
-                        b_words, TILES_N, TILES_K, AXES, BLOCK_N, STEP_K, CODES, DTYPE, ASM
-                    )
+                        b_words, b_one, b_other, TILES_N, TILES_K, AXES, BLOCK_N, STEP_K, CODES,
+                        DTYPE, ASM,
+                    )  # fmt: skip
                     b_product = tl.dot(b_weight, b_x, b_product)
                     if ONES:
                         # The sum of x, the same in each row, where it is needed.
@@ -209,11 +229,11 @@ def packed_matmul_kernel(
                     )  # fmt: skip
 
     o_n = tl.arange(0, BLOCK_N)
-    if SPLITS > 1:
+    if splits > 1:
         i_out = i_n * tl.num_programs(0) + i_m
-        if not leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, SPLITS):
+        if not leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, splits):
             return
-        b_acc = sum_partials(partial_ptr, arrived_ptr, i_out, SPLITS, BLOCK_N, BLOCK_M)
+        b_acc = sum_partials(partial_ptr, arrived_ptr, i_out, splits, BLOCK_N, BLOCK_M)
 
     b_n = i_n * BLOCK_N + o_n
     if channel_scale_ptr is not None:
@@ -230,8 +250,6 @@ def packed_matmul_kernel(
         b_n = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     b_at = b_m.to(tl.int64)[None, :] * out_features + b_n[:, None]
     b_mask = b_valid_m[None, :] & (b_n < out_features)[:, None]
-    if residual_ptr is not None:
-        b_acc += tl.load(residual_ptr + b_at, mask=b_mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + b_at, b_acc.to(DTYPE), mask=b_mask)
 
 
@@ -276,6 +294,7 @@ def dequantize_kernel(
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -285,7 +304,16 @@ def dequantize_kernel(
     i_from = i_first_tile + i_tile
     p_words = codes_ptr + (i_from.to(tl.int64) * blocks_k + i_block) * (TILES_K * WORDS)
     b_words = tl.load(p_words + tl.arange(0, TILES_K * WORDS))
-    b_weight = to_weights(b_words, 1, TILES_K, AXES, TILE_N, BLOCK_K, CODES, DTYPE, ASM)
+    b_one, b_other = None, None
+    if SCALES:
+        b_words = b_words[None, :]
+        b_one, b_other = tile_scales(
+            params_ptr, i_from, blocks_k * TILES_K, i_block * TILES_K, b_words, 1, TILES_K, SCALES,
+            ASM,
+        )  # fmt: skip
+    b_weight = to_weights(
+        b_words, b_one, b_other, 1, TILES_K, AXES, TILE_N, BLOCK_K, CODES, DTYPE, ASM
+    )
     b_weight = b_weight.to(tl.float32)
     o_n = tl.arange(0, TILE_N)
     if GROUP == 0:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.packed_matmul.kernel import (
@@ -26,6 +27,7 @@ from appliance.kernels.packed_matmul.tiled import (
     TiledWeight,
     interleaved_gate_up,
     pad_bias,
+    tile_fp4,
     tile_packed,
 )
 from appliance.kernels.packed_matmul.tiles import (
@@ -33,6 +35,7 @@ from appliance.kernels.packed_matmul.tiles import (
     TILE_N,
     WORKSPACE_FLOATS,
     MatmulTile,
+    Place,
     architecture,
     choose_splits,
     choose_tile,
@@ -43,21 +46,27 @@ from appliance.kernels.packed_matmul.variant import (
     SUMS_BLOCK_M,
     dequantize_constexprs,
     matmul_constexprs,
+    product_group,
 )
+from appliance.kernels.residency import MOST_PROGRAMS, Footprints, multiprocessors_of
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from appliance.kernels.activation import Gating
     from appliance.kernels.backend import Linear
     from appliance.kernels.weight import Weight
 
 GROUP_MULTIPLE = 32
 WIDTH_MULTIPLE = 32  # every row of x then begins 16-byte aligned
 DTYPES = (torch.bfloat16, torch.float16)
+_FOOTPRINTS = Footprints(packed_matmul_kernel)
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What splits of one launch add up in; one launch at a time on a device, so all share it."""
+    """Partial sums of one launch's splits; launches of one stream take turns with it."""
 
     partial: Tensor  # (WORKSPACE_FLOATS,) float32
     arrived: Tensor  # (MAX_COUNTERS,) int32, zero between launches
@@ -73,12 +82,10 @@ class TiledLinear:
 
     @property
     def in_features(self) -> int:
-        """Width of x."""
         return self.weight.in_features
 
     @property
     def out_features(self) -> int:
-        """Width of the result."""
         return self.weight.out_features // (2 if self.gated else 1)
 
     @property
@@ -86,12 +93,11 @@ class TiledLinear:
         """Bytes that the weight and bias take."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Multiply.
 
         Args:
             x: (num_tokens, in_features) bfloat16 or float16.
-            residual: (num_tokens, out_features) to be added, dtype of x; or None.
 
         Returns:
             (num_tokens, out_features), dtype of x.
@@ -100,15 +106,14 @@ class TiledLinear:
         assert x.dtype in DTYPES, x.dtype
         if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
             x = x.contiguous()
-        if residual is not None:
-            residual = residual.contiguous()
-        tile = choose_tile(x.shape[0], target_of(x.device).capability, self.weight.group_size)
+        group = product_group(self.weight.kind, self.weight.group_size)
+        tile = choose_tile(x.shape[0], target_of(x.device).capability, group)
         if tile is None:
-            return _multiply_dense(self, x, residual)
+            return _multiply_dense(self, x)
         out = x.new_empty(x.shape[0], self.out_features)
         if len(x):
             with torch.cuda.device(x.get_device()):
-                _multiply(self, x, residual, out, tile)
+                _multiply(self, x, out, tile)
         return out
 
 
@@ -121,67 +126,69 @@ def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> L
     Raises:
         UnsupportedModelError: no kernel covers the shape, the dtype or the GPU.
     """
-    if not isinstance(weight, PackedWeight) or dtype == torch.float32:
+    if not isinstance(weight, PackedWeight | Fp4Weight) or dtype == torch.float32:
         return dense_linear(weight, bias, dtype)
     _check_supported(weight, dtype)
     workspace_of(weight.codes.device)
+    if isinstance(weight, Fp4Weight):
+        return TiledLinear(tile_fp4(weight, dtype), pad_bias(bias), gated=False)
     linear = TiledLinear(tile_packed(weight), pad_bias(bias), gated=False)
     return reordered(linear, weight.input_order)
 
 
-def has_gated(weight: PackedWeight, dtype: torch.dtype, activation: Activation) -> bool:
-    """Whether `prepare_gate_up` is for such a weight."""
+def has_gated(weight: PackedWeight | Fp4Weight, dtype: torch.dtype, activation: Gating) -> bool:
+    """Return True if `prepare_gate_up` takes such a weight."""
     return (
-        weight.input_order is None
+        (isinstance(weight, Fp4Weight) or weight.input_order is None)
         and not weight.shape[0] % (2 * GATE_RUN)
         and dtype in DTYPES
         and activation is Activation.SILU
     )
 
 
-def prepare_gate_up(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> TiledLinear:
+def prepare_gate_up(
+    weight: PackedWeight | Fp4Weight, bias: Tensor | None, dtype: torch.dtype
+) -> TiledLinear:
     """One linear for silu(x @ gate.T) * (x @ up.T).
 
     Args:
         weight: gate over up, (2 * intermediate, in_features); intermediate is a multiple of 8.
         bias: (2 * intermediate,) or None.
-        dtype: of activations.
 
     Raises:
         UnsupportedModelError: as for `prepare_linear`.
     """
     _check_supported(weight, dtype)
-    assert weight.input_order is None, "not read here"
     if weight.shape[0] % (2 * GATE_RUN):
         msg = f"gate and up of {weight.shape[0]} rows together; supported: multiples of 16"
         raise UnsupportedModelError(msg)
     workspace_of(weight.codes.device)
     rows = interleaved_gate_up(weight.shape[0]).to(weight.codes.device)
     bias = None if bias is None else bias[rows]
-    return TiledLinear(tile_packed(weight.rows(rows)), pad_bias(bias), gated=True)
+    if isinstance(weight, Fp4Weight):
+        tiled = tile_fp4(weight.rows(rows), dtype)
+    else:
+        assert weight.input_order is None, "not read here"
+        tiled = tile_packed(weight.rows(rows))
+    return TiledLinear(tiled, pad_bias(bias), gated=True)
 
 
-def _multiply(
-    linear: TiledLinear, x: Tensor, residual: Tensor | None, out: Tensor, tile: MatmulTile
-) -> None:
+def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> None:
     weight, num_tokens = linear.weight, x.shape[0]
     blocks_m = -(-num_tokens // tile.block_m)
     blocks_n = -(-weight.out_features // tile.block_n)
     blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
-    target = target_of(x.device)
-    splits = choose_splits(-(-weight.out_features // TILE_N), blocks_k, tile, target.capability)
-    asm = not target.is_interpreted
-    fixed = matmul_constexprs(weight, tile, splits, gated=linear.gated, asm=asm)
+    asm = not target_of(x.device).is_interpreted
+    fixed = matmul_constexprs(weight, tile, gated=linear.gated, asm=asm)
     sums = _group_sums(weight, x, blocks_m * tile.block_m) if fixed["SUMS"] else None
     workspace = workspace_of(x.device)
-    packed_matmul_kernel[(blocks_m, blocks_n, splits)](
+    arguments = (
         out,
         x,
         weight.codes,
         weight.params,
         weight.channel_scale,
         linear.bias,
-        residual,
         sums,
         workspace.partial,
         workspace.arrived,
@@ -191,11 +198,38 @@ def _multiply(
         x.stride(0),
         blocks_m * tile.block_m,
         blocks_k,
-        **fixed,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
     )
+    options = {**fixed, **launch_options(tile)}
+    splits = choose_splits(
+        -(-weight.out_features // TILE_N),
+        blocks_k,
+        weight.block_k * TILE_N * weight.kind.bits // 8,
+        tile,
+        place_of(_FOOTPRINTS, x.device, arguments, options),
+    )
+    packed_matmul_kernel[(blocks_m, blocks_n, splits)](*arguments, **options)
+
+
+def launch_options(tile: MatmulTile) -> dict[str, int | None]:
+    """Return a tile's options of compilation, beside its compile-time arguments."""
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "maxnreg": tile.max_registers,
+    }
+
+
+def place_of(
+    footprints: Footprints,
+    device: torch.device,
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> Place:
+    """The device that executes a launch, and how many of its programs at a time."""
+    target = target_of(device)
+    card = multiprocessors_of(device, target.capability)
+    program = None if target.is_interpreted else footprints.of(device, arguments, options)
+    return Place(target.capability, card, card.resident(program) if program else MOST_PROGRAMS)
 
 
 def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:
@@ -221,7 +255,7 @@ def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:
     return sums
 
 
-def _multiply_dense(linear: TiledLinear, x: Tensor, residual: Tensor | None) -> Tensor:
+def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
     """Some rows of the weight after others, dense and by the library: many rows of x pay for it."""
     weight = linear.weight
     out = x.new_empty(x.shape[0], weight.out_features)
@@ -233,9 +267,7 @@ def _multiply_dense(linear: TiledLinear, x: Tensor, residual: Tensor | None) -> 
             torch.mm(x, dense, out=part)
         else:
             torch.addmm(linear.bias[start:end].to(x.dtype), x, dense, out=part)
-    if linear.gated:
-        out = gated_activation(out, Activation.SILU, run=GATE_RUN)
-    return out if residual is None else out.add_(residual)
+    return gated_activation(out, Activation.SILU, run=GATE_RUN) if linear.gated else out
 
 
 def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tensor:
@@ -252,33 +284,45 @@ def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tens
             end - start,
             weight.in_features,
             blocks_k,
-            **dequantize_constexprs(weight, asm=not target_of(like.device).is_interpreted),
+            **dequantize_constexprs(
+                weight.kind,
+                weight.params_kind,
+                weight.group_size,
+                weight.block_k,
+                asm=not target_of(like.device).is_interpreted,
+            ),
             num_warps=4,
         )
     return out
 
 
-def _check_supported(weight: PackedWeight, dtype: torch.dtype) -> None:
+def _check_supported(weight: PackedWeight | Fp4Weight, dtype: torch.dtype) -> None:
     capability = target_of(weight.codes.device).capability
     if architecture(capability) is None:
         what = f"compute capability {capability / 10}"
         supported = "8.0 and above"
     elif dtype not in DTYPES:
         what, supported = f"activation dtype {dtype}", ", ".join(map(str, DTYPES))
-    elif weight.group_size % GROUP_MULTIPLE:
+    elif isinstance(weight, PackedWeight) and weight.group_size % GROUP_MULTIPLE:
         what, supported = f"groups of {weight.group_size}", f"multiples of {GROUP_MULTIPLE}"
     elif weight.shape[1] % WIDTH_MULTIPLE:
         what, supported = f"{weight.shape[1]} inputs", f"multiples of {WIDTH_MULTIPLE}"
     else:
         return
-    shape = f"a {weight.bits}-bit weight of {weight.shape[0]} x {weight.shape[1]}"
+    bits = weight.bits if isinstance(weight, PackedWeight) else 4
+    shape = f"a {bits}-bit weight of {weight.shape[0]} x {weight.shape[1]}"
     msg = f"the packed matmul on the GPU has no kernel for {what} ({shape}); supported: {supported}"
     raise UnsupportedModelError(msg)
 
 
-@lru_cache
 def workspace_of(device: torch.device) -> Workspace:
-    """Of a device, for as long as the process lives."""
+    """Of the current stream of a device, for as long as the process lives."""
+    is_cuda = device.type == "cuda"
+    return _workspace(device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0)
+
+
+@lru_cache
+def _workspace(device: torch.device, stream: int) -> Workspace:
     return Workspace(
         torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
         torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device),

@@ -20,12 +20,10 @@ class DenseLinear:
 
     @property
     def in_features(self) -> int:
-        """Width of x."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:
-        """Width of the result."""
         return self.weight.shape[0]
 
     @property
@@ -44,7 +42,6 @@ def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> D
     Args:
         weight: (out_features, in_features), in any form.
         bias: (out_features,) or None.
-        dtype: dtype of the activations.
     """
     assert dtype.is_floating_point, dtype
     return dense_linear(weight, bias, torch.float32)

@@ -20,12 +20,10 @@ class ReorderedLinear:
 
     @property
     def in_features(self) -> int:
-        """Width of x."""
         return self.linear.in_features
 
     @property
     def out_features(self) -> int:
-        """Width of the result."""
         return self.linear.out_features
 
     @property

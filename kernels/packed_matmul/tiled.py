@@ -1,4 +1,4 @@
-"""A weight repacked once, when it is loaded, into what the GPU kernels read: torch calls only.
+"""Repacks a weight once, on loading, for the GPU kernels; in torch only.
 
 Codes become tiles in the order of `weight_codes.order`. Scale and offset of a group become one
 32-bit word for each output feature, tile by tile in the order of the codes, where w = (q - center)
@@ -10,39 +10,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from appliance.errors import UnsupportedModelError
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight_codes.order import TILE_N, TileOrder
+
+if TYPE_CHECKING:
+    from appliance.kernels.fp4 import Fp4Weight
 
 ROW_MULTIPLE = 2 * TILE_N  # the tallest block of a kernel
 REPACKED_AT_ONCE = 1 << 22  # elements; each takes about 20 bytes for a moment
 GATE_RUN = 8  # rows of gate, then so many of up: both are in the same thread of the epilogue
 FLIP = 0x80  # the top bit of 8-bit integer codes, as the kernels want them
+MOST_ZERO_POINT = 127  # that the mantissa of bfloat16 holds beside 128
+# Of two by which widened e2m1 is too small, and how far below it a scale stays exact with a code.
+CODE_POWERS = {torch.bfloat16: 126, torch.float16: 14}
+LEAST_POWERS = {torch.bfloat16: 120, torch.float16: 20}
+E4M3_TOP = 9  # no e4m3 reaches this power of two
 HALF_ROUNDING = 2.0**-11
 
 
 class Codes(Enum):
-    """How a code is widened; the values are those of the kernel's CODES."""
+    """Kinds of codes; the values are those of the kernel's CODES."""
 
     INT4 = "int4"
     INT8 = "int8"
     FP8 = "fp8"
+    FP4 = "fp4"
 
     @property
     def bits(self) -> int:
-        """Of one code."""
-        return 4 if self is Codes.INT4 else 8
+        return 4 if self in (Codes.INT4, Codes.FP4) else 8
 
 
 class Params(Enum):
-    """What the scale words hold; the values are those of the kernel's PARAMS."""
+    """Kinds of scale words; the values are those of the kernel's PARAMS."""
 
     NONE = "none"  # one scale for each output feature, which is not in words
     FP32 = "fp32"  # a float32 scale; the offset is zero everywhere
+    FP16_ZERO = "fp16_zero"  # float16 scale in the low half, an integer zero point in the high one
+    HALVES = "halves"  # two scales, in the dtype of activations; beside them a row's own
     FP16_OFFSET = "fp16_offset"  # float16 scale and offset, in the low and the high half
     FP32_OFFSET = "fp32_offset"  # two words: float32 scale, float32 offset
 
@@ -54,8 +66,8 @@ class TiledWeight:
     Attributes:
         codes: (tiles in n, tiles in k, words of a tile) int32.
         params: (tiles in n, groups, TILE_N) int32, with an axis of 2 before the last for
-            FP32_OFFSET; None for NONE.
-        channel_scale: (padded out_features,) float32 for NONE, else None.
+            FP32_OFFSET; (tiles in n, tiles in k, words, TILE_N) for HALVES; None for NONE.
+        channel_scale: (padded out_features,) float32 for NONE and HALVES, else None.
         kind: of the codes.
         params_kind: of the scale words.
         group_size: inputs that share a scale; 0 means all.
@@ -82,7 +94,6 @@ class TiledWeight:
 
     @property
     def order(self) -> TileOrder:
-        """Of the codes."""
         return TileOrder(self.kind.bits)
 
 
@@ -95,7 +106,12 @@ def tile_packed(weight: PackedWeight) -> TiledWeight:
     scale, offset = (t.repeat_interleave(repeats, dim=1) for t in (scale, offset))
     block_k = _block_k(weight.shape[1])
     groups = _padded(weight.shape[1], block_k) // group_size
-    kind, words = _words(_pad(scale, groups), _pad(offset, groups))
+    words = _zero_words(weight)
+    if words is not None and bool(offset.any()):
+        kind, words = Params.FP16_ZERO, words.repeat_interleave(repeats, dim=1)
+        words = _pad(words, groups).unsqueeze(1)
+    else:
+        kind, words = _words(_pad(scale, groups), _pad(offset, groups))
     flip = FLIP if weight.bits == 8 else 0
     return TiledWeight(
         codes=_tile_codes(
@@ -140,6 +156,43 @@ def tile_fp8(codes: Tensor, scale: Tensor, group_size: int) -> TiledWeight:
     )
 
 
+def tile_fp4(weight: Fp4Weight, dtype: torch.dtype) -> TiledWeight:
+    """Repack e2m1 codes; scales take the dtype of activations, and exactly.
+
+    The kernels make a result's bits of a code's, too small by a power of two that the scales make
+    up for; so that no scale overflows, the row's own takes another.
+
+    Raises:
+        UnsupportedModelError: scales of one row are too far apart for float16.
+    """
+    power = CODE_POWERS[dtype]
+    scale, row_scale = weight.scale.float(), weight.row_scale
+    if weight.scale.dtype == torch.float8_e4m3fn:
+        down = torch.full_like(row_scale, 2.0**-E4M3_TOP)
+    else:
+        down = 1 / scale.amax(1)
+    stored = (scale.double() * down.double()[:, None] * 2.0**power).to(dtype)
+    if bool((stored.double() < 2.0 ** (power - LEAST_POWERS[dtype])).any()):
+        msg = f"an MXFP4 weight of {weight.shape} has scales too far apart for {dtype}"
+        raise UnsupportedModelError(f"{msg}; serve it in bfloat16")
+    block_k, order = _block_k(weight.shape[1]), TileOrder(4)
+    per_tile = order.tile_k // weight.group_size
+    tiles_k = _padded(weight.shape[1], block_k) // order.tile_k
+    words = _pad(stored, tiles_k * per_tile).view(torch.int32)
+    words = words.view(weight.shape[0], tiles_k * per_tile // 2).unsqueeze(1)
+    return TiledWeight(
+        codes=_tile_codes(lambda rows: weight.rows(rows).unpack(), weight.shape, order, block_k),
+        params=_tile_rows(words).unflatten(1, (tiles_k, per_tile // 2)),
+        channel_scale=_pad_rows(row_scale / down),
+        kind=Codes.FP4,
+        params_kind=Params.HALVES,
+        group_size=weight.group_size,
+        block_k=block_k,
+        in_features=weight.shape[1],
+        out_features=weight.shape[0],
+    )
+
+
 def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
     """Float32 scale and offset of (q - center) * scale + offset, the offset rounded once."""
     center = 1 << (weight.bits - 1)
@@ -152,7 +205,7 @@ def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def interleaved_gate_up(out_features: int) -> Tensor:
-    """Row numbers of gate over up, `GATE_RUN` of each in turn: what the gated epilogue wants."""
+    """Row numbers of gate over up, `GATE_RUN` of each in turn, for the gated epilogue."""
     halves = torch.arange(out_features).view(2, -1, GATE_RUN)
     return halves.transpose(0, 1).flatten()
 
@@ -160,6 +213,18 @@ def interleaved_gate_up(out_features: int) -> Tensor:
 def pad_bias(bias: Tensor | None) -> Tensor | None:
     """(out_features,) in any dtype -> padded float32."""
     return None if bias is None else _pad_rows(bias.float())
+
+
+def _zero_words(weight: PackedWeight) -> Tensor | None:
+    """Words (out_features, groups) int32 of FP16_ZERO; None where they would not be exact."""
+    if weight.bits != 4 or weight.offset_kind is not OffsetKind.ZERO_POINT:
+        return None
+    scale, zero = weight.scale.half(), weight.offset.float()
+    is_whole = bool(((zero >= 0) & (zero <= MOST_ZERO_POINT) & (zero == zero.round())).all())
+    if not is_whole or not torch.equal(scale.float(), weight.scale.float()):
+        return None
+    low = scale.view(torch.int16).to(torch.int32) & 0xFFFF
+    return low | (zero.to(torch.int32) << 16)
 
 
 def _words(scale: Tensor, offset: Tensor) -> tuple[Params, Tensor]:

@@ -1,4 +1,4 @@
-"""What is fixed when a packed matmul is compiled. Imports no triton."""
+"""The compile-time choices of a packed matmul. Imports no triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 MIDDLE_ROWS = 17  # from here on, the sums of x over its groups are made by a kernel of their own
 SUMS_BLOCK_M = 16
 SUMS_BLOCK_K = 128
-DEQUANTIZED_AT_ONCE = 32 << 20  # elements of a dense weight, 64 MiB
+# Elements of a dense weight, 16 MiB: with its part of the result it fits the L2 of most cards, so
+# that the product does not read it back from memory.
+DEQUANTIZED_AT_ONCE = 8 << 20
 OFFSETS = (Params.FP16_OFFSET, Params.FP32_OFFSET)
 
 
@@ -27,9 +29,9 @@ class MatmulConstexprs(TypedDict):
     TILE_K: int
     PARAMS: str
     GROUP: int
+    SCALES: int
     SUMS: bool
     GATED: bool
-    SPLITS: int
     EVEN_K: bool
     BLOCK_M: int
     BLOCK_N: int
@@ -40,16 +42,15 @@ class MatmulConstexprs(TypedDict):
 
 
 def matmul_constexprs(
-    weight: TiledWeight, tile: MatmulTile, splits: int, *, gated: bool, asm: bool
+    weight: TiledWeight, tile: MatmulTile, *, gated: bool, asm: bool
 ) -> MatmulConstexprs:
-    """What `packed_matmul_kernel` is specialized for."""
+    """Return the compile-time arguments of `packed_matmul_kernel`."""
     return constexprs_of(
         weight.kind,
         weight.params_kind,
         weight.group_size,
         weight.block_k,
         tile,
-        splits,
         gated=gated,
         even_k=weight.in_features % weight.block_k == 0,
         asm=asm,
@@ -62,7 +63,6 @@ def constexprs_of(
     group_size: int,
     block_k: int,
     tile: MatmulTile,
-    splits: int,
     *,
     gated: bool = False,
     even_k: bool = True,
@@ -72,14 +72,15 @@ def constexprs_of(
     order = TileOrder(kind.bits)
     return {
         "CODES": kind.value,
-        "AXES": order.kernel_axes(first_group=0 < group_size < order.tile_k),
+        "AXES": order.kernel_axes(
+            first_group=_scaling(kind, group_size)["GROUP"] == order.tile_k // 2
+        ),
         "WORDS": order.words,
         "TILE_K": order.tile_k,
         "PARAMS": params_kind.value,
-        "GROUP": group_size,
+        **_scaling(kind, group_size),
         "SUMS": params_kind in OFFSETS and tile.max_rows >= MIDDLE_ROWS,
         "GATED": gated,
-        "SPLITS": splits,
         "EVEN_K": even_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -90,15 +91,35 @@ def constexprs_of(
     }
 
 
-def dequantize_constexprs(weight: TiledWeight, *, asm: bool) -> dict[str, object]:
-    """What `dequantize_kernel` is specialized for."""
+class _Scaling(TypedDict):
+    GROUP: int
+    SCALES: int
+
+
+def _scaling(kind: Codes, group_size: int) -> _Scaling:
+    """Codes of 4-bit floats take their scales in registers, so they have one product."""
+    if kind is Codes.FP4:
+        return {"GROUP": 0, "SCALES": TileOrder(4).tile_k // group_size}
+    return {"GROUP": group_size, "SCALES": 0}
+
+
+def product_group(kind: Codes, group_size: int) -> int:
+    """Inputs whose product takes a scale of its own; 0 means all, and one scale at the end."""
+    return _scaling(kind, group_size)["GROUP"]
+
+
+def dequantize_constexprs(
+    kind: Codes, params_kind: Params, group_size: int, block_k: int, *, asm: bool = True
+) -> dict[str, object]:
+    """Return the compile-time arguments of `dequantize_kernel`."""
+    order = TileOrder(kind.bits)
     return {
-        "CODES": weight.kind.value,
-        "AXES": weight.order.kernel_axes(),
-        "WORDS": weight.order.words,
-        "TILE_K": weight.order.tile_k,
-        "PARAMS": weight.params_kind.value,
-        "GROUP": weight.group_size,
-        "BLOCK_K": weight.block_k,
+        "CODES": kind.value,
+        "AXES": order.kernel_axes(),
+        "WORDS": order.words,
+        "TILE_K": order.tile_k,
+        "PARAMS": params_kind.value,
+        **_scaling(kind, group_size),
+        "BLOCK_K": block_k,
         "ASM": asm,
     }

@@ -38,6 +38,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to its own sequence; see `reference.paged_attention`.
 
@@ -48,10 +49,10 @@ def paged_attention(
     Args:
         query: (num_tokens, num_heads, head_dim).
         cache: blocks of this layer, with this step's keys and values written.
-        work: what `plan_attention` returned.
         scale: multiplies q . k.
         window: a row sees this many latest positions, its own included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
+        sinks: (num_heads,), a score for each head that has no value.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -59,7 +60,7 @@ def paged_attention(
     assert isinstance(work, CpuAttentionWork)
     if not isinstance(cache, KVBlocks):  # pages have kernels on GPUs only
         return reference.paged_attention(
-            query, cache, work.batch, scale=scale, window=window, softcap=softcap
+            query, cache, work.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
     out = query.new_empty(query.shape)
     if cache.format.is_quantized:
@@ -70,13 +71,14 @@ def paged_attention(
     layout = work.layout(window)
     for group in layout.groups:
         if group.rows is None:
-            out[:decodes] = _decode(query[:decodes], cache, group, scale, softcap)
+            out[:decodes] = _decode(query[:decodes], cache, group, scale, softcap, sinks)
         else:
-            rows = _decode(query.index_select(0, group.rows), cache, group, scale, softcap)
+            rows = query.index_select(0, group.rows)
+            rows = _decode(rows, cache, group, scale, softcap, sinks)
             out.index_copy_(0, group.rows, rows.to(out.dtype))
     for chunk in layout.chunks:
         rows = query[chunk.start : chunk.stop]
-        out[chunk.start : chunk.stop] = _prefill(rows, cache, chunk, scale, softcap)
+        out[chunk.start : chunk.stop] = _prefill(rows, cache, chunk, scale, softcap, sinks)
     return out
 
 
@@ -97,7 +99,12 @@ def _gather_one(blocks: Tensor, scales: Tensor | None, slots: Tensor, dtype: tor
 
 
 def _decode(
-    query: Tensor, cache: KVBlocks, group: DecodeGroup, scale: float, softcap: float | None
+    query: Tensor,
+    cache: KVBlocks,
+    group: DecodeGroup,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One row of each sequence of a group: (group, num_heads, head_dim), also the result.
 
@@ -115,12 +122,18 @@ def _decode(
         group.mask,
         scale,
         softcap,
+        None if sinks is None else sinks.view(num_kv_heads, heads, 1),
     )
     return out.reshape(size, num_heads, head_dim)
 
 
 def _prefill(
-    query: Tensor, cache: KVBlocks, chunk: PrefillChunk, scale: float, softcap: float | None
+    query: Tensor,
+    cache: KVBlocks,
+    chunk: PrefillChunk,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The rows of a chunk: (rows, num_heads, head_dim), also the result.
 
@@ -138,19 +151,34 @@ def _prefill(
         chunk.mask,
         scale,
         softcap,
+        None if sinks is None else sinks.view(num_kv_heads, heads, 1, 1),
     )
     return out.permute(2, 0, 1, 3).reshape(rows, num_heads, head_dim)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Softmax attention of (batch, heads, rows, head_dim) over (batch, heads, keys, head_dim)."""
-    if softcap is None:
+    """Softmax attention of (batch, heads, rows, head_dim) over (batch, heads, keys, head_dim).
+
+    `sinks` broadcast to (batch, heads, rows, 1).
+    """
+    if softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale
         )
     # torch's own has no place between the scores and the softmax.
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2)).mul_(scale)
-    weights = scores.div_(softcap).tanh_().mul_(softcap).add_(mask).softmax(dim=-1)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores.add_(mask)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[-2]]
     return torch.matmul(weights, value.float()).to(query.dtype)

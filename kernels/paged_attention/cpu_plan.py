@@ -1,4 +1,4 @@
-"""Which keys each row reads on the CPU, built once per step and shared by all layers."""
+"""The keys that each row reads on the CPU, found once per step and shared by all layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionWork:
-    """What the layers of one step share; a layout is built when the first layer asks for it."""
+    """Work that the layers of a step share; the first layer that needs a layout builds it."""
 
     batch: RaggedBatch
     block_size: int

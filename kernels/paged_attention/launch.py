@@ -1,10 +1,9 @@
-"""Launches paged attention: checks what is asked for, chooses a variant, sets up the grid."""
+"""Launches paged attention: checks, the choice of a variant, the grid."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,10 +34,13 @@ from appliance.kernels.paged_attention.work import (
     most_spans,
     prefill_tiles,
 )
+from appliance.kernels.residency import Footprints, multiprocessors_of
 from appliance.kernels.sealed_pages import SealedPages
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from appliance.kernels.kv_cache import LayerCache
@@ -51,6 +53,7 @@ HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16
 WIDEST_FLOAT32 = 128  # head_dim over codes: more takes more shared memory than most GPUs have
 INTERPRETED_PROGRAMS = 3  # few, so that each has several spans
+_FOOTPRINTS = Footprints(decode_kernel)
 
 
 def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
@@ -194,8 +197,7 @@ def paged_attention(
             rows = len(spans.table) * tiles * min(batch.decode_rows, tokens) * variant.group
             partial = query.new_empty((rows, head_dim), dtype=torch.float32)
             partial_lse = query.new_empty(rows, dtype=torch.float32)
-            programs = min(len(spans.table) * tiles, _resident(query.device, tile.programs))
-            decode_kernel[(programs,)](
+            arguments = (
                 output,
                 partial,
                 partial_lse,
@@ -207,8 +209,9 @@ def paged_attention(
                 batch.decode_rows,
                 spans.max_groups,
                 *after_query,
-                **fixed,
             )
+            programs = min(len(spans.table) * tiles, _at_once(query.device, arguments, fixed))
+            decode_kernel[(programs,)](*arguments, **fixed)
         if len(work.tiles):
             variant, tile, fixed = configure(Phase.PREFILL)
             # A tile has TILE_ROWS query rows; a program takes what its group leaves.
@@ -262,9 +265,10 @@ def check_supported(
     raise UnsupportedModelError(msg)
 
 
-@lru_cache
-def _resident(device: torch.device, programs: int) -> int:
-    """Programs that the device executes at a time."""
+def _at_once(device: torch.device, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:
+    """Programs of decode that the device executes at a time."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return programs * torch.cuda.get_device_properties(device).multi_processor_count
+    program = _FOOTPRINTS.of(device, arguments, options)
+    card = multiprocessors_of(device, target_of(device).capability)
+    return card.num_sms * (card.resident(program) if program else 1)

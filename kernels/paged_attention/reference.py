@@ -82,7 +82,7 @@ def paged_attention(
 def visible(
     first: int, rows: int, context: int, window: int | None, *, device: torch.device
 ) -> Tensor:
-    """Which keys the rows at positions first .. first + rows - 1 see: (rows, context) bool."""
+    """Return the keys that rows first .. first + rows - 1 see: (rows, context) bool."""
     position = torch.arange(first, first + rows, device=device).unsqueeze(1)
     key = torch.arange(context, device=device)
     seen = key <= position

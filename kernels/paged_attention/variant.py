@@ -1,4 +1,4 @@
-"""What is fixed when an attention kernel is compiled: the kind of work, and tile sizes for it.
+"""The compile-time choices of an attention kernel: the kind of work, and its tiles.
 
 The sizes were chosen from compiled code alone, so that no register is spilled and the shared
 memory of every architecture suffices; none has been timed on a GPU yet. Imports no triton.
@@ -28,7 +28,7 @@ FP8_FACTOR = 256.0  # what is left to multiply where bits are moved instead
 
 
 class Phase(Enum):
-    """What the programs divide among themselves."""
+    """The kind of work: programs divide keys in decode, and rows in prefill."""
 
     DECODE = "decode"  # few rows per sequence, its keys in spans
     PREFILL = "prefill"  # rows in tiles, each with all its keys
@@ -36,13 +36,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program works on at a time, and with what."""
+    """Tile, warps and stages of one program."""
 
     block_m: int  # query rows times padded group
     block_n: int  # keys
     num_warps: int
     num_stages: int
-    programs: int = 0  # of decode, on a multiprocessor
     max_registers: int | None = None  # per thread; None leaves the choice to ptxas
 
 
@@ -119,22 +118,21 @@ def padded(size: int) -> int:
 
 # Per kind of work three tiles: for head_dim up to 64, 128 and 256. Decode takes a page at a time,
 # for quantized pages with a single warp, whose registers their order is made for; of five stages
-# two bring block ids, so that two pages are on their way while one is multiplied. The programs
-# fill a multiprocessor's registers or, with BF16 pages, the smallest shared memory. Where a cap on
+# two bring block ids, so that two pages are on their way while one is multiplied. Where a cap on
 # registers stands, ptxas would else spill a few bytes to fit more programs.
 _Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: codes, not elements
 
 _PAGE = PAGE_TOKENS
 _MMA_SYNC: _Tiles = {
     (Phase.DECODE, False): (
-        Tile(16, _PAGE, 2, 5, programs=4),
-        Tile(16, _PAGE, 2, 5, programs=2, max_registers=255),
-        Tile(16, _PAGE, 4, 3, programs=2, max_registers=255),
+        Tile(16, _PAGE, 2, 5),
+        Tile(16, _PAGE, 2, 5, max_registers=255),
+        Tile(16, _PAGE, 4, 3, max_registers=255),
     ),
     (Phase.DECODE, True): (
-        Tile(16, _PAGE, 1, 5, programs=8, max_registers=208),
-        Tile(16, _PAGE, 1, 5, programs=6, max_registers=224),
-        Tile(16, _PAGE, 2, 5, programs=2, max_registers=255),
+        Tile(16, _PAGE, 1, 5, max_registers=208),
+        Tile(16, _PAGE, 1, 5, max_registers=224),
+        Tile(16, _PAGE, 2, 5, max_registers=255),
     ),
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 3)),
     (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 4, 3), Tile(64, _PAGE, 8, 3)),
@@ -155,9 +153,9 @@ _TABLES = {
 # Float32 is for checking the others: each product becomes three.
 _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
     Phase.DECODE: (
-        Tile(16, _PAGE, 4, 3, programs=2),
-        Tile(16, _PAGE, 8, 3, programs=1),
-        Tile(16, _PAGE, 8, 1, programs=1),
+        Tile(16, _PAGE, 4, 3),
+        Tile(16, _PAGE, 8, 3),
+        Tile(16, _PAGE, 8, 1),
     ),
     Phase.PREFILL: (Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 1)),
 }

@@ -1,4 +1,4 @@
-"""Which program computes what, prepared once per step and shared by all layers.
+"""The division of attention among programs, prepared once per step for all layers.
 
 The spans of decode rows are cut on the device, from the lengths that lie there: nothing that the
 host knows about them goes into a launch, so a captured graph can be replayed for others. Keys are

@@ -1,4 +1,4 @@
-"""Launches penalties on the GPU: checks and the grid. Waits for nothing."""
+"""Launches penalties on the GPU without waiting: checks and the grid."""
 
 from __future__ import annotations
 

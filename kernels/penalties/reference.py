@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def penalize(
     logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
 ) -> None:
-    """Count what was read, then lower the logits of tokens that were seen.
+    """Count the tokens read, then lower the logits of tokens seen.
 
     Args:
         logits: (num_rows, vocab_size) float32; changed in place.

@@ -1,4 +1,4 @@
-"""What every row of a step asks for in the way of penalties, as tensors."""
+"""The penalties of every row of a step, as tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ class PenaltyRows:
 
 
 class Penalize(Protocol):
-    """Applies penalties and waits for nothing: in Triton or in torch."""
+    """Applies penalties without waiting, in Triton or in torch."""
 
     def __call__(
         self, logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
-    ) -> None:
-        """See `reference.penalize`."""
-        ...
+    ) -> None: ...

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.cpu.structs import SamplingStruct, Status
+from appliance.kernels.cpu.step_structs import SamplingStruct
+from appliance.kernels.cpu.structs import Status
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Launches sampling on the GPU: workspace, checks and grids. Waits for nothing."""
+"""Launches sampling on the GPU without waiting: workspace, checks and grids."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from appliance.kernels.sampling.rows import SamplingRows
 
 CHUNK = 4096  # logits of one program: 32 of them share a row of 128k, so that one row is quick too
-MAX_VOCAB = 64 * CHUNK
+MAX_CHUNKS = 64  # of a row, twice as long where these are too few: `cut` holds them all at once
+MAX_VOCAB = MAX_CHUNKS * 2 * CHUNK
 CANDIDATES = 2048  # as many are searched through without reading the row again
 BLOCK = 2048  # of them at a time
 BINS = 256  # as in the kernel
-CHUNK_WARPS = 8
+CHUNK_PER_WARP = 512
 ROW_WARPS = 8
 
 
@@ -32,7 +33,6 @@ class DeviceSampling:
     Args:
         max_rows: most rows of one call.
         vocab_size: width of the logits.
-        device: where the logits are.
 
     Raises:
         UnsupportedModelError: the vocabulary is larger than any that the kernels cover.
@@ -62,7 +62,6 @@ class DeviceSampling:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the workspace."""
         return sum(tensor.nbytes for tensor in self._workspace.values())
 
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -92,7 +91,7 @@ class DeviceSampling:
             "stride": logits.stride(0),
             **self._constexprs,
         }
-        by_chunk, by_row = (num_rows, chunks(vocab_size)), (num_rows,)
+        by_chunk, by_row = (num_rows, self._constexprs["NUM_CHUNKS"]), (num_rows,)
         with torch.cuda.device(logits.get_device()):
             for name, function, grid in (
                 ("scan", kernels.scan_kernel, by_chunk),
@@ -102,7 +101,7 @@ class DeviceSampling:
                 ("choose", kernels.choose_kernel, by_row),
             ):
                 own = {key: arguments[key] for key in function.arg_names}
-                function[grid](**own, num_warps=num_warps(name))
+                function[grid](**own, num_warps=num_warps(name, vocab_size))
         return tokens
 
 
@@ -131,24 +130,25 @@ def _settings(rows: SamplingRows, num_rows: int) -> dict[str, Tensor]:
     return {name: values for name, (values, _) in found.items()}
 
 
-def chunks(vocab_size: int) -> int:
-    """Programs that share a row."""
-    return -(-vocab_size // CHUNK)
+def chunk_of(vocab_size: int) -> int:
+    """Logits of one program: CHUNK, or twice as many for a large vocabulary."""
+    return CHUNK if vocab_size <= MAX_CHUNKS * CHUNK else 2 * CHUNK
 
 
 def constexprs(vocab_size: int) -> dict[str, int]:
-    """What the kernels are specialized for, each for some of these."""
-    padded = 1 << (chunks(vocab_size) - 1).bit_length()
+    """Return the compile-time arguments of the kernels; each takes some of these."""
+    chunk = chunk_of(vocab_size)
+    num_chunks = -(-vocab_size // chunk)
     return {
         "VOCAB": vocab_size,
-        "NUM_CHUNKS": chunks(vocab_size),
-        "CHUNK": CHUNK,
-        "CHUNKS": max(2, padded),
+        "NUM_CHUNKS": num_chunks,
+        "CHUNK": chunk,
+        "CHUNKS": max(2, 1 << (num_chunks - 1).bit_length()),
         "CANDIDATES": CANDIDATES,
         "BLOCK": BLOCK,
     }
 
 
-def num_warps(kernel: str) -> int:
+def num_warps(kernel: str, vocab_size: int) -> int:
     """Warps of a program of "scan", "weigh", "cut", "gather" or "choose"."""
-    return CHUNK_WARPS if kernel in ("scan", "weigh", "gather") else ROW_WARPS
+    return ROW_WARPS if kernel == "cut" else chunk_of(vocab_size) // CHUNK_PER_WARP

@@ -1,4 +1,4 @@
-"""The likeliest tokens of each row, in an order that says what comes first among equals.
+"""The likeliest tokens of each row, with a fixed order among equals.
 
 `torch.topk` leaves that open: its choice changes with the device and with how many are asked for.
 """

@@ -1,4 +1,4 @@
-"""What every row of a sampling step asks for, as tensors."""
+"""The sampling settings of every row of a step, as tensors."""
 
 from __future__ import annotations
 

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 class NativeMasks:
-    """See `reference.mask_tokens`.
-
-    Args:
-        library: the loaded library.
-    """
+    """See `reference.mask_tokens`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -1,4 +1,4 @@
-"""Launches token masks on the GPU: checks and the grid. Waits for nothing."""
+"""Launches token masks on the GPU without waiting: checks and the grid."""
 
 from __future__ import annotations
 

@@ -11,11 +11,9 @@ if TYPE_CHECKING:
 
 
 class MaskTokens(Protocol):
-    """Applies masks and waits for nothing: in Triton or on the CPU."""
+    """Applies masks without waiting, in Triton or on the CPU."""
 
-    def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
-        """See `mask_tokens`."""
-        ...
+    def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None: ...
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:

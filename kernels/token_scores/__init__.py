@@ -1,1 +1,1 @@
-"""What logits say of given tokens: their log probabilities, and the likeliest ones beside them."""
+"""Log probabilities of given tokens, and the likeliest tokens beside them."""

@@ -33,7 +33,6 @@ class ScoreTokens(Protocol):
 
 
 def score_tokens(logits: Tensor, targets: Tensor, count: int) -> TokenScores:
-    """See `ScoreTokens`."""
     total = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, targets[:, None]) - total
     top, top_ids = likeliest(logits, count)

@@ -14,12 +14,191 @@ INT8_BF16: tl.constexpr = tl.constexpr(ptx.INT8_BF16)
 INT8_FP16: tl.constexpr = tl.constexpr(ptx.INT8_FP16)
 FP8_BF16: tl.constexpr = tl.constexpr(ptx.FP8_BF16)
 FP8_FP16: tl.constexpr = tl.constexpr(ptx.FP8_FP16)
+INT4_ZERO_BF16: tl.constexpr = tl.constexpr(ptx.INT4_ZERO_BF16)
+INT4_ZERO_FP16: tl.constexpr = tl.constexpr(ptx.INT4_ZERO_FP16)
+ZERO_BF16: tl.constexpr = tl.constexpr(ptx.ZERO_BF16)
+ZERO_FP16: tl.constexpr = tl.constexpr(ptx.ZERO_FP16)
+FP4_BF16: tl.constexpr = tl.constexpr(ptx.FP4_BF16)
+FP4_FP16: tl.constexpr = tl.constexpr(ptx.FP4_FP16)
+LOW_TWICE: tl.constexpr = tl.constexpr(ptx.LOW_TWICE)
+HIGH_TWICE: tl.constexpr = tl.constexpr(ptx.HIGH_TWICE)
+LANES: tl.constexpr = tl.constexpr(128)  # that share a tile, by warp
+SIDE: tl.constexpr = tl.constexpr(64)  # output features of a tile
+ROWS_APART: tl.constexpr = tl.constexpr(8)  # the two rows of a word of 4-bit codes
 
 
 @triton.jit
-def int4_plane(b_words, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+def load_rows(p_tile):
+    """A word for each of the two output features that a lane has in a word of 4-bit codes.
+
+    Args:
+        p_tile: (tiles in n, tiles in k) pointers to words, one for each feature of a tile.
+    """
+    o_lane = tl.arange(0, LANES)
+    p_first = p_tile[:, :, None] + (o_lane // 32 * 16 + o_lane % 32 // 4)[None, None, :]
+    return tl.load(p_first), tl.load(p_first + ROWS_APART)
+
+
+@triton.jit
+def in_both_halves(b_word, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """One half of each word, twice."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            HIGH_TWICE if HIGH else LOW_TWICE, "=r,r", [b_word], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        b_half = (b_word >> 16) & 0xFFFF if HIGH else b_word & 0xFFFF
+        return b_half | (b_half << 16)
+
+
+@triton.jit
+def minus_zero_points(b_word, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Make the addend that takes a zero point off a widened code, from words of scale and zero."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            ZERO_BF16 if tl.bfloat16 == DTYPE else ZERO_FP16,
+            "=r,r",
+            [b_word],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (b_word >> 16) & 0xFFFF
+
+
+@triton.jit
+def for_words(b_row, b_words, TILES_K: tl.constexpr):
+    """(tiles in n, 1 or tiles in k, lanes, 1 or a lane's words) as the words of tiles stand."""
+    WORDS: tl.constexpr = b_words.numel // (b_row.shape[0] * TILES_K * LANES)
+    b_wide = tl.broadcast_to(b_row, (b_row.shape[0], TILES_K, LANES, WORDS))
+    return tl.reshape(b_wide, b_words.shape)
+
+
+@triton.jit
+def zero_points(
+    params_ptr,
+    i_tile,
+    num_groups,
+    i_group,
+    b_words,
+    TILES_N: tl.constexpr,
+    TILES_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Numbers of `widen_by_row` for one group's words."""
+    b_row = (i_tile + tl.arange(0, TILES_N)) * num_groups + i_group
+    b_one, b_other = load_rows(params_ptr + (b_row * SIDE)[:, None])
+    b_one = minus_zero_points(b_one, DTYPE, ASM)[:, :, :, None]
+    b_other = minus_zero_points(b_other, DTYPE, ASM)[:, :, :, None]
+    return for_words(b_one, b_words, TILES_K), for_words(b_other, b_words, TILES_K)
+
+
+@triton.jit
+def tile_scales(
+    params_ptr,
+    i_tile,
+    tiles_k,
+    i_tile_k,
+    b_words,
+    TILES_N: tl.constexpr,
+    TILES_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Numbers of `widen_by_row` for words of some tiles: 2 or 4 scales for a tile's inputs."""
+    b_tile = (i_tile + tl.arange(0, TILES_N))[:, None] * tiles_k
+    b_tile = b_tile + (i_tile_k + tl.arange(0, TILES_K))[None, :]
+    p_tile = params_ptr + b_tile * (SCALES // 2 * SIDE)
+    b_one, b_other = load_rows(p_tile)
+    b_one = tl.join(in_both_halves(b_one, False, ASM), in_both_halves(b_one, True, ASM))
+    b_other = tl.join(in_both_halves(b_other, False, ASM), in_both_halves(b_other, True, ASM))
+    if SCALES == 4:
+        b_more, b_most = load_rows(p_tile + SIDE)
+        b_more = tl.join(in_both_halves(b_more, False, ASM), in_both_halves(b_more, True, ASM))
+        b_most = tl.join(in_both_halves(b_most, False, ASM), in_both_halves(b_most, True, ASM))
+        # Of a lane's words the first bit is that of the half tile, the other of its half.
+        b_one = tl.permute(tl.join(b_one, b_more), (0, 1, 2, 4, 3))
+        b_other = tl.permute(tl.join(b_other, b_most), (0, 1, 2, 4, 3))
+    else:
+        b_one = tl.broadcast_to(b_one[:, :, :, :, None], (TILES_N, TILES_K, LANES, 2, 2))
+        b_other = tl.broadcast_to(b_other[:, :, :, :, None], (TILES_N, TILES_K, LANES, 2, 2))
+    return tl.reshape(b_one, b_words.shape), tl.reshape(b_other, b_words.shape)
+
+
+@triton.jit
+def int4_plane(b_words, b_zero, PLACE: tl.constexpr, DTYPE: tl.constexpr):
     # A right shift of int32 keeps the sign, which the mask takes off.
-    return (((b_words >> (4 * PLACE)) & 0xF) - 8).to(tl.float32).to(DTYPE)
+    return (((b_words >> (4 * PLACE)) & 0xF) - b_zero).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def fp4_plane(b_words, b_scale, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    b_code = (b_words >> (4 * PLACE)) & 0xF
+    b_exponent = (b_code >> 1) & 3
+    b_half = (b_code & 1).to(tl.float32) * 0.5
+    b_normal = (1.0 + b_half) * tl.exp2((b_exponent - 1).to(tl.float32))
+    b_size = tl.where(b_exponent > 0, b_normal, b_half)
+    # The scales stand for powers that the bits of PTX's results lack.
+    b_scale = (b_scale & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    b_scale *= 1.1754943508222875e-38 if tl.bfloat16 == DTYPE else 6.103515625e-05
+    return (tl.where(b_code > 7, -b_size, b_size) * b_scale).to(DTYPE)
+
+
+@triton.jit
+def widen_by_row(
+    b_words, b_first, b_second, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):
+    """As `widen_int4`, with a number for each of the two output features of a word.
+
+    "int4": `minus_zero_points`, "fp4": scales in both halves.
+    """
+    if ASM:
+        if tl.bfloat16 == DTYPE:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                INT4_ZERO_BF16 if CODES == "int4" else FP4_BF16,
+                "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+                [b_words, b_first, b_second],
+                dtype=(tl.bfloat16,) * 8,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                INT4_ZERO_FP16 if CODES == "int4" else FP4_FP16,
+                "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+                [b_words, b_first, b_second],
+                dtype=(tl.float16,) * 8,
+                is_pure=True,
+                pack=1,
+            )
+    elif CODES == "int4":
+        a = int4_plane(b_words, b_first, 0, DTYPE)
+        b = int4_plane(b_words, b_first, 4, DTYPE)
+        c = int4_plane(b_words, b_first, 1, DTYPE)
+        d = int4_plane(b_words, b_first, 5, DTYPE)
+        e = int4_plane(b_words, b_second, 2, DTYPE)
+        f = int4_plane(b_words, b_second, 6, DTYPE)
+        g = int4_plane(b_words, b_second, 3, DTYPE)
+        h = int4_plane(b_words, b_second, 7, DTYPE)
+    else:
+        a = fp4_plane(b_words, b_first, 0, DTYPE)
+        b = fp4_plane(b_words, b_first, 4, DTYPE)
+        c = fp4_plane(b_words, b_first, 1, DTYPE)
+        d = fp4_plane(b_words, b_first, 5, DTYPE)
+        e = fp4_plane(b_words, b_second, 2, DTYPE)
+        f = fp4_plane(b_words, b_second, 6, DTYPE)
+        g = fp4_plane(b_words, b_second, 3, DTYPE)
+        h = fp4_plane(b_words, b_second, 7, DTYPE)
+    return join_eight(a, b, c, d, e, f, g, h)
+
+
+@triton.jit
+def join_eight(a, b, c, d, e, f, g, h):
+    """Planes 0..7 side by side in three new axes j0, j1, j2 of size 2."""
+    b_low = tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.join(b_low, tl.join(tl.join(e, f), tl.join(g, h)))
 
 
 @triton.jit
@@ -45,16 +224,15 @@ def widen_int4(b_words, DTYPE: tl.constexpr, ASM: tl.constexpr):
                 pack=1,
             )
     else:
-        a = int4_plane(b_words, 0, DTYPE)
-        b = int4_plane(b_words, 4, DTYPE)
-        c = int4_plane(b_words, 1, DTYPE)
-        d = int4_plane(b_words, 5, DTYPE)
-        e = int4_plane(b_words, 2, DTYPE)
-        f = int4_plane(b_words, 6, DTYPE)
-        g = int4_plane(b_words, 3, DTYPE)
-        h = int4_plane(b_words, 7, DTYPE)
-    b_low = tl.join(tl.join(a, b), tl.join(c, d))
-    return tl.join(b_low, tl.join(tl.join(e, f), tl.join(g, h)))
+        a = int4_plane(b_words, 8, 0, DTYPE)
+        b = int4_plane(b_words, 8, 4, DTYPE)
+        c = int4_plane(b_words, 8, 1, DTYPE)
+        d = int4_plane(b_words, 8, 5, DTYPE)
+        e = int4_plane(b_words, 8, 2, DTYPE)
+        f = int4_plane(b_words, 8, 6, DTYPE)
+        g = int4_plane(b_words, 8, 3, DTYPE)
+        h = int4_plane(b_words, 8, 7, DTYPE)
+    return join_eight(a, b, c, d, e, f, g, h)
 
 
 @triton.jit
@@ -112,17 +290,24 @@ def widen_bytes(b_words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.const
 @triton.jit
 def to_weights(
     b_words,  # (words,) int32, tiles one after another
+    b_first,  # as b_words, numbers of `widen_by_row`; or None
+    b_second,
     TILES_N: tl.constexpr,
     TILES_K: tl.constexpr,
     AXES: tl.constexpr,  # of order.py
     SIDE_N: tl.constexpr,
     SIDE_K: tl.constexpr,
-    CODES: tl.constexpr,  # "int4", "int8" or "fp8"
+    CODES: tl.constexpr,  # "int4", "int8", "fp8" or "fp4"
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Weights (SIDE_N, SIDE_K) without their scales: q - 8, q - 128 or the value of e4m3."""
-    if CODES == "int4":
+    """Weights (SIDE_N, SIDE_K) without their scales: q - 8, q - 128 or the value of e4m3.
+
+    With numbers by row it is q less the zero point, or e2m1 with its scale.
+    """
+    if b_first is not None:
+        b_planes = widen_by_row(b_words, b_first, b_second, CODES, DTYPE, ASM)
+    elif CODES == "int4":
         b_planes = widen_int4(b_words, DTYPE, ASM)
     else:
         b_planes = widen_bytes(b_words, CODES, DTYPE, ASM)

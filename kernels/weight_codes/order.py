@@ -33,7 +33,7 @@ _PLACE = {4: ("j0", "j2", "j1"), 8: ("j0", "j1")}
 
 @dataclass(frozen=True)
 class TileOrder:
-    """How a tile of TILE_N output features by `tile_k` inputs is stored.
+    """The order of a tile of TILE_N output features by `tile_k` inputs.
 
     Attributes:
         bits: 4 or 8, of a code.
@@ -43,7 +43,7 @@ class TileOrder:
 
     @property
     def tile_k(self) -> int:
-        """Inputs of a tile: what the four words of a lane hold."""
+        """Inputs of a tile: as many as the four words of a lane hold."""
         return 1 << len(_K[self.bits])
 
     @property
@@ -72,7 +72,7 @@ class TileOrder:
         )
 
     def kernel_axes(self, *, first_group: bool = False) -> tuple[int, ...]:
-        """How a kernel permutes its planes into a tile of weights.
+        """Return the permutation by which a kernel joins its planes into a tile of weights.
 
         Joining planes in pairs, pairs in pairs and so on gives axes (tiles in n, tiles in k,
         bits of the word, j0, j1, ...), all but the first two of size 2. The permutation leaves

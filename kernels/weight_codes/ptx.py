@@ -13,15 +13,19 @@ def _block(*lines: str) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def _int4(dtype: str, base: str, minus_center: str, one: str) -> str:
-    lines = [".reg .b32 t, a, b, c, d, one, minus;"]
-    lines += [f"mov.b32 one, {one};", f"mov.b32 minus, {minus_center};"]
+def _int4(dtype: str, base: str, minus_center: str | None, one: str) -> str:
+    """Without a center, operands 9 and 10 have what is taken away, of the two rows of a word."""
+    lines = [".reg .b32 t, a, b, c, d, one, minus;", f"mov.b32 one, {one};"]
+    if minus_center is not None:
+        lines.append(f"mov.b32 minus, {minus_center};")
     for i, pair in enumerate("abcd"):
         source = "t" if i else "$8"
         if i:
             lines.append(f"shr.u32 t, $8, {4 * i};")
         lines.append(f"lop3.b32 {pair}, {source}, 0x000f000f, {base}, 0xea;")  # a & b | c
-    lines += [f"fma.rn.{dtype}x2 {pair}, {pair}, one, minus;" for pair in "abcd"]
+    for i, pair in enumerate("abcd"):
+        minus = "minus" if minus_center is not None else f"${9 + i // 2}"
+        lines.append(f"fma.rn.{dtype}x2 {pair}, {pair}, one, {minus};")
     lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
     return _block(*lines)
 
@@ -29,6 +33,43 @@ def _int4(dtype: str, base: str, minus_center: str, one: str) -> str:
 # 128 + q less 136, and 1024 + q less 1032.
 INT4_BF16 = _int4("bf16", "0x43004300", "0xc308c308", "0x3f803f80")
 INT4_FP16 = _int4("f16", "0x64006400", "0xe408e408", "0x3c003c00")
+# 128 + q less 128 + zero point, and 1024 + q less 1024 + zero point.
+INT4_ZERO_BF16 = _int4("bf16", "0x43004300", None, "0x3f803f80")
+INT4_ZERO_FP16 = _int4("f16", "0x64006400", None, "0x3c003c00")
+# The upper half of a word of scale and zero point, in both halves, made a negative number.
+ZERO_BF16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xc300c300; }"
+ZERO_FP16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xe400e400; }"
+
+
+def _fp4(dtype: str, mantissa: int) -> str:
+    """Operand 8 is the word, 9 and 10 the scales of its two rows, each in both halves.
+
+    Exponent and mantissa of e2m1 go where those of the result have their lowest places, which is
+    a number too small by a power of two that the scales make up for; the product is exact.
+
+    Args:
+        dtype: of the results.
+        mantissa: bits of its mantissa.
+    """
+    mask = 7 << (mantissa - 1)
+    lines = [".reg .b32 m, s, a, b, c, d, zero;", "mov.b32 zero, 0x80008000;"]  # -0.0
+    for i, pair in enumerate("abcd"):
+        for name, up in (("m", mantissa - 1 - 4 * i), ("s", 12 - 4 * i)):
+            move = f"shl.b32 {name}, $8, {up};" if up >= 0 else f"shr.u32 {name}, $8, {-up};"
+            lines.append(move)
+        lines.append("and.b32 s, s, 0x80008000;")
+        lines.append(f"lop3.b32 {pair}, m, 0x{mask:04x}{mask:04x}, s, 0xea;")
+    for i, pair in enumerate("abcd"):
+        lines.append(f"fma.rn.{dtype}x2 {pair}, {pair}, ${9 + i // 2}, zero;")
+    lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
+    return _block(*lines)
+
+
+FP4_BF16 = _fp4("bf16", 7)
+FP4_FP16 = _fp4("f16", 10)
+# One half of a word in both halves of another.
+LOW_TWICE = "prmt.b32 $0, $1, 0, 0x1010;"
+HIGH_TWICE = "prmt.b32 $0, $1, 0, 0x3232;"
 
 # Stored with the top bit flipped, q - 128 = (128 + low seven bits) - (256 if flipped else 128).
 INT8_BF16 = _block(

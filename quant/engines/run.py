@@ -11,7 +11,7 @@ from appliance.errors import ConfigError, QuantizeError
 from appliance.model.source import open_model
 from appliance.quant.engines import autoawq, optimum
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.run.options import Engine, Method, WeightFormat
+from appliance.quant.run.options import Method, QuantizeLibrary, WeightFormat
 from appliance.quant.run.report import QuantizeReport
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
@@ -39,9 +39,12 @@ class Library(Protocol):
         ...
 
 
-_LIBRARIES: dict[Engine, Library] = {Engine.AUTOAWQ: autoawq, Engine.OPTIMUM: optimum}
-_METHODS = {Engine.AUTOAWQ: Method.AWQ, Engine.OPTIMUM: Method.GPTQ}
-_FORMATS = {Engine.AUTOAWQ: WeightFormat.AWQ, Engine.OPTIMUM: WeightFormat.GPTQ}
+_LIBRARIES: dict[QuantizeLibrary, Library] = {
+    QuantizeLibrary.AUTOAWQ: autoawq,
+    QuantizeLibrary.OPTIMUM: optimum,
+}
+_METHODS = {QuantizeLibrary.AUTOAWQ: Method.AWQ, QuantizeLibrary.OPTIMUM: Method.GPTQ}
+_FORMATS = {QuantizeLibrary.AUTOAWQ: WeightFormat.AWQ, QuantizeLibrary.OPTIMUM: WeightFormat.GPTQ}
 
 
 def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) -> QuantizeReport:
@@ -91,7 +94,7 @@ def _check(options: QuantizeOptions) -> WeightScheme:
         what = f"writes {_FORMATS[engine].value} folders, not {options.format.value}"
     elif not isinstance(scheme, WeightScheme):
         what = "makes integer weights"
-    elif engine is Engine.AUTOAWQ and (scheme.bits, scheme.symmetric) != (4, False):
+    elif engine is QuantizeLibrary.AUTOAWQ and (scheme.bits, scheme.symmetric) != (4, False):
         what = "makes asymmetric weights of 4 bits; add --bits 4 --no-symmetric"
     else:
         return scheme

@@ -71,7 +71,6 @@ class AwqLayout:
         }
 
     def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
-        """Reverse `encode`."""
         scale = parts[SCALES].T
         in_features = parts[QWEIGHT].shape[0]
         groups = even_groups(in_features, self.group_size or in_features)
@@ -127,7 +126,6 @@ def _to_words(codes: Tensor) -> Tensor:
 
 
 def _from_words(words: Tensor) -> Tensor:
-    """Reverse `_to_words`."""
     pairs = words.flatten().view(torch.uint8).view(*words.shape, 4)
     codes = pairs.new_empty(*words.shape, PER_WORD)
     codes[..., NIBBLES[0::2]] = pairs & 0xF

@@ -150,12 +150,10 @@ class CompressedTensorsWeights:
             " download or quantize the model again"
         )
 
-    def is_fp8(self, name: str) -> bool:
-        """Return True if the weight is stored in e4m3."""
-        return name in self._floats
+    def float_bits(self, name: str) -> int | None:
+        return 8 if name in self._floats else None
 
     def notes(self) -> tuple[str, ...]:
-        """Return nothing: this format loses nothing."""
         return ()
 
     def load(self, name: str) -> Weight:

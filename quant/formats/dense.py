@@ -17,29 +17,27 @@ class DenseWeights:
         self._folder = folder
 
     def tensor_names(self) -> list[str]:
-        """List every tensor of the folder."""
         return list(self._folder.tensor_names())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
         return self._folder.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return None: no tensor is packed."""
         return None
 
-    def is_fp8(self, name: str) -> bool:
-        """Return False: no tensor has scales."""
-        return False
+    def float_bits(self, name: str) -> int | None:
+        return None
 
     def notes(self) -> tuple[str, ...]:
-        """Return nothing: nothing is lost."""
         return ()
 
     def load(self, name: str) -> Tensor:
-        """Read one tensor."""
         return self._folder.load(name)
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows `start` to `stop` of a tensor."""
         return self._folder.load_rows(name, start, stop)
+
+    def load_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` of one matrix of a stack."""
+        return self._folder.load_part(name, index, start, stop)

@@ -55,23 +55,18 @@ class Fp8Weights:
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
         return self._folder.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return None: FP8 codes are not integers."""
         return None
 
-    def is_fp8(self, name: str) -> bool:
-        """Return True if the tensor is stored in e4m3."""
-        return name in self._codes
+    def float_bits(self, name: str) -> int | None:
+        return 8 if name in self._codes else None
 
     def notes(self) -> tuple[str, ...]:
-        """Return nothing: nothing is lost."""
         return ()
 
     def load(self, name: str) -> Tensor | Fp8Weight:
-        """Read one tensor."""
         if name not in self._codes:
             return self._folder.load(name)
         codes = self._folder.load(name)

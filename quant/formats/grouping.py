@@ -13,7 +13,6 @@ def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
 
     Args:
         values: (out_features, groups).
-        group_size: inputs per group.
         wanted: inputs per smaller group; divides `group_size`.
     """
     assert group_size % wanted == 0, (group_size, wanted)

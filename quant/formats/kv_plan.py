@@ -140,7 +140,6 @@ def stored_scales(
     """Read FP8 scales that a checkpoint stores as tensors.
 
     Args:
-        weights: the model's.
         layer_names: such as model.layers.0.
         heads: (num_kv_heads, head_dim) of each layer.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.errors import UnsupportedModelError
-from appliance.quant.formats import awq, compressed_tensors_config, fp8, gptq
+from appliance.quant.formats import awq, compressed_tensors_config, fp4, fp8, gptq
 from appliance.quant.formats.compressed_tensors import CompressedTensorsWeights
 from appliance.quant.formats.dense import DenseWeights
+from appliance.quant.formats.fp4 import Fp4Weights
 from appliance.quant.formats.fp8 import Fp8Weights
 from appliance.quant.formats.word_packed import WordPackedWeights
 
@@ -16,7 +17,14 @@ if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
 
 
-METHODS = (compressed_tensors_config.METHOD, awq.METHOD, gptq.METHOD, fp8.METHOD, fp8.MODELOPT)
+METHODS = (
+    compressed_tensors_config.METHOD,
+    awq.METHOD,
+    gptq.METHOD,
+    fp8.METHOD,
+    fp8.MODELOPT,
+    fp4.MXFP4,
+)
 
 
 class WeightReader(Protocol):
@@ -34,8 +42,8 @@ class WeightReader(Protocol):
         """Return the bits of a quantized weight's loaded codes, None if dense; reads no weights."""
         ...
 
-    def is_fp8(self, name: str) -> bool:
-        """Return True if the weight loads as an `Fp8Weight`; reads no weights."""
+    def float_bits(self, name: str) -> int | None:
+        """Return the bits of floating-point codes, 8 or 4, None of others; reads no weights."""
         ...
 
     def load(self, name: str) -> Weight:
@@ -66,6 +74,10 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
     if config is None:
         return DenseWeights(folder)
     method = config.get("quant_method") if isinstance(config, dict) else None
+    if method in (fp4.MXFP4, fp8.MODELOPT, compressed_tensors_config.METHOD):
+        form = fp4.declared_form(config)
+        if form is not None:
+            return Fp4Weights(folder, form)
     if method == compressed_tensors_config.METHOD:
         return CompressedTensorsWeights(folder)
     if method == awq.METHOD:
@@ -76,5 +88,6 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
         return Fp8Weights(folder)
     raise UnsupportedModelError(
         f"weights quantized by {method or config!r} cannot be read; supported are unquantized"
-        " weights, compressed-tensors, AWQ, GPTQ, and FP8 of DeepSeek's or ModelOpt's form"
+        " weights, compressed-tensors, AWQ, GPTQ, MXFP4, NVFP4, and FP8 of DeepSeek's or ModelOpt's"
+        " form"
     )

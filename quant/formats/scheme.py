@@ -101,7 +101,6 @@ class Fp8Scheme:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
         return 8
 
     def fit(self, in_features: int) -> tuple[Fp8Scheme | None, str]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class WeightStore(Protocol):
-    """Writes one format."""
-
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -65,17 +63,14 @@ class CompressedTensorsStore:
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `WeightStore`."""
         return compressed_tensors.encoded_layout(name, shape, scheme, dtype)
 
     def encode(
         self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
-        """See `WeightStore`."""
         return compressed_tensors.encode(name, weight, scheme)
 
     def config(
         self, schemes: Mapping[str, LinearScheme], kept: Sequence[str], *, named: bool
     ) -> dict[str, Any]:
-        """See `WeightStore`."""
         return quantization_config(schemes, kept, named=named)

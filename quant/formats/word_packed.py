@@ -31,9 +31,7 @@ class WordLayout(Protocol):
     """Converts between a weight and its stored parts."""
 
     @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        ...
+    def bits(self) -> int: ...
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
         """Return a weight's (out_features, in_features), given the shape of its qweight."""
@@ -83,12 +81,10 @@ class WordPackedWeights:
         """Return the bits of a packed weight's codes; None for a dense tensor."""
         return None if self._module(name) is None else self._words.bits
 
-    def is_fp8(self, name: str) -> bool:
-        """Return False: codes are integers."""
-        return False
+    def float_bits(self, name: str) -> int | None:
+        return None
 
     def notes(self) -> tuple[str, ...]:
-        """Return nothing: nothing is lost."""
         return ()
 
     def load(self, name: str) -> Tensor | PackedWeight:

@@ -49,7 +49,6 @@ class WordWriter:
     def encode(
         self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
-        """See `WeightStore`."""
         assert isinstance(weight, PackedWeight), name
         parts = self.words.encode(name, weight)
         return {name.removesuffix(WEIGHT) + part: tensor for part, tensor in parts.items()}
@@ -57,7 +56,6 @@ class WordWriter:
     def config(
         self, schemes: Mapping[str, LinearScheme], kept: Sequence[str], *, named: bool
     ) -> dict[str, Any]:
-        """See `WeightStore`."""
         if isinstance(self.words, AwqLayout):
             return awq.quantization_config(self.words, list(kept))
         return gptq.quantization_config(self.words, list(kept))

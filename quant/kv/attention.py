@@ -35,7 +35,6 @@ def attend_with(
     """Attend over one row of text with a KV cache of some precision.
 
     Args:
-        spec: the layer's attention.
         precision: the cache's; FP32 is exact.
         query: (rows, num_heads, head_dim) float32, after RoPE, of each `EVERY`th token.
         key: (tokens, num_kv_heads, head_dim) float32, after RoPE.

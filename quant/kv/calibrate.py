@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.spec import AttentionSpec
     from appliance.quant.kv.even_keys import Row
-    from appliance.quant.walk.block import Block
+    from appliance.quant.walk.block import TransformerBlock
 
 # What a layer may be stored in, without those that cost more for less (measured with
 # scripts/benchmark cpu_quality: FP8 costs more bits and more quality than K8V4).
@@ -66,6 +66,7 @@ class AttentionWatch:
             scale: float,
             window: int | None = None,
             softcap: float | None = None,
+            sinks: Tensor | None = None,
         ) -> Tensor:
             batch = work.batch if isinstance(work, CpuAttentionWork) else work
             assert isinstance(batch, RaggedBatch)
@@ -76,7 +77,9 @@ class AttentionWatch:
                 keys, values = cache.gather(table.tolist(), context, query.dtype)
                 self.keys.append(keys)
                 self.values.append(values)
-            return attend(query, cache, work, scale=scale, window=window, softcap=softcap)
+            return attend(
+                query, cache, work, scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
 
         return replace(backend, paged_attention=watched)
 
@@ -141,7 +144,6 @@ def measure_layer(
     """Measure one layer.
 
     Args:
-        spec: the layer's attention.
         seen: queries, keys and values of each row of text; keys after RoPE.
         project: maps heads to what is added to the residual stream.
         energy: (rows, tokens), mean squares of that stream after the layer.
@@ -236,7 +238,6 @@ def choose_formats(layers: Sequence[MeasuredLayer], budget: float) -> list[KVFor
 
 
 def mean_bits(layers: Sequence[MeasuredLayer], formats: Sequence[KVFormat]) -> float:
-    """Return the mean bits per element."""
     total = sum(layer.num_elements for layer in layers)
     parts = (of.bits[form] * of.num_elements for of, form in zip(layers, formats, strict=True))
     return sum(parts) / total
@@ -279,10 +280,8 @@ def calibrate_kv(
     A plan with `key_factors` is for the model that `even_keys.with_even_keys` makes.
 
     Args:
-        source: an opened model.
         rows: (num_rows, row_tokens) int64.
         folder: for activations between layers.
-        device: where layers compute.
         budget: mean bits per element, scales included.
 
     Raises:
@@ -309,16 +308,16 @@ def measure_kv(
     watch = AttentionWatch()
     walk = Walk(source, rows, folder, device, watch=watch)
     layers = []
-    for index, layer in enumerate(source.spec.layers):
+    for index, attention in source.spec.attention_layers.items():
         block = walk.block(index)
         walk.advance(block)
         project = _projection(block)
-        layers.append(measure_layer(layer.attention, watch.take(), project, walk.energy()))
+        layers.append(measure_layer(attention, watch.take(), project, walk.energy()))
     return layers
 
 
-def _projection(block: Block) -> Callable[[Tensor], Tensor]:
-    layer, norm = block.layer, block.layer.attention_post_norm
+def _projection(block: TransformerBlock) -> Callable[[Tensor], Tensor]:
+    layer, norm = block.layer, block.layer.mixer_post_norm
 
     def project(heads: Tensor) -> Tensor:
         added = block.output(heads)

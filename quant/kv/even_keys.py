@@ -44,7 +44,6 @@ def choose_factors(
     """Choose the factors by which a layer's keys are divided, so that INT8 keys lose least.
 
     Args:
-        spec: the layer's attention.
         rows: rows of text to measure on.
         every_key: (tokens, num_kv_heads, head_dim) float32 of all rows, after RoPE.
         error: measures a cache of some precision on rows.
@@ -100,23 +99,18 @@ class ScaledRows:
     factors: Mapping[str, Tensor]
 
     def tensor_names(self) -> list[str]:
-        """See `WeightReader`."""
         return self.weights.tensor_names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightReader`."""
         return self.weights.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        """See `WeightReader`."""
         return None if name in self.factors else self.weights.packed_bits(name)
 
-    def is_fp8(self, name: str) -> bool:
-        """See `WeightReader`."""
-        return name not in self.factors and self.weights.is_fp8(name)
+    def float_bits(self, name: str) -> int | None:
+        return None if name in self.factors else self.weights.float_bits(name)
 
     def load(self, name: str) -> Weight:
-        """See `WeightReader`."""
         return self._scaled(name, self.weights.load(name), slice(None))
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
@@ -125,7 +119,6 @@ class ScaledRows:
         return self._scaled(name, self.weights.load_rows(name, start, stop), slice(start, stop))
 
     def notes(self) -> tuple[str, ...]:
-        """See `WeightReader`."""
         return self.weights.notes()
 
     def _scaled(self, name: str, value: Weight, rows: slice) -> Weight:
@@ -151,7 +144,7 @@ def with_even_keys(source: ModelSource, layers: Sequence[KVLayer]) -> ModelSourc
 
 def _row_factors(source: ModelSource, index: int, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that make queries and keys, with the factor of each of their rows."""
-    attention, names = source.spec.layers[index].attention, source.family.names
+    attention, names = source.spec.attention_layers[index], source.family.names
     queries = factors.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
     values = torch.ones_like(factors)
     every = torch.cat((queries, 1 / factors, values)).flatten()

@@ -45,7 +45,6 @@ def search_scales(
     squared error in keys and values, and clipping, left more than `largest_scales`.
 
     Args:
-        spec: the layer's attention.
         rows: rows to measure on; see `attend_with`.
         exact: each row's result with a float32 cache.
         scales: (2, num_kv_heads) float32 of keys and of values, to start from.

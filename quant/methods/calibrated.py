@@ -6,8 +6,8 @@ then the rows pass through the stored result, and the next layer follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.quant.formats.scheme import LinearScheme, WeightScheme
     from appliance.quant.run.options import Method
-    from appliance.quant.walk.block import Block, ObservedLinear
+    from appliance.quant.walk.block import ObservedLinear, TransformerBlock
     from appliance.quant.walk.walk import Walk
 
 
@@ -40,14 +40,15 @@ class QuantizedLayer:
         tensors: packed if quantized, else float32.
         losses: of each quantized linear's outputs, as a share of their energy.
         notes: what the user should know.
-        facts: what the end of the run needs, as JSON; kept for a resumed run.
+        scales: by which the inputs of the layer's four linears are divided; None where they are
+            not.
     """
 
     index: int
     tensors: dict[str, Tensor | PackedWeight]
     losses: dict[str, float]
     notes: tuple[str, ...] = ()
-    facts: dict[str, Any] = field(default_factory=dict)
+    scales: tuple[Tensor | None, ...] = ()
 
 
 def quantize_layers(
@@ -62,9 +63,7 @@ def quantize_layers(
     """Quantize a model's layers in order; yield each after the rows have passed through it.
 
     Args:
-        source: an opened model.
         walk: its calibration rows, before the layer `first`.
-        method: the quantization method.
         schemes: one per linear weight, by name; None keeps it in 16 bits.
         dtype: type of stored scales, norms and unquantized tensors.
         first: the layer to begin with; an earlier run quantized those before it.
@@ -88,10 +87,14 @@ def _quantize_layer(
     block = walk.block(index)
     parts = _parts(source, index)
     chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
+    scales: list[Tensor | None] = [None] * len(chosen)
     if method.scales_inputs:
         moments = walk.observe(block, list(block.linears()))
         offset = source.spec.layers[index].norm.offset
-        scale_inputs(block, moments, chosen, dtype, offset)
+        folded = scale_inputs(block, moments, chosen, dtype, offset)
+        places = [place for place, scheme in enumerate(chosen) if scheme is not None]
+        for place, found in zip(places, folded, strict=True):
+            scales[place] = found.scales
         del moments
     tensors = _norms_and_biases(source, index, block, parts)
     losses: dict[str, float] = {}
@@ -111,12 +114,12 @@ def _quantize_layer(
         for part, where in rows:
             tensors[part] = whole.rows(where) if isinstance(whole, PackedWeight) else whole[where]
     walk.advance(block)
-    return QuantizedLayer(index, tensors, losses, tuple(notes))
+    return QuantizedLayer(index, tensors, losses, tuple(notes), tuple(scales))
 
 
 def _quantize(
     walk: Walk,
-    block: Block,
+    block: TransformerBlock,
     linear: ObservedLinear,
     scheme: WeightScheme,
     method: Method,
@@ -169,7 +172,7 @@ def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> Wei
 
 
 def _norms_and_biases(
-    source: ModelSource, index: int, block: Block, parts: list[list[tuple[str, slice]]]
+    source: ModelSource, index: int, block: TransformerBlock, parts: list[list[tuple[str, slice]]]
 ) -> dict[str, Tensor | PackedWeight]:
     """Return all of a layer except its linear weights, as stored; some have scales folded in."""
     names, offset = source.family.names, source.spec.layers[index].norm.offset
@@ -179,8 +182,8 @@ def _norms_and_biases(
         if slot.layer == index and slot.role is Role.NORM
     }
     for part, norm in (
-        (names.attention_norm, block.attention_norm),
-        (names.mlp_norm, block.layer.mlp_norm),
+        (names.mixer_norm, block.mixer_norm),
+        (names.mlp_norm, block.mlp_norm),
     ):
         tensors[f"{names.in_layer(index, part)}.weight"] = norm.weight - offset
     for linear, rows in zip(block.linears(), parts, strict=True):

@@ -26,7 +26,6 @@ def quantize(
 
     Args:
         weight: (out_features, in_features), finite.
-        scheme: the target.
         method: a method that needs text means plain rounding here, for weights that no text
             reaches.
         scale_dtype: type of stored scales of integers.

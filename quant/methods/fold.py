@@ -5,6 +5,7 @@ The pairs follow from the order of a decoder layer, so no list of architectures 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
     from appliance.model.norm import Norm
     from appliance.quant.formats.scheme import WeightScheme
-    from appliance.quant.walk.block import Block, Moments
+    from appliance.quant.walk.block import Moments, TransformerBlock
 
 
 def scale_inputs(
-    block: Block,
+    block: TransformerBlock,
     moments: list[Moments],
     schemes: list[WeightScheme | None],
     dtype: torch.dtype,
@@ -38,9 +39,9 @@ def scale_inputs(
         norm_offset: what the model adds to a norm's stored weight.
 
     Returns:
-        The scales, in the same order, of linears that have a scheme.
+        The scales that were folded in, in the same order, of linears that have a scheme.
     """
-    attention = block.layer.attention.spec
+    attention = block.attention.spec
     queries = attention.num_heads // attention.num_kv_heads
     first_value = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     values = slice(first_value, block.qkv.out_features)
@@ -59,9 +60,9 @@ def scale_inputs(
         return lambda scales: _scale_norm(norm, scales, dtype, norm_offset)
 
     places: list[tuple[Callable[[Tensor], Tensor], int | None]] = [
-        (into_norm(block.attention_norm), None),
+        (into_norm(block.mixer_norm), None),
         (into_values, attention.num_kv_heads),
-        (into_norm(block.layer.mlp_norm), None),
+        (into_norm(block.mlp_norm), None),
         (into_ups, None),
     ]
     found = []
@@ -79,8 +80,9 @@ def scale_inputs(
             sources=heads,
             head_dim=attention.head_dim,
         )
-        linear.scale_inputs(fold(chosen.scales))
-        found.append(chosen)
+        exact = fold(chosen.scales)
+        linear.scale_inputs(exact)
+        found.append(replace(chosen, scales=exact))
     return found
 
 

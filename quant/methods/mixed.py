@@ -55,7 +55,6 @@ def choose_precisions(
     """Choose a scheme for every linear weight of a model's layers, by name.
 
     Args:
-        source: an opened model.
         rows: (num_rows, row_tokens) calibration tokens; the start of the first rows is used.
         scheme: gives group size and symmetry; sensitivity is measured at its bits.
         bits_per_weight: of the layers' linear weights, scales and zero points included.

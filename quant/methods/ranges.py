@@ -26,7 +26,7 @@ SHRUNK = tuple(1 - step / 40 for step in range(21))  # shares of the range; 1 ke
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class CodeGrid:
     """The grid to which each group's weights are rounded: w = (code - zero_point) * scale.
 
     Attributes:
@@ -72,7 +72,7 @@ def choose_steps(
     shares: tuple[float, ...] = WHOLE,
     shifts: tuple[int, ...] = (0,),
     power: int = 2,
-) -> Steps:
+) -> CodeGrid:
     """Choose scale and zero point of every group.
 
     Args:
@@ -93,7 +93,7 @@ def choose_steps(
     for share, shift in product(shares, (0,) if scheme.symmetric else shifts):
         scale, zero_point = rtn.steps_over(low * share, high * share, scheme, dtype)
         if len(shares) == 1:
-            return Steps(scale, zero_point, scheme, dtype)
+            return CodeGrid(scale, zero_point, scheme, dtype)
         zero_point = (zero_point + shift).clamp_(0, scheme.max_code)
         codes = torch.round(groups / scale.unsqueeze(-1)).add_(zero_point.unsqueeze(-1))
         codes.clamp_(0, scheme.max_code).sub_(zero_point.unsqueeze(-1))
@@ -109,4 +109,4 @@ def choose_steps(
                 torch.where(better, zero_point, best[2]),
             )
     assert best is not None, "no share of the range to try"
-    return Steps(best[1], best[2], scheme, dtype)
+    return CodeGrid(best[1], best[2], scheme, dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.model.source import ModelSource
-    from appliance.quant.walk.block import Block
+    from appliance.quant.walk.block import TransformerBlock
 
 FLOAT = torch.float32
 HEAD_ROWS = 64  # tokens whose logits are in memory at once
@@ -41,11 +41,10 @@ class Variants:
         self._streams = [self._reader.embed(rows.flatten())]  # the original model, then each change
         self._branches: list[Tensor] = []  # of the current layer, after it
 
-    def block(self, index: int) -> Block:
-        """Read a layer, in float32."""
+    def block(self, index: int) -> TransformerBlock:
         return self._layers.block(index)
 
-    def observe(self, block: Block) -> list[Moments]:
+    def observe(self, block: TransformerBlock) -> list[Moments]:
         """Return the moments of the inputs to an unchanged layer's linears."""
         linears = list(block.linears())
         for linear in linears:
@@ -58,7 +57,7 @@ class Variants:
             linear.moments = None
         return moments
 
-    def branch(self, block: Block) -> Tensor:
+    def branch(self, block: TransformerBlock) -> Tensor:
         """Start a variant: the original model up to this layer, which has been changed.
 
         Returns:
@@ -67,7 +66,7 @@ class Variants:
         self._branches.append(self._layers.run(block, self._streams[0]))
         return self._branches[-1]
 
-    def advance(self, block: Block) -> None:
+    def advance(self, block: TransformerBlock) -> None:
         """Pass all earlier variants and the original through an unchanged layer."""
         for index, stream in enumerate(self._streams):  # one by one: they take most of the memory
             self._streams[index] = self._layers.run(block, stream)

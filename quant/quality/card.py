@@ -247,7 +247,6 @@ class Card:
     schema: int = SCHEMA
 
     def line(self) -> str:
-        """Summarize the card in one line."""
         bits = f"{self.model.bits_per_weight:.2f} bits per weight"
         if self.comparison is None:
             return f"perplexity {self.perplexity.value:.2f} ({bits}; not compared with a base)"
@@ -271,7 +270,6 @@ def card_path(model: Path) -> Path:
 
 
 def to_json(card: Card) -> bytes:
-    """Encode the card as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n"
 
 

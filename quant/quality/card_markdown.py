@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def to_markdown(card: Card) -> str:
-    """Render the whole card."""
     sections = [f"# Quality of {card.model.name}", f"{card.line()}."]
     against = "" if card.base is None else f", beside {card.base.name}"
     sections.append(

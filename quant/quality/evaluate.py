@@ -18,7 +18,7 @@ from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.soft_cap.reference import soft_cap
 from appliance.quant.quality.measures import Divergence, Losses
-from appliance.quant.quality.streams import Streams, Variant
+from appliance.quant.quality.streams import ModelVariant, Streams
 from appliance.quant.quality.vocabulary import Gap, Prediction
 from appliance.quant.quality.weight_sets import RoundedWeights, StoredWeights
 
@@ -89,7 +89,6 @@ def evaluate(
     """Measure a checkpoint.
 
     Args:
-        candidate: an opened model.
         windows: cut with its tokenizer.
         what: what to measure.
         on_progress: called with a stage, the number of layers or windows done, and their total.
@@ -145,26 +144,26 @@ def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
             )
 
 
-def _variants(candidate: ModelSource, what: What) -> list[Variant]:
+def _variants(candidate: ModelSource, what: What) -> list[ModelVariant]:
     """List the variants to run: the base first, KV caches last."""
     stored = StoredWeights(candidate, what.device)
-    variants: list[Variant] = []
+    variants: list[ModelVariant] = []
     if what.base is not None:
         check_same_model(what.base, candidate)
         base = StoredWeights(what.base, what.device)
-        variants.append(Variant(BASE, base))
+        variants.append(ModelVariant(BASE, base))
         if what.rounded:
-            variants.append(Variant(ROUNDED, RoundedWeights(base, stored)))
-    variants.append(Variant(CANDIDATE, stored, is_traced=what.base is not None))
+            variants.append(ModelVariant(ROUNDED, RoundedWeights(base, stored)))
+    variants.append(ModelVariant(CANDIDATE, stored, is_traced=what.base is not None))
     for name, cache in what.kv.items():
-        variants.append(Variant(name, stored, cache, what.kv_windows))
+        variants.append(ModelVariant(name, stored, cache, what.kv_windows))
     return variants
 
 
 class _Found:
     """The candidate's losses, and the divergence of each variant from its reference."""
 
-    def __init__(self, variants: Sequence[Variant]) -> None:
+    def __init__(self, variants: Sequence[ModelVariant]) -> None:
         names = [variant.name for variant in variants]
         self.losses = Losses()
         self.pairs: dict[str, str] = {}  # variant -> its reference
@@ -180,7 +179,7 @@ class _Heads:
     """Turns streams into predictions, a piece of the vocabulary at a time."""
 
     def __init__(
-        self, streams: Streams, variants: list[Variant], windows: Windows, device: torch.device
+        self, streams: Streams, variants: list[ModelVariant], windows: Windows, device: torch.device
     ) -> None:
         self._streams = streams
         self._variants = variants
@@ -192,7 +191,6 @@ class _Heads:
             self._heads[id(weights)] = weights, self._shared(weights.head()), norm
 
     def run(self, report: OnProgress) -> _Found:
-        """Compare predictions in all windows."""
         found = _Found(self._variants)
         count = len(self._windows.tokens)
         for chosen in self._chunks():
@@ -251,7 +249,7 @@ class _Heads:
         for name, gap in gaps.items():
             found.gaps[name].add(places[found.pairs[name]], places[name], gap.klds())
 
-    def _norm(self, variant: Variant) -> Norm:
+    def _norm(self, variant: ModelVariant) -> Norm:
         return self._heads[id(variant.weights)][2]
 
 

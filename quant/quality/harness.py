@@ -44,7 +44,6 @@ def run_tasks(
         url: the server's, such as http://127.0.0.1:8080.
         tasks: names, separated by commas.
         tokenizer: the model's folder or GGUF file; prompts are sent as its tokens.
-        api_key: for the server.
         include: folder with your own tasks.
         limit: most questions per task.
         command: starts the harness; None finds it.

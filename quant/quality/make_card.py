@@ -16,6 +16,7 @@ from appliance.errors import QuantizeError
 from appliance.files import replace_atomically
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.executor import heads_of
+from appliance.model.layer_weights import ExpertsWeights
 from appliance.model.reader import ModelReader
 from appliance.model.source import open_model
 from appliance.quant.quality.card import (
@@ -87,7 +88,6 @@ def make_card(
     Args:
         model: the checkpoint: a folder or a GGUF file.
         base: the model it was made from; None compares nothing.
-        options: settings of the card.
         on_progress: called with a stage, the work done and its total.
 
     Raises:
@@ -227,7 +227,9 @@ def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
         return False
     reader = ModelReader(candidate, torch.device("cpu"), torch.float32)
     layer = reader.layer(0)
-    parts = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
+    mlp = layer.mlp.expert(0) if isinstance(layer.mlp, ExpertsWeights) else layer.mlp
+    mixed = [] if layer.mixer is None else [*layer.mixer.inputs, layer.mixer.output]
+    parts = mixed if mlp is None else [*mixed, *mlp.gate_up, mlp.down]
     return any(scheme_of(part.weight) is not None for part in parts)
 
 

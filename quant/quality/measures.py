@@ -28,7 +28,6 @@ class Losses:
         self._parts: list[Tensor] = []
 
     def add(self, places: Places) -> None:
-        """Add the losses of some tokens."""
         self._parts.append(-places.true_log_probs.cpu())
 
     @property
@@ -65,7 +64,6 @@ class Divergence:
         return torch.cat(self._klds)
 
     def summary(self) -> Comparison:
-        """Compute all measures over all tokens."""
         base, candidate = self._base.values, self._candidate.values
         log_ratio, log_ratio_error = _mean(candidate - base)
         ratio = math.exp(log_ratio)

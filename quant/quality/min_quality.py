@@ -46,8 +46,6 @@ _FIGURES: dict[str, tuple[str, Callable[[Comparison], float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One figure and its limit."""
-
     figure: str
     limit: float
     action: Action
@@ -62,7 +60,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class QualityVerdict:
     """An action and its reason in one line."""
 
     action: Action
@@ -80,7 +78,7 @@ def parse_min_quality(text: str) -> tuple[Condition, ...]:
 
 def judge(
     conditions: tuple[Condition, ...], card: Card | None, model: str, *, is_quantized: bool
-) -> list[Verdict]:
+) -> list[QualityVerdict]:
     """Return a verdict for each condition that a model fails.
 
     An unquantized model has lost nothing and needs no card.
@@ -92,13 +90,13 @@ def judge(
         reason = f"{model} {lacks}; make one with: appliance evaluate MODEL --against BASE"
         actions = {condition.action for condition in conditions}
         action = Action.REFUSE if Action.REFUSE in actions else Action.WARN
-        return [Verdict(action, reason)]
+        return [QualityVerdict(action, reason)]
     verdicts = []
     for condition in conditions:
         if not condition.is_met(card.comparison):
             value = _FIGURES[condition.figure][1](card.comparison)
             reason = f"{model} has {condition.figure} {value:.4g}, asked for was {condition}"
-            verdicts.append(Verdict(condition.action, reason))
+            verdicts.append(QualityVerdict(condition.action, reason))
     return verdicts
 
 

@@ -20,7 +20,7 @@ NAME = "quantize.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFacts:
     """The content of the file.
 
     Attributes:
@@ -58,13 +58,13 @@ def write_facts(facts: QuantizeFacts, folder: Path) -> None:
     Raises:
         CheckpointError: they cannot be written.
     """
-    write_json(folder / NAME, msgspec.to_builtins(Run(weights_fingerprint(folder), facts)))
+    write_json(folder / NAME, msgspec.to_builtins(RunFacts(weights_fingerprint(folder), facts)))
 
 
 def facts_of_run(model: Path) -> QuantizeFacts | None:
     """Read the facts of the run that made these weights, if it was one of ours."""
     try:
-        run = msgspec.json.decode((model / NAME).read_bytes(), type=Run)
+        run = msgspec.json.decode((model / NAME).read_bytes(), type=RunFacts)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         run = None
     if run is not None and run.weights == weights_fingerprint(model):

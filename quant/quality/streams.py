@@ -18,8 +18,10 @@ from appliance.kernels.decoder_cache import allocate_layer
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
+from appliance.model.attention import Attention
+from appliance.model.latent_attention import LatentAttention
+from appliance.model.layers import MLP
 from appliance.model.loader import LayerBuilder
-from appliance.model.rope import distinct_ropes
 from appliance.quant.quality.card import LayerError
 from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
 
@@ -30,9 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, Linear
-    from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.weight import Weight
-    from appliance.model.layers import DecoderLayer
+    from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
     from appliance.model.step import Step
     from appliance.quant.quality.weight_sets import WeightSet
@@ -42,7 +43,7 @@ TOKENS_AT_ONCE = 2048  # tokens that pass through a layer at once
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ModelVariant:
     """One way to compute the model.
 
     Attributes:
@@ -85,7 +86,7 @@ class Streams:
     """
 
     def __init__(
-        self, variants: list[Variant], windows: Tensor, folder: Path, device: torch.device
+        self, variants: list[ModelVariant], windows: Tensor, folder: Path, device: torch.device
     ) -> None:
         self.variants = variants
         self._windows = windows
@@ -113,11 +114,10 @@ class Streams:
         errors: dict[str, LayerError] = {}
         for weights in self._weight_sets():
             spec = weights.source.spec
-            ropes = distinct_ropes(spec)
-            builder = LayerBuilder(_tapping(self._backend), FLOAT, ropes)
+            builder = LayerBuilder(_tapping(self._backend), FLOAT, spec)
             loaded = weights.layer(index)
             # The norm after a layer is applied at the start of the next one.
-            layer = builder.layer(loaded, spec.layers[index], loaded.attention_norm)
+            layer = builder.layer(index, loaded, spec.layers[index], loaded.first_norm)
             del loaded
             norm = layer.next_norm
             for variant in self._of(weights):
@@ -127,7 +127,7 @@ class Streams:
             del layer
         return errors
 
-    def hidden(self, variant: Variant, window: int, rows: slice, norm: Norm) -> Tensor:
+    def hidden(self, variant: ModelVariant, window: int, rows: slice, norm: Norm) -> Tensor:
         """Return the normed stream of some rows of a window, (num_rows, hidden_size)."""
         stream = self._streams[variant.name][window, rows].to(self._device)
         return self._backend.rms_norm(stream, norm.weight, norm.eps)
@@ -135,7 +135,7 @@ class Streams:
     def _weight_sets(self) -> Iterator[WeightSet]:
         yield from {id(variant.weights): variant.weights for variant in self.variants}.values()
 
-    def _of(self, weights: WeightSet) -> Iterator[Variant]:
+    def _of(self, weights: WeightSet) -> Iterator[ModelVariant]:
         return (variant for variant in self.variants if variant.weights is weights)
 
     def _map(self, folder: Path, name: str) -> Tensor:
@@ -147,24 +147,30 @@ class Streams:
         _reserve(path, size * FLOAT.itemsize)
         return torch.from_file(str(path), shared=True, size=size, dtype=FLOAT).view(shape)
 
-    def _run(self, variant: Variant, layer: DecoderLayer, norm: Norm, index: int) -> LayerError:
+    def _run(
+        self, variant: ModelVariant, layer: DecoderLayer, norm: Norm, index: int
+    ) -> LayerError:
         base = self._streams[self.variants[0].name]
         stream = self._streams[variant.name]
         is_base = variant is self.variants[0]
+        cached = sum(of < index for of in variant.weights.source.spec.attention_layers)
         sums = {part: _Relative() for part in ("stream", "attention", "mlp")}
         length = stream.shape[1]
         at_once = max(1, TOKENS_AT_ONCE // length)
         for start in range(0, len(stream), at_once):
             rows = slice(start, min(start + at_once, len(stream)))
             before = stream[rows].flatten(0, 1).to(self._device)
-            kv = LayerPrecision(KVFormat.FP32) if variant.kv is None else variant.kv[index]
+            kv = LayerPrecision(KVFormat.FP32) if variant.kv is None else variant.kv[cached]
             step, cache = self._step(variant, kv, layer, rows.stop - rows.start)
             hidden = self._backend.rms_norm(before, norm.weight, norm.eps)
             _, after = layer(hidden, before, step, cache, None)
-            found = {
-                "attention": _result(layer.attention.output),
-                "mlp": _result(layer.mlp.down),
-            }
+            nothing = torch.zeros_like(after)
+            mixed = nothing if layer.mixer is None else _result(layer.mixer.output)
+            found = {"attention": mixed, "mlp": nothing}
+            if isinstance(layer.mlp, MLP):
+                found["mlp"] = _result(layer.mlp.down)
+            elif layer.mlp is not None:  # no post norms beside experts: what the mixer did not add
+                found["mlp"] = after - before - mixed
             if not bool(torch.isfinite(after).all()):
                 name = variant.weights.source.path.name
                 raise ModelError(f"{name}: layer {index} makes NaN or infinity of this text")
@@ -180,11 +186,15 @@ class Streams:
         return LayerError(**{part: relative.value for part, relative in sums.items()})
 
     def _step(
-        self, variant: Variant, kv: LayerPrecision, layer: DecoderLayer, count: int
-    ) -> tuple[Step, AnyLayerCache]:
+        self, variant: ModelVariant, kv: LayerPrecision, layer: DecoderLayer, count: int
+    ) -> tuple[Step, MixerCache | None]:
         steps = self._steps[id(variant.weights)]
+        if layer.mixer is None:
+            return steps.step(count), None
+        if not isinstance(layer.mixer, Attention | LatentAttention):
+            return steps.step(count), layer.mixer.fresh_state(count, self._device)
         num_blocks = count * steps.row_blocks
-        spec = layer.attention.spec
+        spec = layer.mixer.spec
         cache = allocate_layer(
             self._backend.allocate_cache,
             kv,
@@ -206,7 +216,6 @@ class _Relative:
         self._base = 0.0
 
     def add(self, base: Tensor, other: Tensor) -> None:
-        """Add tensors of one shape."""
         self._difference += float(torch.linalg.vector_norm(other - base)) ** 2
         self._base += float(torch.linalg.vector_norm(base)) ** 2
 

@@ -12,6 +12,7 @@ from appliance.errors import ConfigError
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense, some_rows
 from appliance.model.embedding import Embedding
+from appliance.model.layer_weights import ExpertsWeights, MLPWeights
 from appliance.model.linear import stack_neighbours
 from appliance.model.reader import ModelReader
 from appliance.quant.formats.scheme import WeightScheme
@@ -19,10 +20,12 @@ from appliance.quant.methods import rtn
 from appliance.quant.walk.pieces import FloatReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from appliance.kernels.weight import Weight
+    from appliance.model.layer_weights import LayerWeights, MixerWeights
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
-    from appliance.model.reader import LayerWeights
     from appliance.model.source import ModelSource
 
 FLOAT = torch.float32
@@ -42,9 +45,7 @@ class WeightSet(Protocol):
         """Look up rows of the embedding, (num_tokens, hidden_size) float32."""
         ...
 
-    def layer(self, index: int) -> LayerWeights:
-        """Load a layer in float32."""
-        ...
+    def layer(self, index: int) -> LayerWeights: ...
 
     def norm(self, index: int) -> Norm:
         """Load the norm before a layer; past the last one, the decoder's own."""
@@ -68,7 +69,6 @@ class StoredWeights:
         self.reader = ModelReader(source, device, FLOAT)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See `WeightSet`."""
         matrix = self.matrix(self.source.family.names.embedding)
         return self.lookup(matrix, token_ids)
 
@@ -79,24 +79,19 @@ class StoredWeights:
         return Embedding.of(rows, self.source.spec.embedding_scale, FLOAT)(every)
 
     def layer(self, index: int) -> LayerWeights:
-        """See `WeightSet`."""
         return FloatReader(self.source, self._device).layer(index)
 
     def norm(self, index: int) -> Norm:
-        """See `WeightSet`."""
         return self.reader.first_norm(index)
 
     def head(self) -> Weight:
-        """See `WeightSet`."""
         names = self.source.family.names
         return self.matrix(names.embedding if self.source.spec.tied_head else names.head)
 
     def head_rows(self, head: Weight, rows: slice) -> Tensor:
-        """See `WeightSet`."""
         return some_rows(head, rows, FLOAT)
 
     def matrix(self, module: str) -> Weight:
-        """Load a matrix outside the layers."""
         matrix = self.source.weights.load(f"{module}.weight")
         return matrix.to(self._device)
 
@@ -127,37 +122,76 @@ class RoundedWeights:
         return self._base.lookup(_rounded(rows, self._embedding), every)
 
     def layer(self, index: int) -> LayerWeights:
-        """See `WeightSet`."""
         weights = self._base.reader.layer(index)
         packed = self._candidate.reader.layer(index)
         return _dense_parts(
             replace(
                 weights,
-                qkv=_rounded_parts(weights.qkv, packed.qkv),
-                output=_rounded_parts([weights.output], [packed.output])[0],
-                gate_up=_rounded_parts(weights.gate_up, packed.gate_up),
-                down=_rounded_parts([weights.down], [packed.down])[0],
+                mixer=_rounded_mixer(weights.mixer, packed.mixer),
+                mlp=_with_mlps(weights.mlp, packed.mlp, _rounded_mlp),
             )
         )
 
     def norm(self, index: int) -> Norm:
-        """See `WeightSet`."""
         return self._base.norm(index)
 
     def head(self) -> Weight:
-        """See `WeightSet`."""
         return self._base.head()
 
     def head_rows(self, head: Weight, rows: slice) -> Tensor:
-        """See `WeightSet`."""
         return _rounded(self._base.head_rows(head, rows), self._head)
 
 
 def _dense_parts(weights: LayerWeights) -> LayerWeights:
     return replace(
         weights,
-        qkv=stack_neighbours(weights.qkv),
-        gate_up=stack_neighbours(weights.gate_up),
+        mixer=None
+        if weights.mixer is None
+        else replace(weights.mixer, inputs=stack_neighbours(weights.mixer.inputs)),
+        mlp=_with_mlps(weights.mlp, weights.mlp, _stacked_mlp),
+    )
+
+
+def _rounded_mixer(mixer: MixerWeights | None, packed: MixerWeights | None) -> MixerWeights | None:
+    if mixer is None or packed is None:
+        return None
+    return replace(
+        mixer,
+        inputs=_rounded_parts(mixer.inputs, packed.inputs),
+        output=_rounded_parts([mixer.output], [packed.output])[0],
+    )
+
+
+def _stacked_mlp(mlp: MLPWeights, _: MLPWeights) -> MLPWeights:
+    return replace(mlp, gate_up=stack_neighbours(mlp.gate_up))
+
+
+def _rounded_mlp(mlp: MLPWeights, packed: MLPWeights) -> MLPWeights:
+    return MLPWeights(
+        gate_up=_rounded_parts(mlp.gate_up, packed.gate_up),
+        down=_rounded_parts([mlp.down], [packed.down])[0],
+    )
+
+
+def _with_mlps(
+    weights: MLPWeights | ExpertsWeights | None,
+    like: MLPWeights | ExpertsWeights | None,
+    change: Callable[[MLPWeights, MLPWeights], MLPWeights],
+) -> MLPWeights | ExpertsWeights | None:
+    """Change each MLP of a layer beside that of another model; experts as they are read."""
+    if weights is None:
+        return None
+    if isinstance(weights, MLPWeights):
+        assert isinstance(like, MLPWeights)
+        return change(weights, like)
+    assert isinstance(like, ExpertsWeights)
+    shared = None
+    if weights.shared is not None and like.shared is not None:
+        shared = change(weights.shared, like.shared)
+    return replace(
+        weights,
+        expert=lambda number: change(weights.expert(number), like.expert(number)),
+        shared=shared,
     )
 
 

@@ -21,14 +21,14 @@ from appliance.quant.run.plan import growth_note
 from appliance.quant.run.writing import PIECE_ELEMENTS, Rounding, units_of
 from appliance.quant.walk.stream import stream_bytes
 from appliance.quant.walk.walk import Walk, tokens_at_once
-from appliance.quantize_events import Plan, TensorClass
+from appliance.quantize_events import RunPlanned, TensorClass
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.model.source import ModelSource
-    from appliance.quant.run.memory_plan import MemoryPlan
+    from appliance.quant.run.memory_plan import RunMemory
     from appliance.quant.run.options import Method, QuantizeOptions
     from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.text.calibration import Calibration
@@ -43,14 +43,11 @@ def plan_run(
     calibration: Calibration | None,
     *,
     is_tried: bool | None = None,
-) -> tuple[MemoryPlan, Plan]:
+) -> tuple[RunMemory, RunPlanned]:
     """Plan a run's memory and, where it may not fit, try its largest part.
 
     Args:
-        source: an opened model.
         plan: what each tensor becomes.
-        options: the run's.
-        calibration: the rows, if any.
         is_tried: try the run; by default if there is a ceiling, or the run takes half of the free
             memory.
 
@@ -85,7 +82,7 @@ def plan_run(
         ram = max(ram, calibration.peak_ram)
         disk = 2 * stream_bytes(calibration.rows, source.spec.hidden_size)
     growth = growth_note(source, plan)
-    return memory, Plan(
+    return memory, RunPlanned(
         peak_ram=ram,
         peak_vram=vram,
         disk_bytes=disk,

@@ -39,8 +39,6 @@ def fingerprint_of(
     Args:
         model_path: a .gguf file or a model folder.
         options: the run's; destination and memory limits do not count.
-        calibration: the rows, if any.
-        device: where layers compute.
 
     Raises:
         OSError: a file cannot be read.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from appliance.errors import MemoryPlanError
+from appliance.model.spec import AttentionSpec, ExpertsSpec
 from appliance.quant.methods.sensitivity import HEAD_ROWS
 from appliance.quant.run.options import Method
 from appliance.quant.walk.pieces import ROW_MULTIPLE
@@ -20,7 +21,7 @@ from appliance.quant.walk.walk import tokens_at_once
 
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource
-    from appliance.model.spec import LayerSpec
+    from appliance.model.spec import LayerSpec, MLPSpec
     from appliance.quant.run.memory import MemoryUse
     from appliance.quant.run.options import QuantizeOptions
     from appliance.quant.run.plan import QuantizePlan
@@ -40,7 +41,7 @@ HEAP = 32 * MIB  # the allocators' reserve, and small objects
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class RunMemory:
     """A run's peak memory in bytes.
 
     Attributes:
@@ -74,11 +75,10 @@ def plan_memory(
     use: MemoryUse,
     workers: int,
     piece_elements: int,
-) -> MemoryPlan:
+) -> RunMemory:
     """Compute the peak, with as many workers as fit.
 
     Args:
-        source: an opened model.
         plan: what each tensor becomes.
         options: the method, the device and the ceilings.
         row_tokens: tokens in a row of calibration text; 0 without one.
@@ -102,7 +102,7 @@ def plan_memory(
     widest = max(tensor.shape[-1] for tensor in plan.tensors)
     piece = ROUND_PIECES * max(piece_elements, ROW_MULTIPLE * widest) * FLOAT_BYTES
     for count in range(workers, 0, -1):
-        found = MemoryPlan(use.ram, parts | {"pieces": count * piece}, vram, free, count)
+        found = RunMemory(use.ram, parts | {"pieces": count * piece}, vram, free, count)
         if max(found.ram, use.peak_ram) <= allowed:
             break
     else:
@@ -162,7 +162,11 @@ def _layer_parts(
 def _parts_of(
     layer: LayerSpec, hidden: int, options: QuantizeOptions, row_tokens: int, tokens: int
 ) -> dict[str, int]:
-    attention, middle = layer.attention, layer.mlp.intermediate_size
+    attention, mlp = layer.mixer, layer.mlp
+    assert isinstance(attention, AttentionSpec)
+    assert mlp is not None
+    middle = mlp.intermediate_size
+    experts = _expert_weights(mlp, hidden)
     queries = attention.num_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
     linears = [  # (out_features, in_features)
@@ -186,7 +190,15 @@ def _parts_of(
         if options.method.scales_inputs:
             method = max(method, sum(moments) + AWQ_WEIGHTS * weight)
     return {
-        "layer": sum(rows * columns for rows, columns in linears) * FLOAT_BYTES,
+        "layer": (sum(rows * columns for rows, columns in linears) + experts) * FLOAT_BYTES,
         "activations": tokens * (widths + scores) * FLOAT_BYTES,
         options.method.value: method * FLOAT_BYTES,
     }
+
+
+def _expert_weights(mlp: MLPSpec | ExpertsSpec, hidden: int) -> int:
+    """Return the numbers in a layer's experts and the MLP beside them, but for those of one."""
+    if not isinstance(mlp, ExpertsSpec):
+        return 0
+    shared = 0 if mlp.shared is None else mlp.shared.intermediate_size
+    return 3 * hidden * ((mlp.router.num_experts - 1) * mlp.intermediate_size + shared)

@@ -121,8 +121,6 @@ def end_scheme(bits: int, layers: LinearScheme) -> WeightScheme | None:
 
 
 class WeightFormat(Enum):
-    """Storage format of quantized weights."""
-
     COMPRESSED_TENSORS = "compressed-tensors"
     AWQ = "awq"
     GPTQ = "gptq"
@@ -137,15 +135,13 @@ class WeightFormat(Enum):
         return _named(cls, "format", name)
 
 
-class Engine(Enum):
-    """The library that quantizes."""
-
+class QuantizeLibrary(Enum):
     APPLIANCE = "appliance"
     AUTOAWQ = "autoawq"
     OPTIMUM = "optimum"
 
     @classmethod
-    def parse(cls, name: str) -> Engine:
+    def parse(cls, name: str) -> QuantizeLibrary:
         """Return the engine of that name.
 
         Raises:
@@ -188,7 +184,7 @@ class QuantizeOptions:
     embedding: int = 16
     mixed: float | None = None
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
-    engine: Engine = Engine.APPLIANCE
+    engine: QuantizeLibrary = QuantizeLibrary.APPLIANCE
     overwrite: bool = False
     restart: bool = False
     device: str = "cpu"

@@ -30,31 +30,33 @@ from appliance.quant.kv.files import (
 )
 from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
 from appliance.quant.methods.precisions import kept_schemes, mixed_schemes
+from appliance.quant.run.adapter_factors import write_adapter_factors
 from appliance.quant.run.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.run.fingerprint import fingerprint_of
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.memory import MemoryUse, return_large_blocks
 from appliance.quant.run.memory_plan import check_mixed
-from appliance.quant.run.options import Engine, QuantizeOptions
+from appliance.quant.run.options import QuantizeLibrary, QuantizeOptions
 from appliance.quant.run.plan import make_plan, stored_dtype
-from appliance.quant.run.progress import EventLog, UnitLog
+from appliance.quant.run.progress import LAYER, EventLog, UnitLog
 from appliance.quant.run.run import Run, report_of
 from appliance.quant.run.shard_writer import ShardWriter
-from appliance.quant.run.staging import Staging, check_destination, locked
+from appliance.quant.run.staging import StagingFolders, check_destination, locked
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows, save_rows
 from appliance.quant.walk.stream import stream_bytes
-from appliance.quantize_events import Done, Failed, Start, Step, Written, ignore_event
+from appliance.quantize_events import Done, RunFailed, Start, StepStarted, Written, ignore_event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from appliance.model.source import ModelSource
     from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.run.report import QuantizeReport
-    from appliance.quant.run.writing import Unit
-    from appliance.quantize_events import OnEvent, Plan
+    from appliance.quant.run.writing import WorkUnit
+    from appliance.quantize_events import OnEvent, RunPlanned
 
 STREAM = "stream"  # in the state folder
 
@@ -87,20 +89,20 @@ def quantize_model(
     """
     started = time.monotonic()
     options = options or QuantizeOptions()
-    if options.engine is not Engine.APPLIANCE:
+    if options.engine is not QuantizeLibrary.APPLIANCE:
         return quantize_by_engine(model_path, out, options)
-    staging = Staging(out.resolve())
+    staging = StagingFolders(out.resolve())
     try:
         with out_of_memory_is_one_line("this run"):
             run = _open(model_path, staging, options, started)
             report = _quantize(run, staging, on_event)
     except OSError as error:
         message = f"cannot write {staging.out}: {error.strerror}; {what_is_kept(out)}"
-        on_event(Failed(message=message, units_done=_units_done(staging)))
+        on_event(RunFailed(message=message, units_done=_units_done(staging)))
         raise QuantizeError(message) from error
     except (ApplianceError, KeyboardInterrupt) as error:
         message = str(error) or "interrupted"
-        on_event(Failed(message=message, units_done=_units_done(staging)))
+        on_event(RunFailed(message=message, units_done=_units_done(staging)))
         raise
     on_event(
         Done(
@@ -118,7 +120,7 @@ def quantize_model(
 
 def what_is_kept(out: Path) -> str:
     """Say what an unfinished run left for a destination."""
-    staging = Staging(out.resolve())
+    staging = StagingFolders(out.resolve())
     done = _units_done(staging)
     if not done:
         return "nothing was left there"
@@ -128,17 +130,17 @@ def what_is_kept(out: Path) -> str:
     )
 
 
-def _units_done(staging: Staging) -> int:
+def _units_done(staging: StagingFolders) -> int:
     return len(Journal(staging.state).records)
 
 
-def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
+def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> RunPlanned:
     """Refuse what `quantize_model` would refuse, try the largest layer, and write nothing.
 
     Returns:
         The resources the run would take, and what each tensor would become.
     """
-    staging = Staging(out.resolve())
+    staging = StagingFolders(out.resolve())
     run = _open(model_path, staging, options, time.monotonic())
     calibration = _calibration(run, staging.state, ignore_event, resumes=False)
     if options.mixed is not None and calibration is not None:
@@ -147,7 +149,9 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
     return plan_run(run.source, run.plan, options, calibration, is_tried=True)[1]
 
 
-def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> Run:
+def _open(
+    model_path: Path, staging: StagingFolders, options: QuantizeOptions, started: float
+) -> Run:
     if options.max_ram is not None:
         return_large_blocks()
     # A run that was killed after renaming its result has only its own traces to remove.
@@ -156,8 +160,36 @@ def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started:
         check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
     _refuse_quantized(model_path)
     source = open_model(model_path)
+    if source.spec.has_experts and (options.method.needs_text or options.mixed is not None):
+        what = "--mixed" if options.mixed is not None else f"--method {options.method.value}"
+        raise QuantizeError(
+            f"{model_path.name} has experts, whose inputs {what} does not calibrate; use "
+            "--method rtn, int8 or fp8, which need no text"
+        )
+    _refuse_uncalibrated(source, options)
     plan = make_plan(source, options, stored_dtype(source))
     return Run(model_path, options, source, plan, torch.device(options.device), started)
+
+
+def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
+    needs = {
+        "--mixed": options.mixed is not None,
+        "--kv-bits": options.kv_bits is not None,
+        f"--method {options.method.value}": options.method.needs_text,
+    }
+    asked = [what for what, is_asked in needs.items() if is_asked]
+    parts = {
+        "recurrent layers": source.spec.state_bytes > 0,
+        "latent attention": bool(source.spec.latent_layers),
+        "embeddings of each layer, or layers that share keys": not source.spec.goes_layer_by_layer,
+        "norms of values": any(a.value_norm for a in source.spec.attention_layers.values()),
+    }
+    found = [what for what, is_there in parts.items() if is_there]
+    if asked and found:
+        raise QuantizeError(
+            f"{source.path.name} has {found[0]}, which {asked[0]} does not calibrate; use --method "
+            "rtn, int8 or fp8 without it, which need no text"
+        )
 
 
 def _with_precisions(run: Run, chosen: Mapping[str, LinearScheme | None]) -> Run:
@@ -169,7 +201,7 @@ def _check_mixed(run: Run) -> None:
     check_mixed(run.source, run.options, PROBE_ROWS * PROBE_TOKENS, use)
 
 
-def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
+def _quantize(run: Run, staging: StagingFolders, on_event: OnEvent) -> QuantizeReport:
     with locked(staging):
         journal = Journal(staging.state)
         lost = journal.is_complete and not (staging.result.exists() or staging.out.exists())
@@ -182,13 +214,15 @@ def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
             if not journal.records:
                 staging.discard()
             else:
-                failed = Failed(message=str(error), units_done=len(journal.records))
+                failed = RunFailed(message=str(error), units_done=len(journal.records))
                 with contextlib.suppress(OSError):
                     EventLog(staging.state).record(failed)
             raise
 
 
-def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
+def _go_on(
+    run: Run, staging: StagingFolders, journal: Journal, on_event: OnEvent
+) -> QuantizeReport:
     resumes = bool(journal.records)
     events = EventLog(staging.state, on_event)
     calibration = _calibration(run, staging.state, events, resumes=resumes)
@@ -196,12 +230,12 @@ def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> Q
     if resumes:
         journal.check(fingerprint, staging.folder)
     if run.options.mixed is not None and calibration is not None:
-        events(Step(what="finding where bits matter most"))
+        events(StepStarted(what="finding where bits matter most"))
         _check_mixed(run)
         chosen = kept_schemes(run.source, run.options, calibration, run.plan.dtype, staging.state)
         run = _with_precisions(run, chosen)
     if run.options.kv_bits is not None and calibration is not None:
-        events(Step(what="choosing the precision of the KV cache"))
+        events(StepStarted(what="choosing the precision of the KV cache"))
         kv = kept_kv_plan(run.source, calibration, staging.state, run.device, run.options.kv_bits)
         run = replace(run, kv=kv, source=with_even_keys(run.source, kv.layers))
     if not journal.is_complete:
@@ -219,14 +253,14 @@ def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> Q
                 save_rows(calibration, staging.state)
             journal.start(fingerprint)
         _fill(run, staging, journal, units, calibration, events, memory.workers)
-        _finish(run, staging.result)
+        _finish(run, staging.result, journal)
         journal.complete()
     report = report_of(run, staging.out, journal, calibration)
     staging.publish()
     return report
 
 
-def _start(run: Run, out: Path, units: list[Unit], journal: Journal) -> Start:
+def _start(run: Run, out: Path, units: list[WorkUnit], journal: Journal) -> Start:
     return Start(
         model=str(run.model_path),
         out=str(out),
@@ -243,9 +277,9 @@ def _start(run: Run, out: Path, units: list[Unit], journal: Journal) -> Start:
 
 def _fill(
     run: Run,
-    staging: Staging,
+    staging: StagingFolders,
     journal: Journal,
-    units: list[Unit],
+    units: list[WorkUnit],
     calibration: Calibration | None,
     events: EventLog,
     workers: int,
@@ -281,11 +315,17 @@ def _fill(
     events(Written(weight_bytes=weight_bytes))
 
 
-def _finish(run: Run, result: Path) -> None:
+def _finish(run: Run, result: Path, journal: Journal) -> None:
     model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
     config = json.dumps(model_config, indent=2, ensure_ascii=False)
     if run.kv is not None:
         write_kv_plan(run.kv, result)
+    facts = [
+        (int(record.unit.removeprefix(LAYER)), record.facts)
+        for record in journal.records
+        if record.unit.startswith(LAYER)
+    ]
+    write_adapter_factors(run.source, facts, () if run.kv is None else run.kv.layers, result)
     (result / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
     for path in result.iterdir():
         flush(path)
@@ -300,7 +340,7 @@ def _calibration(run: Run, state: Path, on_event: OnEvent, *, resumes: bool) -> 
     if resumes and not text.is_at_hand:
         return load_rows(state)
     if text.path is None and text.dataset is None:
-        on_event(Step(what="letting the model write text to calibrate with"))
+        on_event(StepStarted(what="letting the model write text to calibrate with"))
     # Running the model for its text takes the whole GPU, so a ceiling there means the CPU.
     device = run.options.device if run.options.max_vram is None else "cpu"
     return text.rows_of(run.model_path, device=device, max_ram=run.options.max_ram)
@@ -318,7 +358,7 @@ def _refuse_quantized(model_path: Path) -> None:
         )
 
 
-def _check_space(run: Run, staging: Staging, calibration: Calibration | None) -> None:
+def _check_space(run: Run, staging: StagingFolders, calibration: Calibration | None) -> None:
     result = sum(tensor.nbytes for tensor in run.plan.tensors)
     work = 0
     if calibration is not None:

@@ -47,7 +47,6 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors it becomes."""
         return sum(layout.nbytes for layout in self.stored)
 
 
@@ -58,7 +57,7 @@ class QuantizePlan:
     Attributes:
         dtype: of scales and unquantized tensors.
         tensors: in the order in which the model needs them.
-        kept: modules of linear weights that no group divides.
+        kept: modules of linear weights that no group divides, and of routers.
         notes: one line for each reason why weights do not get the requested scheme.
     """
 
@@ -116,7 +115,8 @@ def make_plan(
             fitted, reason = wanted.fit(slot.shape[1])
             if reason:
                 reasons[reason].append(slot.name)
-        if slot.is_linear and fitted is None:
+        stays = slot.role.decides and slot.name.endswith(_WEIGHT)
+        if stays or (slot.is_linear and fitted is None):
             kept.append(slot.name.removesuffix(_WEIGHT))
         found[slot.name] = fitted
     if not any(found.values()):
@@ -178,7 +178,9 @@ def _planned(
     slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype, store: WeightStore
 ) -> PlannedTensor:
     if scheme is None:
-        layouts = {slot.name: (dtype, slot.shape)}
+        # A bias that only decides has few numbers, and rounding them would change decisions.
+        is_bias = slot.role.decides and len(slot.shape) == 1
+        layouts = {slot.name: (torch.float32 if is_bias else dtype, slot.shape)}
     else:
         layouts = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.quant.run.journal import Record
 from appliance.quant.run.memory import MemoryUse
-from appliance.quantize_events import QuantizeEvent, Unit, encode_event, ignore_event
+from appliance.quantize_events import QuantizeEvent, UnitFinished, encode_event, ignore_event
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class EventLog:
 
     Args:
         folder: exists; gets `events.jsonl`.
-        on_event: called with every event.
     """
 
     def __init__(self, folder: Path, on_event: OnEvent = ignore_event) -> None:
@@ -39,7 +38,6 @@ class EventLog:
         self._on_event(event)
 
     def record(self, event: QuantizeEvent) -> None:
-        """Append one event to the file."""
         with self._path.open("ab") as file:
             file.write(encode_event(event) + b"\n")
 
@@ -94,7 +92,7 @@ class UnitLog:
         if name.startswith(LAYER):
             self._layer_seconds.append(seconds)
         self._on_event(
-            Unit(
+            UnitFinished(
                 name=name,
                 done=len(self._journal.records),
                 total=self._total_units,

@@ -55,7 +55,6 @@ class QuantizeReport:
         return self.weight_bytes * 8 / self.parameters
 
     def summary(self) -> str:
-        """Format the report for the terminal."""
         lines = [
             f"quantized {self.num_quantized} weights of a {self.architecture} model"
             f" ({self.method}, {self.scheme}) in {self.seconds:.1f} s,"

@@ -48,7 +48,6 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class StagingFolders:
     """The folders in which a result is built.
 
     Attributes:
@@ -94,7 +94,7 @@ def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def locked(staging: Staging) -> Iterator[None]:
+def locked(staging: StagingFolders) -> Iterator[None]:
     """Lock a staging folder, with what an earlier run left, against other processes.
 
     Raises:
@@ -117,7 +117,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
     Raises:
         QuantizeError: another process is writing the same `out`.
     """
-    staging = Staging(out)
+    staging = StagingFolders(out)
     with locked(staging):
         staging.start_over()
         try:

@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from appliance.hub.packaged import packaged_sampling
+from appliance.retrieval_recipe import MODULES, PROMPTS
 from appliance.tokenizer.from_gguf import load_from_gguf
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.tokenizer.source import TokenizerSource
 
-# Files of tokenizers, generation settings and licence in Hugging Face folders.
+# Files of tokenizers, generation settings, retrieval and licence in Hugging Face folders.
 _CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,6 +28,11 @@ _CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    MODULES,
+    PROMPTS,
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+    "1_LogitScore/config.json",
     "LICENSE",
     "LICENSE.txt",
     "LICENSE.md",
@@ -43,6 +49,7 @@ def write_tokenizer_files(model_path: Path, folder: Path) -> None:
     if model_path.is_dir():
         for name in _CARRIED:
             if (model_path / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(model_path / name, folder / name)
         return
     source = load_from_gguf(model_path)

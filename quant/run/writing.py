@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.quant.methods import data_free
 from appliance.quant.methods.calibrated import quantize_layers
+from appliance.quant.run.adapter_factors import scales_as_facts
 from appliance.quant.run.progress import LAYER
 from appliance.quant.walk.pieces import WeightPieces, row_ranges
 from appliance.quant.walk.walk import Walk
@@ -41,7 +43,7 @@ GPU_PIECE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WorkUnit:
     """The smallest work that is finished, or repeated on resuming, as a whole.
 
     Attributes:
@@ -56,11 +58,10 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its result."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
+def units_of(source: ModelSource, plan: QuantizePlan) -> list[WorkUnit]:
     """Group all tensors of a plan into units."""
     layers = {slot.name: slot.layer for slot in source.slots()}
     units: dict[str, tuple[int | None, list[PlannedTensor]]] = {}
@@ -68,13 +69,11 @@ def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
         layer = layers[tensor.name]
         name = tensor.name if layer is None else f"{LAYER}{layer}"
         units.setdefault(name, (layer, []))[1].append(tensor)
-    return [Unit(name, tuple(tensors), layer) for name, (layer, tensors) in units.items()]
+    return [WorkUnit(name, tuple(tensors), layer) for name, (layer, tensors) in units.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class UnitWriter:
-    """Writes units."""
-
     source: ModelSource
     plan: QuantizePlan
     shards: ShardWriter
@@ -82,7 +81,7 @@ class UnitWriter:
     device: torch.device
     workers: int
 
-    def round(self, units: list[Unit], method: Method) -> None:
+    def round(self, units: list[WorkUnit], method: Method) -> None:
         """Quantize every weight without text; see `data_free`."""
         weights, dtype = self.source.weights, self.plan.dtype
         with Rounding(weights, dtype, method, self.workers, self.device) as rounding:
@@ -93,14 +92,12 @@ class UnitWriter:
                 self._finish(unit, started)
 
     def calibrate(
-        self, units: list[Unit], method: Method, calibration: Calibration, folder: Path
+        self, units: list[WorkUnit], method: Method, calibration: Calibration, folder: Path
     ) -> None:
         """Quantize layer by layer with calibration rows, then round the tensors outside the layers.
 
         Args:
             units: all that are not done.
-            method: the quantization method.
-            calibration: the rows.
             folder: for the residual stream; may hold that of an interrupted run.
         """
         layers = {unit.layer: unit for unit in units if unit.layer is not None}
@@ -119,7 +116,7 @@ class UnitWriter:
                 started = time.perf_counter()
         self.round([unit for unit in units if unit.layer is None], method)
 
-    def _finish(self, unit: Unit, started: float, layer: QuantizedLayer | None = None) -> None:
+    def _finish(self, unit: WorkUnit, started: float, layer: QuantizedLayer | None = None) -> None:
         self.shards.flush()
         seconds = time.perf_counter() - started
         if layer is None:
@@ -131,7 +128,7 @@ class UnitWriter:
                 seconds,
                 losses=layer.losses,
                 notes=layer.notes,
-                facts=layer.facts,
+                facts=scales_as_facts(layer.scales),
             )
 
     def _write(self, tensor: PlannedTensor, value: Weight) -> None:
@@ -140,12 +137,13 @@ class UnitWriter:
             self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
         else:
             assert tensor.scheme is not None, tensor.name
+            assert not isinstance(value, Fp4Weight), "nothing is quantized to this form"
             for name, stored in self.plan.store.encode(tensor.name, value, tensor.scheme).items():
                 self.shards.write(name, [stored.cpu()])
 
     def _round(self, rounding: Rounding, tensor: PlannedTensor) -> None:
         if tensor.scheme is None:
-            self.shards.write(tensor.name, rounding.in_16_bits(tensor))
+            self.shards.write(tensor.name, rounding.plain(tensor))
         else:
             self._write(tensor, rounding.packed(tensor))
 
@@ -181,11 +179,12 @@ class Rounding:
         self._workers.shutdown(cancel_futures=True)
         torch.set_num_threads(self._threads)
 
-    def in_16_bits(self, tensor: PlannedTensor) -> Iterator[Tensor]:
-        """Yield an unquantized tensor, some rows at a time."""
+    def plain(self, tensor: PlannedTensor) -> Iterator[Tensor]:
+        """Yield an unquantized tensor in its planned type, some rows at a time."""
+        (layout,) = tensor.stored
         pieces = WeightPieces(self._weights, tensor.name)
         for rows in row_ranges(tensor.shape, self._piece):
-            yield pieces.rows(rows).to(self._dtype)
+            yield pieces.rows(rows).to(layout.dtype)
 
     def packed(self, tensor: PlannedTensor) -> PackedWeight | Fp8Weight:
         """Quantize a weight by its planned scheme."""

@@ -146,9 +146,7 @@ def default_rows(
 
     Args:
         model_path: a .gguf file or a model folder.
-        tokenizer: the model's.
         text: gives number and length of rows, and the seed.
-        device: where the model runs.
         max_ram: most bytes to use; None is what is free.
 
     Raises:
@@ -237,7 +235,6 @@ def make_calibration(
     Args:
         documents: title and text of each. A model with a chat template sees them as answers to a
             question about the title, like its training data. Of very many, a sample is taken.
-        tokenizer: the model's.
         source: for people.
         num_tokens: in all rows together, rounded up to whole rows.
         row_tokens: tokens per row.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from appliance.model.layers import GatedLinear
+from appliance.model.attention import Attention
+from appliance.model.layers import MLP, GatedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,17 +77,14 @@ class ObservedLinear:
 
     @property
     def in_features(self) -> int:
-        """Width of the input."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:
-        """Width of the result."""
         return self.weight.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weight and bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -120,38 +118,52 @@ def observing(backend: Backend) -> Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TransformerBlock:
     """A layer and its linears in the order in which they are used.
 
     Attributes:
         layer: computes everything but the norm before it.
-        attention_norm: the norm before it.
+        mixer_norm: the norm before it.
     """
 
     layer: DecoderLayer
-    attention_norm: Norm
+    mixer_norm: Norm
+
+    @property
+    def attention(self) -> Attention:
+        assert isinstance(self.layer.mixer, Attention), "recurrent layers are refused before"
+        return self.layer.mixer
 
     @property
     def qkv(self) -> ObservedLinear:
-        """Projection to query, key and value."""
-        return _observed(self.layer.attention.qkv)
+        return _observed(self.attention.qkv)
 
     @property
     def output(self) -> ObservedLinear:
         """Projection from the heads to the stream."""
-        return _observed(self.layer.attention.output)
+        return _observed(self.attention.output)
 
     @property
     def gate_up(self) -> ObservedLinear:
-        """Projection to gate and up."""
-        gated = self.layer.mlp.gated
-        assert isinstance(gated, GatedLinear), gated
-        return _observed(gated.gate_up)
+        middle = self._mlp.middle
+        assert isinstance(middle, GatedLinear), middle
+        return _observed(middle.gate_up)
 
     @property
     def down(self) -> ObservedLinear:
         """Projection from the MLP to the stream."""
-        return _observed(self.layer.mlp.down)
+        return _observed(self._mlp.down)
+
+    @property
+    def mlp_norm(self) -> Norm:
+        """The norm between attention and MLP."""
+        assert self.layer.mlp_norm is not None, "layers without one of them are refused before"
+        return self.layer.mlp_norm
+
+    @property
+    def _mlp(self) -> MLP:
+        assert isinstance(self.layer.mlp, MLP), "experts are refused before"
+        return self.layer.mlp
 
     def linears(self) -> Iterator[ObservedLinear]:
         """Yield the linears in the order of computation."""

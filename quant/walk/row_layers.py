@@ -8,8 +8,7 @@ import torch
 
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import LayerBuilder
-from appliance.model.rope import distinct_ropes
-from appliance.quant.walk.block import Block
+from appliance.quant.walk.block import TransformerBlock
 from appliance.quant.walk.pieces import FloatReader
 from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
 
@@ -33,24 +32,24 @@ class RowLayers:
         self._row_tokens = row_tokens
         self._backend = backend
         self._device = device
-        self._builder = LayerBuilder(backend, torch.float32, distinct_ropes(source.spec))
+        self._builder = LayerBuilder(backend, torch.float32, source.spec)
         self._steps = RowSteps(source.spec, row_tokens, backend, device)
 
-    def block(self, index: int) -> Block:
-        """Read a layer."""
+    def block(self, index: int) -> TransformerBlock:
         weights = self.reader.layer(index)
-        norm = weights.attention_norm
-        return Block(self._builder.layer(weights, self._specs[index], norm), norm)
+        norm = weights.first_norm
+        layer = self._builder.layer(index, weights, self._specs[index], norm)
+        return TransformerBlock(layer, norm)
 
-    def run(self, block: Block, stream: Tensor) -> Tensor:
+    def run(self, block: TransformerBlock, stream: Tensor) -> Tensor:
         """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the stream after."""
-        norm = block.attention_norm
+        norm = block.mixer_norm
         hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
         step, cache = self._step(len(stream) // self._row_tokens, block)
         return block.layer(hidden, stream, step, cache, None)[1]
 
-    def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
-        attention = block.layer.attention.spec
+    def _step(self, count: int, block: TransformerBlock) -> tuple[Step, LayerCache]:
+        attention = block.attention.spec
         cache = self._backend.allocate_cache(
             KVFormat.FP32,
             num_blocks=count * self._steps.row_blocks,

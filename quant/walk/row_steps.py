@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.errors import UnsupportedModelError
 from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.state_spans import StateSpans
 from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.step import Step
 
@@ -22,13 +24,22 @@ class RowSteps:
 
     Attributes:
         row_blocks: blocks of the cache per row; a step's blocks begin with block 0.
+
+    Raises:
+        UnsupportedModelError: a layer needs more than the stream and its own cache.
     """
 
     def __init__(
         self, spec: DecoderSpec, row_tokens: int, backend: Backend, device: torch.device
     ) -> None:
+        if not spec.goes_layer_by_layer:
+            raise UnsupportedModelError(
+                f"a model like {spec.architecture} with embeddings of each layer, or with layers "
+                "that read the keys and values of others, is not measured layer by layer"
+            )
         self.row_blocks = -(-row_tokens // BLOCK_SIZE)
         self._row_tokens = row_tokens
+        self._is_recurrent = spec.state_bytes > 0
         self._backend = backend
         self._device = device
         self._ropes = tuple(Rope.of(kind, row_tokens, device) for kind in distinct_ropes(spec))
@@ -51,10 +62,13 @@ class RowSteps:
             block_size=BLOCK_SIZE,
             device=self._device,
             open_pages=tables if is_sealed else None,
+            state_slots=range(count) if self._is_recurrent else None,
         )
         positions = torch.arange(length, device=self._device).repeat(count)
         return Step(
             batch=batch,
             attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
             rotations=tuple(rope.rotation(positions) for rope in self._ropes),
+            query_scales=tuple(rope.query_scale(positions) for rope in self._ropes),
+            spans=StateSpans.of(batch) if self._is_recurrent else None,
         )

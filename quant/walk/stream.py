@@ -46,7 +46,6 @@ class ResidualStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one file."""
         return math.prod(self._shape) * FLOAT.itemsize
 
     @property
@@ -93,8 +92,6 @@ def stream_bytes(rows: Tensor, width: int) -> int:
 
 
 class StreamWriter:
-    """Appends rows in order."""
-
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 

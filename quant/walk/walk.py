@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.quant.kv.calibrate import AttentionWatch
-    from appliance.quant.walk.block import Block, ObservedLinear
+    from appliance.quant.walk.block import ObservedLinear, TransformerBlock
 
 TOKENS_AT_ONCE = 512  # of whole rows; a longer row passes alone
 
@@ -77,11 +77,10 @@ class Walk:
                     embedded = self._layers.reader.embed(rows[portion].flatten())
                     writer.write(embedded)
 
-    def block(self, index: int) -> Block:
-        """Read a layer, in float32."""
+    def block(self, index: int) -> TransformerBlock:
         return self._layers.block(index)
 
-    def observe(self, block: Block, linears: list[ObservedLinear]) -> list[Moments]:
+    def observe(self, block: TransformerBlock, linears: list[ObservedLinear]) -> list[Moments]:
         """Run all rows through a layer and return the moments of some of its linears' inputs.
 
         Nothing is computed past the last of them.
@@ -102,7 +101,7 @@ class Walk:
                 linear.moments = None
         return moments
 
-    def advance(self, block: Block) -> None:
+    def advance(self, block: TransformerBlock) -> None:
         """Run all rows through a layer in its present form; the next layer sees the results."""
         with self._stream.written(self._stream.layer + 1) as writer:
             for rows in self._portions():
@@ -118,7 +117,7 @@ class Walk:
         for start in range(0, self._num_rows, at_once):
             yield slice(start, min(start + at_once, self._num_rows))
 
-    def _run(self, block: Block, rows: slice) -> Tensor:
+    def _run(self, block: TransformerBlock, rows: slice) -> Tensor:
         """Return the stream of some rows after the layer, (tokens, hidden_size)."""
         started = time.perf_counter()
         stream = self._stream.read(rows).flatten(0, 1).to(self._device)

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from appliance.errors import ApplianceError
-from bench.lib.load import LoadError
 
 # The module of each, below this package; its `main` reads the rest of the command line.
 BENCHMARKS = {
     "cpu_attention": "cpu.attention",
+    "cpu_experts": "cpu.experts",
     "cpu_linears": "cpu.linears",
     "cpu_models": "cpu.models",
     "cpu_quality": "cpu.quality",
@@ -20,7 +20,10 @@ BENCHMARKS = {
     "host_step": "engine.host_step",
     "kernel_compile": "engine.kernel_compile",
     "scheduler": "engine.scheduler",
+    "schemas": "engine.schemas",
+    "scoring": "engine.scoring",
     "sharing": "engine.sharing",
+    "speculation": "engine.speculation",
     "structured_output": "engine.structured_output",
     "waste": "engine.waste",
     "agent": "server.agent",
@@ -28,7 +31,7 @@ BENCHMARKS = {
     "cpu_peers": "server.peers",
     "itl": "server.itl",
     "restart": "server.restart",
-    "serving": "server.serving",
+    "start": "server.start",
     "quantize": "quantize.methods",
     "quantize_peers": "quantize.peers",
     "kv_peers": "quantize.kv_peers",
@@ -57,7 +60,7 @@ def main() -> None:
     sys.argv = [f"scripts/benchmark {name}", *options]
     try:
         importlib.import_module(f"bench.{BENCHMARKS[name]}").main()
-    except (ApplianceError, LoadError) as error:
+    except ApplianceError as error:
         sys.exit(str(error))
 
 

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
+from own_config import clean_environment, write_config
 
-WriteConfig = Callable[[str], Path]
+__all__ = ["clean_environment", "write_config"]
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for variable in os.environ:
-        if variable.startswith("APPLIANCE_"):
-            monkeypatch.delenv(variable)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
-@pytest.fixture
-def write_config(tmp_path: Path) -> WriteConfig:
-    """Writes the configuration file of the usual place; it is this user's alone."""
-
-    def write(text: str) -> Path:
-        path = tmp_path / "config" / "appliance" / "config.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o600)
-        return path
-
-    return write
+def _own_configuration(clean_environment: None) -> None:
+    pass

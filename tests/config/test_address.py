@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from own_config import WriteConfig
 
 from appliance.config import local_url, network_url, server_to_watch
 from appliance.errors import ConfigError
-from tests.config.conftest import WriteConfig
 
 KEY = "0123456789abcdef"
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from own_config import WriteConfig
 
 from appliance.config import (
     SECTIONS,
@@ -15,7 +16,6 @@ from appliance.config import (
 )
 from appliance.config.reference import example_config, settings_reference
 from appliance.config.setting import fields_of
-from tests.config.conftest import WriteConfig
 
 README = Path(__file__).parent.parent.parent / "README.md"
 

@@ -10,7 +10,7 @@ from appliance.config import SECTIONS, EngineConfig, ServerConfig, TopConfig, kn
 from appliance.config.setting import Field, fields_of
 from appliance.errors import ConfigError
 from appliance.kernels.kv_cache import KVFormat
-from appliance.tui.display import Display
+from appliance.tui.display import DisplaySettings
 
 EVERY = [field for section in SECTIONS.values() for field in fields_of(section).values()]
 
@@ -67,7 +67,7 @@ def test_every_look_of_the_dashboard_can_be_asked_for_and_no_other() -> None:
     fields = fields_of(TopConfig)
     for colors in fields["colors"].setting.choices:
         for theme in fields["theme"].setting.choices:
-            assert Display.of(str(colors), str(theme)).theme == theme
+            assert DisplaySettings.of(str(colors), str(theme)).theme == theme
     from appliance.tui.display import Colors
     from appliance.tui.scheme import SCHEMES
 

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from own_config import WriteConfig
 
 from appliance.config import (
     EngineConfig,
@@ -15,7 +16,6 @@ from appliance.config import (
     warn_of_unknown_variables,
 )
 from appliance.errors import ConfigError
-from tests.config.conftest import WriteConfig
 
 
 def test_flags_beat_environment_beats_file_beats_defaults(

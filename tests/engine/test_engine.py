@@ -163,6 +163,7 @@ def test_every_way_to_end(engine: LLMEngine) -> None:
     assert len(long) == 56  # up to the context of 256 and not one further
 
 
+@pytest.mark.chaos
 def test_broken_logits_end_that_request_only(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

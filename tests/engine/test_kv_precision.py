@@ -173,7 +173,10 @@ def test_the_cpu_library_keeps_even_keys_in_8_bits_unless_asked_otherwise(
 ) -> None:
     source = open_model(model)
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, **change)) for layer in source.spec.layers
+        replace(layer, mixer=replace(attention, **change))
+        for layer, attention in zip(
+            source.spec.layers, source.spec.attention_layers.values(), strict=True
+        )
     )
     source = replace(source, spec=replace(source.spec, layers=layers))
     config = EngineConfig(model=str(model), **options)

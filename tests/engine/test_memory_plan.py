@@ -8,6 +8,7 @@ import pytest
 from appliance.engine.memory_plan import MemoryRequest, plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.activation import Activation
+from appliance.model.recurrent_spec import ShortConvSpec
 from appliance.model.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -153,3 +154,45 @@ def test_beside_a_gpu_it_is_other_memory() -> None:
     assert plan_memory(request(**beside, kv_host_memory=64 * MIB)).kv_bytes == plan.kv_bytes
     with pytest.raises(MemoryPlanError, match=r"64\.0 MiB may be used.* --kv-host-memory 64MiB"):
         plan_memory(request(**beside, kv_host_memory=65 * MIB))
+
+
+def recurrent(**changes: object) -> MemoryRequest:
+    """A model with 512 KiB of state, and as much KV cache as the other one."""
+    base = request()
+    conv = replace(base.spec.layers[0], mixer=ShortConvSpec(width=1 << 16, taps=3))
+    spec = replace(base.spec, layers=(*base.spec.layers, conv))
+    assert spec.state_bytes == MIB // 2
+    return replace(base, **{"spec": spec, "budget_bytes": 600 * MIB, **changes})  # type: ignore[arg-type]
+
+
+def test_each_sequence_has_a_state_slot_and_checkpoints_share_what_is_left() -> None:
+    states = plan_memory(recurrent(budget_bytes=2000 * MIB)).states
+    assert (states.num_slots, states.num_checkpoints) == (32, 4 * 32)
+    assert states.num_bytes == 80 * MIB
+    filled = plan_memory(recurrent(fill=True))
+    used = filled.weight_bytes + filled.kv_bytes + filled.workspace_bytes + filled.states.num_bytes
+    assert used <= 600 * MIB
+    assert 0 < filled.states.num_checkpoints < 4 * 32
+    assert plan_memory(recurrent(prefix_caching=False)).states.num_checkpoints == 0
+    assert plan_memory(request()).states.num_bytes == 0
+
+
+def test_memory_asked_for_checkpoints_is_given_or_refused() -> None:
+    asked = plan_memory(recurrent(state_checkpoint_memory=100 * MIB))
+    assert asked.states.num_checkpoints == 200
+    assert plan_memory(recurrent(state_checkpoint_memory=0)).states.num_checkpoints == 0
+    message = r"416\.0 MiB of recurrent states for 32 sequences .*and 800 checkpoints"
+    with pytest.raises(MemoryPlanError, match=message) as caught:
+        plan_memory(recurrent(state_checkpoint_memory=400 * MIB))
+    found = re.search(r"--state-checkpoint-memory (\d+)MiB", str(caught.value))
+    assert found is not None
+    plan_memory(recurrent(state_checkpoint_memory=int(found[1]) * MIB))
+
+
+def test_states_that_do_not_fit_are_refused_with_the_sequences_that_do() -> None:
+    changes = {"budget_bytes": 520 * MIB, "max_num_seqs": 1000}
+    with pytest.raises(MemoryPlanError, match=r"500\.0 MiB of recurrent states for 1000") as caught:
+        plan_memory(recurrent(**changes))
+    found = re.search(r"--max-num-seqs (\d+)", str(caught.value).partition("Nearest")[2])
+    assert found is not None
+    plan_memory(recurrent(**{**changes, "max_num_seqs": int(found[1])}))

@@ -6,10 +6,12 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from broken_logits import break_logits
 from late_device import LateDevice
+from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -18,7 +20,6 @@ from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason, Pooling, Request, SamplingParams
 from appliance.engine.run import prompt_reader
 from appliance.errors import ContextLengthError, RequestError
-from appliance.model.teacher import BLOCK_SIZE, logits_of, one_sequence
 
 pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
 
@@ -223,6 +224,31 @@ def test_pooled_hidden_states_are_those_that_the_head_reads(
         hidden = hidden_of(engine, item.prompt_token_ids)
         expected = hidden[-1] if item.pooling is Pooling.LAST else hidden.mean(0)
         torch.testing.assert_close(floats(content), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_labels_are_logits_of_the_last_row(
+    tiny_llama: Path, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_reader, "LOGIT_ROWS", 2)
+    engine = load(tiny_llama, executor, dtype="float32", kv_cache_dtype="fp32")
+    wanted = {"a": (7, 300), "b": (511,), "c": (5, 6, 7)}
+    texts = {name: prompt(40 + 50 * place, place) for place, name in enumerate(wanted)}
+    requests = [labelled(name, texts[name], *labels) for name, labels in wanted.items()]
+    beside = [request("pooled", texts["a"], Pooling.MEAN), scored("scored", texts["b"])]
+    deltas = run(engine, *requests, *beside)
+    for name, labels in wanted.items():
+        (content,) = [one.pooled for one in deltas if one.request_id == name and one.pooled]
+        expected = logits_of(executor_of(engine), texts[name])[-1, list(labels)]
+        torch.testing.assert_close(floats(content), expected, atol=2e-4, rtol=1e-4)
+    assert len(scores_of(deltas, "scored")) == len(texts["b"]) - 1
+    with pytest.raises(RequestError, match="token id 512") as caught:
+        engine.submit(labelled("d", texts["a"], 512))
+    assert caught.value.param == "labels"
+
+
+def labelled(name: str, tokens: tuple[int, ...], *labels: int) -> Request:
+    return msgspec.structs.replace(request(name, tokens, Pooling.LAST), labels=labels)
 
 
 def test_without_an_answer_a_prompt_may_fill_the_context(tiny_llama: Path) -> None:

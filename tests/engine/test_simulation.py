@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from engine_simulation import Simulation
 from load_script import Script
 from simulated_eras import failure_of, script_of, shrink, simulate
 from virtual_runner import VirtualRunner
+
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.checkpoints import Checkpoints
+from appliance.engine.blocks.state_slots import StateSlots
+from appliance.engine.scheduling import scheduler
+from appliance.engine.scheduling.policy import most_drafts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as Ordered
+
+    from appliance.engine.limits import Bounds
+    from appliance.engine.plan import Sampled, ScheduledSequence
+    from appliance.engine.sequence import Sequence
 
 pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
@@ -27,7 +43,8 @@ def test_every_request_gets_the_right_answer_whatever_happens(
         *("damaged files", "beams", "beams cut off", "best of several", "preempted beams"),
         *("copies", "copies of open pages", "shared blocks", "mixed steps"),
         *("rows ahead", "rows for nothing", "blocks back from the host"),
-        *("beams without an answer",),
+        *("beams without an answer", "accepted drafts", "rejected drafts", "rewound states"),
+        *("checkpoints", "evicted checkpoints", "restored checkpoints", "loaded states"),
     ):
         assert seen[name] >= 10, f"the loads hardly touch {name}: {seen}"
     for reason in ("stop", "length", "abort", "error", "timeout"):
@@ -55,3 +72,100 @@ def test_a_failure_is_found_again_and_cut_down_to_a_few_events(
     small = shrink(failing, fails)
     assert len(small.events) <= 4
     assert fails(small)
+
+
+def _from_another_slot(slots: StateSlots, sequence: Sequence) -> int:
+    return sequence.slot % slots.num_slots
+
+
+def _without_release(slots: StateSlots, restore: Any) -> None:
+    del slots._restores[restore.sequence]
+
+
+def _although_it_is_read(checkpoints: Checkpoints) -> int | None:
+    if not checkpoints._free and checkpoints._found:
+        one = next(reversed(checkpoints._found.values()))
+        one.num_restores = 0
+        checkpoints.evict(one.content)
+    return checkpoints._free.pop() if checkpoints._free else None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (StateSlots, "fork", lambda slots, parent, child: None, "another state"),
+        (StateSlots, "row", _from_another_slot, "nobody wrote that state"),
+        (StateSlots, "_end", _without_release, "about to go on"),
+        (Checkpoints, "take", _although_it_is_read, "shared while written"),
+        (Checkpoints, "evict", lambda checkpoints, content: None, "without its block"),
+        (VirtualRunner, "_state_before", lambda self, entry: self._states[entry.state], "token"),
+    ],
+    ids=["fork", "slot", "release", "shared", "block", "reset"],
+)
+def test_a_wrong_state_is_noticed(
+    owner: type,
+    name: str,
+    fault: Callable[..., object],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    scripts = [script_of(seed=5, era=era) for era in range(60)]
+    scripts = [one for one in scripts if one.setting.recurrent and one.setting.checkpoints]
+    monkeypatch.setattr(owner, name, fault)
+    found = next(filter(None, (failure_of(one, check_every=5) for one in scripts)), "")
+    assert says in found
+
+
+def _all_that_it_wrote(blocks: BlockManager, entry: ScheduledSequence, num_accepted: int) -> None:
+    blocks.commit(entry.sequence, entry.num_own + num_accepted)
+    if blocks.states is not None:
+        blocks.states.forget(entry.sequence)
+    blocks.truncate(entry.sequence)
+
+
+def _whatever_was_drawn(drafts: Ordered[int], results: Ordered[Sampled]) -> Ordered[Sampled]:
+    return results
+
+
+def _without_taking_back(blocks: BlockManager, sequence: Sequence) -> None:
+    pass
+
+
+def _up_to_the_end_of_a_block(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
+    return most_drafts(sequence, num_left, replace(bounds, is_recurrent=False))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "says"),
+    [
+        (scheduler, "settle_run", _all_that_it_wrote, "another state"),
+        (scheduler, "accepted_run", _whatever_was_drawn, "a wrong token"),
+        (BlockManager, "truncate", _without_taking_back, "blocks behind its tokens"),
+        (scheduler, "most_drafts", _up_to_the_end_of_a_block, "a checkpoint is passed"),
+        (StateSlots, "remember", lambda slots, sequence: True, "KeyError"),
+    ],
+    ids=["rewind", "acceptance", "truncate", "checkpoint", "copy"],
+)
+def test_a_trace_of_rejected_drafts_is_noticed(
+    owner: Any,
+    name: str,
+    fault: Callable[..., object],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    changes: dict[str, Any] = {"drafts": 0.6, "drafts_eagerly": True, "depth": 0}
+    changes |= {"recurrent": True, "checkpoints": 30, "prefix_caching": True}
+    changes |= {"max_num_batched_tokens": 64}
+    scripts = [script_of(seed=6, era=era) for era in range(40)]
+    scripts = [
+        replace(one, setting=replace(one.setting, **changes))
+        for one in scripts
+        if one.setting.block_size >= 4
+    ]
+    monkeypatch.setattr(owner, name, fault)
+    found = next(filter(None, (failure_of(one, check_every=5) for one in scripts)), "")
+    assert says in found

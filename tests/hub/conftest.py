@@ -67,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             if path.startswith((f"/api/models/{repo}", f"/{repo}/resolve/")):
                 if repo in self.server.refused and "Authorization" not in self.headers:
                     return self._error(401, "GatedRepo", "Access is restricted")
+                if path.startswith("/api/") and path.endswith("/revision/none"):
+                    return self._error(404, "RevisionNotFound", "Revision not found")
                 if path.startswith("/api/"):
                     return self._describe(repo, files, path)
                 name = path.split("/", 5)[5]
@@ -95,7 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name in self.server.shortened and self.command == "GET":
             data = data[:-1]
         if wanted := self.headers.get("Range"):
-            start = int(wanted.removeprefix("bytes=").split("-")[0])
+            begin, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, data = int(begin), data[: int(last) + 1] if last else data
         self.send_response(206 if wanted else 200)
         if wanted:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
@@ -132,7 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(data: bytes) -> str:
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+    """Git's name of the content, as the hub has for small files."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.errors import ModelError
-from appliance.hub import resolve
+from appliance.hub import HubName, resolve
 from appliance.hub.packaged import PACKAGED
 
 
@@ -21,8 +21,8 @@ def nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked["packaged"] = name, folder
         return folder / PACKAGED[name].filename
 
-    def remote(repo_id: str, filename: str | None, progress: Any) -> Path:
-        asked["remote"] = repo_id, filename
+    def remote(name: HubName, progress: Any) -> Path:
+        asked["remote"] = name
         return Path("snapshot")
 
     monkeypatch.setattr(resolve, "fetch_packaged", packaged)
@@ -47,21 +47,21 @@ def test_nothing_means_the_default_model(
 @pytest.mark.parametrize(
     ("model", "asked"),
     [
-        ("org/name", ("org/name", None)),
-        ("Qwen/Qwen2.5-0.5B-Instruct", ("Qwen/Qwen2.5-0.5B-Instruct", None)),
-        ("org/name-GGUF:name-Q4_0.gguf", ("org/name-GGUF", "name-Q4_0.gguf")),
-        ("org/name:sub/name.gguf", ("org/name", "sub/name.gguf")),
+        ("org/name", HubName("org/name")),
+        ("Qwen/Qwen2.5-0.5B-Instruct", HubName("Qwen/Qwen2.5-0.5B-Instruct")),
+        ("org/name-GGUF:name-Q4_0.gguf", HubName("org/name-GGUF", None, "name-Q4_0.gguf")),
+        ("org/name@v1:sub/name.gguf", HubName("org/name", "v1", "sub/name.gguf")),
     ],
 )
 def test_hub_ids(
     tmp_path: Path,
     nothing_is_downloaded: dict[str, Any],
     model: str,
-    asked: tuple[str, str | None],
+    asked: HubName,
 ) -> None:
     found = find(model, tmp_path)
     assert nothing_is_downloaded["remote"] == asked
-    assert found == resolve.ResolvedModel(Path("snapshot"), asked[0])
+    assert found == resolve.ResolvedModel(Path("snapshot"), asked.repo)
 
 
 def test_files_and_folders(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from appliance.kernels.activation import Activation
+from appliance.kernels.activation import Activation, ClampedSwiGLU, Gating
 from appliance.kernels.gated_activation import cpu, reference
 
 
@@ -13,14 +13,21 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def exact(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def exact(gate_up: torch.Tensor, activation: Gating) -> torch.Tensor:
     gate, up = gate_up.double().chunk(2, dim=-1)
-    if activation is Activation.SILU:
-        return functional.silu(gate) * up
-    return functional.gelu(gate, approximate="tanh") * up
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+    match activation:
+        case Activation.SILU:
+            return functional.silu(gate) * up
+        case Activation.GELU_TANH:
+            return functional.gelu(gate, approximate="tanh") * up
+        case Activation.RELU_SQUARED:
+            return gate.relu() ** 2 * up
 
 
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", [*Activation, ClampedSwiGLU(limit=3.0, alpha=1.7)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)],
@@ -28,7 +35,7 @@ def exact(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 )
 @pytest.mark.parametrize("implementation", [reference, cpu], ids=["reference", "cpu"])
 def test_act_of_gate_times_up(
-    implementation: object, dtype: torch.dtype, rtol: float, activation: Activation
+    implementation: object, dtype: torch.dtype, rtol: float, activation: Gating
 ) -> None:
     gate_up = (torch.randn(7, 2 * 100) * 3).to(dtype)
     before = gate_up.clone()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from compiled_kernels.signatures.packed_matmul import SHAPES, MatmulShape
@@ -10,13 +11,17 @@ from appliance.kernels.packed_matmul.tiles import (
     ARCHITECTURES,
     LEAST_BLOCKS,
     MAX_COUNTERS,
+    MEMORY_BOUND_ROWS,
     SHORT_GROUP_TILES,
     TILE_N,
     WORKSPACE_FLOATS,
+    MatmulTile,
+    Place,
     architecture,
     choose_splits,
     choose_tile,
 )
+from appliance.kernels.residency import LARGEST
 
 ODD = (
     MatmulShape("one block", 64, 8),
@@ -25,34 +30,64 @@ ODD = (
 )
 
 
+BLOCK_BYTES = {4: 128 * TILE_N // 2, 8: 128 * TILE_N}  # of 128 inputs
+
+
+def places(tile: MatmulTile, capability: int) -> list[Place]:
+    """Cards from small to large, and how many programs they may hold."""
+    largest = LARGEST[capability]
+    return [
+        Place(capability, replace(largest, num_sms=num_sms), resident)
+        for num_sms in (20, largest.num_sms // 3, largest.num_sms)
+        for resident in (1, 3, 5, 16)
+    ]
+
+
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("shape", [*SHAPES, *ODD], ids=lambda shape: shape.name)
-def test_splits_fit_the_workspace(capability: int, shape: MatmulShape) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_splits_fit_the_workspace_and_their_traffic_a_share(
+    capability: int, shape: MatmulShape, bits: int
+) -> None:
     table = architecture(capability)
     assert table is not None
     out_tiles, blocks_k = -(-shape.out_features // TILE_N), -(-shape.in_features // 128)
-    for tile in (
-        *table.tiles,
-        *SHORT_GROUP_TILES,
-        *(choose_fp8_tile(rows, capability) for rows in (1, 64, 4096)),
-    ):
-        splits = choose_splits(out_tiles, blocks_k, tile, capability)
-        if splits == 1:
-            continue
-        assert blocks_k // splits >= LEAST_BLOCKS
-        most_rows = tile.max_rows
-        out = -(-out_tiles * TILE_N // tile.block_n) * -(-most_rows // tile.block_m)
-        assert out <= MAX_COUNTERS
-        assert out * splits * tile.block_m * tile.block_n <= WORKSPACE_FLOATS
+    tiles = [*table.tiles, *SHORT_GROUP_TILES]
+    tiles += [choose_fp8_tile(rows, capability) for rows in (1, 64, 4096)]
+    for tile in tiles:
+        for place in places(tile, capability):
+            splits = choose_splits(out_tiles, blocks_k, BLOCK_BYTES[bits], tile, place)
+            if splits == 1:
+                continue
+            assert blocks_k // splits >= LEAST_BLOCKS
+            out = -(-out_tiles * TILE_N // tile.block_n) * -(-tile.max_rows // tile.block_m)
+            assert out <= MAX_COUNTERS
+            assert out * splits * tile.block_m * tile.block_n <= WORKSPACE_FLOATS
+            if tile.max_rows <= MEMORY_BOUND_ROWS:
+                moved = 2 * 4 * splits * out * tile.block_m * tile.block_n
+                weight = -(-out_tiles * TILE_N // tile.block_n) * tile.block_n
+                assert moved <= 0.25 * weight * blocks_k * 128 * bits / 8
+
+
+def splits_of(inputs: int, outputs: int, rows: int, place: Place) -> int:
+    tile = choose_tile(rows, place.capability)
+    assert tile is not None
+    return choose_splits(outputs // TILE_N, inputs // 128, BLOCK_BYTES[4], tile, place)
 
 
 def test_small_weights_are_split_and_large_ones_hardly() -> None:
-    few = choose_tile(1, 90)
-    assert few is not None
-    down, gate_up = ((14336, 4096), (4096, 28672))
-    splits = [choose_splits(n // TILE_N, k // 128, few, 90) for k, n in (down, gate_up)]
-    assert splits[0] >= 4
-    assert splits[1] <= 2
+    place = Place(90, LARGEST[90], resident=5)
+    assert splits_of(14336, 4096, 1, place) >= 4
+    assert splits_of(4096, 28672, 1, place) <= 2
+
+
+def test_a_small_card_takes_fewer_splits_than_a_large_one() -> None:
+    rtx_4090, rtx_4060 = (replace(LARGEST[89], num_sms=num_sms) for num_sms in (128, 24))
+    large, small = (
+        [splits_of(4096, 4096, rows, Place(89, card, resident=5)) for rows in (1, 16)]
+        for card in (rtx_4090, rtx_4060)
+    )
+    assert all(few < many for few, many in zip(small, large, strict=True)), (small, large)
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)

@@ -3,16 +3,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fp4_weights import random_fp4
 from ptx_machine.inline import evaluate
 from torch import Tensor
 
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.fp4 import GROUPS, VALUES
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul.tiled import (
     FLIP,
+    MOST_ZERO_POINT,
     Params,
     TiledWeight,
     interleaved_gate_up,
     pad_bias,
+    tile_fp4,
     tile_fp8,
     tile_packed,
 )
@@ -72,6 +77,54 @@ def test_every_code_widens_bit_for_bit(text: str, kind: str, dtype: torch.dtype)
         assert torch.equal(found, bits_of(expected, dtype))
 
 
+@pytest.mark.parametrize(
+    ("text", "prepare", "dtype"),
+    [
+        (ptx.INT4_ZERO_BF16, ptx.ZERO_BF16, BF16),
+        (ptx.INT4_ZERO_FP16, ptx.ZERO_FP16, FP16),
+    ],
+)
+def test_every_code_less_every_zero_point(text: str, prepare: str, dtype: torch.dtype) -> None:
+    words = words_of_all_codes(4)
+    scale = torch.randint(0, 1 << 16, words.shape, generator=torch.Generator().manual_seed(1))
+    for first, second in ((0, 16), (7, 9), (15, MOST_ZERO_POINT)):
+        rows = [
+            evaluate(prepare, [32], (scale | zero << 16).numpy().astype(np.uint32))[0]
+            for zero in (first, second)
+        ]
+        found = evaluate(text, [16] * 8, words.numpy().astype(np.uint32), *rows)
+        for plane, place in zip(range(8), TileOrder(4).places(), strict=True):
+            codes = words >> place * 4 & 15
+            expected = codes - (first if plane < 4 else second)
+            assert np.array_equal(found[plane], bits_of(expected, dtype).numpy())
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "power"), [(ptx.FP4_BF16, BF16, 126), (ptx.FP4_FP16, FP16, 14)]
+)
+def test_every_code_of_four_bit_floats_times_its_scale(
+    text: str, dtype: torch.dtype, power: int
+) -> None:
+    words = words_of_all_codes(4)
+    values = torch.tensor((*VALUES, *(-value for value in VALUES)))
+    pairs = ((0.875, 2.0**-18), (1.0, 1.0), (2.0**-9, 0.4375))  # of e4m3 and powers of two
+    for first, second in pairs:
+        halves = [int(bits_of(torch.tensor([s * 2.0**power]), dtype)) for s in (first, second)]
+        rows = [np.full(len(words), half | half << 16, np.uint32) for half in halves]
+        found = evaluate(text, [16] * 8, words.numpy().astype(np.uint32), *rows)
+        for plane, place in zip(range(8), TileOrder(4).places(), strict=True):
+            codes = words >> place * 4 & 15
+            exact = values[codes] * (first if plane < 4 else second)
+            assert torch.equal(exact.to(dtype).float(), exact)  # the product is exact
+            assert np.array_equal(found[plane], bits_of(exact, dtype).numpy())
+
+
+def test_halves_twice() -> None:
+    word = np.array([0xABCD1234], np.uint32)
+    assert evaluate(ptx.LOW_TWICE, [32], word)[0] == 0x12341234
+    assert evaluate(ptx.HIGH_TWICE, [32], word)[0] == 0xABCDABCD
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_tile_is_a_permutation(bits: int) -> None:
     order = TileOrder(bits)
@@ -114,7 +167,11 @@ def exact_weights(tiled: TiledWeight) -> Tensor:
     q = codes.double() - 8 if tiled.kind.bits == 4 else (codes ^ FLIP).double() - 128
     assert tiled.params is not None
     params = tiled.params
-    if tiled.params_kind is Params.FP16_OFFSET:
+    if tiled.params_kind is Params.FP16_ZERO:
+        halves = params.unsqueeze(-1).contiguous().view(torch.int16)
+        scale = halves[..., 0].contiguous().view(torch.float16).double()
+        offset = scale * (8 - halves[..., 1].double())
+    elif tiled.params_kind is Params.FP16_OFFSET:
         both = params.unsqueeze(-1).contiguous().view(torch.float16).double()
         scale, offset = both[..., 0], both[..., 1]
     elif tiled.params_kind is Params.FP32_OFFSET:
@@ -158,14 +215,16 @@ def test_repacking_loses_nothing(
     weight = PackedWeight(codes, scale, offset, kind, bits, group_size)
     tiled = tile_packed(weight)
     wide = dtype == torch.float32
-    assert tiled.params_kind is (Params.FP32_OFFSET if wide else Params.FP16_OFFSET)
+    is_folded = bits == 4 and kind is OffsetKind.ZERO_POINT and not wide
+    narrow = Params.FP16_ZERO if is_folded else Params.FP16_OFFSET
+    assert tiled.params_kind is (Params.FP32_OFFSET if wide else narrow)
     q = weight.unpack().double()
     scales, offsets = (x.double().repeat_interleave(group_size, 1) for x in (scale, offset))
     expected = (q - offsets) * scales if kind is OffsetKind.ZERO_POINT else q * scales + offsets
     error = (exact_weights(tiled) - expected).abs()
     # Codes and scales are exact; the offset around the middle code was rounded once.
     largest = (scales.abs() * (1 << bits)).clamp(min=1e-9)
-    assert (error <= largest * (2**-22 if wide else 2**-11)).all()
+    assert (error <= largest * (0 if is_folded else 2**-22 if wide else 2**-11)).all()
 
 
 @pytest.mark.parametrize("kind", OffsetKind)
@@ -178,6 +237,42 @@ def test_a_symmetric_weight_has_no_offset(kind: OffsetKind) -> None:
     assert tiled.params_kind is Params.FP32
     assert torch.equal(exact_weights(tiled), weight.dequantize(torch.float64))
     assert tiled.nbytes < 2 * (weight.nbytes + codes.nbytes)  # 64 rows are padded to 128
+
+
+@pytest.mark.parametrize("zero", [7.5, -1.0, 128.0])
+def test_zero_points_that_are_no_small_integers_become_offsets(zero: float) -> None:
+    codes = torch.randint(0, 256, (64, 64), dtype=torch.uint8)
+    scale = torch.full((64, 4), 0.25).half()
+    offset = torch.full_like(scale, zero)
+    weight = PackedWeight(codes, scale, offset, OffsetKind.ZERO_POINT, 4, 32)
+    assert tile_packed(weight).params_kind is Params.FP16_OFFSET
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("form", GROUPS)
+def test_tiles_of_four_bit_floats_hold_every_scale(form: torch.dtype, dtype: torch.dtype) -> None:
+    weight = random_fp4(70, 192, form)
+    tiled = tile_fp4(weight, dtype)
+    stored = tiled.order.unpack(tiled.codes).transpose(1, 2).flatten(2).flatten(0, 1)
+    assert torch.equal(stored[:70, :192], weight.unpack())
+    assert tiled.params is not None
+    assert tiled.channel_scale is not None
+    # (tiles in n, tiles in k, words, features, two scales) -> (features, scales)
+    scales = tiled.params.unsqueeze(-1).contiguous().view(dtype).permute(0, 3, 1, 2, 4)
+    scales = scales.flatten(0, 1).flatten(1)
+    power = 2.0 ** (126 if dtype is BF16 else 14)
+    found = scales.double() / power * tiled.channel_scale.double()[:, None]
+    exact = weight.scale.double() * weight.row_scale.double()[:, None]
+    assert torch.equal(found[:70, : exact.shape[1]], exact)
+    assert not found[70:].any()
+
+
+def test_powers_too_far_apart_for_float16_are_refused() -> None:
+    weight = random_fp4(64, 64, torch.float8_e8m0fnu)
+    weight.scale.view(torch.uint8)[3] = torch.tensor([90, 120], dtype=torch.uint8)
+    assert tile_fp4(weight, BF16).group_size == 32
+    with pytest.raises(UnsupportedModelError, match=r"too far apart for torch.float16.*bfloat16"):
+        tile_fp4(weight, FP16)
 
 
 def test_fp8_tiles() -> None:

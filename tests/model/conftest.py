@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from native_models import ISAS, LIBRARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from appliance.kernels.cpu.structs import Isa
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -35,6 +38,15 @@ def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=ISAS, ids=lambda isa: isa.name.lower())
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    """Each instruction set of the CPU library that this processor has, in use."""
+    before = LIBRARY.ap_current_isa()
+    assert LIBRARY.ap_use_isa(request.param) == 0
+    yield request.param
+    LIBRARY.ap_use_isa(before)
+
+
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
     """A function that builds a random transformers model: `make_model(model_type, **settings)`.
@@ -50,13 +62,18 @@ def make_model() -> Callable[..., Any]:
         model = AutoModelForCausalLM.from_config(config).eval()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            kept = ("correction_bias", "layer_scalar")
+            buffers = [item for item in model.named_buffers() if item[0].endswith(kept)]
+            for name, parameter in [*model.named_parameters(), *buffers]:
                 spread = torch.randn(parameter.shape, generator=generator)
-                if parameter.dim() == 2:
-                    parameter.copy_(spread * 1.5 * parameter.shape[1] ** -0.5)
+                if parameter.dim() >= 2:
+                    parameter.copy_(spread * 1.5 * parameter.shape[-1] ** -0.5)
                 else:
-                    start = 0.0 if name.endswith("bias") or model_type == "gemma3_text" else 1.0
+                    about_1 = model_type.startswith(("gemma3", "qwen3_5")) and "linear" not in name
+                    start = 0.0 if name.endswith("bias") or about_1 else 1.0
                     parameter.copy_(start + 0.3 * spread)
+                if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                    parameter.mul_(parameter.shape[0] ** -0.5)  # it has no other scale
         return model
 
     return make

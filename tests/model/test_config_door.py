@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from family_settings import EXPERTS, GGUF_SIZES, LLAMA3, OF_ARCHITECTURE, OF_FAMILY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from teacher_forcing import logits_of
 
 from appliance.errors import ApplianceError, CheckpointError, ModelError
 from appliance.kernels.backend import REFERENCE
@@ -31,7 +33,6 @@ from appliance.model.families.registry import FAMILIES
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native, why_unsupported
 from appliance.model.source import ModelSource
-from appliance.model.teacher import logits_of
 from appliance.model.tensors import Role, tensor_slots
 from appliance.quant.formats import awq, compressed_tensors_config, fp8, gptq
 
@@ -56,63 +57,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LONG = {
-    "type": "longrope",
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
-# What each family reads beyond the sizes, under its model_type.
-OF_FAMILY: dict[str, list[dict[str, Any]]] = {
-    "llama": [{"rope_scaling": LLAMA3}, {"rope_scaling": YARN}, {"rope_theta": 1e4}],
-    "mistral": [{"sliding_window": 3}],
-    "qwen2": [{"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}],
-    "qwen3": [{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}],
-    "gemma3_text": [
-        {
-            "sliding_window": 3,
-            "sliding_window_pattern": 2,
-            "query_pre_attn_scalar": 16,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-        }
-    ],
-    "phi3": [
-        {"partial_rotary_factor": 0.5, "rope_scaling": LONG},
-        {"rope_parameters": {"partial_rotary_factor": 0.5}},
-    ],
-}
-GGUF_SIZES: dict[str, Any] = {
-    "block_count": 2,
-    "context_length": 64,
-    "embedding_length": 32,
-    "feed_forward_length": 48,
-    "attention.head_count": 2,
-    "attention.head_count_kv": 1,
-    "attention.key_length": 16,
-    "attention.value_length": 16,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.dimension_count": 16,
-    "rope.freq_base": 1e4,
-}
-OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
-    "llama": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
-    "qwen2": {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0,
-              "rope.scaling.original_context_length": 32},
-    "qwen3": {},
-    "gemma3": {"attention.sliding_window": 3, "attention.sliding_window_pattern": 2},
-    "phi3": {"attention.sliding_window": 3, "rope.scaling.attn_factor": 1.0,
-             "rope.scaling.original_context_length": 32},
-}  # fmt: skip
-
 EDGES = [
     *(0, -1, 1, 2, 3, 7, 8, 15, 16, 17, 18, 32, 48, 64, 100, 255, 256, 257, 272, 1024, 1025),
     *(2**15, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 16, 2**62, 2**63, 2**64, 10**9),
@@ -142,8 +86,8 @@ class Weights:
     def packed_bits(self, name: str) -> None:
         return None
 
-    def is_fp8(self, name: str) -> bool:
-        return False
+    def float_bits(self, name: str) -> int | None:
+        return None
 
     def notes(self) -> tuple[str, ...]:
         return ()
@@ -348,8 +292,13 @@ def test_layers_are_counted_before_there_is_a_list_of_them(monkeypatch: pytest.M
     """A list of 10**9 layers would take 8 GB before any tensor is looked for."""
     monkeypatch.setitem(limits.RANGES, "num_hidden_layers", limits.Range(1, 3))
     for family in FAMILIES:
-        changes = {"num_hidden_layers": 4, "sliding_window": 3}
+        changes = OF_FAMILY[family.model_type][0] | {"num_hidden_layers": 4, "sliding_window": 3}
         assert "num_hidden_layers is 4" in refusal(changes, family.model_type)
+
+
+def test_experts_are_counted_before_there_is_a_list_of_them() -> None:
+    changes = EXPERTS | {"num_experts": 4096, "num_hidden_layers": 1024}
+    assert "1024 layers of 4096 experts are more than" in refusal(changes, "qwen3_moe")
 
 
 def test_llama3_frequencies_out_of_order_are_refused() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
 from appliance.kernels.decoder_cache import KVCache
@@ -15,7 +16,6 @@ from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import BLOCK_SIZE, logits_of, one_sequence
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:

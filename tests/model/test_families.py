@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from teacher_forcing import logits_of
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +51,18 @@ def longrope(half: int, original: int, **extra: Any) -> dict[str, Any]:
     } | extra
 
 
+# As E2B: embeddings of each layer, and layers that read the keys and values of others.
+GEMMA4_SMALL = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 99,
+}
 # model_type, settings
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -65,6 +77,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn-scaled": ("llama", {"rope_parameters": SCALED_YARN}),
     "llama-longrope": ("llama", {"rope_parameters": longrope(5, 32, factor=4.0)}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "sliding_window": None,
+            "rope_parameters": YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.7,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
@@ -105,6 +131,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    # As the large ones: two sizes of heads, values that are keys.
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4-small": ("gemma4_text", GEMMA4_SMALL),
     "phi3-window": ("phi3", {"sliding_window": 7}),
     "phi3-longrope-partial": (
         "phi3",

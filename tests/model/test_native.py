@@ -8,33 +8,44 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from native_models import LIBRARY, native
+from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.cpu.library import load_library
-from appliance.kernels.cpu.structs import Isa
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native, why_unsupported
 from appliance.model.source import open_model
-from appliance.model.teacher import BLOCK_SIZE, logits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
+    from appliance.kernels.cpu.structs import Isa
     from appliance.model.native import NativeDecoder
 
 CPU_DEVICE = torch.device("cpu")
-LIBRARY = load_library()
-ISAS = [isa for isa in Isa if LIBRARY.ap_isa_supported(isa)]
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # Each with what no other has: biases, norms of heads, windows, caps, partial rotation, odd sizes.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
     "llama-biases": ("llama", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "mistral-window": ("mistral", {"head_dim": 32, "sliding_window": 7}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.7,
+            },
+        },
+    ),
     "qwen2": ("qwen2", {"head_dim": 16, "hidden_size": 96}),
     "qwen3": ("qwen3", {"head_dim": 48, "tie_word_embeddings": True}),
     "gemma3": (
@@ -45,6 +56,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 7,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "global_head_dim": 512,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 3.0,
+            "vocab_size_per_layer_input": 97,
         },
     ),
     "phi3-partial": (
@@ -61,18 +86,6 @@ FORMATS = [KVFormat.FP32, KVFormat.BF16, KVFormat.INT8, KVFormat.INT4]
 CUTS = [[45], [16, 16, 13], [7, 1, 9, 20, 1, 1, 6], [1] * 45]
 
 
-@pytest.fixture(params=ISAS, ids=lambda isa: isa.name.lower())
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    before = LIBRARY.ap_current_isa()
-    assert LIBRARY.ap_use_isa(request.param) == 0
-    yield request.param
-    LIBRARY.ap_use_isa(before)
-
-
-def load(folder: Path, threads: int = 1) -> NativeDecoder:
-    return load_native(open_model(folder), NativeEngine(LIBRARY, threads), torch.float32)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_reference(
     case: str,
@@ -87,10 +100,10 @@ def test_logits_equal_the_reference(
     exact = load_decoder(open_model(folder), REFERENCE, CPU_DEVICE, torch.float32)
     expected = logits_of(exact, token_ids)
     assert expected.std() > 0.5  # a model that says something
-    torch.testing.assert_close(logits_of(load(folder), token_ids), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of(native(folder), token_ids), expected, atol=1e-4, rtol=0)
 
 
-@pytest.fixture(params=["llama", "gemma3"])
+@pytest.fixture(params=["llama", "gemma3", "gemma4"])
 def folder(
     request: pytest.FixtureRequest, make_model: Callable[..., Any], save: Callable[[Any], Path]
 ) -> Path:
@@ -102,7 +115,7 @@ def folder(
 def test_no_bit_depends_on_how_a_prompt_is_cut(
     folder: Path, format: KVFormat, isa: Isa, token_ids: list[int]
 ) -> None:
-    decoder = load(folder)
+    decoder = native(folder)
     whole = logits_of(decoder, token_ids, format=format)
     for chunks in CUTS:
         cut = logits_of(decoder, token_ids, chunks=chunks, format=format, block_table=(5, 2, 7))
@@ -113,16 +126,16 @@ def test_no_bit_depends_on_how_a_prompt_is_cut(
 def test_no_bit_depends_on_the_threads(
     folder: Path, format: KVFormat, token_ids: list[int]
 ) -> None:
-    alone = logits_of(load(folder), token_ids, format=format)
+    alone = logits_of(native(folder), token_ids, format=format)
     for threads in (2, 5):
-        assert torch.equal(logits_of(load(folder, threads), token_ids, format=format), alone)
+        assert torch.equal(logits_of(native(folder, threads), token_ids, format=format), alone)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)
 def test_no_bit_depends_on_the_neighbours(
     folder: Path, format: KVFormat, token_ids: list[int]
 ) -> None:
-    decoder = load(folder, threads=2)
+    decoder = native(folder, threads=2)
     sequences = [token_ids[i : i + 13 + 2 * i] for i in range(8)]  # of 13 to 27 tokens
     alone = [logits_of(decoder, tokens, format=format) for tokens in sequences]
     cache = decoder.allocate_cache(format, num_blocks=20, block_size=BLOCK_SIZE)
@@ -162,7 +175,7 @@ def run(decoder: NativeDecoder, cache: Any, spans: list[Any], rows: Any = None) 
 
 
 def test_only_the_rows_asked_for_get_logits(folder: Path, token_ids: list[int]) -> None:
-    decoder = load(folder)
+    decoder = native(folder)
     everything = logits_of(decoder, token_ids)
     cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=3, block_size=BLOCK_SIZE)
     table = (0, 1, 2)
@@ -173,7 +186,7 @@ def test_only_the_rows_asked_for_get_logits(folder: Path, token_ids: list[int]) 
 
 
 def test_copied_blocks_hold_the_same(folder: Path, token_ids: list[int]) -> None:
-    decoder = load(folder)
+    decoder = native(folder)
     expected = logits_of(decoder, token_ids, format=KVFormat.INT8)
     cache = decoder.allocate_cache(KVFormat.INT8, num_blocks=8, block_size=BLOCK_SIZE)
     run(decoder, cache, [(token_ids, (0, 1), 0, 20)])
@@ -185,7 +198,7 @@ def test_copied_blocks_hold_the_same(folder: Path, token_ids: list[int]) -> None
 def test_a_step_beyond_the_workspace_is_an_error_and_the_next_one_works(
     folder: Path, token_ids: list[int]
 ) -> None:
-    decoder = load(folder)
+    decoder = native(folder)
     enough = logits_of(decoder, token_ids[:2])
     limit = decoder.engine.workspace_bytes
     limited = load_native(open_model(folder), NativeEngine(LIBRARY, 1, limit), torch.float32)
@@ -198,7 +211,7 @@ def test_a_step_beyond_the_workspace_is_an_error_and_the_next_one_works(
 def test_a_batch_that_points_outside_is_refused(
     folder: Path, token_ids: list[int], field: str
 ) -> None:
-    decoder = load(folder)
+    decoder = native(folder)
     cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=2, block_size=BLOCK_SIZE)
     tokens = [*token_ids[:5], 97 if field == "token_ids" else 3]
     table = (0,)
@@ -212,7 +225,7 @@ def test_a_batch_that_points_outside_is_refused(
 
 
 def test_weights_of_every_kind_are_counted(folder: Path) -> None:
-    decoder = load(folder)
+    decoder = native(folder)
     assert decoder.weight_format == "fp32"
     source = open_model(folder)
     elements = sum(torch.Size(slot.shape).numel() for slot in source.slots())
@@ -232,7 +245,7 @@ def test_heads_of_an_odd_width_are_left_to_torch(
 def test_a_rope_that_is_wider_than_a_head_is_refused(
     rotary_dim: int, make_model: Callable[..., Any], save: Callable[[Any], Path]
 ) -> None:
-    decoder = load(save(make_model("llama", head_dim=16)))
+    decoder = native(save(make_model("llama", head_dim=16)))
     decoder.model.ropes[0].rotary_dim = rotary_dim
     with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
         logits_of(decoder, [1, 2, 3])
@@ -241,7 +254,7 @@ def test_a_rope_that_is_wider_than_a_head_is_refused(
 def test_a_step_counts_how_far_it_is_for_whoever_watches(
     make_model: Callable[..., Any], save: Callable[[Any], Path]
 ) -> None:
-    decoder = load(save(make_model("llama", head_dim=16)))
+    decoder = native(save(make_model("llama", head_dim=16)))
     progress = ctypes.c_uint64(7)
     decoder.engine.watch(ctypes.addressof(progress))
     logits_of(decoder, [1, 2, 3])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from teacher_forcing import logits_of
 from torch.nn import functional
 from transformers_gguf import load_with_transformers
 
@@ -20,7 +21,6 @@ from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.model.executor import Executor
-    from appliance.model.native import NativeDecoder
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 NUM_TOKENS = 401  # 400 that are predicted
+NUM_EXACT = 129  # where every logit has to agree, and no average is taken
 CPU_DEVICE = torch.device("cpu")
 
 
@@ -44,6 +44,10 @@ class Oracle:
     path: Path
     token_ids: list[int]
     logits: Tensor  # (NUM_TOKENS, vocab_size)
+
+    def first(self, num_tokens: int) -> Oracle:
+        """The beginning of the text alone: no later token changes a logit of it."""
+        return replace(self, token_ids=self.token_ids[:num_tokens], logits=self.logits[:num_tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,68 +94,50 @@ def oracle(request: pytest.FixtureRequest) -> Oracle:
 
 
 def agreement(oracle: Oracle, executor: Executor[Any], format: KVFormat | None = None) -> Agreement:
-    chunks = [256, NUM_TOKENS - 256]
+    first = len(oracle.token_ids) * 5 // 8
+    chunks = [first, len(oracle.token_ids) - first]
     return Agreement.of(logits_of(executor, oracle.token_ids, chunks=chunks, format=format), oracle)
-
-
-def torch_decoder(oracle: Oracle, backend: Backend, dtype: torch.dtype) -> Executor[Any]:
-    return load_decoder(open_model(oracle.path), backend, CPU_DEVICE, dtype)
-
-
-def native_decoder(path: Path) -> NativeDecoder:
-    return load_native(open_model(path), NativeEngine(load_library(), threads=2), torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
 def test_float32_equals_transformers(oracle: Oracle, backend: Backend) -> None:
-    result = agreement(oracle, torch_decoder(oracle, backend, torch.float32))
+    decoder = load_decoder(open_model(oracle.path), backend, CPU_DEVICE, torch.float32)
+    result = agreement(oracle.first(NUM_EXACT), decoder)
     exact = "SmolLM2" in oracle.path.name  # Gemma's file has types that are converted with a loss
     assert result.error <= (1e-3 if exact else 0.5)
-    assert result.same_top >= 0.99
+    assert result.same_top >= (0.99 if exact else 0.98)
     assert abs(result.perplexity_ratio - 1) <= (0.001 if exact else 0.003)
 
 
 # With other last bits of bfloat16 the perplexity of 400 tokens moves by half a percent, which is
 # as much as all of bfloat16 costs; the divergence by a tenth. It is 0.0011 (SmolLM2) in a bfloat16
 # cache, 0.0023 and 0.0072 (Gemma) in an INT8 one.
-@pytest.mark.parametrize(
-    ("format", "same_top", "divergence"),
-    [(KVFormat.BF16, 0.95, 2.5e-3), (KVFormat.INT8, 0.93, 1.2e-2)],
-    ids=["bf16", "int8"],
-)
-def test_torch_in_bfloat16_stays_near_transformers(
-    oracle: Oracle, format: KVFormat, same_top: float, divergence: float
-) -> None:
-    result = agreement(oracle, torch_decoder(oracle, CPU, torch.bfloat16), format)
-    assert result.same_top >= same_top
-    assert result.divergence <= divergence, result
+def test_torch_in_bfloat16_stays_near_transformers(oracle: Oracle) -> None:
+    source = open_model(oracle.path)
+    decoder = load_decoder(source, CPU, CPU_DEVICE, torch.bfloat16)
+    estimate = estimate_weight_bytes(source, CPU_DEVICE, torch.bfloat16)
+    assert decoder.weight_bytes <= estimate <= 1.25 * decoder.weight_bytes
+    if "SmolLM2" in oracle.path.name:
+        assert decoder.weight_format == "4 bits (groups of 32), head 8 bits"
+    for format, same_top, divergence in (
+        (KVFormat.BF16, 0.95, 2.5e-3),
+        (KVFormat.INT8, 0.93, 1.2e-2),
+    ):
+        result = agreement(oracle, decoder, format)
+        assert result.same_top >= same_top, format
+        assert result.divergence <= divergence, (format, result)
 
 
-@pytest.mark.parametrize(
-    ("format", "same_top", "perplexity"),
-    [(KVFormat.BF16, 0.95, 0.01), (KVFormat.INT8, 0.93, 0.02), (KVFormat.INT4, 0.75, 0.35)],
-    ids=lambda value: value.value if isinstance(value, KVFormat) else "",
-)
-def test_the_cpu_library_stays_near_transformers(
-    oracle: Oracle, format: KVFormat, same_top: float, perplexity: float
-) -> None:
-    result = agreement(oracle, native_decoder(oracle.path), format)
-    assert result.same_top >= same_top
-    assert abs(result.perplexity_ratio - 1) <= perplexity
-
-
-def test_the_estimate_of_memory_covers_what_is_loaded(
-    smollm2_gguf: Path, gemma3_gguf: Path
-) -> None:
-    for path in (smollm2_gguf, gemma3_gguf):
-        source = open_model(path)
-        estimate = estimate_weight_bytes(source, CPU_DEVICE, torch.bfloat16)
-        loaded = load_decoder(source, CPU, CPU_DEVICE, torch.bfloat16).weight_bytes
-        assert loaded <= estimate <= 1.25 * loaded
-        native = native_decoder(path).weight_bytes
-        assert native <= estimate_native_bytes(source, torch.bfloat16) <= 1.4 * native
-
-
-def test_the_format_of_weights_is_told(smollm2_gguf: Path) -> None:
-    decoder = load_decoder(open_model(smollm2_gguf), CPU, CPU_DEVICE, torch.bfloat16)
-    assert decoder.weight_format == "4 bits (groups of 32), head 8 bits"
+def test_the_cpu_library_stays_near_transformers(oracle: Oracle) -> None:
+    source = open_model(oracle.path)
+    decoder = load_native(source, NativeEngine(load_library(), threads=2), torch.bfloat16)
+    estimate = estimate_native_bytes(source, torch.bfloat16)
+    assert decoder.weight_bytes <= estimate <= 1.4 * decoder.weight_bytes
+    for format, same_top, perplexity in (
+        (KVFormat.BF16, 0.95, 0.01),
+        (KVFormat.INT8, 0.93, 0.02),
+        (KVFormat.INT4, 0.75, 0.35),
+    ):
+        result = agreement(oracle, decoder, format)
+        assert result.same_top >= same_top, format
+        assert abs(result.perplexity_ratio - 1) <= perplexity, format

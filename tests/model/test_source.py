@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import REFERENCE
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +50,20 @@ def unchanged(tensors: Tensors) -> None:
 def logits(path: Path) -> torch.Tensor:
     cpu = torch.device("cpu")
     return logits_of(load_decoder(open_model(path), REFERENCE, cpu, torch.float32), [5, 6, 7])
+
+
+def test_a_decoder_that_was_saved_alone_is_the_same_model(
+    rebuild: Rebuild, tiny_llama: Path
+) -> None:
+    """Embedding models such as Qwen3-Embedding have no `model.` in front of their names."""
+
+    def strip(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    bare = rebuild(strip, {})
+    assert open_model(bare).family.names.layer == "layers.{}."
+    assert torch.equal(logits(bare), logits(tiny_llama))
 
 
 def test_slots_are_the_tensors_of_the_checkpoint(tiny_llama: Path) -> None:

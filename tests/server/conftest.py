@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-import tokenizers
 import uvicorn
 import uvloop
-from tokenizers import decoders, models, pre_tokenizers
+from byte_tokenizer import save_byte_tokenizer
 from waiting import LIMIT
 
 from appliance.config import EngineConfig, ServerConfig
@@ -37,12 +35,7 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-ECHO = (sys.executable, str(Path(__file__).parent.parent / "engine" / "process" / "echo_worker.py"))
-SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>", *(f"<spare{n}>" for n in range(259, 272))]
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-)
+ECHO = (sys.executable, str(Path(__file__).parent.parent / "support" / "echo_worker.py"))
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -52,18 +45,8 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    vocabulary = {chr(byte) if byte in alphabet else chr(next(others)): byte for byte in range(256)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
     folder = tmp_path_factory.mktemp("tokenizer")
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE})
-    )
+    save_byte_tokenizer(folder)
     return folder
 
 
@@ -73,16 +56,11 @@ def byte_tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def tokenizer_with(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Tokenizer]:
+def tokenizer_with(tmp_path: Path) -> Callable[..., Tokenizer]:
     """The byte tokenizer with another template and perhaps more control tokens."""
 
     def make(template: str, *special: str) -> Tokenizer:
-        backend = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-        backend.add_special_tokens(list(special))
-        backend.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "tokenizer_config.json").write_text(
-            json.dumps({"eos_token": "<eos>", "chat_template": template})
-        )
+        save_byte_tokenizer(tmp_path, template, special=special)
         return Tokenizer.from_path(tmp_path)
 
     return make
@@ -149,7 +127,10 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
         config = ServerConfig(port=0, **(server or {}))
         limits = limits or SupervisionLimits(step_timeout=LIMIT, backoff=0.01)
         engine = EngineClient(
-            EngineConfig(model=model, **engine_options), command=command, limits=limits
+            EngineConfig(model=model, **engine_options),
+            command=command,
+            limits=limits,
+            idle_timeout=config.idle_timeout,
         )
         state = ServerState(config, engine, "echo", Metrics("echo"))
         sock = bind(config)

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance import log
-from appliance.config import load_settings
+from appliance.config import load_settings, service_socket
 from appliance.errors import ApplianceError
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server import connection
 from appliance.server.serve import run_server
+from appliance.service.notice import ServiceNotice
 
 if TYPE_CHECKING:
-    from appliance.server.serve import Ready
+    from appliance.server.serve import RunningServer
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Found:
     sampling: SamplingDefaults = NOTHING_RECOMMENDED
 
 
-def ready(ready: Ready) -> None:
+def ready(ready: RunningServer) -> None:
     sys.stdout.write(f"ready {ready.url} {ready.name} {ready.info.num_blocks}\n")
     sys.stdout.flush()
 
@@ -39,7 +40,7 @@ def progress(stage: str, done: int, total: int) -> None:
 def main(folder: str, echo: str, port: str, knobs: str) -> int:
     log.configure()
     if knobs.startswith("header_seconds="):
-        connection.HEADER_SECONDS = float(knobs.partition("=")[2])
+        connection.HEADER_SECONDS = float(knobs.split()[0].partition("=")[2])
     # Unless a test says else, only what it does ends a stream.
     drain_timeout = float(os.environ.get("APPLIANCE_DRAIN_TIMEOUT", "3600"))
     settings = load_settings({"port": int(port), "drain_timeout": drain_timeout})
@@ -50,6 +51,7 @@ def main(folder: str, echo: str, port: str, knobs: str) -> int:
             on_progress=progress,
             on_ready=ready,
             engine_command=(sys.executable, echo, knobs),
+            notice=ServiceNotice(service_socket()),
         )
     except ApplianceError as error:
         sys.stderr.write(f"error: {error}\n")

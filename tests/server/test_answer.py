@@ -5,12 +5,15 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import UNSET
 from waiting import until
 
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.messages import SequenceDelta
+from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.server.answer import MAX_TURN, Answer
 from appliance.server.completions import completion_frames
 from appliance.server.exchange import Exchange
+from appliance.server.responses import CompletionTokensDetails
 
 if TYPE_CHECKING:
     from tests.server.conftest import Running, Serve
@@ -39,7 +42,7 @@ async def test_what_came_meanwhile_is_handed_over_together(serve: Serve) -> None
 async def test_it_is_still_one_frame_a_token(serve: Serve) -> None:
     async with serve() as running:
         answer = answer_to(running, b"ab", max_tokens=5)
-        exchange = Exchange.begin(running.state, "cmpl", logprobs=False)
+        exchange = Exchange.begin(running.state, "cmpl", None, logprobs=False)
         await until(lambda: running.state.engine.stats.generation_tokens_total == 5)
         frames = completion_frames(exchange, answer, include_usage=False, echo=[""])
         async with aclosing(frames):
@@ -64,3 +67,27 @@ async def test_nothing_comes_after_a_stop_string(serve: Serve, n: int) -> None:
         assert sorted(p.choice for p in pieces if p.finish_reason is not None) == list(range(n))
         assert answer.completion_tokens == (4 if n == 1 else 7)
         await until(running.idle)
+
+
+async def test_tokens_behind_a_stop_string_in_the_same_step_do_not_count(serve: Serve) -> None:
+    async with serve("step_seconds=1000") as running:
+        answer = answer_to(running, b"abc", max_tokens=400, stop=("ca",))
+        run = SequenceDelta(
+            request_id="r",
+            token_ids=tuple(b"abcab"),
+            finish_reason=FinishReason.LENGTH,
+            num_draft_tokens=6,
+            num_accepted_tokens=4,
+        )
+        pieces = answer._take(0, run)
+        answer.close()
+        assert "".join(piece.text for piece in pieces) == "ab"
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [
+            FinishReason.STOP
+        ]
+        assert answer.completion_tokens == 4
+        details = answer.usage().completion_tokens_details
+        assert isinstance(details, CompletionTokensDetails)
+        predicted = (details.accepted_prediction_tokens, details.rejected_prediction_tokens)
+        assert predicted == (4, 2)
+        assert details.reasoning_tokens is UNSET

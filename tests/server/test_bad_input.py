@@ -104,7 +104,7 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("temperature", -1),
     ("temperature", 2.01),
     ("temperature", "hot"),
-    ("top_p", 0),
+    ("top_p", -0.1),
     ("top_p", 1.01),
     ("top_k", -2),
     ("min_p", -0.1),
@@ -313,6 +313,8 @@ async def test_wrong_methods(serve: Serve) -> None:
             check_error(response, 405)
             assert response.headers["allow"] == "POST"
         check_error(await running.http.post("/v1/models"), 405)
+        several = await running.http.request("OPTIONS", "/v1/responses/resp_1")
+        assert several.headers["allow"] == "DELETE, GET", "two routes of one path"
 
 
 async def test_only_json_is_accepted(serve: Serve) -> None:

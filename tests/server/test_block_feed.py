@@ -1,20 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
+from block_cells import pack_cell, unpack_cell
 from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.messages import EngineInfo, Table
-from appliance.events import (
-    MAX_SHOWN_AGE,
-    NO_OWNER,
-    BlockState,
-    Delta,
-    Snapshot,
-    pack_cell,
-    unpack_cell,
-)
+from appliance.events import MAX_SHOWN_AGE, NO_OWNER, BlockState, Delta, Snapshot
 from appliance.server.block_feed import (
     MAX_RUNS,
     BlockFeed,

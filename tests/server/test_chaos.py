@@ -1,75 +1,66 @@
-"""Requests that nobody would write, and connections that nobody ends: the server goes on."""
+"""Faults and load that strangers and machines bring, for as long as a test may take.
+
+`scripts/soak` lets a server live through the same for longer.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from waiting import until
-
-from tests.server.test_bad_fields import ROWS
-from tests.server.test_bad_input import CHAT, CHAT_FIELDS, COMPLETIONS, USER
+from soak.clock import LIBRARY, clock_jumps, environment
+from soak.connections import half_open, out_of_files, slowloris
+from soak.fuzz import fuzz
+from soak.start import echo_server
+from soak.streams import streams
+from waiting import LIMIT
 
 if TYPE_CHECKING:
-    from tests.server.conftest import Running, Serve
+    from collections.abc import Iterator
+
+    from soak.server import Server
 
 pytestmark = pytest.mark.chaos
-FIELDS = [(name, value) for _, name, value in ROWS] + CHAT_FIELDS
-GOOD: list[tuple[str, Any]] = [("max_tokens", 2), ("stream", True), ("n", 2), ("seed", 1)]
 
 
-def fuzzed(dice: random.Random) -> tuple[str, bytes]:
-    """A path, and a body with some fields right and others wrong, perhaps damaged."""
-    path = dice.choice([CHAT, COMPLETIONS])
-    body: dict[str, Any] = {"messages": [USER], "prompt": "x", "max_tokens": 3}
-    for _ in range(dice.randrange(4)):
-        name, value = dice.choice(FIELDS if dice.random() < 0.6 else GOOD)
-        body[name] = value
-    data = bytearray(json.dumps(body).encode())
-    if dice.random() < 0.3:
-        for _ in range(dice.randrange(1, 4)):
-            data[dice.randrange(len(data))] = dice.randrange(256)
-    return path, bytes(data)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that survives all of this file."""
+    folder = tmp_path_factory.mktemp("chaos")
+    knobs = "header_seconds=0.5 num_blocks=4096"
+    with echo_server(folder, knobs, APPLIANCE_MAX_CONNECTIONS="200") as running:
+        yield running
 
 
-async def check_health(running: Running, pid: int) -> None:
-    await until(running.idle)
-    assert running.state.engine.pid == pid, "the engine was not started anew"
-    assert (await running.chat(max_tokens=1)).status_code == 200
+async def test_connections_that_say_nothing_leave_room_for_others(server: Server) -> None:
+    await half_open(server, count=300)
 
 
-async def test_no_fuzzed_request_is_a_failure_of_the_server(serve: Serve) -> None:
-    dice = random.Random(17)
-    headers = {"content-type": "application/json"}
-    async with serve() as running:
-        pid = running.state.engine.pid
-        assert pid is not None
-        statuses = set()
-        for _ in range(1500):
-            path, body = fuzzed(dice)
-            response = await running.http.post(path, content=body, headers=headers)
-            assert response.status_code < 500, (path, body, response.text)
-            statuses.add(response.status_code)
-        assert {200, 400} <= statuses
-        await check_health(running, pid)
+async def test_who_sends_a_byte_now_and_then_is_hung_up_on(server: Server) -> None:
+    await slowloris(server, count=20, limit=LIMIT)
 
 
-async def test_connections_that_say_nothing_leave_room_for_others(serve: Serve) -> None:
-    async with serve(server={"max_connections": 64}) as running:
-        pid = running.state.engine.pid
-        assert pid is not None
-        host, _, port = running.url.removeprefix("http://").partition(":")
-        opened = []
-        try:
-            for number in range(200):
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.write((b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x")[number % 3])
-                opened.append(writer)
-            await check_health(running, pid)
-        finally:
-            for writer in opened:
-                writer.transport.abort()
-        await check_health(running, pid)
+async def test_a_server_without_files_left_answers_when_they_are_back(server: Server) -> None:
+    await out_of_files(server, count=100)
+
+
+async def test_no_fuzzed_request_is_a_failure_of_the_server(server: Server) -> None:
+    statuses = await fuzz(server, count=1200)
+    assert {"200", "400", "404"} <= statuses.keys()
+
+
+async def test_clients_that_stream_leave_nothing_behind(server: Server) -> None:
+    found = await streams(server, clients=40, seconds=2.0)
+    assert found["answers"]["200"] >= 40
+
+
+async def test_a_wall_clock_that_jumps_by_years_decides_nothing(tmp_path: Path) -> None:
+    if not LIBRARY.exists():
+        pytest.skip("no libfaketime is there; scripts/test_tools fetches it on Debian")
+    offset = tmp_path / "offset"
+    surroundings = await asyncio.to_thread(environment, offset)
+    with echo_server(tmp_path, "step_seconds=0.01", **surroundings) as server:
+        found = await clock_jumps(server, offset, clients=4, seconds=2.0)
+    assert found["answers"].keys() == {"200"}

@@ -173,5 +173,27 @@ async def test_scoring_alone_generates_nothing(serve: Serve) -> None:
         assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
         assert choice["logprobs"]["tokens"] == ["a", "b"]
         assert answer["usage"]["completion_tokens"] == 0
+        bare = (await running.complete(["ab", "c"], echo=True, max_tokens=0)).json()
+        assert [one["text"] for one in bare["choices"]] == ["ab", "c"]
+        assert [one["logprobs"] for one in bare["choices"]] == [None, None]
         refused = await running.complete("ab", max_tokens=0)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+async def test_scores_of_the_prompt_come_beside_the_answer(serve: Serve) -> None:
+    async with serve() as running:
+        asked = {"prompt_logprobs": 2, "max_tokens": 2}
+        answer = (await running.complete(["ab", "c"], n=2, **asked)).json()
+        likely = {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+        second = {"logprob": -1.5, "rank": 2, "decoded_token": "c"}
+        scores = [None, {"98": likely, "99": second}]
+        assert [one["prompt_logprobs"] for one in answer["choices"]] == [scores] * 2 + [[None]] * 2
+        assert answer["choices"][0]["text"] == "ab"
+        alone = (await running.complete("ab", prompt_logprobs=0, max_tokens=0)).json()
+        (choice,) = alone["choices"]
+        assert choice["text"] == ""
+        assert choice["prompt_logprobs"] == [None, {"98": {**likely, "rank": None}}]
+        chat = (await running.chat("hi", prompt_logprobs=1, max_tokens=1)).json()
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+        assert chat["prompt_logprobs"][1]["117"]["decoded_token"] == "u"
+        assert "prompt_logprobs" not in (await running.chat("hi", max_tokens=1)).json()

@@ -14,6 +14,7 @@ from appliance.server.door import OPEN_PATHS
 from appliance.server.errors import ForbiddenError, TooManyWrongKeysError
 from appliance.server.keys import BURST, SECONDS_PER_GUESS, GuessLimit, KeyCheck
 from appliance.server.origins import Origins, is_loopback
+from appliance.server.web_page import DOCUMENTS, FILES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,7 +158,8 @@ async def test_each_holder_comes_in_with_a_key_of_its_own_and_is_known_by_name(
 async def test_every_route_needs_the_key_but_those_that_are_open_to_all(serve: Serve) -> None:
     async with serve(server={"api_key": KEY}) as running:
         document = await running.http.get("/openapi.json", headers=RIGHT[0])
-        paths = [*document.json()["paths"], "/openapi.json", "/nothing", "/health/"]
+        paths = [*document.json()["paths"], *FILES, *DOCUMENTS]
+        paths += ["/openapi.json", "/nothing", "/health/"]
         assert "/admin/v1/events" in paths
         for path in paths:
             for method in ("GET", "POST", "OPTIONS"):

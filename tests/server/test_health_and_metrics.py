@@ -83,8 +83,9 @@ async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: S
         task = asyncio.create_task(running.complete("a" * 100, max_tokens=300))
         await until(lambda: any(engine.metadata or ()))
         engine.stats = msgspec.structs.replace(
-            engine.stats, swapped=2, kv_host_blocks=7, kv_host_swapped=5, kv_host_capacity=9
-        )
+            engine.stats, swapped=2, kv_host_blocks=7, kv_host_swapped=5, kv_host_capacity=9,
+            state_slots=8, state_slots_used=3, state_checkpoints=20, state_checkpoints_cached=6,
+        )  # fmt: skip
         found = by_state(running.state.metrics.render().decode())
         task.cancel()
     blocks = {key[1]: value for key, value in found.items() if key[0] == "appliance_kv_blocks"}
@@ -94,6 +95,10 @@ async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: S
     assert found["appliance_kv_host_blocks", "swapped"] == 5
     assert found["appliance_kv_host_blocks", "cached"] == 2
     assert found["appliance_sequences_swapped", ""] == 2
+    assert found["appliance_state_slots", "used"] == 3
+    assert found["appliance_state_slots", "free"] == 5
+    assert found["appliance_state_checkpoints", "cached"] == 6
+    assert found["appliance_state_checkpoints", "free"] == 14
 
 
 def by_state(text: str) -> dict[tuple[str, str], float]:
@@ -151,7 +156,7 @@ def test_times_of_a_request() -> None:
     text = metrics.render().decode()
     for name, count in (
         ("vllm:time_to_first_token_seconds", 1),
-        ("vllm:inter_token_latency_seconds", 2),
+        ("vllm:inter_token_latency_seconds", 1),  # two tokens that came together
         ("vllm:request_queue_time_seconds", 1),
         ("vllm:e2e_request_latency_seconds", 1),
     ):

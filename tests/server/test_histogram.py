@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from appliance.server.histogram import Histogram
+from appliance.server.histogram import HistogramCollector
 
 BOUNDS = (0.002, 0.01, 1, 2.5, 60)
 
@@ -13,7 +13,7 @@ BOUNDS = (0.002, 0.01, 1, 2.5, 60)
 @given(values=st.lists(st.sampled_from([*BOUNDS, 0.0, 0.0021, 59.0, 61.0]), max_size=20))
 def test_it_says_what_the_librarys_own_says(values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    one = Histogram("a:b_seconds", "Help.", "m", BOUNDS)
+    one = HistogramCollector("a:b_seconds", "Help.", "m", BOUNDS)
     ours.register(one)
     family = prometheus_client.Histogram(
         "a:b_seconds", "Help.", ["model_name"], buckets=BOUNDS, registry=theirs
@@ -30,7 +30,7 @@ def test_it_says_what_the_librarys_own_says(values: list[float]) -> None:
 
 def test_a_value_that_was_seen_several_times() -> None:
     registry = CollectorRegistry()
-    histogram = Histogram("a", "Help.", "m", BOUNDS)
+    histogram = HistogramCollector("a", "Help.", "m", BOUNDS)
     registry.register(histogram)
     histogram.observe(0.5, 3)
     text = generate_latest(registry).decode()

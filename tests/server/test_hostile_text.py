@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Serve
 
+pytestmark = pytest.mark.chaos
+
 CHAT = "/v1/chat/completions"
 
 

@@ -54,7 +54,7 @@ async def test_the_key_is_wanted_in_either_header(serve: Serve, path: str) -> No
 @EVERY
 async def test_what_a_key_may_have_open_is_counted(serve: Serve, path: str) -> None:
     async with serve(
-        "holds_at=130",
+        "holds_at=200",
         server={"api_keys": {"ann": f"{KEY} parallel=1"}},
         headers={"x-api-key": KEY},
     ) as running:
@@ -69,7 +69,7 @@ async def test_what_a_key_may_have_open_is_counted(serve: Serve, path: str) -> N
 
 @EVERY
 async def test_a_full_queue_says_when_to_come_again(serve: Serve, path: str) -> None:
-    async with serve("holds_at=130", server={"max_queue": 0}, max_num_seqs=1) as running:
+    async with serve("holds_at=200", server={"max_queue": 0}, max_num_seqs=1) as running:
         async with running.http.stream("POST", path, json=BODIES[path]) as first:
             assert first.status_code == 200
             more = await running.http.post(path, json=BODIES[path])
@@ -80,7 +80,7 @@ async def test_a_full_queue_says_when_to_come_again(serve: Serve, path: str) -> 
 
 @EVERY
 async def test_a_client_that_goes_away_frees_everything(serve: Serve, path: str) -> None:
-    async with serve("holds_at=130") as running:
+    async with serve("holds_at=200") as running:
         async with running.http.stream("POST", path, json=BODIES[path]) as response:
             assert response.status_code == 200
             assert not running.idle()
@@ -99,6 +99,24 @@ async def test_the_id_of_a_request_goes_in_and_out_and_into_the_log(
         await until(lambda: "mine-1" in caplog.text)
         assert f"POST {path} 200" in caplog.text
         assert "hello" not in caplog.text
+
+
+@EVERY
+async def test_the_usual_log_tells_the_id_of_what_ended_badly(
+    serve: Serve, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "appliance")
+    body = BODIES[path]
+    async with serve("holds_at=200") as running:
+        headers = {"x-request-id": "gone-1"}
+        async with running.http.stream("POST", path, json=body, headers=headers):
+            pass
+        await until(lambda: "ended early (x-request-id gone-1)" in caplog.text)
+        await until(running.idle)
+        await running.state.engine.close(now=True)
+        headers = {"x-request-id": "failed-1"}
+        assert (await running.http.post(path, json=body, headers=headers)).status_code == 503
+        assert f"x-request-id failed-1: POST {path} failed with 503" in caplog.text
 
 
 @EVERY

@@ -8,10 +8,11 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
-from waiting import until
+from waiting import has_ended, until
 
-from appliance.engine.process.child import ENGINE_COMMAND
+from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.tokenizer import Tokenizer
 
@@ -103,6 +104,32 @@ async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> Non
         await asyncio.gather(late, return_exceptions=True)
         await until(lambda: engine.stats.aborted_total == 1)
         await until(lambda: engine.stats.running == engine.stats.blocks_active == 0)
+
+
+async def test_sleep_parks_prompts_on_the_disk(
+    serve: Serve, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    async with real(
+        serve, smollm2_gguf, max_model_len=2048, kv_cache_memory=2**26, kv_disk=str(tmp_path)
+    ) as running:
+        engine, length = running.state.engine, 400
+        prompt = [100 + index % 300 for index in range(length)]
+
+        async def complete() -> tuple[str, int]:
+            answer = (await running.complete(prompt, temperature=0, max_tokens=8)).json()
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return answer["choices"][0]["text"], cached
+
+        first, _ = await complete()
+        again, cached = await complete()
+        assert (again, cached > length - 32) == (first, True)
+        process = psutil.Process(engine.pid)
+        engine.sleep()
+        await until(lambda: engine.pid is None)
+        assert has_ended(process)
+        assert (await running.http.get("/health")).json()["status"] == "asleep"
+        assert await complete() == (first, cached // 16 * 16), "read from the disk"
+        assert (engine.wakes.number, engine.restarts) == (1, 0)
 
 
 async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:

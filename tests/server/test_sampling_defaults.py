@@ -44,7 +44,7 @@ async def test_they_count_unless_the_request_says_otherwise(serve: Serve, path: 
         assert await sampling_of(running, path) == PLAIN
         running.state.sampling = RECOMMENDED
         assert await sampling_of(running, path) == {**PLAIN, **RECOMMENDED.values}
-        explicit = {"temperature": 1, "top_k": 5}
+        explicit = {"temperature": 1, "top_k": 5, "top_p": 0}
         found = await sampling_of(running, path, **explicit)
         assert found == {**PLAIN, **RECOMMENDED.values, **explicit}
         null = await sampling_of(running, path, temperature=None, top_p=None)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import httpx
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
-ECHO = HERE.parent / "engine" / "process" / "echo_worker.py"
+ECHO = HERE.parent / "support" / "echo_worker.py"
 
 
 class Server:
@@ -85,6 +86,36 @@ def test_from_start_to_end(tokenizer_folder: Path) -> None:
         running.process.terminate()
         assert running.process.wait(timeout=LIMIT) == 0
         wait_until(lambda: has_ended(engine))
+
+
+def test_the_service_manager_is_told(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+
+        def listen() -> None:
+            while said := manager.recv(4096).decode():
+                told.append(said)
+
+        listening = Thread(target=listen)
+        listening.start()
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "40000")
+        try:
+            with server(tokenizer_folder) as running:
+                running.wait_until_ready()
+                ready = f"READY=1\nSTATUS=serving echo at {running.url}"
+                wait_until(lambda: ready in told and told[-1] == "WATCHDOG=1")
+                running.process.terminate()
+                assert running.process.wait(timeout=LIMIT) == 0
+        finally:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+                last.sendto(b"", str(tmp_path / "notify"))
+            listening.join()
+    events = [said.splitlines()[0] for said in told if said != "WATCHDOG=1"]
+    assert events == ["READY=1", "STOPPING=1"]
 
 
 def is_refused(http: httpx.Client) -> bool:

@@ -33,7 +33,9 @@ class Client:
         self.sent: list[bytes] = []
         self.past: list[bytes] = []  # of these, written past the middlewares
         self.closed = 0
-        self._scope = {"type": "http", "extensions": {CHUNKS: self._chunk} if chunks else {}}
+        extensions = {CHUNKS: self._chunk} if chunks else {}
+        self._scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/x"}
+        self._scope["extensions"] = extensions
 
     async def listen(self, frames: AsyncGenerator[bytes, None], *, gzip: bool = False) -> None:
         def on_close() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
 from waiting import until
 
-from appliance.engine.process.child import ENGINE_COMMAND
+from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.supervisor import SupervisionLimits
 from appliance.tokenizer import Tokenizer
 
@@ -91,14 +90,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 async def test_what_cannot_be_is_refused_with_its_place(serve: Serve) -> None:
     async with serve() as running:
         for fields, param in BAD:
-            begin = time.process_time()
             response = await running.chat(**fields)
             assert response.status_code == 400, (fields, response.text)
             error = response.json()["error"]
             assert error["param"] == param, (fields, error)
             assert error["type"] == "invalid_request_error"
             assert len(error["message"]) < 1000
-            assert time.process_time() - begin < 1.5
         scored = {"echo": True, "logprobs": 1, "guided_regex": "a"}
         response = await running.complete("a", **scored)
         assert response.json()["error"]["param"] == "guided_regex"

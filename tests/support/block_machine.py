@@ -12,6 +12,7 @@ from itertools import takewhile
 
 import hypothesis.strategies as st
 from content_memory import Content, ContentMemory, truth
+from content_states import ContentStates, make
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -23,8 +24,10 @@ from hypothesis.stateful import (
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import unpack
 from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.moves import BlockCopy
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.plan import ScheduledSequence
+from appliance.engine.scheduling.verification import settle_run
 from appliance.engine.sequence import Sequence
 from appliance.events import BlockState
 
@@ -41,16 +44,6 @@ MAX_SEQUENCES = 4
 UNIQUE_TOKEN = 99
 
 
-def make(tokens: list[int], salt: str) -> Sequence:
-    request = Request(
-        request_id="r",
-        prompt_token_ids=tuple(tokens),
-        sampling=SamplingParams(),
-        cache_salt=salt,
-    )
-    return Sequence(request)
-
-
 seen: Counter[str] = Counter()  # how often what matters came up
 
 
@@ -63,6 +56,7 @@ class BlockMachine(RuleBasedStateMachine):
         sealed=st.booleans(),
         rows=st.integers(4, 12),
         shuffle=st.randoms(use_true_random=False),
+        checkpoints=st.sampled_from([None, None, 0, 2, 8, 40]),
     )
     def start(
         self,
@@ -73,11 +67,14 @@ class BlockMachine(RuleBasedStateMachine):
         sealed: bool,
         rows: int,
         shuffle: random.Random,
+        checkpoints: int | None = None,
     ) -> None:
         num_open = num_open_pages(MAX_SEQUENCES, rows, block_size) if sealed else 0
-        self.blocks = BlockManager(num_blocks, block_size, num_open=num_open)
+        states = None if checkpoints is None else StateSlots(MAX_SEQUENCES, checkpoints)
+        self.blocks = BlockManager(num_blocks, block_size, num_open=num_open, states=states)
         self.sealed, self.rows, self.shuffle = sealed, rows, shuffle
         self.memory = ContentMemory(self.blocks, sealed)
+        self.states = ContentStates(self.blocks, shuffle, seen)
         self.holders: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.outside: dict[bytes, list[Content]] = {}
@@ -115,7 +112,7 @@ class BlockMachine(RuleBasedStateMachine):
         """Continue a block table with what lies outside; the books know, but nobody finds it."""
         size = self.blocks.block_size
         first, num_last = divmod(sequence.num_computed, size)
-        if num_last:
+        if num_last or self.blocks.states is not None:  # the simulation brings states back
             return
         num_full = (len(sequence.token_ids) - 1) // size
         self.blocks.index.extend_hashes(sequence, num_full)
@@ -172,10 +169,13 @@ class BlockMachine(RuleBasedStateMachine):
     def fail(self, plan: list[tuple[Sequence, int, tuple[BlockCopy, ...]]]) -> None:
         """Nothing is known of what a step wrote or copied."""
         self.blocks.settle()
+        self.states.step([entry[:2] for entry in plan], fails=True)
         for sequence, num_tokens, copies in plan:
             seen["copies of failed steps"] += len(copies)
             self.memory.write(sequence, num_tokens, junk=True)
-        for sequence, _, _ in plan:
+        lost = [sequence for sequence, _, _ in plan]
+        lost += [one for one in self.states.discard() if one not in lost]
+        for sequence in lost:
             if sequence in self.loads:
                 seen["loads of failed steps"] += 1
                 sequence.num_computed = self.loads.pop(sequence)[0] * self.blocks.block_size
@@ -183,6 +183,12 @@ class BlockMachine(RuleBasedStateMachine):
             self.preempted.append(sequence)
 
     def run(self, plan: list[tuple[Sequence, int, tuple[BlockCopy, ...]]]) -> None:
+        """Run a step and commit it."""
+        self.execute(plan)
+        for sequence, num_tokens, _ in plan:
+            self.blocks.commit(sequence, num_tokens)
+
+    def execute(self, plan: list[tuple[Sequence, int, tuple[BlockCopy, ...]]]) -> None:
         """Copies in any order, then rows, as in a step."""
         self.blocks.settle()
         copies = [copy for _, _, of_one in plan for copy in of_one]
@@ -192,6 +198,8 @@ class BlockMachine(RuleBasedStateMachine):
         seen["copies"] += len(copies)
         self.shuffle.shuffle(copies)
         self.memory.copy(copies)
+        self.states.step([entry[:2] for entry in plan])
+        self.states.settle()
         for sequence, num_tokens, _ in plan:
             if sequence in self.loads:
                 first, loads = self.loads.pop(sequence)
@@ -199,7 +207,6 @@ class BlockMachine(RuleBasedStateMachine):
                     self.memory.put(block, found)
                 self.blocks.confirm_loads(sequence, first)
             self.memory.write(sequence, num_tokens)
-            self.blocks.commit(sequence, num_tokens)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> tuple[BlockCopy, ...] | None:
         before = self.blocks.num_free_blocks, list(sequence.block_table)
@@ -256,6 +263,39 @@ class BlockMachine(RuleBasedStateMachine):
             self.fail(plan)
         else:
             self.run(plan)
+
+    @precondition(lambda self: self.has_holder() and self.blocks.states is None)
+    @rule(
+        pick=PICK,
+        drafts=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        right=st.integers(0, 9),
+        token=st.integers(0, 1),
+    )
+    def verify(self, pick: int, drafts: list[int], right: int, token: int) -> None:
+        """Write rows of drafts, and keep the first ones; states are the simulation's."""
+        sequence = self.holder(pick)
+        self.compute(sequence, sequence.num_uncomputed - 1)
+        if sequence.num_uncomputed == 0:
+            sequence.token_ids.append(token)
+        drafts = drafts[: self.rows - 1]
+        copies = None
+        if sequence.num_uncomputed == 1:
+            copies = self.allocate(sequence, 1 + len(drafts))
+        if copies is None:
+            return
+        right = min(right, len(drafts))
+        kept = [*sequence.token_ids, *drafts[:right], token]
+        rows = 1 + len(drafts)
+        entry = ScheduledSequence(
+            sequence, sequence.num_computed, rows, samples=True, drafts=tuple(drafts)
+        )
+        sequence.token_ids += drafts
+        self.execute([(sequence, rows, copies)])
+        sequence.token_ids[:] = kept
+        settle_run(self.blocks, entry, right)
+        least = self.blocks.blocks_for(sequence.num_computed)
+        assert len(sequence.block_table) == least, "blocks behind its tokens"
+        seen["rejected drafts"] += len(drafts) - right
 
     @precondition(has_holder)
     @rule(pick=PICK, tokens=TOKENS)
@@ -371,7 +411,8 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.metadata.begin_step(self.steps)
 
     @invariant()
-    def tables_lead_to_what_was_computed(self) -> None:
+    def tables_and_hashes_lead_to_what_was_computed(self) -> None:
+        self.states.check()
         for sequence in self.holders:
             for position in range(sequence.num_computed):
                 memory, place = self.memory.place(sequence, position)
@@ -392,7 +433,7 @@ class BlockMachine(RuleBasedStateMachine):
             for offset in range(filled):
                 length = len(tokens) - filled + offset + 1
                 assert memory[place, offset] == (salt, tokens[:length])
-            found = self.blocks.find_prefix(make([*tokens, UNIQUE_TOKEN], salt))
+            found = self.blocks.index.find(make([*tokens, UNIQUE_TOKEN], salt))
             assert found.num_tokens == len(tokens), "its chain was cut before its end"
             assert found.blocks[-1] == block or filled < size
             seen["cached blocks that are not full"] += filled < size

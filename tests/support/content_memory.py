@@ -77,4 +77,4 @@ class ContentMemory:
             if self.sealed and (position + 1) % size == 0:
                 block = sequence.block_table[position // size]
                 for offset in range(size):
-                    self.slots[block, offset] = self.pages[place[0], offset]
+                    self.slots[block, offset] = self.pages.get((place[0], offset), NOTHING)

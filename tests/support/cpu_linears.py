@@ -57,7 +57,7 @@ def describe(
 ) -> Linear:
     """An ap_linear over memory that is to be packed into."""
     padded = -(-out_features // 16) * 16
-    bits = {Format.INT4: 4, Format.INT8: 8, Format.F32: 32}.get(fmt, 16)
+    bits = {Format.INT4: 4, Format.E2M1: 4, Format.INT8: 8, Format.F32: 32}.get(fmt, 16)
     codes = aligned(padded * in_features * bits // 8)
     scales = offsets = None
     if group:

@@ -12,18 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from appliance.kernels.cpu.structs import (
-    AttentionStruct,
-    CacheLayerStruct,
-    CacheStruct,
-    Format,
-)
+from appliance.kernels.cpu.step_structs import CacheLayerStruct, CacheStruct
+from appliance.kernels.cpu.structs import AttentionStruct, Format
 
 Array = NDArray[Any]
 
 PAGE = 16
 LAYER = 1  # of two, the other one stays poisoned
-FORMATS = list(Format)
+FORMATS = [format for format in Format if format is not Format.E2M1]  # of weights only
 SEALED = (Format.SEALED, Format.K8V4)
 INTEGER = (Format.INT8, Format.INT4, *SEALED)
 BLOCK = 32  # of sealed layers
@@ -37,6 +33,7 @@ class Shape:
     block_size: int = 16
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def scale(self) -> float:
@@ -108,6 +105,8 @@ class Cache:
         if format in SEALED:
             self.struct.open_base = address(self.open)
             self.struct.open_bytes, self.struct.num_open = self.open_bytes, num_blocks
+        # From far below the scores to far above them.
+        self.sinks = np.linspace(-30, 30, shape.num_heads, dtype=np.float32)
         self.attention = AttentionStruct(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -115,6 +114,7 @@ class Cache:
             window=shape.window,
             scale=shape.scale,
             softcap=shape.softcap,
+            sinks=address(self.sinks) if shape.sinks else None,
         )
 
     def write(self, engine: int, key: Array, value: Array, slots: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from appliance.engine.request import Request, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-WORKER = Path(__file__).parents[1] / "engine" / "process" / "echo_worker.py"
+WORKER = Path(__file__).with_name("echo_worker.py")
 ECHO = (sys.executable, str(WORKER))
 EOS = 256
 DIE, REFUSE, BREAK, HANG, FAIL, BUSY = 264, 265, 266, 267, 268, 269  # see echo_worker.py

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from guessing_speculator import GuessingSpeculator
 from load_script import Event, Script, Setting, answer_of, beams_of, ends
 from plain_search import Found
 from simulated_client import Choice, Search, first_limit
@@ -23,11 +24,12 @@ from appliance.best_of import Likelihood, best
 from appliance.engine.beams.beam_group import BeamGroup
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
-from appliance.engine.scheduling.policy import may_admit
+from appliance.engine.scheduling.policy import may_admit, may_draft
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.tiers import Tiers, TierSizes
@@ -94,6 +96,11 @@ class Simulation:
             setting.block_size,
             prefix_caching=setting.prefix_caching,
             num_open=num_open if setting.sealed else 0,
+            states=StateSlots(
+                setting.max_num_seqs, setting.checkpoints if setting.prefix_caching else 0
+            )
+            if setting.recurrent
+            else None,
         )
         self.runner = VirtualRunner(
             blocks,
@@ -108,15 +115,30 @@ class Simulation:
             open_bytes=8 if setting.sealed else 0,
             host_bytes=8 * setting.host_blocks,
             keeps_evicted=setting.host_keeps_evicted,
+            state_bytes=16 if setting.recurrent else 0,
         )
         # To move a block takes as long as to compute so many tokens.
         rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
         self.tiers = tiers = Tiers(blocks, sizes, rates)
         if (disk := self.disk) is not None:
             tiers.disk = disk  # type: ignore[assignment]
-            tiers.writes = WriteBehind(blocks, disk, self.runner.save, self.clock.read)  # type: ignore[arg-type]
+            tiers.writes = WriteBehind(
+                blocks,
+                disk,  # type: ignore[arg-type]
+                self.runner.save,
+                self.clock.read,
+                self.runner.save_states,
+            )
+        speculator = None
+        if setting.drafts and setting.depth != 1:
+            speculator = GuessingSpeculator(setting.drafts, self.noise)
         self.scheduler = Scheduler(
-            blocks, limits, (EOS,), look_ahead=setting.depth == 1, tiers=tiers
+            blocks,
+            limits,
+            (EOS,),
+            look_ahead=setting.depth == 1,
+            tiers=tiers,
+            speculator=speculator,
         )
         self.engine = LLMEngine(
             self.scheduler, tiers, self.runner, engine_info(setting), clock=self.clock.read
@@ -124,11 +146,18 @@ class Simulation:
 
     def run(self) -> int:
         """Play the script to its end; how many steps the last engine took."""
-        admission = fits_now if self.script.setting.admits_eagerly else may_admit
+        setting = self.script.setting
+        admission = fits_now if setting.admits_eagerly else may_admit
+        drafting = always if setting.drafts_eagerly else may_draft
         with (
             patch("appliance.engine.scheduling.admission.may_admit", admission),
+            patch("appliance.engine.scheduling.scheduler.may_draft", drafting),
             patch("appliance.engine.tiers.disk_rule.MIN_TOKENS", MIN_DISK_TOKENS),
             patch("appliance.engine.tiers.tiers.MIN_READ_TOKENS", MIN_DISK_TOKENS),
+            patch(
+                "appliance.engine.scheduling.checkpoint_rule.FIRST_DISTANCE",
+                setting.first_distance,
+            ),
         ):
             return self.play()
 
@@ -232,6 +261,10 @@ class Simulation:
         host = self.tiers.host
         assert len(host) <= host.capacity, "host memory holds more than it may"
         assert host.room >= 0, "more of host memory is promised than there is"
+        for sequence in self.scheduler.sequences():
+            least = self.blocks.blocks_for(sequence.num_computed)
+            idle = sequence not in self.scheduler._state.in_flight.entries
+            assert not idle or len(sequence.block_table) <= least, "blocks behind its tokens"
         groups = {sequence.group for sequence in self.scheduler.sequences()}
         for group in groups:
             if isinstance(group, BeamGroup):
@@ -272,14 +305,15 @@ class Simulation:
             return
         choice.likelihood.add(delta)
         self.num_tokens += len(delta.token_ids)
-        for token in delta.token_ids:
+        for left, token in enumerate(delta.token_ids, 1 - len(delta.token_ids)):
             assert token == next_token(choice.last, choice.index), "a wrong token"
             choice.last = content_of(request.cache_salt, choice.last, token)
             choice.num_tokens += 1
             length = len(request.prompt_token_ids) + choice.num_tokens
             over = ends(request.sampling, token, choice.num_tokens)
             over = over or length >= self.script.setting.max_tokens
-            assert over == (delta.finish_reason is not None), "it ends where it should not"
+            is_end = left == 0 and delta.finish_reason is not None
+            assert over == is_end, "it ends where it should not"
         if delta.finish_reason is not None:
             assert (delta.finish_reason is FinishReason.ERROR) == (delta.error is not None)
             self.end(choice, delta.finish_reason)
@@ -360,8 +394,15 @@ class Simulation:
         self.seen["steps"] += stats.steps_total
         self.seen += self.runner.seen
         self.seen["preempted"] += stats.preemptions_total
+        self.seen["accepted drafts"] += stats.accepted_tokens_total
+        self.seen["rejected drafts"] += stats.draft_tokens_total - stats.accepted_tokens_total
         self.seen["tokens from the cache"] += stats.prefix_hits_total
         self.seen["evictions"] += self.blocks.pool.num_evictions
+        if (states := self.blocks.states) is not None:
+            self.seen["checkpoints"] += states.num_saved
+            self.seen["evicted checkpoints"] += states.checkpoints.num_evictions
+            self.seen["restored checkpoints"] += states.num_restored
+            self.seen["rewound states"] += stats.state_rewinds_total
         self.seen["swapped"] += stats.swaps_total
         self.seen["blocks out to the host"] += stats.swapped_out_total
         self.seen["blocks back from the host"] += stats.swapped_in_total
@@ -390,6 +431,10 @@ def engine_info(setting: Setting) -> EngineInfo:
         load_seconds=0.0,
         fingerprint="",
     )
+
+
+def always(num_prompts: int, num_startable: int) -> bool:
+    return True
 
 
 def fits_now(cost: int, num_free_blocks: int, num_promised: int) -> bool:

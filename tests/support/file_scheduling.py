@@ -1,26 +1,62 @@
-"""How a parallel run (`pytest -n`) shares the tests out: whole files, as they were collected."""
+"""How a parallel run (`pytest -n`) shares the tests out: in units, of which the longest come first.
+
+A unit is a file, but for what one child process runs, and for files whose tests take long and share
+nothing.
+"""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # What one child process runs, and waits for, in the worker that gets the first of its tests.
-ONE_UNIT = PurePosixPath("tests/kernels/executed")
+ONE_UNIT = "tests/kernels/executed"
+# Their tests are units of their own.
+BY_TEST = {"tests/kernels/executed/test_compiled_once.py", "tests/quant/run/test_memory.py"}
+# Seconds of one processor. Who begins one of these last leaves the others without work.
+SECONDS = {
+    ONE_UNIT: 90,
+    "tests/kernels/cpu/test_sanitizers.py": 80,
+    "tests/model/test_packaged_models.py": 80,
+    "tests/kernels/executed/test_paged_attention.py": 40,
+    "tests/kernels/executed/test_compiled_once.py": 40,
+    "tests/quant/methods/test_quality_smollm2.py": 40,
+    "tests/kernels/test_compiled_kernels.py": 30,
+    "tests/quant/kv/test_served_plan.py": 22,
+    "tests/quant/run/test_memory.py": 15,
+}
+
+
+def unit_of(nodeid: str) -> str:
+    """Return the unit that a test belongs to: a file, a folder, or the test itself."""
+    file = nodeid.split("::", 1)[0]
+    if "[interpreter" in nodeid and PurePosixPath(file).is_relative_to(ONE_UNIT):
+        return ONE_UNIT
+    return nodeid if file in BY_TEST else file
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests by what their unit takes, then files with slow ones before others."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        unit = unit_of(item.nodeid)
+        return -SECONDS.get(unit.split("::", 1)[0], 0), item.path not in slow
+
+    items.sort(key=place)
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives a worker that is about to run out of tests the next file, or what that child runs."""
+    """Gives a worker that is about to run out of tests the next unit, as they were collected."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
-        assert (config.rootpath / ONE_UNIT).is_dir(), f"{ONE_UNIT} is not there; has it moved?"
+        missing = [name for name in SECONDS if not Path(config.rootpath, name).exists()]
+        assert not missing, f"{missing} are not there; have they moved?"
         config.option.loadscopereorder = False  # it would begin with the most tests, however quick
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        file = PurePosixPath(nodeid.split("::", 1)[0])
-        in_child = file.is_relative_to(ONE_UNIT) and "[interpreter" in nodeid
-        return str(ONE_UNIT if in_child else file)
+        return unit_of(nodeid)

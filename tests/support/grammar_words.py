@@ -19,7 +19,7 @@ def words() -> Vocabulary:
     tokens += [word.encode() for word in _WORDS]
     pairs = ("".join(pair).encode() for pair in product("abcdeirst0123456789", repeat=2))
     tokens += [next(pairs) for _ in range(SIZE - len(tokens))]
-    return Vocabulary(tuple(tokens), (0, 1, 2, CALL))
+    return Vocabulary(tuple(tokens), (0, 1, 2, CALL), in_order=True)
 
 
 def text_of(token_ids: list[int]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.run.staging import Staging
+from appliance.quant.run.staging import StagingFolders
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.walk.pieces import FloatReader
 
@@ -78,15 +78,15 @@ def main() -> None:
             return layer(self, index)
 
         FloatReader.layer = traced  # type: ignore[method-assign, assignment]
-        discard = Staging.discard
+        discard = StagingFolders.discard
 
-        def traced_discard(self: Staging) -> None:
+        def traced_discard(self: StagingFolders) -> None:
             if self.out.exists():
                 with trace.open("a") as file:
                     file.write(f"{PUBLISHED}\n")
             discard(self)
 
-        Staging.discard = traced_discard  # type: ignore[method-assign]
+        StagingFolders.discard = traced_discard  # type: ignore[method-assign]
         if calls:
             die_at(calls)
         quantize_model(Path(model), Path(out), options)

@@ -39,6 +39,11 @@ class Setting:
     disk_blocks: int
     searches: float  # share of requests that are beam searches
     admits_eagerly: bool  # whatever fits at this moment, at the price of many preemptions
+    recurrent: bool = False  # the model has a state
+    checkpoints: int = 0  # rows for copies of states
+    first_distance: int = 512  # of `checkpoint_rule`
+    drafts: float = 0.0  # share of tokens proposed that are right; 0 proposes none
+    drafts_eagerly: bool = False  # beside prompts, too
 
     @property
     def num_slots(self) -> int:
@@ -98,7 +103,13 @@ def beams_of(
         cuts: gets what is found if time is over after one token, after two, and so on.
     """
     prompt, width = request.prompt_token_ids, request.sampling.num_sequences
-    longest = max_beam_tokens(len(prompt), width, setting.block_size, setting.num_blocks)
+    longest = max_beam_tokens(
+        len(prompt),
+        width,
+        setting.block_size,
+        setting.num_blocks,
+        is_recurrent=setting.recurrent,
+    )
     if width > setting.max_num_seqs or longest <= len(prompt):
         return []
     room = min(longest, setting.context_length) - len(prompt)
@@ -161,6 +172,11 @@ def _setting(rng: random.Random) -> Setting:
         disk_blocks=rng.choice([0, 30, 1000]),
         searches=rng.choice([0.05, 0.05, 0.5, 0.9]),
         admits_eagerly=rng.random() < 0.8,
+        recurrent=rng.random() < 0.5,
+        checkpoints=rng.choice([0, 1, 3, 10, 30, 100]),
+        first_distance=rng.choice([4, 16]),
+        drafts=rng.choice([0.0, 0.3, 0.7, 0.9, 1.0]),
+        drafts_eagerly=rng.random() < 0.8,
     )
 
 

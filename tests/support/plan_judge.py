@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.moves import StateMoves
     from appliance.engine.plan import Plan, ScheduledSequence
     from appliance.engine.sequence import Sequence
 
@@ -37,6 +38,8 @@ def look_at(plan: Plan, in_flight: Sequences[Plan], blocks: BlockManager, *, dep
         _look_at_rows(entry, before.get(entry.sequence, []))
     _look_at_writes(plan, blocks)
     _look_at_moves(plan, blocks.block_size)
+    if plan.states is not None:
+        _look_at_states(plan.states, plan, in_flight, blocks)
 
 
 def _look_at_rows(entry: ScheduledSequence, before: list[ScheduledSequence]) -> None:
@@ -47,9 +50,12 @@ def _look_at_rows(entry: ScheduledSequence, before: list[ScheduledSequence]) -> 
     computed = sequence.num_computed + sum(other.num_tokens for other in before)
     coming = sum(other.samples for other in before)
     assert entry.start == computed, "rows are left out, or run twice"
-    assert entry.samples == (entry.end == len(sequence.token_ids) + coming)
-    assert entry.follows == (entry.end > len(sequence.token_ids))
+    end = entry.start + entry.num_own
+    assert entry.samples == (end == len(sequence.token_ids) + coming)
+    assert entry.follows == (end > len(sequence.token_ids))
     assert not entry.follows or entry.num_tokens == 1
+    assert not entry.drafts or entry.samples, "drafts behind tokens that are still to be read"
+    assert not entry.drafts or not before, "drafts behind a token that nobody knows"
 
 
 def _look_at_writes(plan: Plan, blocks: BlockManager) -> None:
@@ -60,6 +66,32 @@ def _look_at_writes(plan: Plan, blocks: BlockManager) -> None:
         assert all(references[block] > 0 for block in table), "a free block is referred to"
         written = table[entry.start // size :]
         assert all(references[block] == 1 for block in written), "a shared block is written"
+
+
+def _look_at_states(
+    states: StateMoves, plan: Plan, in_flight: Sequences[Plan], blocks: BlockManager
+) -> None:
+    """States are written by one sequence alone, and checkpoints by nobody while they are read."""
+    slots = {entry.sequence.slot - 1 for entry in plan.scheduled}
+    assert len(slots) == len(plan.scheduled), "two sequences write to one state"
+    assert min(slots) >= 0, "a sequence runs without a state"
+    written = [copy.destination for copy in states.copies]
+    assert len(set(written)) == len(written), "a state is filled twice"
+    sources = {copy.source for copy in states.copies}
+    assert not sources & set(written), "a state is overwritten before it is copied"
+    saved = [copy.destination for copy in states.checkpoints]
+    assert len(set(saved)) == len(saved), "two checkpoints have one row"
+    assert not (sources | slots | set(written)) & set(saved), "a checkpoint is shared while written"
+    assert {copy.source for copy in states.checkpoints} <= slots, "nobody wrote that state"
+    for other in in_flight:
+        if other.states is not None:
+            coming = {copy.destination for copy in other.states.checkpoints}
+            assert not coming & (sources | set(saved)), "a checkpoint is used before it is known"
+    for entry in plan.scheduled:
+        last = entry.start + entry.num_own
+        passed = any(end % blocks.block_size == 0 for end in range(last, entry.end + 1))
+        assert not (entry.drafts and passed), "a checkpoint is passed"
+        assert entry.start or entry.sequence.slot - 1 not in written, "a state for a beginning"
 
 
 def _look_at_moves(plan: Plan, size: int) -> None:

@@ -1,7 +1,8 @@
 """An engine in a process of its own, under a load that takes all that was planned with.
 
 `python resident_engine.py MODEL SETTINGS` writes a line of JSON: the parts of the plan, and what
-the process has of memory when it is loaded, and once its KV cache is full. SETTINGS is JSON too.
+the process has of memory when it is loaded, with a full KV cache, and after steps of all kinds.
+SETTINGS is JSON too. With --idle there are no steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ def fill(engine: LLMEngine) -> None:
         cache.write_block(block, bytes(cache.block_bytes))
 
 
-def main(model: str, settings: dict[str, Any]) -> None:
+def compute(engine: LLMEngine) -> None:
+    """Take steps of all kinds."""
+    limits = engine.info.max_num_seqs
+    ask(engine, 1, 600, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    sampled = SamplingParams(
+        max_tokens=3, temperature=0.8, top_p=0.9, logprobs=MAX_LOGPROBS, presence_penalty=0.5
+    )
+    ask(engine, limits, 20, sampled)
+
+
+def main(model: str, settings: dict[str, Any], *, computes: bool = True) -> None:
     engine = LLMEngine.load(
         EngineConfig(model=model, **settings),
         eos_token_ids=(),
@@ -41,22 +52,20 @@ def main(model: str, settings: dict[str, Any]) -> None:
         on_progress=lambda stage, done, total: None,
     )
     info, loaded = engine.info, resident_bytes()
-    limits = engine.info.max_num_seqs
-    ask(engine, 1, 600, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
-    sampled = SamplingParams(
-        max_tokens=3, temperature=0.8, top_p=0.9, logprobs=MAX_LOGPROBS, presence_penalty=0.5
-    )
-    ask(engine, limits, 20, sampled)
     fill(engine)
+    filled = resident_bytes()
+    if computes:
+        compute(engine)
     parts = {
         "weights": info.weight_bytes,
         "kv_cache": info.kv_bytes,
         "workspace": info.workspace_bytes,
         "process": info.process_bytes,
     }
-    found = {"parts": parts, "loaded": loaded, "full": resident_bytes(), "of": info.memory_bytes}
+    found = {"parts": parts, "loaded": loaded, "filled": filled, "full": resident_bytes()}
+    found["of"] = info.memory_bytes
     sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]), computes="--idle" not in sys.argv)

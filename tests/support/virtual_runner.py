@@ -2,6 +2,7 @@
 
 The model is the one of `virtual_model`. Every slot that a step reads is compared with what the
 sequence's tokens should have left there: a wrong, stale, missing or shared block is seen at once.
+A recurrent model's state is the same hash, in rows of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from virtual_model import EOS, content_of, logprob_of, next_token, ranking
 
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
+from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock, StateCopy
 from appliance.engine.plan import Continuations, Sampled
 from appliance.engine.sequence import SequenceStatus
 
@@ -64,6 +65,7 @@ class _Entry:
     table: list[int]
     pages: tuple[int, ...]
     tokens: list[int]
+    state: int  # row
 
 
 class VirtualRunner:
@@ -83,7 +85,6 @@ class VirtualRunner:
         latest: the plan that was launched last.
     """
 
-    has_idle_work = False
     seconds = 0.0
 
     def __init__(
@@ -108,6 +109,7 @@ class VirtualRunner:
         self._clock = clock
         self._slots = [JUNK] * blocks.num_slots
         self._pages: dict[int, list[int]] = {}
+        self._states = [JUNK] * (0 if blocks.states is None else blocks.states.num_rows)
         self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
         self._latest: dict[Sequence, int] = {}
         self._flight: deque[tuple[Plan, list[_Entry], tuple[SavedBlock, ...]]] = deque()
@@ -125,9 +127,12 @@ class VirtualRunner:
             sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
             table = list(sequence.block_table[: -(-end // self._size)])
             tokens = [] if scheduled.follows else sequence.token_ids[start:end]
+            tokens = [*tokens, *scheduled.drafts]
             assert len(tokens) == (0 if scheduled.follows else scheduled.num_tokens)
-            entries.append(_Entry(scheduled, table, pages, tokens))
+            entries.append(_Entry(scheduled, table, pages, tokens, sequence.slot - 1))
         saved = self.save(plan.saves)
+        if plan.states is not None:
+            saved += self.save_states(plan.states.saves)
         if self.fault in ("memory", "launch"):
             self._scribble(plan, entries, saved)
             fault, self.fault = self.fault, ""
@@ -150,10 +155,11 @@ class VirtualRunner:
         self._copy(plan)
         for load in plan.loads:
             self._load(load, saved)
+        self._prepare_states(plan, saved)
         sampled: dict[Sequence, int] = {}
         results: list[Sampled] = []
         for entry in entries:
-            last = self._run(entry)
+            *_, last = contents = self._run(entry)
             scheduled = entry.scheduled
             request = scheduled.sequence.request
             if scheduled.samples and request.sampling.use_beam_search:
@@ -163,12 +169,15 @@ class VirtualRunner:
                 results.append(Sampled(continuations=follows))
             elif scheduled.samples:
                 index = scheduled.sequence.index
-                token = next_token(last, index)
-                sampled[scheduled.sequence] = token
-                logprobs = None
-                if request.sampling.logprobs is not None:
-                    logprobs = TokenLogprobs(Candidate(token, logprob_of(last, index)), ())
-                results.append(Sampled(token, logprobs))
+                for content in contents[-1 - len(scheduled.drafts) :]:
+                    token = next_token(content, index)
+                    sampled[scheduled.sequence] = token
+                    logprobs = None
+                    if request.sampling.logprobs is not None:
+                        logprobs = TokenLogprobs(Candidate(token, logprob_of(content, index)), ())
+                    results.append(Sampled(token, logprobs))
+        if plan.states is not None:
+            self._copy_states(plan.states.checkpoints)
         if fails:  # all of it was done, and nobody hears of it
             self.fault = ""
             raise DeviceLostError("collect")
@@ -182,6 +191,10 @@ class VirtualRunner:
     def save(self, saves: Sequences[BlockSave]) -> tuple[SavedBlock, ...]:
         """Take content out of the cache; see `BlockMoves`."""
         return tuple(SavedBlock(self._content_of(save)) for save in saves)
+
+    def save_states(self, rows: Sequences[int]) -> tuple[SavedBlock, ...]:
+        """Take states out of the cache."""
+        return tuple(SavedBlock(array("q", (self._states[row],)).tobytes()) for row in rows)
 
     @property
     def is_idle(self) -> bool:
@@ -205,11 +218,12 @@ class VirtualRunner:
         seen["rows"] += plan.num_tokens
         seen["copies"] += len(plan.copies)
         seen["copies of open pages"] += sum(copy.open_source >= 0 for copy in plan.copies)
+        seen["drafts"] += sum(len(entry.drafts) for entry in plan.scheduled)
         seen["rows ahead"] += sum(entry.follows for entry in plan.scheduled)
         seen["rows for nothing"] += sum(
             entry.sequence.status is SequenceStatus.FINISHED for entry in plan.scheduled
         )
-        seen["mixed steps"] += len({entry.num_tokens > 1 for entry in plan.scheduled}) == 2
+        seen["mixed steps"] += len({entry.num_own > 1 for entry in plan.scheduled}) == 2
         seen["preempted beams"] += sum(
             one.request.sampling.use_beam_search for one in plan.preempted
         )
@@ -226,6 +240,18 @@ class VirtualRunner:
             slots[to : to + size] = slots[origin : origin + size]
             if self._sealed:
                 self._pages[copy.open_destination] = list(self._page(copy.open_source))
+
+    def _prepare_states(self, plan: Plan, saved: Sequences[SavedBlock]) -> None:
+        if plan.states is None:
+            return
+        for load in plan.states.loads:
+            (self._states[load.row],) = array("q", bytes(load.content(saved).read()))
+            self.seen["loaded states"] += 1
+        self._copy_states(plan.states.copies)
+
+    def _copy_states(self, copies: Sequences[StateCopy]) -> None:
+        for copy in copies:
+            self._states[copy.destination] = self._states[copy.source]
 
     def _content_of(self, save: BlockSave) -> bytes:
         first = save.block * self._size
@@ -245,7 +271,8 @@ class VirtualRunner:
     def _page(self, page: int) -> list[int]:
         return self._pages.setdefault(page, [JUNK] * self._size)
 
-    def _run(self, entry: _Entry) -> int:
+    def _run(self, entry: _Entry) -> list[int]:
+        """What the slots of an entry's rows hold now."""
         scheduled, table, size, slots = entry.scheduled, entry.table, self._size, self._slots
         sequence, start = scheduled.sequence, scheduled.start
         sealed = start // size * size if self._sealed else start
@@ -265,12 +292,20 @@ class VirtualRunner:
         known = truth[:start] if len(truth) > start else truth
         assert found == known, f"{sequence.request.request_id} reads what it never wrote"
         previous = truth[start - 1] if start else 0
+        if self._states:
+            previous = self._state_before(entry)
+            assert not start or previous == truth[start - 1], "it goes on from another state"
         del truth[start:]  # what comes may come for the second time
         for position, token in enumerate(tokens, start):
             previous = content_of(salt, previous, token)
             truth.append(previous)
             self._write(entry, position, previous)
-        return previous
+        if self._states:
+            self._states[entry.state] = previous
+        return truth[start:]
+
+    def _state_before(self, entry: _Entry) -> int:
+        return self._states[entry.state] if entry.scheduled.start else 0
 
     def _write(self, entry: _Entry, position: int, value: int) -> None:
         size = self._size
@@ -294,7 +329,13 @@ class VirtualRunner:
         for load in plan.loads:
             if noise.random() < 0.5:
                 self._load(load, saved)
+        moved = () if plan.states is None else (*plan.states.copies, *plan.states.checkpoints)
+        for state in moved:
+            if noise.random() < 0.5:
+                self._states[state.destination] = JUNK
         for entry in entries:
             if noise.random() < 0.5:
+                if self._states:
+                    self._states[entry.state] = JUNK
                 for position in range(entry.scheduled.start, entry.scheduled.end):
                     self._write(entry, position, JUNK)

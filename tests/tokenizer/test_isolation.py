@@ -19,7 +19,7 @@ from waiting import has_ended, wait_until
 from appliance.errors import ChatTemplateError, ModelError, RequestError
 from appliance.tokenizer import ChatTemplate, Tokenizer, isolation, pre_tokenizers
 from appliance.tokenizer.isolation import IsolatedTemplate, TemplateLimitError
-from appliance.tokenizer.worker import Worker, WorkerEndedError, Workers
+from appliance.tokenizer.worker import TokenizerWorker, WorkerEndedError, Workers
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -128,12 +128,12 @@ SETUP: dict[str, Any] = {"template": {"source": CHATML, "variables": {}, "tool_s
 
 
 def test_a_process_that_is_killed_or_stopped_is_noticed() -> None:
-    worker = Worker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
+    worker = TokenizerWorker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
     worker._process.send_signal(signal.SIGKILL)
     with pytest.raises(WorkerEndedError):
         worker.ask({"messages": HELLO}, cpu_seconds=1.0)
     worker.kill()
-    worker = Worker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
+    worker = TokenizerWorker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
     worker._process.send_signal(signal.SIGSTOP)
     with pytest.raises(WorkerEndedError, match="timed out"):
         worker.ask({"messages": HELLO}, cpu_seconds=0.01)
@@ -142,8 +142,8 @@ def test_a_process_that_is_killed_or_stopped_is_noticed() -> None:
 
 PARENT = """
 import json, sys, time
-from appliance.tokenizer.worker import Worker
-worker = Worker(json.loads(sys.argv[1]), cpu_seconds=5.0, memory_bytes=1 << 30)
+from appliance.tokenizer.worker import TokenizerWorker
+worker = TokenizerWorker(json.loads(sys.argv[1]), cpu_seconds=5.0, memory_bytes=1 << 30)
 print(worker._process.pid, flush=True)
 time.sleep(100)
 """

@@ -10,7 +10,7 @@ import pytest
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
 from appliance.tui.controls import Controls
-from appliance.tui.display import Colors, Display
+from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.server import Server
 from appliance.tui.widgets.block_map import BlockMap
 from tests.tui.conftest import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from textual.pilot import Pilot
     from textual.strip import Strip
 
-TRUECOLOR = Display(Colors.TRUECOLOR)
+TRUECOLOR = DisplaySettings(Colors.TRUECOLOR)
 LARGE, SMALL = (160, 48), (80, 24)
 # Two sequences, a prefix that they share, and what others left behind.
 CELLS = [
@@ -49,6 +49,12 @@ SEQUENCES = sequences(
     sequence(0, "waiting", request_id="cmpl-next", blocks=0, prompt_tokens=300),
 )
 EVERYTHING = Answer((INFO, snapshot(CELLS), SEQUENCES, STATS))
+THREE = sequences(
+    sequence(1, owner="anna", output_tokens=5, tokens_per_second=9.0, age_seconds=50.0),
+    sequence(2, owner="codex", output_tokens=900, tokens_per_second=40.0, age_seconds=40.0),
+    sequence(3, owner="anna", output_tokens=70, tokens_per_second=2.0, age_seconds=30.0),
+)
+WITH_THREE = Answer((INFO, snapshot(CELLS), THREE, STATS))
 
 
 @asynccontextmanager
@@ -56,7 +62,7 @@ async def dashboard(
     server: EventServer,
     size: tuple[int, int] = LARGE,
     *answers: Answer,
-    display: Display = TRUECOLOR,
+    display: DisplaySettings = TRUECOLOR,
 ) -> AsyncIterator[tuple[DashboardApp, Pilot[None]]]:
     server.answers = list(answers) or [EVERYTHING]
     there = Server.at(server.url, None)

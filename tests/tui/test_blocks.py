@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from appliance.events import Delta, Run, Snapshot
+from appliance.events import BlockRun, Delta, Snapshot
 from appliance.tui.blocks import BlockCounts, Blocks
 from tests.tui.conftest import CACHED, FREE, active, snapshot
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def delta(*runs: Sequence[int]) -> Delta:
-    return Delta(epoch=1, runs=tuple(Run(*run) for run in runs))
+    return Delta(epoch=1, runs=tuple(BlockRun(*run) for run in runs))
 
 
 def test_words_are_taken_apart() -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from appliance.events import Delta, Run, Snapshot, Stats
+from appliance.events import BlockRun, Delta, Snapshot, Stats
 from appliance.tui import client
 from appliance.tui.client import EventFeed
 from appliance.tui.server import Server
-from appliance.tui.state import Connection, DashboardState, Phase, reduce
+from appliance.tui.state import ConnectionChange, ConnectionPhase, DashboardState, reduce
 from tests.tui.conftest import CACHED, FREE, INFO, STATS, Answer, Ending, EventServer, snapshot
 
 if TYPE_CHECKING:
@@ -34,18 +34,20 @@ class Follower:
         self.items.append(item)
 
     @property
-    def connections(self) -> list[Connection]:
-        return [item for item in self.items if isinstance(item, Connection)]
+    def connections(self) -> list[ConnectionChange]:
+        return [item for item in self.items if isinstance(item, ConnectionChange)]
 
     async def until(self, happened: Callable[[], object]) -> None:
         async with asyncio.timeout(10):
             while not happened():  # noqa: ASYNC110  (any condition at all)
                 await asyncio.sleep(0.005)
 
-    async def failure(self) -> Connection:
+    async def failure(self) -> ConnectionChange:
         """The first thing that went wrong."""
-        await self.until(lambda: any(one.phase is not Phase.LIVE for one in self.connections))
-        return next(one for one in self.connections if one.phase is not Phase.LIVE)
+        await self.until(
+            lambda: any(one.phase is not ConnectionPhase.LIVE for one in self.connections)
+        )
+        return next(one for one in self.connections if one.phase is not ConnectionPhase.LIVE)
 
 
 @asynccontextmanager
@@ -66,9 +68,9 @@ async def test_events_arrive_in_order(event_server: EventServer) -> None:
     event_server.answers = [Answer((INFO, snapshot([FREE] * 4), STATS))]
     async with follow(event_server.url, "secret") as follower:
         await follower.until(lambda: follower.state.stats)
-        event_server.send(Delta(epoch=1, runs=(Run(1, 2, CACHED),)))
+        event_server.send(Delta(epoch=1, runs=(BlockRun(1, 2, CACHED),)))
         await follower.until(lambda: len(follower.items) == 5)
-    assert follower.items[0] == Connection(Phase.LIVE)
+    assert follower.items[0] == ConnectionChange(ConnectionPhase.LIVE)
     assert follower.items[1] == INFO
     assert follower.items[3] == STATS
     assert follower.state.blocks is not None
@@ -89,36 +91,44 @@ async def test_without_a_key_none_is_sent(event_server: EventServer) -> None:
 @pytest.mark.parametrize(
     ("answer", "phase", "reason"),
     [
-        (Answer(status="401 Unauthorized"), Phase.NO_KEY, "set APPLIANCE_API_KEY"),
-        (Answer(status="403 Forbidden"), Phase.UNAUTHORIZED, "refused"),
-        (Answer(status="404 Not Found", content_type="text/html"), Phase.FOREIGN, "404 text/html"),
-        (Answer(content_type="text/html"), Phase.FOREIGN, "200 text/html"),
-        (Answer(status="503 Service Unavailable"), Phase.LOST, "503 Service Unavailable"),
-        (Answer(status="429 Too Many Requests"), Phase.LOST, "429 Too Many Requests"),
-        (Answer((INFO,), ending=Ending.FINISH), Phase.LOST, "the feed ended"),
-        (Answer((INFO,), ending=Ending.CUT), Phase.LOST, "connection was cut"),
+        (Answer(status="401 Unauthorized"), ConnectionPhase.NO_KEY, "set APPLIANCE_API_KEY"),
+        (Answer(status="403 Forbidden"), ConnectionPhase.UNAUTHORIZED, "refused"),
+        (
+            Answer(status="404 Not Found", content_type="text/html"),
+            ConnectionPhase.FOREIGN,
+            "404 text/html",
+        ),
+        (Answer(content_type="text/html"), ConnectionPhase.FOREIGN, "200 text/html"),
+        (Answer(status="503 Service Unavailable"), ConnectionPhase.LOST, "503 Service Unavailable"),
+        (Answer(status="429 Too Many Requests"), ConnectionPhase.LOST, "429 Too Many Requests"),
+        (Answer((INFO,), ending=Ending.FINISH), ConnectionPhase.LOST, "the feed ended"),
+        (Answer((INFO,), ending=Ending.CUT), ConnectionPhase.LOST, "connection was cut"),
         (
             Answer((INFO,), b'event: stats\ndata: {"ti', Ending.FINISH),
-            Phase.LOST,
+            ConnectionPhase.LOST,
             "cut in the middle of a frame",
         ),
-        (Answer((INFO,), b"event: stats\ndata: {}\n\n"), Phase.LOST, "missing required field"),
-        (Answer((INFO,), b"event: stats\ndata: [\n\n"), Phase.LOST, "cannot be read"),
-        (Answer((INFO,), b"event: stats\ndata: \xff\n\n"), Phase.LOST, "cannot be read"),
+        (
+            Answer((INFO,), b"event: stats\ndata: {}\n\n"),
+            ConnectionPhase.LOST,
+            "missing required field",
+        ),
+        (Answer((INFO,), b"event: stats\ndata: [\n\n"), ConnectionPhase.LOST, "cannot be read"),
+        (Answer((INFO,), b"event: stats\ndata: \xff\n\n"), ConnectionPhase.LOST, "cannot be read"),
         (
             Answer((Snapshot(epoch=1, num_blocks=9, block_size=16, cells="AAAA"),)),
-            Phase.LOST,
+            ConnectionPhase.LOST,
             "do not decompress",
         ),
         (
-            Answer((snapshot([FREE]), Delta(epoch=1, runs=(Run(0, 9, FREE),)))),
-            Phase.LOST,
+            Answer((snapshot([FREE]), Delta(epoch=1, runs=(BlockRun(0, 9, FREE),)))),
+            ConnectionPhase.LOST,
             "a map of 1 block",
         ),
     ],
 )
 async def test_what_goes_wrong_is_said_and_then_tried_again(
-    event_server: EventServer, answer: Answer, phase: Phase, reason: str
+    event_server: EventServer, answer: Answer, phase: ConnectionPhase, reason: str
 ) -> None:
     event_server.answers = [answer, Answer((INFO, snapshot([CACHED] * 3)))]
     async with follow(event_server.url) as follower:
@@ -129,14 +139,14 @@ async def test_what_goes_wrong_is_said_and_then_tried_again(
         await follower.until(
             lambda: follower.state.blocks and follower.state.blocks.num_blocks == 3
         )
-        assert follower.state.connection.phase is Phase.LIVE
+        assert follower.state.connection.phase is ConnectionPhase.LIVE
 
 
 async def test_a_key_that_is_wrong_is_told_from_none(event_server: EventServer) -> None:
     event_server.answers = [Answer(status="401 Unauthorized")]
     async with follow(event_server.url, "secret") as follower:
         failure = await follower.failure()
-    assert failure.phase is Phase.UNAUTHORIZED
+    assert failure.phase is ConnectionPhase.UNAUTHORIZED
     assert "the server refused the key; set APPLIANCE_API_KEY" in failure.reason
 
 
@@ -144,7 +154,7 @@ async def test_a_server_that_is_not_there(event_server: EventServer) -> None:
     await event_server.stop()
     async with follow(event_server.url) as follower:
         failure = await follower.failure()
-        assert failure.phase is Phase.LOST
+        assert failure.phase is ConnectionPhase.LOST
         assert failure.reason == "connection refused; is the server running?"
         event_server.answers = [Answer((INFO, snapshot([FREE])))]
         await event_server.start()
@@ -161,7 +171,7 @@ async def test_a_server_that_speaks_no_http() -> None:
         port = server.sockets[0].getsockname()[1]
         async with follow(f"http://127.0.0.1:{port}") as follower:
             failure = await follower.failure()
-    assert failure.phase is Phase.LOST
+    assert failure.phase is ConnectionPhase.LOST
     assert failure.reason
 
 
@@ -180,11 +190,11 @@ async def test_events_of_another_version_are_skipped(event_server: EventServer) 
         await follower.until(lambda: follower.state.info)
         event_server.send(STATS)
         await follower.until(lambda: follower.state.stats)
-    assert [one.phase for one in follower.connections] == [Phase.LIVE]
+    assert [one.phase for one in follower.connections] == [ConnectionPhase.LIVE]
 
 
 async def test_deltas_of_an_unknown_epoch_bring_a_new_snapshot(event_server: EventServer) -> None:
-    stray = Delta(epoch=2, runs=(Run(0, 1, CACHED),))
+    stray = Delta(epoch=2, runs=(BlockRun(0, 1, CACHED),))
     event_server.answers = [
         Answer((snapshot([FREE] * 2, epoch=1), *[stray] * (client.MAX_STRAY_DELTAS + 1))),
         Answer((snapshot([CACHED] * 2, epoch=2),)),
@@ -240,9 +250,9 @@ async def test_what_waited_on_the_way_is_dropped_with_its_connection(
         event_server.answers = [Answer((INFO, snapshot([CACHED] * 4), numbers(3600.0)))]
         event_server.send(numbers(3620.0))
         failure = await follower.failure()
-        assert (failure.phase, failure.reason) == (Phase.LOST, "a slow link: 20 s behind")
+        assert (failure.phase, failure.reason) == (ConnectionPhase.LOST, "a slow link: 20 s behind")
         await follower.until(
             lambda: follower.state.blocks and follower.state.blocks.counts().cached == 4
         )
-        assert follower.state.connection.phase is Phase.LIVE
+        assert follower.state.connection.phase is ConnectionPhase.LIVE
         assert len(event_server.requests) == 2

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from appliance.tui import palette
-from appliance.tui.state import Phase
+from appliance.tui.state import ConnectionPhase
 from tests.tui.conftest import (
     CACHED,
     INFO,
@@ -29,7 +29,7 @@ from tests.tui.piloting import (
 async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await event_server.stop()
-        await shown(app, pilot, lambda: app.session.state.connection.phase is Phase.LOST)
+        await shown(app, pilot, lambda: app.session.state.connection.phase is ConnectionPhase.LOST)
         assert "lost, retrying" in screen_text(app)
         await until(pilot, lambda: "Connection lost: " in screen_text(app))
         seen = block_map_colors(app)
@@ -78,7 +78,7 @@ async def test_what_is_wrong_stands_in_place_of_the_map(
 async def test_nobody_there(event_server: EventServer) -> None:
     await event_server.stop()
     async with dashboard(event_server, SMALL, Answer()) as (app, pilot):
-        await shown(app, pilot, lambda: app.session.state.connection.phase is Phase.LOST)
+        await shown(app, pilot, lambda: app.session.state.connection.phase is ConnectionPhase.LOST)
         text = screen_text(app)
     assert f"No connection to {event_server.url}" in text
     assert "connection refused; is the server running?" in text

@@ -11,7 +11,7 @@ from rich.style import Style
 
 from appliance.errors import ConfigError
 from appliance.tui import palette
-from appliance.tui.display import Colors, Display
+from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.raster import PAINT
 from appliance.tui.scheme import SCHEMES, SIXTEEN, Colorless, OnlyAscii, Recolor
 from tests.tui.piloting import LARGE, SMALL, dashboard, screen_strips, screen_text, shown, until
@@ -28,7 +28,7 @@ def colors_of(strips: list[Strip]) -> set[Color]:
 
 
 async def test_sixteen_colours_are_chosen_by_hand(event_server: EventServer) -> None:
-    async with dashboard(event_server, display=Display(Colors.STANDARD)) as (app, pilot):
+    async with dashboard(event_server, display=DisplaySettings(Colors.STANDARD)) as (app, pilot):
         await shown(app, pilot)
         assert app.depth is ColorSystem.STANDARD
         names = {color.name for color in colors_of(screen_strips(app))}
@@ -47,7 +47,7 @@ def test_states_and_owners_stay_apart_in_sixteen_colours() -> None:
 async def test_without_colours_letters_tell_states_and_owners(
     event_server: EventServer, size: tuple[int, int]
 ) -> None:
-    async with dashboard(event_server, size, display=Display(Colors.NONE)) as (app, pilot):
+    async with dashboard(event_server, size, display=DisplaySettings(Colors.NONE)) as (app, pilot):
         await shown(app, pilot)
         strips = screen_strips(app)
         text = "\n".join(strip.text for strip in strips)
@@ -68,7 +68,7 @@ async def test_without_colours_letters_tell_states_and_owners(
 
 @pytest.mark.parametrize("page", ["1", "2", "3", "4", "5"])
 async def test_without_utf8_nothing_but_ascii_is_sent(event_server: EventServer, page: str) -> None:
-    display = Display(Colors.STANDARD, ascii=True)
+    display = DisplaySettings(Colors.STANDARD, ascii=True)
     async with dashboard(event_server, display=display) as (app, pilot):
         await pilot.press(page, "tab", "plus")
         await shown(app, pilot)
@@ -111,7 +111,7 @@ def test_no_colour_of_words_is_one_of_blocks() -> None:
 
 
 async def test_a_terminal_with_few_colours_has_no_themes(event_server: EventServer) -> None:
-    async with dashboard(event_server, display=Display(Colors.STANDARD)) as (app, pilot):
+    async with dashboard(event_server, display=DisplaySettings(Colors.STANDARD)) as (app, pilot):
         app.use_theme("light")
         await until(pilot, lambda: "too few colours for themes" in screen_text(app))
 
@@ -141,4 +141,4 @@ def test_every_letter_of_ours_has_one_in_ascii() -> None:
 @pytest.mark.parametrize(("colors", "theme"), [("many", "dark"), ("16", "pink")])
 def test_unknown_names_are_refused_with_the_known_ones(colors: str, theme: str) -> None:
     with pytest.raises(ConfigError, match="choose one of"):
-        Display.of(colors, theme)
+        DisplaySettings.of(colors, theme)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from block_cells import pack_cell
 
-from appliance.events import NO_OWNER, pack_cell
+from appliance.events import NO_OWNER
 from appliance.tui import palette
-from appliance.tui.display import Colors, Display
+from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.widgets.host_strip import HostStrip
 from tests.tui.conftest import FREE, INFO, STATS, Answer, EventServer, sequence, sequences, snapshot
 from tests.tui.piloting import LARGE, SMALL, dashboard, screen_text, shown
@@ -96,7 +97,10 @@ async def test_a_server_that_starts_anew_has_no_host_memory_yet(
 async def test_letters_tell_it_where_there_are_no_colours(
     event_server: EventServer, size: tuple[int, int]
 ) -> None:
-    async with dashboard(event_server, size, FULL, display=Display(Colors.NONE)) as (app, pilot):
+    async with dashboard(event_server, size, FULL, display=DisplaySettings(Colors.NONE)) as (
+        app,
+        pilot,
+    ):
         await pilot.press("2")
         await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)

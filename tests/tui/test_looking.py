@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.events import Delta, Run
+from appliance.events import BlockRun, Delta
 from appliance.tui import palette
 from appliance.tui.screens.help import HelpScreen
 from appliance.tui.widgets.block_map import BlockMap
@@ -116,7 +116,7 @@ async def test_a_click_on_a_block_or_a_line_focuses_its_sequence(event_server: E
 async def test_pause_holds_the_picture(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("p")
-        event_server.send(Delta(epoch=1, runs=(Run(0, 4096, CACHED),)))
+        event_server.send(Delta(epoch=1, runs=(BlockRun(0, 4096, CACHED),)))
         before = app.session.state
         await shown(app, pilot, lambda: app.session.state is not before)
         assert "‖ paused" in screen_text(app)

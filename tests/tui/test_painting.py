@@ -6,7 +6,7 @@ import pytest
 from textual.geometry import Region
 from textual.widget import Widget
 
-from appliance.events import Delta, Run
+from appliance.events import BlockRun, Delta
 from appliance.tui import palette
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
@@ -31,7 +31,7 @@ from tests.tui.piloting import (
 async def test_deltas_change_what_is_shown(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         before = app.session.state
-        event_server.send(Delta(epoch=1, runs=(Run(0, 4096, CACHED),)))
+        event_server.send(Delta(epoch=1, runs=(BlockRun(0, 4096, CACHED),)))
         await shown(app, pilot, lambda: app.session.state is not before)
         assert set(block_map_colors(app)) <= {palette.CACHED, palette.BACKGROUND}
         assert "cached 4,096" in screen_text(app)
@@ -57,7 +57,7 @@ async def test_only_what_changed_is_painted(
         app.paint()
         assert not written.sequences, "nothing is new"
         before = app.session.state
-        event_server.send(Delta(epoch=1, runs=(Run(2100, 1, active(1)),)))
+        event_server.send(Delta(epoch=1, runs=(BlockRun(2100, 1, active(1)),)))
         await until(pilot, lambda: app.session.state is not before)
         app.paint(panels=False)
     (sent,) = written.sequences
@@ -73,7 +73,7 @@ async def test_what_was_sent_by_the_short_way_is_painted_by_the_long_way_too(
         app.terminal = Written()  # type: ignore[assignment]
         assert palette.WRITING not in block_map_colors(app)
         before = app.session.state
-        event_server.send(Delta(epoch=1, runs=(Run(2048, 2048, active(1)),)))
+        event_server.send(Delta(epoch=1, runs=(BlockRun(2048, 2048, active(1)),)))
         await until(pilot, lambda: app.session.state is not before)
         app.paint()  # no screen update comes after this
         area = app.screen.query_one(BlockMap).region
@@ -91,7 +91,7 @@ async def test_what_lies_over_the_map_is_not_painted_over(event_server: EventSer
         app.notify("something to read")
         await until(pilot, lambda: app.screen.query("Toast"))
         before = app.session.state
-        event_server.send(Delta(epoch=1, runs=(Run(0, 4096, CACHED),)))
+        event_server.send(Delta(epoch=1, runs=(BlockRun(0, 4096, CACHED),)))
         await shown(app, pilot, lambda: app.session.state is not before)
         assert "something to read" in screen_text(app)
         assert "cached 4,096" in screen_text(app)
@@ -108,12 +108,17 @@ async def test_nothing_is_painted_while_nothing_changes(
         painted.append(widget)
         return refresh(widget, *regions, **how)
 
+    def settled() -> bool:
+        was_painted = bool(painted)
+        painted.clear()
+        return not was_painted
+
     monkeypatch.setattr(Widget, "refresh", counted)
     async with dashboard(event_server) as (app, pilot):
         for page in ("overview", "map", "requests", "model", "log"):
             await app.switch_mode(page)
             await shown(app, pilot)
-            painted.clear()
+            await until(pilot, settled)  # a screen's first footer comes a little later
             for _ in range(3):
                 app.paint()
                 await pilot.pause()
@@ -124,7 +129,7 @@ async def test_under_a_question_the_page_goes_on(event_server: EventServer) -> N
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("tab", "x")
         before = app.session.state
-        event_server.send(Delta(epoch=1, runs=(Run(0, 4096, CACHED),)))
+        event_server.send(Delta(epoch=1, runs=(BlockRun(0, 4096, CACHED),)))
         await shown(app, pilot, lambda: app.session.state is not before)
         assert "Abort chatcmpl-1 of anna?" in screen_text(app)
         await pilot.press("n")

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
+from block_cells import pack_cell
 
-from appliance.events import NO_OWNER, pack_cell
+from appliance.events import NO_OWNER
 from appliance.tui import raster
 from appliance.tui.blocks import Blocks
 from appliance.tui.grid import Grid

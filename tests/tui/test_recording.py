@@ -6,23 +6,23 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError
-from appliance.events import Delta, Job, Log, LogLine, Run
+from appliance.events import BlockRun, Delta, Job, Log, LogLine
 from appliance.tui.recording import Recorder, ReplayFeed, decode_item, encode_item
-from appliance.tui.state import Connection, DashboardState, FeedItem, Phase, reduce
+from appliance.tui.state import ConnectionChange, ConnectionPhase, DashboardState, FeedItem, reduce
 from tests.tui.conftest import CACHED, FREE, INFO, STATS, sequence, sequences, snapshot
 from tests.tui.test_controls import TABLE
 
 ITEMS: list[FeedItem] = [
-    Connection(Phase.LIVE),
+    ConnectionChange(ConnectionPhase.LIVE),
     INFO,
     snapshot([FREE] * 4),
     sequences(sequence(1)),
-    Delta(epoch=1, runs=(Run(1, 2, CACHED),)),
+    Delta(epoch=1, runs=(BlockRun(1, 2, CACHED),)),
     STATS,
     TABLE,
     Log(lines=(LogLine(time=1.0, level="ERROR", source="engine", message='a "quoted" ☃'),)),
     Job(name="quantize", stage="layers", done=1, total=30),
-    Connection(Phase.LOST, "cut"),
+    ConnectionChange(ConnectionPhase.LOST, "cut"),
 ]
 
 
@@ -60,7 +60,7 @@ async def test_a_recording_is_played_as_it_was(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0, "for its owner only"
     *items, end = await played(path)
     assert items == ITEMS
-    assert end == Connection(Phase.ENDED, "the recording is over")
+    assert end == ConnectionChange(ConnectionPhase.ENDED, "the recording is over")
     assert ReplayFeed(path).name == "one.jsonl of http://box"
 
 
@@ -80,7 +80,7 @@ async def test_a_recording_that_was_cut_short_is_played_up_to_there(tmp_path: Pa
     path.write_bytes(path.read_bytes()[:-20])
     *items, end = await played(path)
     assert items == ITEMS[:-1]
-    assert isinstance(end, Connection)
+    assert isinstance(end, ConnectionChange)
     assert "line 11 of the recording cannot be read" in end.reason
 
 

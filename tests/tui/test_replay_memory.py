@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
-from appliance.events import Delta, Log, LogLine, Run, Stats
+from appliance.events import BlockRun, Delta, Log, LogLine, Stats
 from appliance.tui.app import FRAMES_PER_SECOND, DashboardApp
-from appliance.tui.recording import FORMAT, Header, ReplayFeed, encode_item
-from appliance.tui.state import Connection, Phase
+from appliance.tui.recording import FORMAT, RecordingHeader, ReplayFeed, encode_item
+from appliance.tui.state import ConnectionChange, ConnectionPhase
 from appliance.tui.timeline import Timeline
 from tests.tui.conftest import INFO, STATS, active, sequence, sequences, snapshot
 from tests.tui.piloting import CELLS, LARGE
@@ -35,9 +35,9 @@ MOST_GROWTH = 4 * 2**20  # a timeline without bounds grew by 13 MiB
 def happened(frame: int) -> Iterator[FeedItem]:
     """What a busy server tells in one frame."""
     if frame == 0:
-        yield from (Connection(Phase.LIVE), INFO, snapshot(CELLS))
+        yield from (ConnectionChange(ConnectionPhase.LIVE), INFO, snapshot(CELLS))
     at = frame * 37 % 4000
-    yield Delta(epoch=1, runs=(Run(at, 40, active(frame % 30 + 1, frame % 3 + 1)),))
+    yield Delta(epoch=1, runs=(BlockRun(at, 40, active(frame % 30 + 1, frame % 3 + 1)),))
     second, part = divmod(frame, FRAMES_PER_SECOND)
     if part:
         return
@@ -57,7 +57,9 @@ async def test_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
 ) -> None:
     path = tmp_path / "hour"
     with path.open("wb") as file:
-        file.write(msgspec.json.encode(Header(appliance_recording=FORMAT, source="x", time=0.0)))
+        file.write(
+            msgspec.json.encode(RecordingHeader(appliance_recording=FORMAT, source="x", time=0.0))
+        )
         for frame in range(HOUR):
             for item in happened(frame):
                 file.write(b"\n" + encode_item(item, frame / FRAMES_PER_SECOND))
@@ -76,7 +78,7 @@ async def test_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
 
     monkeypatch.setattr(app, "take", take_and_paint)
     async with app.run_test(size=LARGE) as pilot, asyncio.timeout(120):
-        while app.session.state.connection.phase is not Phase.ENDED:
+        while app.session.state.connection.phase is not ConnectionPhase.ENDED:
             await pilot.pause(0.1)
     assert len(sizes) == 3600 // MEASURE_SECONDS
     assert max(sizes[2:]) - sizes[1] < MOST_GROWTH, sizes

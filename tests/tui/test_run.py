@@ -29,11 +29,11 @@ PROGRAM = """
 import sys
 from appliance.tui.run import run_dashboard
 if "crash" in sys.argv:
-    from appliance.tui.screens.page import Page
+    from appliance.tui.screens.dashboard_screen import DashboardScreen
     def crash(self):
         private = "a prompt"
         raise RuntimeError("planted")
-    Page.action_next_mode = crash
+    DashboardScreen.action_next_mode = crash
 code = run_dashboard(sys.argv[1], "key")
 heavy = [n for n in sys.modules if n.split(".")[0] in ("torch", "transformers", "triton")]
 ours = [n for n in sys.modules if n.startswith(("appliance.engine", "appliance.model"))]

@@ -16,7 +16,7 @@ import pytest
 
 from appliance.events import Event, Gpu, Info, Job, Log, LogLine, Machine, QualityFact
 from appliance.stats import StepView
-from appliance.tui.display import Colors, Display
+from appliance.tui.display import Colors, DisplaySettings
 from tests.tui.conftest import INFO, STATS, Answer, EventServer, page, sequence, sequences, snapshot
 from tests.tui.piloting import (
     CELLS,
@@ -143,7 +143,11 @@ async def test_every_screen_looks_as_approved(
     [
         (WITH_GPU, (Screen("gpu", "1"), Screen("task", "4")), TRUECOLOR),
         (FOREIGN, (Screen("foreign", "1"),), TRUECOLOR),
-        (ALL, (Screen("letters", "1"), Screen("letters-focus", "3 tab")), Display(Colors.NONE)),
+        (
+            ALL,
+            (Screen("letters", "1"), Screen("letters-focus", "3 tab")),
+            DisplaySettings(Colors.NONE),
+        ),
     ],
     ids=["gpu", "foreign", "letters"],
 )
@@ -153,7 +157,7 @@ async def test_other_servers_and_terminals_look_as_approved(
     size: tuple[int, int],
     events: tuple[Event, ...],
     screens: tuple[Screen, ...],
-    display: Display,
+    display: DisplaySettings,
 ) -> None:
     tour = Tour(event_server, monkeypatch, events, display)
     check([one async for one in tour.looks(size, screens)], size)
@@ -167,7 +171,7 @@ class Tour:
         server: EventServer,
         monkeypatch: pytest.MonkeyPatch,
         events: tuple[Event, ...],
-        display: Display = TRUECOLOR,
+        display: DisplaySettings = TRUECOLOR,
     ) -> None:
         monkeypatch.setattr("appliance.tui.widgets.log.time.localtime", lambda when: (0,) * 9)
         monkeypatch.setattr("appliance.tui.client.SILENCE_TIMEOUT", 600.0)  # of a slow machine

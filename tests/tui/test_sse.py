@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.tui import sse
-from appliance.tui.sse import FrameDecoder
+from appliance.tui.sse import EventDecoder
 
 STREAM = (
     b": keep-alive\n\nevent: info\ndata: {}\n\n"
@@ -24,7 +24,7 @@ FRAMES = [
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=20))
 def test_frames_are_the_same_wherever_the_network_cuts(cuts: list[int]) -> None:
-    decoder = FrameDecoder()
+    decoder = EventDecoder()
     edges = [0, *sorted(cuts), len(STREAM)]
     frames = []
     for start, end in pairwise(edges):
@@ -35,14 +35,14 @@ def test_frames_are_the_same_wherever_the_network_cuts(cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("cut", [b"event: sta", b"event: stats\n", b"data: 1\n", b"data: 1\n\nd"])
 def test_a_cut_in_a_frame_is_noticed(cut: bytes) -> None:
-    decoder = FrameDecoder()
+    decoder = EventDecoder()
     decoder.feed(b"data: whole\n\n" + cut)
     assert decoder.in_frame
 
 
 def test_a_frame_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "MAX_FRAME_BYTES", 100)
-    decoder = FrameDecoder()
+    decoder = EventDecoder()
     for _ in range(10):
         assert len(decoder.feed(b"data: " + b"x" * 50 + b"\n\n")) == 1  # each by itself is fine
     decoder.feed(b"data: " + b"x" * 60)

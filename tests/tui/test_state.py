@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.events import (
+    BlockRun,
     BlockTable,
     Delta,
     Job,
     Log,
     LogLine,
-    Run,
     Sequences,
     Snapshot,
     Stats,
@@ -20,20 +20,20 @@ from appliance.events import (
 from appliance.stats import StepView
 from appliance.tui.state import (
     MAX_LOG_LINES,
-    Connection,
+    ConnectionChange,
+    ConnectionPhase,
     DashboardState,
     FeedItem,
-    Phase,
     reduce,
 )
 from tests.tui.conftest import CACHED, FREE, INFO, STATS, active, sequence, snapshot
 
 NUM_BLOCKS = 40
-LIVE = Connection(Phase.LIVE)
+LIVE = ConnectionChange(ConnectionPhase.LIVE)
 
 cells = st.sampled_from([FREE, CACHED, active(1), active(2), active(3, 2)])
 runs = st.integers(0, NUM_BLOCKS - 1).flatmap(
-    lambda start: st.builds(Run, st.just(start), st.integers(1, NUM_BLOCKS - start), cells)
+    lambda start: st.builds(BlockRun, st.just(start), st.integers(1, NUM_BLOCKS - start), cells)
 )
 steps = st.one_of(
     st.lists(runs, max_size=4).map(tuple),  # blocks that change
@@ -44,7 +44,7 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=40))
-def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[Run, ...]]) -> None:
+def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[BlockRun, ...]]) -> None:
     truth, epoch = [FREE] * NUM_BLOCKS, 1
     state = reduce(DashboardState(), snapshot(truth, epoch))
     for step in script:
@@ -62,9 +62,13 @@ def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[Run, ...]])
             case "lost":
                 # What happens meanwhile is told by the snapshot of the next connection only.
                 truth = [CACHED, *truth[1:]]
-                items = [Connection(Phase.LOST, "cut", 1.0), LIVE, snapshot(truth, epoch)]
+                items = [
+                    ConnectionChange(ConnectionPhase.LOST, "cut", 1.0),
+                    LIVE,
+                    snapshot(truth, epoch),
+                ]
             case "stray":
-                items = [Delta(epoch=epoch + 7, runs=(Run(0, NUM_BLOCKS, CACHED),))]
+                items = [Delta(epoch=epoch + 7, runs=(BlockRun(0, NUM_BLOCKS, CACHED),))]
             case "stats":
                 items = [STATS]
             case "sequences":
@@ -85,13 +89,13 @@ def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[Run, ...]])
 
 
 def test_a_delta_before_any_snapshot_is_ignored() -> None:
-    state = reduce(DashboardState(), Delta(epoch=1, runs=(Run(0, 1, FREE),)))
+    state = reduce(DashboardState(), Delta(epoch=1, runs=(BlockRun(0, 1, FREE),)))
     assert state.blocks is None
 
 
 def test_earlier_states_are_left_alone() -> None:
     before = reduce(DashboardState(), snapshot([FREE] * 4))
-    after = reduce(before, Delta(epoch=1, runs=(Run(0, 2, CACHED),)))
+    after = reduce(before, Delta(epoch=1, runs=(BlockRun(0, 2, CACHED),)))
     assert before.blocks is not None
     assert after.blocks is not None
     assert before.blocks.cells.tolist() == [FREE] * 4
@@ -101,7 +105,7 @@ def test_earlier_states_are_left_alone() -> None:
 def test_events_that_contradict_the_map_are_refused() -> None:
     state = reduce(DashboardState(), snapshot([FREE] * 4))
     with pytest.raises(ValueError, match="map of 4 blocks"):
-        reduce(state, Delta(epoch=1, runs=(Run(3, 2, CACHED),)))
+        reduce(state, Delta(epoch=1, runs=(BlockRun(3, 2, CACHED),)))
 
 
 def test_stats_become_history() -> None:
@@ -136,13 +140,13 @@ def test_the_map_is_current_only_with_a_connection_and_a_ready_engine() -> None:
     assert not state.current
     state = reduce(state, INFO)
     assert state.current
-    assert not reduce(state, Connection(Phase.LOST)).current
+    assert not reduce(state, ConnectionChange(ConnectionPhase.LOST)).current
 
 
 def test_ages_are_told_by_snapshots_and_counted_from_changes() -> None:
     first = Snapshot.of(1, 16, np.array([FREE] * 3, dtype="<u4").tobytes(), b"\x05\0\x07\0\0\0")
     state = reduce(DashboardState(), first, 100.0)
-    state = reduce(state, Delta(epoch=1, runs=(Run(1, 1, CACHED),)), 102.0)
+    state = reduce(state, Delta(epoch=1, runs=(BlockRun(1, 1, CACHED),)), 102.0)
     assert state.blocks is not None
     assert state.blocks.changed.tolist() == [95.0, 102.0, 100.0]
     # One without ages, as after a lost connection, leaves what is unchanged as old as it is.
@@ -164,7 +168,7 @@ def test_tasks_are_kept_by_name_until_they_end_or_another_connection_begins() ->
     assert known(state) == [("a", 2), ("b", 9)]
     state = reduce(state, job("a", 2, ended=True))
     assert known(state) == [("b", 9)]
-    state = reduce(state, Connection(Phase.LOST))
+    state = reduce(state, ConnectionChange(ConnectionPhase.LOST))
     assert known(state) == [("b", 9)]
     assert known(reduce(state, LIVE)) == [], "what still goes on is told again"
 

@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.events import Delta, Run
-from appliance.tui.state import Connection, DashboardState, FeedItem, Phase, reduce
+from appliance.events import BlockRun, Delta
+from appliance.tui.state import ConnectionChange, ConnectionPhase, DashboardState, FeedItem, reduce
 from appliance.tui.timeline import SEGMENT_SECONDS, Timeline
 from tests.tui.conftest import CACHED, FREE, INFO, STATS, active, sequence, sequences, snapshot
 
@@ -22,12 +22,12 @@ def cells(state: DashboardState) -> list[int] | None:
 
 items = st.one_of(
     st.builds(
-        lambda start, cell: Delta(epoch=1, runs=(Run(start, 2, cell),)),
+        lambda start, cell: Delta(epoch=1, runs=(BlockRun(start, 2, cell),)),
         st.integers(0, NUM_BLOCKS - 2),
         st.sampled_from([FREE, CACHED, active(1)]),
     ),
     st.sampled_from(
-        [INFO, STATS, sequences(sequence(1)), Connection(Phase.LOST, "cut"),
+        [INFO, STATS, sequences(sequence(1)), ConnectionChange(ConnectionPhase.LOST, "cut"),
          snapshot([CACHED] * NUM_BLOCKS)]
     ),
 )  # fmt: skip
@@ -70,7 +70,7 @@ def test_an_hour_takes_no_more_memory_than_a_few_minutes() -> None:
         elif tick % 50 == 1:
             item = busy
         else:
-            item = Delta(epoch=1, runs=(Run(tick % 4000, 9, active(tick % 9)),))
+            item = Delta(epoch=1, runs=(BlockRun(tick % 4000, 9, active(tick % 9)),))
         before, state = state, reduce(state, item, now)
         timeline.add(item, before, now)
         if tick % (ticks // 6) == 0:

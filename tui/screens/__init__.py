@@ -1,1 +1,1 @@
-"""The pages of the dashboard and the dialogs over them."""
+"""The screens of the dashboard and the dialogs over them."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question over the page; only `y` confirms."""
+    """A question over the screen; only `y` confirms."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("y", "dismiss(True)", "Yes"),
@@ -36,7 +36,6 @@ class ConfirmScreen(ModalScreen[bool]):
         self._question, self._consequence = question, consequence
 
     def compose(self) -> ComposeResult:
-        """Build the box."""
         with Vertical():
             yield Static(
                 Text.assemble(

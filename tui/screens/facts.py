@@ -1,4 +1,4 @@
-"""The pages without a map: the model with its memory, and the server's log."""
+"""The screens without a map: the model with its memory, and the server's log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
-from appliance.tui.screens.page import Page
+from appliance.tui.screens.dashboard_screen import DashboardScreen
 from appliance.tui.widgets.log import LogPanel
 from appliance.tui.widgets.model import MemoryPanel, ModelPanel
 from appliance.tui.widgets.panel import LongPanel
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
 
 
-class ModelPage(Page):
+class ModelScreen(DashboardScreen):
     """Shows the model and its memory."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -28,14 +28,13 @@ class ModelPage(Page):
         Binding("pagedown", "scroll(10)", "Far down", show=False),
     ]
     DEFAULT_CSS = """
-    ModelPage {
+    ModelScreen {
         ModelPanel, MemoryPanel { width: 1fr; height: 1fr; }
         StatusLine { display: none; }
     }
     """
 
     def body(self) -> ComposeResult:
-        """Lay out two panels side by side."""
         with Horizontal():
             yield ModelPanel()
             yield MemoryPanel()
@@ -46,9 +45,7 @@ class ModelPage(Page):
         self.session.change(facts_down=min(max(self.session.look.facts_down + lines, 0), most))
 
 
-class LogPage(Page):
-    """Shows warnings and errors."""
-
+class LogScreen(DashboardScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "next_mode", "Colours", show=False),
         Binding("tab", "focus_sequence(1)", "Next", show=False),
@@ -57,10 +54,9 @@ class LogPage(Page):
         Binding("pageup", "scroll(10)", "Much older", show=False),
         Binding("pagedown", "scroll(-10)", "Much newer", show=False),
     ]
-    DEFAULT_CSS = "LogPage StatusLine { display: none; }"
+    DEFAULT_CSS = "LogScreen StatusLine { display: none; }"
 
     def body(self) -> ComposeResult:
-        """Show one panel."""
         yield LogPanel()
 
     def action_scroll(self, lines: int) -> None:

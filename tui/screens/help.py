@@ -73,7 +73,6 @@ class HelpScreen(ModalScreen[None]):
         self._lettered = lettered
 
     def compose(self) -> ComposeResult:
-        """Build the box."""
         with VerticalScroll() as box:
             box.border_title, box.border_subtitle = "appliance top", "esc closes"
             yield Static(_text(self._lettered))

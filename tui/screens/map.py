@@ -1,4 +1,4 @@
-"""The map page: the block map with a cursor, and a sequence's block table beside it."""
+"""The map screen: the block map with a cursor, and a sequence's block table beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from textual.containers import Horizontal, Vertical
 
 from appliance.tui import palette
 from appliance.tui.look import SequenceKey
-from appliance.tui.screens.page import Page
+from appliance.tui.screens.dashboard_screen import DashboardScreen
 from appliance.tui.viewport import levels
 from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.block_table import BlockTablePanel
@@ -17,6 +17,7 @@ from appliance.tui.widgets.detail import Detail
 from appliance.tui.widgets.host_strip import HostStrip
 from appliance.tui.widgets.legend import Legend
 from appliance.tui.widgets.minimap import Minimap
+from appliance.tui.widgets.state_strip import StateStrip
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 
-class MapPage(Page):
+class MapScreen(DashboardScreen):
     """Shows single blocks."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -39,7 +40,7 @@ class MapPage(Page):
         Binding("enter", "focus_owner", "Focus owner", show=False),
     ]
     DEFAULT_CSS = f"""
-    MapPage {{
+    MapScreen {{
         #body {{ height: 1fr; }}
         #map-panel {{
             border: round {palette.FAINT}; border-title-style: bold;
@@ -60,6 +61,7 @@ class MapPage(Page):
                 yield BlockMap()
                 yield Minimap()
                 yield HostStrip()
+                yield StateStrip()
                 yield Legend()
                 yield Detail()
             yield BlockTablePanel()

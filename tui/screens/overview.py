@@ -1,4 +1,4 @@
-"""The overview page: block map, numbers and sequences."""
+"""The overview screen: block map, numbers and sequences."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 
 from appliance.tui import palette
-from appliance.tui.screens.page import Page
+from appliance.tui.screens.dashboard_screen import DashboardScreen
 from appliance.tui.widgets.block_map import BlockMap
-from appliance.tui.widgets.cache import Cache
-from appliance.tui.widgets.engine import Engine
+from appliance.tui.widgets.cache import CachePanel
+from appliance.tui.widgets.engine import EnginePanel
 from appliance.tui.widgets.host_strip import HostStrip
 from appliance.tui.widgets.latency import Latency
 from appliance.tui.widgets.legend import Legend
 from appliance.tui.widgets.machine import MachinePanel
 from appliance.tui.widgets.requests import RequestTable
+from appliance.tui.widgets.state_strip import StateStrip
 from appliance.tui.widgets.throughput import Throughput
 from appliance.tui.widgets.trends import Trends
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 
-class Overview(Page):
+class OverviewScreen(DashboardScreen):
     """Shows everything at a glance; on a small terminal only the map and two lines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -34,7 +35,7 @@ class Overview(Page):
         Binding("up", "focus_sequence(-1)", "Previous", show=False),
     ]
     DEFAULT_CSS = f"""
-    Overview {{
+    OverviewScreen {{
         #body {{ height: 1fr; }}
         #map-panel {{
             border: round {palette.FAINT}; border-title-style: bold;
@@ -47,13 +48,14 @@ class Overview(Page):
         RequestTable {{ height: 10; }}
         StatusLine {{ display: none; }}
         &.-low RequestTable, &.-short RequestTable {{ display: none; }}
-        &.-short Engine, &.-middle Engine {{ display: none; }}
+        &.-short EnginePanel, &.-middle EnginePanel {{ display: none; }}
         &.-short MachinePanel, &.-middle MachinePanel, &.-tall MachinePanel {{ display: none; }}
         &.-short Throughput {{ min-height: 4; }}
         &.-narrow #numbers, &.-low #numbers {{ display: none; }}
         &.-narrow StatusLine, &.-low StatusLine {{ display: block; }}
         &.-narrow #map-panel {{ padding: 0; }}
         &.-narrow HostStrip, &.-low HostStrip {{ display: none; }}
+        &.-narrow StateStrip, &.-low StateStrip {{ display: none; }}
         &.-huge Trends {{ display: block; }}
         &.-high RequestTable {{ height: 16; }}
     }}
@@ -65,13 +67,14 @@ class Overview(Page):
             with Vertical(id="map-panel"):
                 yield BlockMap()
                 yield HostStrip()
+                yield StateStrip()
                 yield Legend()
             yield Trends()
             with Vertical(id="numbers"):
                 yield Throughput()
                 yield Latency()
-                yield Cache()
-                yield Engine()
+                yield CachePanel()
+                yield EnginePanel()
                 yield MachinePanel()
         yield RequestTable()
 

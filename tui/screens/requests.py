@@ -1,4 +1,4 @@
-"""The requests page: a sortable, filterable table, and details of the focused request."""
+"""The requests screen: a sortable, filterable table, and details of the focused request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input
 
 from appliance.tui import palette
-from appliance.tui.screens.page import MIN_WIDTH, Page
+from appliance.tui.screens.dashboard_screen import MIN_WIDTH, DashboardScreen
 from appliance.tui.widgets.request_detail import RequestDetail
 from appliance.tui.widgets.requests import RequestTable
 
@@ -33,14 +33,11 @@ class Filter(Input):
         self.screen.set_focus(None)
 
     def action_clear(self) -> None:
-        """Clear the filter."""
         self.value = ""
         self.action_leave()
 
 
-class RequestsPage(Page):
-    """Shows every live sequence."""
-
+class RequestsScreen(DashboardScreen):
     AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "focus_sequence(1)", "Next", show=False),
@@ -58,7 +55,7 @@ class RequestsPage(Page):
         (0, "-tiny"), (MIN_WIDTH, "-narrow"), (152, "-wide"),
     ]  # fmt: skip
     DEFAULT_CSS = f"""
-    RequestsPage {{
+    RequestsScreen {{
         RequestTable {{ height: 1fr; }}
         RequestDetail {{ width: 44; }}
         Filter {{
@@ -108,5 +105,4 @@ class RequestsPage(Page):
         self.session.change(sort=self.session.look.sort.next)
 
     def action_reverse_sort(self) -> None:
-        """Reverse the order of the table."""
         self.session.change(ascending=not self.session.look.ascending)

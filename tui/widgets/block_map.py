@@ -50,7 +50,6 @@ class BlockMap(Lines):
         self._glyphs: dict[int, tuple[str, Style]] = {}
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """Blocks and view settings."""
         look = view.look
         # Ages change by themselves, but no step of theirs is shorter than a second.
         moment = int(view.clock / AGE_LIMITS[0]) if look.mode is ColorMode.AGE else 0
@@ -79,7 +78,6 @@ class BlockMap(Lines):
             terminal.write(self._sequence(regions))
 
     def render_line(self, y: int) -> Strip:
-        """Render one line for Textual."""
         width, height = self.size
         first = max(0, (height - len(self._notice)) // 2)
         if first <= y < first + len(self._notice):

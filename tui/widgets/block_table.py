@@ -30,7 +30,6 @@ class BlockTablePanel(Panel):
         return view.focused, view.table, blocks, cursor, view.latest.reduced
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw facts about the sequence, then its blocks."""
         sequence = view.focused
         if sequence is None:
             return [Text("tab chooses a sequence;", palette.MUTED),

@@ -16,18 +16,16 @@ if TYPE_CHECKING:
 _BAR = "━"
 
 
-class Cache(Panel):
+class CachePanel(Panel):
     """A bar in the block map's colours, and shares."""
 
     TITLE = "KV cache"
-    DEFAULT_CSS = "Cache { height: 8; }"
+    DEFAULT_CSS = "CachePanel { height: 8; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The engine's numbers and its geometry."""
         return view.state.stats, view.state.info
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw the bar and five lines."""
         if view.state.stats is None:
             return []
         engine = view.state.stats.engine

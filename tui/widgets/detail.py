@@ -31,11 +31,9 @@ class Detail(Lines):
     DEFAULT_CSS = "Detail { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The block under the cursor."""
         return view.state.blocks, view.look.cursor, view.state.sequences, view.table
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw one line, or none without a cursor."""
         blocks, cursor = view.state.blocks, view.look.cursor
         if blocks is None or cursor is None or cursor >= blocks.num_blocks:
             return []

@@ -16,18 +16,16 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 
-class Engine(Panel):
+class EnginePanel(Panel):
     """Shows steps and totals."""
 
     TITLE = "Engine"
-    DEFAULT_CSS = "Engine { height: 7; }"
+    DEFAULT_CSS = "EnginePanel { height: 7; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The engine's numbers and what was loaded."""
         return view.state.stats, view.state.info
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw up to six lines."""
         stats, info = view.state.stats, view.state.info
         if stats is None:
             return []

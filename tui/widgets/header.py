@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from appliance.tui import numbers, palette
-from appliance.tui.state import Phase
+from appliance.tui.state import ConnectionPhase
 from appliance.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 _NAME = " ▌appliance top"
 _DOTS = {
-    Phase.CONNECTING: ("○", palette.WARNING),
-    Phase.LIVE: ("●", palette.GOOD),
-    Phase.LOST: ("○", palette.BAD),
-    Phase.NO_KEY: ("○", palette.BAD),
-    Phase.UNAUTHORIZED: ("○", palette.BAD),
-    Phase.FOREIGN: ("○", palette.BAD),
-    Phase.ENDED: ("■", palette.MUTED),
+    ConnectionPhase.CONNECTING: ("○", palette.WARNING),
+    ConnectionPhase.LIVE: ("●", palette.GOOD),
+    ConnectionPhase.LOST: ("○", palette.BAD),
+    ConnectionPhase.NO_KEY: ("○", palette.BAD),
+    ConnectionPhase.UNAUTHORIZED: ("○", palette.BAD),
+    ConnectionPhase.FOREIGN: ("○", palette.BAD),
+    ConnectionPhase.ENDED: ("■", palette.MUTED),
 }
+
+_STATES = {"failed": palette.BAD, "asleep": palette.MUTED}  # the others are warnings
 
 
 class Header(Lines):
@@ -32,7 +34,6 @@ class Header(Lines):
     DEFAULT_CSS = "Header { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The model, the connection, and the up-time."""
         stats = view.state.stats
         uptime = int(stats.uptime_seconds) if stats else None
         return (
@@ -58,7 +59,7 @@ class Header(Lines):
 def _facts(info: Info) -> list[tuple[str, str]]:
     facts = [("its metrics only", palette.WARNING)] if info.protocol == 0 else []
     if info.state != "ready":
-        facts.append((info.state, palette.BAD if info.state == "failed" else palette.WARNING))
+        facts.append((info.state, _STATES.get(info.state, palette.WARNING)))
     if info.restarts:
         facts.append((f"restarted {_times(info.restarts)}", palette.WARNING))
     facts += [
@@ -81,13 +82,13 @@ def _times(number: int) -> str:
 
 def _connection(view: View, *, with_url: bool) -> Text:
     dot, color = _DOTS[view.latest.connection.phase]
-    if view.paused and view.latest.connection.phase is Phase.LIVE:
+    if view.paused and view.latest.connection.phase is ConnectionPhase.LIVE:
         dot, color = "‖", palette.WARNING
     line = Text("● recording  ", palette.BAD) if view.recording else Text()
     if with_url:
         line.append(f"{view.url}  ", palette.MUTED)
     line.append(f"{dot} {view.connection_words} ", color)
     stats = view.state.stats
-    if stats is not None and view.latest.connection.phase is Phase.LIVE:
+    if stats is not None and view.latest.connection.phase is ConnectionPhase.LIVE:
         line.append(f" up {numbers.clock(int(stats.uptime_seconds))} ", palette.MUTED)
     return line

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from appliance.tui import numbers, palette
 from appliance.tui.widgets.lines import Lines
+from appliance.tui.widgets.scale_bar import scale_bar, shade
 
 if TYPE_CHECKING:
     from textual.driver import Driver
@@ -39,7 +40,6 @@ class HostStrip(Lines):
         super().present(view, terminal)
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The engine's numbers, and the focused sequence."""
         stats = view.state.stats
         engine = stats.engine if stats is not None else None
         return engine, view.focused, view.lettered, view.latest.current
@@ -74,22 +74,7 @@ def _bar(view: View, engine: EngineStats, width: int) -> Text:
     dims = view.focused is not None or not view.latest.current
     parts = (
         (focused, palette.SWAPPED, "s"),
-        (engine.kv_host_swapped - focused, _shade(palette.SWAPPED, dims), "-" if dims else "s"),
-        (engine.kv_host_blocks - engine.kv_host_swapped, _shade(palette.CACHED, dims), ":"),
+        (engine.kv_host_swapped - focused, shade(palette.SWAPPED, dims), "-" if dims else "s"),
+        (engine.kv_host_blocks - engine.kv_host_swapped, shade(palette.CACHED, dims), ":"),
     )
-    line = Text()
-    for blocks, color, letter in parts:
-        left = width - line.cell_len
-        cells = min(left, max(blocks > 0, round(width * blocks / engine.kv_host_capacity)))
-        line.append(letter * cells if view.lettered else " " * cells, _style(view, color))
-    color = _shade(palette.FREE, dims)
-    left = width - line.cell_len
-    return line.append("." * left if view.lettered else " " * left, _style(view, color))
-
-
-def _shade(color: str, dims: bool) -> str:
-    return palette.dimmed(color) if dims else color
-
-
-def _style(view: View, color: str) -> str:
-    return color if view.lettered else f"on {color}"
+    return scale_bar(view, parts, engine.kv_host_capacity, width, shade(palette.FREE, dims))

@@ -23,11 +23,9 @@ class Latency(Panel):
     DEFAULT_CSS = "Latency { height: 7; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw one line per latency."""
         stats = view.state.stats
         heading = Text("p50".rjust(_COLUMN) + "p90".rjust(_COLUMN) + "p99".rjust(_COLUMN))
         heading.stylize(palette.MUTED)

@@ -40,7 +40,7 @@ class Lines(Widget):
     def present(self, view: View, terminal: Driver | None = None) -> None:
         """Show another view.
 
-        `terminal` is set if it may be written to directly, since nothing lies over the page.
+        `terminal` is set if it may be written to directly, since nothing lies over the screen.
         """
         self._view = view
         if not self.size:
@@ -70,13 +70,11 @@ class Lines(Widget):
         return [one for one in filters if not isinstance(one, ANSIToTruecolor)]
 
     def on_resize(self) -> None:
-        """Redraw at the new size."""
         if self._view is not None:
             self.present(self._view)
             self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """Render one line for Textual."""
         if y < len(self._strips):
             return self._strips[y]
         return Strip.blank(self.size.width, self.rich_style)

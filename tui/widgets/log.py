@@ -29,7 +29,6 @@ class LogPanel(Panel):
         return view.state.log, view.look.log_back, view.latest.reduced
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw as many as fit."""
         log = view.state.log
         if not log:
             words = "Nothing to tell: no warning and no error so far."

@@ -24,7 +24,6 @@ class MachinePanel(Panel):
     DEFAULT_CSS = "MachinePanel { height: 6; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:

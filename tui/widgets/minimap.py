@@ -22,7 +22,6 @@ class Minimap(Lines):
     DEFAULT_CSS = "Minimap { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The block map and its visible part."""
         look = view.look
         return view.state.blocks, look.level, look.cursor, look.mode, view.emphasis, view.lettered
 

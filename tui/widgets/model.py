@@ -34,7 +34,6 @@ class ModelPanel(LongPanel):
     DEFAULT_CSS = "ModelPanel { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The server's info and jobs."""
         return view.state.info, view.state.jobs, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:
@@ -103,7 +102,6 @@ class MemoryPanel(LongPanel):
     DEFAULT_CSS = "MemoryPanel { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The plan and the measurements."""
         return view.state.info, view.state.stats, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:

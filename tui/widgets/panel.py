@@ -31,7 +31,6 @@ class Panel(Lines):
     """
 
     def on_mount(self) -> None:
-        """Put the title into the border."""
         self.border_title = self.TITLE
 
 

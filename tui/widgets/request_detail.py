@@ -24,11 +24,9 @@ class RequestDetail(Panel):
     TITLE = "Request"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The focused sequence."""
         return view.focused, view.state.info
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw one line per fact."""
         one, info = view.focused, view.state.info
         if one is None:
             return [Text("No request is in focus; ↓ chooses one.", palette.MUTED)]
@@ -50,6 +48,11 @@ class RequestDetail(Panel):
             pair("preempted", numbers.count(one.preemptions), room),
             pair("blocks", numbers.count(one.blocks), room),
         ]
+        if one.draft_tokens:
+            share = numbers.percent(one.accepted_tokens / one.draft_tokens)
+            facts.append(pair("guessed tokens accepted", share, room))
+        if one.adapter:
+            facts.insert(3, pair("adapter", one.adapter, room))
         if one.kept_tokens:
             facts.append(pair("kept for it", numbers.count(one.kept_tokens), room, note="tokens"))
         if one.host_blocks:

@@ -37,6 +37,7 @@ class Column:
 _COLUMNS = (
     Column(Sort.REQUEST, 26, right=False),
     Column(Sort.KEY, 16, right=False),
+    Column(Sort.ADAPTER, 14, right=False),
     Column(Sort.STATE, 10, right=False),
     Column(Sort.PROMPT, 8),
     Column(Sort.CACHED, 8),
@@ -48,12 +49,15 @@ _COLUMNS = (
 _MARK = 4  # focus mark and swatch
 _SHORT_REQUEST, _SHORT_KEY = 18, 12
 # Columns that narrow terminals drop, in this order.
-_DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY, Sort.SPEED, Sort.AGE)
+_DISPENSABLE = (
+    *(Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY),
+    *(Sort.SPEED, Sort.AGE, Sort.ADAPTER),
+)
 
 
-def columns_for(width: int) -> list[Column]:
-    """Return as many columns as fit."""
-    columns = list(_COLUMNS)
+def columns_for(width: int, *, adapted: bool = False) -> list[Column]:
+    """Return as many columns as fit; that of adapters only if some sequence has one."""
+    columns = [column for column in _COLUMNS if adapted or column.sort is not Sort.ADAPTER]
     if _width_of(columns) > width:
         columns[0] = replace(columns[0], width=_SHORT_REQUEST)
         columns[1] = replace(columns[1], width=_SHORT_KEY)
@@ -73,7 +77,6 @@ class RequestTable(Panel):
     TITLE = "Requests"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The sequences and how they are listed."""
         look = view.look
         return (
             view.state.sequences, look.focus, look.sort, look.ascending, look.query,
@@ -81,12 +84,11 @@ class RequestTable(Panel):
         )  # fmt: skip
 
     def on_click(self, event: Click) -> None:
-        """Post the clicked sequence or column."""
         at = event.get_content_offset(self)
         if self._view is None or at is None:
             return
         if at.y == 0:
-            if (sort := _sort_at(at.x, self.size.width)) is not None:
+            if (sort := _sort_at(self._view, at.x, self.size.width)) is not None:
                 self.post_message(SortChosen(sort))
             return
         room = _room(self._view, self.size.height)
@@ -131,9 +133,13 @@ def _first_shown(view: View, room: int) -> int:
     return 0
 
 
-def _sort_at(x: int, width: int) -> Sort | None:
+def _columns(view: View, width: int) -> list[Column]:
+    return columns_for(width, adapted=any(one.adapter for one in view.state.sequences))
+
+
+def _sort_at(view: View, x: int, width: int) -> Sort | None:
     right = _MARK
-    for column in columns_for(width):
+    for column in _columns(view, width):
         right += column.width
         if _MARK <= x < right:
             return column.sort
@@ -141,7 +147,7 @@ def _sort_at(x: int, width: int) -> Sort | None:
 
 
 def _heading(view: View, width: int) -> Text:
-    columns = columns_for(width)
+    columns = _columns(view, width)
     line = Text(" " * _MARK)
     for column in columns:
         chosen = column.sort is view.look.sort
@@ -159,10 +165,11 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
     focused = SequenceKey.of(sequence) == view.focus
     color = palette.TEXT if running else palette.MUTED
     line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), (f"{swatch} ", hue))
-    columns = columns_for(width)
+    columns = _columns(view, width)
     values = {
         Sort.REQUEST: _named(sequence, columns[0].width - 1),
         Sort.KEY: sequence.owner or "-",
+        Sort.ADAPTER: sequence.adapter or "-",
         Sort.STATE: sequence.status,
         Sort.PROMPT: numbers.count(sequence.prompt_tokens),
         Sort.CACHED: numbers.count(sequence.cached_tokens),

@@ -23,11 +23,9 @@ class StatusLine(Lines):
     DEFAULT_CSS = "StatusLine { height: 2; padding: 0 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The latest stats and the focused sequence."""
         return view.state.stats, view.focused
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw two lines."""
         stats, focused = view.state.stats, view.focused
         if stats is None:
             return []

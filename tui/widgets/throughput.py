@@ -23,11 +23,9 @@ class Throughput(Panel):
     TITLE = "Tokens per second"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw generated tokens above, prompt tokens below."""
         history = view.state.history
         upper = max(0, (height - 2) // 2)
         lower = max(0, height - 2 - upper)

@@ -19,6 +19,8 @@ def tier_lines(engine: EngineStats, block_bytes: float, width: int) -> list[Text
     `block_bytes` is of a block in all layers, 0 if unknown.
     """
     lines = [*_title("making room"), *_preemptions(engine, width)]
+    if engine.state_slots:
+        lines += [*_title("recurrent state"), *_states(engine, width)]
     lines += [*_title("host memory"), *_host(engine, block_bytes, width)]
     return [*lines, *_title("disk"), *_disk(engine, width)]
 
@@ -37,6 +39,17 @@ def _preemptions(engine: EngineStats, width: int) -> list[Text]:
         ),
         pair("waiting with blocks kept", numbers.count(engine.swapped), width),
     ]  # fmt: skip
+
+
+def _states(engine: EngineStats, width: int) -> list[Text]:
+    cached, room = engine.state_checkpoints_cached, engine.state_checkpoints
+    size = numbers.size(engine.state_bytes)
+    return [
+        pair("slots used", numbers.count(engine.state_slots_used), width, note=f"{size} each"),
+        pair("checkpoints cached", numbers.count(cached), width, note=_share(cached, room)),
+        pair("sequences begun from one", numbers.count(engine.state_restores_total), width),
+        pair("checkpoints evicted", numbers.count(engine.state_evictions_total), width),
+    ]
 
 
 def _host(engine: EngineStats, block_bytes: float, width: int) -> list[Text]:

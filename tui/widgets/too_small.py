@@ -19,10 +19,8 @@ class TooSmall(Lines):
     DEFAULT_CSS = "TooSmall { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """Nothing but the size."""
         return ()
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw as many words as fit."""
         words = ["Terminal too small:", f"{width}x{height}.", "40x10 is the least.", "q quits."]
         return [Text(line[:width], palette.TEXT) for line in words]

@@ -25,7 +25,6 @@ class Trends(Panel):
     DEFAULT_CSS = "Trends { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:

@@ -1,4 +1,4 @@
-"""Arguments that a model writes without JSON's quotes: their schema says what they are."""
+"""Arguments without JSON's quotes, whose types the schema gives."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ArgumentWriter:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether only a string fits a schema."""
+    """Return True if a schema accepts strings only."""
     if not isinstance(schema, Mapping):
         return False
     if "enum" in schema and isinstance(schema["enum"], list):

@@ -34,18 +34,15 @@ class DeepSeek(CallForm):
         self.name = "deepseek (fenced)" if fenced else "deepseek"
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return CALL in text and self._fenced == (f"{SEPARATOR}{tool}" in text)
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         call = f"{name}{SEPARATOR}{arguments}"
         if self._fenced:
             call = f"function{SEPARATOR}{name}\n{_FENCE}\n{arguments}\n{_FENCE_END}"
         return f"{CALLS}{CALL}{call}{CALL_END}{CALLS_END}"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         head, tail = lark.marks(CALL, name, SEPARATOR), lark.marks(CALL_END, CALLS_END)
         if self._fenced:
             head = lark.marks(CALL, "function", SEPARATOR, f"{name}\n{_FENCE}\n")
@@ -53,8 +50,6 @@ class DeepSeek(CallForm):
         return f"{head} {lark.schema(schema)} {tail}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_calls(opening: str) -> Steps[None]:
             if opening == CALLS:
                 yield from source.skip_space()

@@ -1,4 +1,4 @@
-"""What every form of a call can do, and the loop that most of them share."""
+"""The interface of a call's form, and the loop that most forms share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CallForm(ABC):
 
     @abstractmethod
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template that wrote this for a call of that tool has this form."""
+        """Return True if a template that wrote this for a call of that tool has this form."""
 
     @abstractmethod
     def write(self, name: str, arguments: str) -> str:
@@ -51,10 +51,10 @@ class CallForm(ABC):
 
     @abstractmethod
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call of that tool, in Lark's notation."""
+        """Return the Lark grammar that follows the opening in a call of that tool."""
 
     def remarks(self, lark: Lark) -> str:
-        """What may stand before a call or an answer, where the form is framed."""
+        """The grammar of text before a call or an answer, where the form is framed."""
         return ""
 
     def plain(self, lark: Lark, text: str | None = None) -> str:

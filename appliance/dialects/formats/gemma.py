@@ -35,21 +35,16 @@ class Gemma(CallForm):
         self.opening, self._closing, self._quote = opening, closing, quote
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return f"{self.opening}call:{tool}{{" in text
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         return f"{self.opening}call:{name}{self._written(json.loads(arguments))}{self._closing}"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         values = NotQuiteJson(self._quote, lark, schema).value(schema)
         return f"{lark.mark(f'call:{name}')} {values} {lark.mark(self._closing)}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_call(opening: str) -> Steps[None]:
             if not (yield from source.literal("call:")):
                 raise MalformedCallError

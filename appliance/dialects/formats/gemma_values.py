@@ -100,7 +100,7 @@ class NotQuiteJson:
         return self._lark.mark(json.dumps(value))
 
     def _resolved(self, schema: Any) -> Any:
-        """What a schema refers to within its root, if it does."""
+        """Follow a schema's reference within its root, if it has one."""
         for _ in range(MAX_NESTING):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 return schema

@@ -27,11 +27,9 @@ class Glm(CallForm):
     between = "\n"
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return OPENING in text and KEY in text
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         values = "".join(
             f"\n{KEY}{key}{KEY_END}\n{VALUE}{value}{VALUE_END}"
             for key, value in bare(arguments).items()
@@ -39,13 +37,10 @@ class Glm(CallForm):
         return f"{OPENING}{name}{values}\n{CLOSING}"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         values = bare_arguments(schema, lark, ("\n", KEY), (KEY_END, "\n", VALUE), (VALUE_END,))
         return f"{lark.mark(name)} {values} {lark.marks(chr(10), CLOSING)}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_call(opening: str) -> Steps[None]:
             name = (yield from source.scalar("<\n{")).strip()
             if not name or " " in name or (yield from source.peek()) == "{":

@@ -22,7 +22,7 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
 class Harmony(CallForm):
-    """Each message has a head, that says its channel and for whom it is, and a text."""
+    """Messages with a head, which names channel and recipient, and a text."""
 
     name = "harmony"
     marks: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
@@ -31,16 +31,13 @@ class Harmony(CallForm):
     framed = True
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return CHANNEL in text and f"to=functions.{tool}" in text
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         head = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json"
         return f"{head}{MESSAGE}{arguments}<|call|>"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         head = lark.marks(f"commentary to=functions.{name} ", CONSTRAIN, "json", MESSAGE)
         return f"{head} {lark.schema(schema)} {lark.mark(ENDS[1])}"
 

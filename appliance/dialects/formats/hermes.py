@@ -25,21 +25,16 @@ class Hermes(CallForm):
     between = "\n"
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return OPENING in text and "{" in text.partition(OPENING)[2].partition(tool)[0]
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         return f"{OPENING}\n{call_object(name, arguments)}\n{CLOSING}"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         head = f'\n{{"name": "{name}", "arguments": '
         return f"{lark.mark(head)} {lark.schema(schema)} {lark.marks('}' + chr(10), CLOSING)}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_call(opening: str) -> Steps[None]:
             yield from source.skip_space()
             yield from read_call_object(source)

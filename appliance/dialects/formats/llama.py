@@ -29,11 +29,9 @@ class Llama(CallForm):
     opening = ""
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return f'{{"name": "{tool}", "parameters":' in text
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         return call_object(name, arguments, key="parameters")
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
@@ -46,8 +44,6 @@ class Llama(CallForm):
         return text or lark.rule(r"/\s*([^{\s](.|\n)*)?/")
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_calls(opening: str) -> Steps[None]:
             while True:
                 yield from source.skip_space()

@@ -35,25 +35,20 @@ class Mistral(CallForm):
         self.name = "mistral" if named else "mistral (list)"
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return OPENING in text and self._named == (ARGUMENTS in text)
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         if self._named:
             return f"{OPENING}{name}{ARGUMENTS}{arguments}"
         return f"{OPENING} [{call_object(name, arguments)}]"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         if self._named:
             return f"{lark.marks(name, ARGUMENTS)} {lark.schema(schema)}"
         head = f' [{{"name": "{name}", "arguments": '
         return f"{lark.mark(head)} {lark.schema(schema)} {lark.mark('}]')}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_calls(opening: str) -> Steps[None]:
             yield from source.skip_space()
             if not (yield from source.literal("[")):

@@ -42,11 +42,9 @@ class Pythonic(CallForm):
         self.opening = "" if bare else opening
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return f"{self.opening}[{tool}(" in text
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         values = json.loads(arguments)
         if not isinstance(values, dict):
             raise MalformedCallError
@@ -54,7 +52,6 @@ class Pythonic(CallForm):
         return f"{self.opening}[{name}({written})]{self._tail}"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         values = {
             key: f"{lark.mark(key + '=')} {_value_rule(one, shared, lark)}"
@@ -70,8 +67,6 @@ class Pythonic(CallForm):
         return super().plain(lark, text)
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_calls(opening: str) -> Steps[None]:
             yield from read_list(source, None)
             yield from source.closing(self._closing)
@@ -122,7 +117,7 @@ def read_list(source: Source, schemas: Schemas | None) -> Steps[None]:
 
 
 def _read_items(source: Source, opening: str, nesting: int) -> Steps[None]:
-    """Read what stands between brackets, and write it as JSON: arguments, a dict or a list."""
+    """Read the text between brackets, and write it as JSON: arguments, a dict or a list."""
     emit, closing = source.output.arguments, _CLOSING[opening]
     if nesting > MAX_NESTING:
         raise MalformedCallError

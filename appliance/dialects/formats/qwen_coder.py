@@ -28,11 +28,9 @@ class QwenCoder(CallForm):
     between = "\n"
 
     def recognises(self, text: str, tool: str) -> bool:
-        """Whether a template wrote a call in this form."""
         return f"{FUNCTION}{tool}>" in text
 
     def write(self, name: str, arguments: str) -> str:
-        """A call in this form."""
         values = "".join(
             f"{PARAMETER}{key}>\n{value}\n{PARAMETER_END}\n"
             for key, value in bare(arguments).items()
@@ -40,14 +38,11 @@ class QwenCoder(CallForm):
         return f"{OPENING}\n{FUNCTION}{name}>\n{values}{FUNCTION_END}\n{CLOSING}"
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """What follows the opening in a call."""
         values = bare_arguments(schema, lark, (PARAMETER,), (">\n",), (f"\n{PARAMETER_END}\n",))
         head, tail = lark.mark(f"\n{FUNCTION}{name}>\n"), lark.marks(f"{FUNCTION_END}\n", CLOSING)
         return f"{head} {values} {tail}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer."""
-
         def read_call(opening: str) -> Steps[None]:
             if opening == OPENING:
                 yield from source.skip_space()

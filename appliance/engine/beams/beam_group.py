@@ -18,6 +18,8 @@ from appliance.engine.sequence import SequenceStatus
 from appliance.engine.sequence_group import SequenceGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Ordered
+
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.limits import Bounds
     from appliance.engine.plan import Continuations, Sampled
@@ -45,7 +47,11 @@ class BeamGroup(SequenceGroup):
         super().__init__(request, members, bounds)
         num_prompt_tokens = len(request.prompt_token_ids)
         longest = max_beam_tokens(
-            num_prompt_tokens, len(members), bounds.block_size, bounds.num_blocks
+            num_prompt_tokens,
+            len(members),
+            bounds.block_size,
+            bounds.num_blocks,
+            is_recurrent=bounds.is_recurrent,
         )
         room = min(bounds.limits.context_length, longest) - num_prompt_tokens
         max_tokens = min(room, request.sampling.max_tokens or room)
@@ -58,7 +64,6 @@ class BeamGroup(SequenceGroup):
         self._num_beside_leader = len(members) - 1
 
     def unit(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return all members."""
         return self._members
 
     def num_beside(self, sequence: Sequence) -> int:
@@ -72,7 +77,6 @@ class BeamGroup(SequenceGroup):
             member.is_held = True
 
     def lose(self) -> None:
-        """See `SequenceGroup`."""
         self._heard.clear()
         for member in self._members:
             member.is_held = False
@@ -82,9 +86,10 @@ class BeamGroup(SequenceGroup):
         )
 
     def take(
-        self, sequence: Sequence, sampled: Sampled, updates: list[Update]
+        self, sequence: Sequence, run: Ordered[Sampled], updates: list[Update]
     ) -> FinishReason | None:
         """See `SequenceGroup`; the updates come with the last beam of the last step."""
+        (sampled,) = run
         assert sampled.continuations is not None
         self._heard[sequence] = sampled.continuations
         if len(self._heard) < len(self.beams):

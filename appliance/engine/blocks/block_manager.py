@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Sequences
 
+    from appliance.engine.blocks.state_slots import StateSlots
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
 
@@ -30,20 +31,24 @@ class BlockManager:
     sequence alone holds it and it has room. A full block enters the prefix cache once it is
     computed; a partial last block, when its sequence lets go of it. Where equal content is indexed
     already, both blocks stay, since block tables only grow; the second one is freed without being
-    cached.
+    cached, unless the first one was evicted before and it took that one's place.
 
     A sequence writes to a block only while no other sequence refers to it and the prefix cache does
     not index it; otherwise `allocate` gives the sequence a copy.
+
+    A model with recurrent layers also has a state, and a sequence can go on only where one is. So a
+    prefix ends at a checkpoint, partial blocks are of no use to others, and a checkpoint goes with
+    its block; see `StateSlots`.
 
     Where blocks are sealed, one that is not full has an open page, even while it is only cached.
     Nobody writes to a full one, not even to a copy: its first tokens cannot be read alone.
 
     Args:
-        block_size: token slots per block.
         metadata: records the state of blocks; None keeps a private record.
         prefix_caching: keep and find the content of full blocks.
         namespace: everything else that decides the bytes in a block, such as weights and KV format.
         num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
+        states: the rows of recurrent state; None for models without.
 
     Attributes:
         metadata: the state of each block.
@@ -59,6 +64,7 @@ class BlockManager:
         prefix_caching: bool = True,
         namespace: str = "",
         num_open: int = 0,
+        states: StateSlots | None = None,
     ) -> None:
         assert min(num_blocks, block_size) > 0
         self.num_blocks = num_blocks
@@ -67,6 +73,9 @@ class BlockManager:
         self._prefix_caching = prefix_caching
         self.index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self.pool = BlockPool(num_blocks, block_size, self.metadata, self.index, num_open)
+        self.states = states
+        if states is not None:
+            self.pool.on_lost = states.checkpoints.evict
         self._open = self.pool.open
         self._filled = self.pool.filled
 
@@ -87,7 +96,6 @@ class BlockManager:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the whole cache can hold."""
         return self.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -95,8 +103,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Return how many blocks the sequence's tokens still need."""
-        return self.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
+        """Return how many blocks the sequence's tokens still need; those of drafts do not count."""
+        return max(0, self.blocks_for(len(sequence.token_ids)) - len(sequence.block_table))
 
     def cost_of_admission(self, sequence: Sequence, prefix: Prefix) -> int:
         """Count the free blocks needed to attach `prefix` and allocate all other tokens.
@@ -113,7 +121,18 @@ class BlockManager:
         The last token is never part of a hit: it must be run to get logits.
         """
         finds = self._prefix_caching or sequence.num_kept
-        return self.index.find(sequence) if finds else Prefix()
+        if not finds:
+            return Prefix()
+        return self.index.find(sequence) if self.states is None else self._find_state(sequence)
+
+    def _find_state(self, sequence: Sequence) -> Prefix:
+        """Return the blocks up to the last checkpoint of the sequence's chain."""
+        assert self.states is not None
+        chain = self.index.find_chain(sequence)
+        hashes, size = sequence.block_hashes, self.block_size
+        depth = self.states.checkpoints.depth(hashes[: len(chain)])
+        checkpoint = hashes[depth - 1] if depth else b""
+        return Prefix(tuple(chain[:depth]), depth * size, checkpoint, len(chain) * size)
 
     def without_copy(self, prefix: Prefix) -> Prefix:
         """Shorten a prefix to what can be attached and continued without a copy."""
@@ -121,7 +140,9 @@ class BlockManager:
 
     def whole(self, prefix: Prefix) -> Prefix:
         """Shorten a prefix to its full blocks."""
-        num_full = prefix.num_tokens // self.block_size
+        num_full, num_last = divmod(prefix.num_tokens, self.block_size)
+        if not num_last:
+            return prefix
         return Prefix(prefix.blocks[:num_full], num_full * self.block_size)
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
@@ -130,6 +151,10 @@ class BlockManager:
             self.index.remove(prefix.blocks[-1])  # the sequence goes on where another ended
         self._share(sequence, prefix.blocks)
         sequence.num_computed = prefix.num_tokens
+        sequence.num_alike = prefix.num_alike
+        if prefix.checkpoint:
+            assert self.states is not None
+            self.states.restore(sequence, prefix.checkpoint)
 
     def _needs_copy(self, prefix: Prefix) -> bool:
         """Return True if a prefix ends in a block that holds more, or belongs to others."""
@@ -140,7 +165,6 @@ class BlockManager:
         return bool(self.pool.references[last]) or self._filled[last] != num_tokens
 
     def open_page(self, block: int) -> int:
-        """Return a block's open page, or -1."""
         return self._open.get(block)
 
     def num_held(self, sequence: Sequence) -> int:
@@ -153,9 +177,13 @@ class BlockManager:
         """Share the blocks of the first `num_tokens` tokens, equal in both, with `child`.
 
         Nothing is copied until one of them writes to a shared block. A sealed block is shared as a
-        whole or not at all; then the child recomputes its part.
+        whole or not at all; then the child recomputes its part. With recurrent state the child goes
+        on where the parent is, or else at a checkpoint before.
         """
         assert num_tokens <= parent.num_computed
+        if self.states is not None and num_tokens < parent.num_computed:
+            hashes = parent.block_hashes[: num_tokens // self.block_size]
+            num_tokens = self.states.checkpoints.depth(hashes) * self.block_size
         if self._open and num_tokens % self.block_size:
             index = num_tokens // self.block_size
             if parent.block_table[index] not in self._open:
@@ -163,6 +191,12 @@ class BlockManager:
         self._share(child, parent.block_table[: self.blocks_for(num_tokens)])
         child.block_hashes = parent.block_hashes[: num_tokens // self.block_size]
         child.num_computed = num_tokens
+        if self.states is None or num_tokens == 0:
+            return
+        if num_tokens == parent.num_computed:
+            self.states.fork(parent, child)
+        else:
+            self.states.restore(child, child.block_hashes[-1])
 
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> tuple[BlockCopy, ...] | None:
         """Make the slots of the next `num_new_tokens` tokens writable.
@@ -171,9 +205,9 @@ class BlockManager:
             Copies to make before anything is written, usually none. None if there are too few free
             blocks; then nothing has changed.
         """
-        table = sequence.block_table
-        first = sequence.num_computed // self.block_size
-        num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
+        table, size = sequence.block_table, self.block_size
+        first = sequence.num_computed // size
+        num_blocks = -(-(sequence.num_computed + num_new_tokens) // size)
         if first + 1 == num_blocks <= len(table) and self.pool.is_own(table[first]):
             return ()  # the usual case: most answers in most steps
         present = range(first, min(num_blocks, len(table)))
@@ -215,6 +249,14 @@ class BlockManager:
             self.index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
                 self.index.add(sequence, index, sequence.block_table[index], size)
+            if self.states is not None:
+                self.states.confirm(sequence, end, size)
+
+    def truncate(self, sequence: Sequence) -> None:
+        """Return the blocks behind a sequence's computed tokens: rows there were for nothing."""
+        table = sequence.block_table
+        for _ in range(len(table) - self.blocks_for(sequence.num_computed)):
+            self.pool.let_go(table.pop(), sequence.slot)
 
     def open_pages(
         self, scheduled: Iterable[ScheduledSequence]
@@ -239,13 +281,17 @@ class BlockManager:
         table, slot = sequence.block_table, sequence.slot
         keeps = self._prefix_caching or sequence.num_kept
         num_full, num_last = divmod(self.num_held(sequence), self.block_size)
+        keeps_last = self._prefix_caching and num_last >= self.index.min_partial
+        if self.states is not None:
+            self.states.free(sequence)
+            keeps_last = False
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
         for index in reversed(range(len(table))):
             if not keeps:
                 pass
             elif index < num_full:
                 self._touch(sequence, index)
-            elif self._prefix_caching and index == num_full and num_last >= self.index.min_partial:
+            elif keeps_last and index == num_full:
                 self._keep_last(sequence, index, num_last)
             self.pool.let_go(table[index], slot)
         del table[:]
@@ -301,11 +347,18 @@ class BlockManager:
                 self.pool.arrive(block)
                 if self._filled[block] == self.block_size and self._prefix_caching:
                     self.index.add(sequence, index, block, self.block_size)
+        if self.states is not None:
+            self.states.confirm(sequence, sequence.num_computed, self.block_size)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Recompute everything from the block tables and assert that the records agree."""
         holders: dict[int, list[int]] = {}
-        for sequence in sequences:
+        holding = list(sequences)
+        if self.states is not None:
+            self.states.check_invariants(holding)
+            lost = [one for one in self.states.checkpoints if self.index.get(one) is None]
+            assert not lost, "a checkpoint is kept without its block"
+        for sequence in holding:
             table, num_full = sequence.block_table, sequence.num_computed // self.block_size
             assert len(set(table)) == len(table), "a block is twice in a block table"
             assert self.blocks_for(sequence.num_computed) <= len(table)

@@ -94,7 +94,6 @@ class BlockMetadata:
         """Replace the word of one block.
 
         Args:
-            block: its id.
             state: its new state.
             owner: slot of a sequence, at most `MAX_OWNER`.
             references: number of block tables that hold it, clamped to `MAX_REFERENCES`.

@@ -22,7 +22,6 @@ class BlockPool:
     """Free, cached and active blocks; `BlockManager` defines them.
 
     Args:
-        block_size: token slots per block.
         metadata: records the state of blocks.
         index: maps content to blocks.
         num_open: open pages; 0 where blocks are not sealed.
@@ -34,7 +33,8 @@ class BlockPool:
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks in more than one block table.
         num_evictions: cached blocks evicted so far.
-        on_evict: called with hash and block before the content of a full block is evicted.
+        on_evict: called with hash and block before the last block with a full content is evicted.
+        on_lost: called with the hash after `on_evict`.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class BlockPool:
         self.num_shared = 0
         self.num_evictions = 0
         self.on_evict: Callable[[bytes, int], None] | None = None
+        self.on_lost: Callable[[bytes], None] | None = None
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._metadata = metadata
@@ -159,12 +160,14 @@ class BlockPool:
             return
         self.kv_tokens -= self.filled[block]
         self.loading.discard(block)
-        if block in self._index:
+        if self._index.is_found(block):
             self._cached[block] = None
             if block in self.open:
                 self._cached_open[block] = None
             self._metadata.write(block, BlockState.CACHED, precision=block in self.open)
         else:
+            if block in self._index:
+                self._index.remove(block)
             self.open.release(block)
             self._free.append(block)
             self._metadata.write(block, BlockState.FREE)
@@ -173,8 +176,10 @@ class BlockPool:
         del self._cached[block]
         self._cached_open.pop(block, None)
         content = self._index.remove(block)
-        if self.on_evict is not None and self.filled[block] == self._block_size:
+        if content and self.on_evict is not None and self.filled[block] == self._block_size:
             self.on_evict(content, block)
+        if content and self.on_lost is not None:
+            self.on_lost(content)
         self.open.release(block)
         self._free.append(block)
         self.num_evictions += 1
@@ -213,7 +218,7 @@ class BlockPool:
         )
         assert set(self._cached_open) == {block for block in cached if block in self.open}
         self._index.check_invariants()
-        assert all(block in self._index for block in cached), "a cached block cannot be found"
+        assert all(map(self._index.is_found, cached)), "a cached block cannot be found"
         assert not any(block in self._index for block in free), "a free block can be found"
         states_of = {
             **dict.fromkeys(free, BlockState.FREE),

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 MAX_COMPARED = 8  # blocks to compare for a partial hit
 _HASH_BYTES = 16
-_TOKEN = "q"  # 8 bytes each
+_TOKEN = "q"
+_TOKEN_BYTES = 8
 
 
 def root_hash(*parts: str) -> bytes:
@@ -40,10 +41,14 @@ class Prefix:
     Attributes:
         blocks: in order; all hit as a whole, except the last one if `num_tokens` ends inside it.
         num_tokens: number of leading tokens in them.
+        checkpoint: content of the state checkpoint to go on from, if there is one.
+        num_alike: leading tokens in cached blocks, of which those behind the checkpoint are lost.
     """
 
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0
+    checkpoint: bytes = b""
+    num_alike: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,10 @@ class PrefixCache:
     follows the same chain and begins with the same tokens: a full one that continues differently,
     or the last, partial block of a sequence that ended.
 
+    Of full blocks with equal content one is found; the others are spare, and when the one that is
+    found is removed, a spare takes its place. So the blocks that follow it stay findable.
+
     Args:
-        block_size: token slots per block.
         namespace: everything else that decides the bytes in a block: weights, KV format.
         splits_full: the first tokens of a full block can be used without the others.
 
@@ -77,6 +84,7 @@ class PrefixCache:
         self._splits_full = splits_full
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
+        self._spares: dict[bytes, list[int]] = {}  # by content
         # By the chain before them and their first `min_partial` tokens, the latest one last.
         self._starts: dict[bytes, dict[int, None]] = {}
 
@@ -85,6 +93,11 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return block in self._entries
+
+    def is_found(self, block: int) -> bool:
+        """Return True if a block is indexed and not a spare."""
+        entry = self._entries.get(block)
+        return entry is not None and self._blocks[entry.content] == block
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Extend the sequence's `block_hashes` over its first `num_blocks` full blocks."""
@@ -100,14 +113,19 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> Prefix:
         """Blocks that hold a sequence's first tokens, those left out that have to run."""
         size, limit = self._block_size, sequence.num_reusable
-        self.extend_hashes(sequence, limit // size)
-        found = self.find_full(sequence.block_hashes[: limit // size])
+        found = self.find_chain(sequence)
         first = len(found) * size
         tokens = array(_TOKEN, sequence.token_ids[first : min(first + size, limit)]).tobytes()
         block, num_tokens = self._find_start(self._chain(sequence, len(found)), tokens)
         if num_tokens:
             found.append(block)
         return Prefix(tuple(found), first + num_tokens)
+
+    def find_chain(self, sequence: Sequence) -> list[int]:
+        """Return the full blocks that hold a sequence's first tokens, as far as it may use them."""
+        num_blocks = sequence.num_reusable // self._block_size
+        self.extend_hashes(sequence, num_blocks)
+        return self.find_full(sequence.block_hashes[:num_blocks])
 
     def find_full(self, hashes: list[bytes]) -> list[int]:
         """Return the blocks of a chain's longest indexed prefix."""
@@ -124,73 +142,99 @@ class PrefixCache:
         return self._blocks.get(content)
 
     def add(self, sequence: Sequence, index: int, block: int, num_tokens: int) -> None:
-        """Index a block under its content, unless another block has it.
+        """Index a block under its content; a full one whose content is indexed becomes a spare.
 
         Args:
             sequence: the sequence whose tokens it holds.
             index: its place in the sequence's block table.
-            block: its id.
             num_tokens: in it: the block size, or at least `min_partial`.
         """
         size = self._block_size
         is_full = num_tokens == size
-        if is_full and sequence.block_hashes[index] in self._blocks:
-            return
         first = index * size
         tokens = array(_TOKEN, sequence.token_ids[first : first + num_tokens]).tobytes()
         parent = self._chain(sequence, index)
         content = sequence.block_hashes[index] if is_full else _hash(parent, tokens)
-        if content in self._blocks:
+        found = self._blocks.get(content)
+        if found == block or (found is not None and not is_full):
             return
         assert block not in self._entries, f"block {block} is indexed under another hash"
-        entry = self._entries[block] = _Entry(content, parent, tokens)
-        self._blocks[content] = block
-        if self._splits_full or not is_full:
-            self._starts.setdefault(self._start(entry.parent, tokens), {})[block] = None
+        self._entries[block] = _Entry(content, parent, tokens)
+        if found is None:
+            self._find_under(content, block)
+        else:
+            self._spares.setdefault(content, []).append(block)
 
-    def remove(self, block: int) -> bytes:
-        """Remove a block whose content is about to be overwritten; return its hash."""
+    def remove(self, block: int) -> bytes | None:
+        """Remove a block; return its hash, or None if another block still has the content."""
         entry = self._entries.pop(block)
+        spares = self._spares.pop(entry.content, [])
+        if self._blocks[entry.content] != block:
+            spares.remove(block)
+        else:
+            self._lose(entry, block)
+            if spares:
+                self._find_under(entry.content, spares.pop())
+        if spares:
+            self._spares[entry.content] = spares
+        return None if entry.content in self._blocks else entry.content
+
+    def _find_under(self, content: bytes, block: int) -> None:
+        entry = self._entries[block]
+        self._blocks[content] = block
+        if self._splits(entry):
+            self._starts.setdefault(self._start(entry), {})[block] = None
+
+    def _lose(self, entry: _Entry, block: int) -> None:
         del self._blocks[entry.content]
-        start = self._start(entry.parent, entry.tokens)
-        followers = self._starts.get(start, {})
-        followers.pop(block, None)
-        if not followers:
-            self._starts.pop(start, None)
-        return entry.content
+        if self._splits(entry):
+            followers = self._starts[self._start(entry)]
+            del followers[block]
+            if not followers:
+                del self._starts[self._start(entry)]
+
+    def _splits(self, entry: _Entry) -> bool:
+        """Return True if an entry's first tokens can be used without the others."""
+        return self._splits_full or len(entry.tokens) < self._block_size * _TOKEN_BYTES
 
     def _chain(self, sequence: Sequence, num_blocks: int) -> bytes:
         """Return the hash of a sequence's first full blocks, which are hashed already."""
         if num_blocks:
             return sequence.block_hashes[num_blocks - 1]
-        # An adapter, once requests have one, becomes one more part here.
-        return root_hash(self._namespace, sequence.request.cache_salt)
+        request = sequence.request
+        # By content: a name may come to stand for another adapter.
+        adapter = () if request.adapter is None else (request.adapter.digest,)
+        return root_hash(self._namespace, request.cache_salt, *adapter)
 
-    def _start(self, parent: bytes, tokens: bytes) -> bytes:
-        return parent + tokens[: self.min_partial * array(_TOKEN).itemsize]
+    def _start(self, entry: _Entry) -> bytes:
+        return entry.parent + entry.tokens[: self.min_partial * _TOKEN_BYTES]
 
     def _find_start(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """Return a chain's follower with most tokens in common and their number, or (-1, 0)."""
-        width = array(_TOKEN).itemsize
         best = (-1, 0)
-        if len(tokens) < self.min_partial * width:
+        start = tokens[: self.min_partial * _TOKEN_BYTES]
+        if len(start) < self.min_partial * _TOKEN_BYTES:
             return best
-        followers = self._starts.get(self._start(parent, tokens), {})
+        followers = self._starts.get(parent + start, {})
         for block, _ in zip(reversed(followers), range(MAX_COMPARED), strict=False):
-            common = _num_common(self._entries[block].tokens, tokens) // width
+            common = _num_common(self._entries[block].tokens, tokens) // _TOKEN_BYTES
             if common > best[1]:
                 best = block, common
         return best
 
     def check_invariants(self) -> None:
         """Assert that all maps agree."""
-        assert {entry.content: block for block, entry in self._entries.items()} == self._blocks
-        assert len(self._entries) == len(self._blocks)
-        size = self._block_size * array(_TOKEN).itemsize
+        blocks = [*self._blocks.items()]
+        spares = [(content, block) for content, of in self._spares.items() for block in of]
+        assert {block: entry.content for block, entry in self._entries.items()} == {
+            block: content for content, block in blocks + spares
+        }
+        assert len(self._entries) == len(blocks) + len(spares), "a block is indexed twice"
+        assert self._spares.keys() <= self._blocks.keys(), "a spare has nobody to stand in for"
         splitting = {
-            block: self._start(entry.parent, entry.tokens)
+            block: self._start(entry)
             for block, entry in self._entries.items()
-            if self._splits_full or len(entry.tokens) < size
+            if self.is_found(block) and self._splits(entry)
         }
         assert splitting == {b: start for start, blocks in self._starts.items() for b in blocks}
         assert all(self._starts.values())

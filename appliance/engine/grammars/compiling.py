@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from appliance.engine.grammars.matchers import num_words
+from appliance.engine.grammars.merge_order import MergeOrder
 from appliance.errors import RequestError
 from appliance.grammar.check import in_words
 from appliance.grammar.source import limits, source_of
@@ -36,16 +37,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _WordList:
-    """The tokenizer interface of llguidance, without encoding, since nothing is forced."""
+    """The tokenizer interface of llguidance."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
     eos_token_id: int
+    merges: MergeOrder
     bos_token_id: int | None = None
     is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: str) -> list[int]:
-        raise AssertionError("a grammar that forces tokens")
+        return self.merges(text.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,6 @@ class CompileTimes:
     counts: list[int] = field(default_factory=lambda: [0] * (len(COMPILE_SECONDS) + 1))
 
     def add(self, seconds: float) -> None:
-        """Count one compiled grammar."""
         self.counts[bisect_left(COMPILE_SECONDS, seconds)] += 1
         self.seconds += seconds
 
@@ -96,7 +97,7 @@ class GrammarCompiler:
 
     @property
     def prepared(self) -> bool:
-        """Whether the vocabulary was read, or is being read."""
+        """True if the vocabulary was read, or is being read."""
         return self._reading is not None
 
     def prepare(self) -> Future[LLTokenizer]:
@@ -113,6 +114,11 @@ class GrammarCompiler:
     def is_waiting(self, request_id: str) -> bool:
         """Return True if a request is one of them."""
         return request_id in self._waiting
+
+    def held(self) -> set[str]:
+        """Return the ids of the waiting requests."""
+        with self._changed:
+            return set(self._waiting)
 
     def begin(self, request: Request, grammar: Grammar) -> None:
         """Compile what a request asks for; it comes back through `take`."""
@@ -164,7 +170,8 @@ class GrammarCompiler:
             return self._kept[key]
         begin = time.perf_counter()
         tokenizer = self.prepare().result()  # this thread did it before
-        matcher = LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=limits())
+        source = source_of(grammar, forces=self._vocabulary.in_order)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
         # The first mask is the most expensive one, and copies know what it has taught.
@@ -192,5 +199,5 @@ class GrammarCompiler:
             ends = [self._vocab_size]  # has no logit
             special.append(self._vocab_size)
             tokens[self._vocab_size] = b"end"
-        words = _WordList(tokens, special, ends[0])
+        words = _WordList(tokens, special, ends[0], MergeOrder(self._vocabulary))
         return LLTokenizer(cast("TokenizerWrapper", words), eos_token=ends)

@@ -35,7 +35,12 @@ class Grammars:
             grammar.
     """
 
-    def __init__(self, scheduler: Scheduler, matchers: Matchers | None, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        matchers: Matchers | None,
+        info: EngineInfo,
+    ) -> None:
         self._scheduler = scheduler
         self._matchers = matchers or Matchers(info.vocab_size, info.eos_token_ids)
         self._info = info
@@ -52,13 +57,17 @@ class Grammars:
 
     @property
     def prepares(self) -> bool:
-        """Whether there is something to prepare in a moment in which nothing runs."""
+        """True if there is something to prepare while nothing runs."""
         return self._compiler is not None and not self._compiler.prepared
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait for their grammar."""
         return 0 if self._compiler is None else self._compiler.waiting
+
+    def held(self) -> set[str]:
+        """Return the ids of the requests that wait here."""
+        return set() if self._compiler is None else self._compiler.held()
 
     def hold(self, request: Request) -> bool:
         """Make a request wait for its grammar; return False if it has none.
@@ -104,10 +113,10 @@ class Grammars:
                 self._matchers.add(request.request_id, compiled.matcher, live)
                 try:
                     self._scheduler.add(request, now)
-                except RequestError as refusal:
-                    error = str(refusal)
+                except RequestError as failure:
+                    error = str(failure)
             if error is not None:
-                refused.append(_refusal(request, error))
+                refused.append(refusal(request, error))
         return refused
 
     def advance(self, updates: Sequences[Update]) -> Sequences[Update]:
@@ -154,7 +163,8 @@ class Grammars:
         )
 
 
-def _refusal(request: Request, error: str) -> SequenceDelta:
+def refusal(request: Request, error: str) -> SequenceDelta:
+    """Return the end of a request that is refused after it was taken."""
     return SequenceDelta(
         request_id=request.request_id,
         finish_reason=FinishReason.ERROR,

@@ -78,15 +78,22 @@ class Matchers:
         self._first.clear()
         self._places.clear()
 
-    def begin(self, sequences: Sequences[Sequence], rows: Sequences[int]) -> Future[Masks] | None:
+    def begin(
+        self, asked: Sequences[tuple[Sequence, tuple[int, ...]]], rows: Sequences[int]
+    ) -> Future[Masks] | None:
         """Start making the masks of a step.
+
+        Args:
+            asked: a sequence for each row, and the drafts in front of the row; those of one
+                sequence follow each other, shortest first, and `trim` has left them.
+            rows: in the step.
 
         Returns:
             The masks of those whose grammar has begun; None if there are none.
         """
         found = [
-            (place, row)
-            for sequence, row in zip(sequences, rows, strict=True)
+            (place, row, drafts)
+            for (sequence, drafts), row in zip(asked, rows, strict=True)
             if (place := self._place(sequence)).applies
         ]
         if not found:
@@ -113,11 +120,39 @@ class Matchers:
                 ended[sequence] = None
         return ended
 
+    def forced(self, sequence: Sequence) -> list[int]:
+        """Return the tokens that a live sequence must have next, spelled as is likeliest."""
+        place = self._place(sequence)
+        if not place.applies or place.matcher.is_error():
+            return []
+        return place.matcher.compute_ff_tokens()
+
+    def trim(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first drafts that a sequence's grammar allows and that do not complete it."""
+        place = self._place(sequence)
+        if not place.applies:
+            after = sequence.request.sampling.grammar
+            assert after is not None
+            return drafts[: drafts.index(after.after)] if after.after in drafts else drafts
+        if place.matcher.is_error():
+            return ()
+        count = taken = 0
+        for token_id in drafts:
+            if place.matcher.validate_tokens([token_id]) != 1:
+                break
+            place.matcher.consume_token(token_id)
+            taken += 1
+            if self._is_over(place):
+                break
+            count += 1
+        place.matcher.rollback(taken)
+        return drafts[:count]
+
     def _is_over(self, place: _Place) -> bool:
         if self._has_end or not place.matcher.is_accepting():
             return place.matcher.is_stopped()
         # There is no token for the end.
-        return self._fill([(place, 0)]).over == [0]
+        return self._fill([(place, 0, ())]).over == [0]
 
     def _place(self, sequence: Sequence) -> _Place:
         """Return the state with all tokens of the sequence read."""
@@ -138,25 +173,35 @@ class Matchers:
                 place.matcher.consume_tokens(tokens)
         return place
 
-    def _fill(self, found: list[tuple[_Place, int]]) -> Masks:
+    def _fill(self, found: list[tuple[_Place, int, tuple[int, ...]]]) -> Masks:
         words = np.zeros((len(found), self._only_end.shape[1]), dtype=np.int32)
-        matchers = [(place.matcher, index) for index, (place, _) in enumerate(found)]
+        matchers = [
+            (place.matcher, index) for index, (place, _, drafts) in enumerate(found) if not drafts
+        ]
         # The library takes memory that most servers never need.
         from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
+        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         if self._executor is None:
             self._executor = LLExecutor(MASK_THREADS)
         fill_next_token_bitmask_par(self._executor, matchers, words)
+        ahead: dict[int, tuple[LLMatcher, int]] = {}  # by id; those that read drafts, how many
+        for index, (place, _, drafts) in enumerate(found):
+            if drafts:
+                place.matcher.consume_token(drafts[-1])
+                fill_next_token_bitmask(place.matcher, words, index)
+                ahead[id(place)] = place.matcher, len(drafts)
+        for matcher, count in ahead.values():
+            matcher.rollback(count)
         over, errors = [], {}
         only_end = (words == self._only_end).all(axis=1).tolist()
-        for index, (place, row) in enumerate(found):
+        for index, (place, row, _) in enumerate(found):
             if place.matcher.is_error():  # on an error the library allows the end, which is not one
                 words[index] = 0
                 errors[row] = f"the grammar cannot go on: {place.matcher.get_error()}"
             elif only_end[index]:
                 over.append(row)
-        return Masks([row for _, row in found], words, over, errors)
+        return Masks([row for _, row, _ in found], words, over, errors)
 
     def _keep(self, live: Collection[Sequence]) -> None:
         kept = set(live)

@@ -1,31 +1,23 @@
-"""Starts one engine process, talks to it and reports how it ended."""
+"""Talks to one engine process and reports how it ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import socket
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from appliance import log
-from appliance.config import cache_dir
 from appliance.engine.messages import Shutdown
-from appliance.engine.process.connection import Connection
+from appliance.engine.process.connection import EngineConnection
 from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
-from appliance.engine.process.metadata import beacon_of, create_metadata, map_metadata
+from appliance.engine.process.launch import ENGINE_COMMAND, LaunchedProcess
+from appliance.engine.process.metadata import beacon_of, map_metadata
 from appliance.errors import EngineError
-from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-
-# -P: import nothing from the current folder.
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "appliance.engine.process")
+    from subprocess import Popen
 
 _EXIT_SECONDS = 5.0  # for a process whose connection has ended, or that was told to end
 
@@ -35,7 +27,9 @@ logger = logging.getLogger(__name__)
 class EngineProcess:
     """A started process, its connection and its block metadata."""
 
-    def __init__(self, process: Process, connection: Connection, metadata: memoryview) -> None:
+    def __init__(
+        self, process: Popen[bytes], connection: EngineConnection, metadata: memoryview
+    ) -> None:
         self.connection = connection
         self.metadata = metadata  # 64-bit words, written by the engine
         self.beacon = beacon_of(metadata)
@@ -48,39 +42,23 @@ class EngineProcess:
         Raises:
             EngineError: the system is out of processes, descriptors or memory.
         """
+        launched = LaunchedProcess(command)
         try:
-            return await cls._spawn(command)
+            return await cls.over(launched)
         except OSError as error:
+            launched.__exit__(None, None, None)
             reason = error.strerror or error
             raise EngineError(f"the engine process cannot be started: {reason}") from error
 
     @classmethod
-    async def _spawn(cls, command: Sequence[str]) -> EngineProcess:
-        ours, theirs = socket.socketpair()
-        level, form = log.configured()
-        with contextlib.ExitStack() as undo:  # release it all if a later call fails
-            undo.enter_context(theirs)
-            connection = await Connection.over(ours)
-            undo.callback(connection.close)
-            metadata = create_metadata()
-            undo.callback(os.close, metadata)
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                *("--socket", str(theirs.fileno()), "--metadata", str(metadata)),
-                *("--parent", str(os.getpid()), "--log-level", level, "--log-format", form),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # a library's prints belong in the log
-                pass_fds=(theirs.fileno(), metadata),
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C in the terminal goes only to the server
-            )
-            undo.pop_all()
-            theirs.close()
-        return cls(process, connection, map_metadata(metadata, writable=False))
+    async def over(cls, launched: LaunchedProcess) -> EngineProcess:
+        """Talk to a process that was started already."""
+        sock, metadata = launched.take()
+        connection = await EngineConnection.over(sock)
+        return cls(launched.process, connection, map_metadata(metadata, writable=False))
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def dump_stacks(self) -> None:
@@ -89,7 +67,6 @@ class EngineProcess:
             self._process.send_signal(DUMP_STACKS_SIGNAL)
 
     def kill(self) -> None:
-        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -106,25 +83,17 @@ class EngineProcess:
     async def wait(self) -> str:
         """Close the connection, wait for the process to end and say how it ended."""
         self.connection.close()
+        # A thread waits, since the process may be older than the event loop.
+        ended = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         try:
-            async with asyncio.timeout(_EXIT_SECONDS):
-                await self._process.wait()
+            await asyncio.wait_for(asyncio.shield(ended), _EXIT_SECONDS)
         except TimeoutError:
             logger.warning("the engine process does not end; killing it")
             self.kill()
         except asyncio.CancelledError:
             self.kill()
             raise
-        code = await self._process.wait()
+        code = await ended
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
-
-
-def _environment() -> dict[str, str]:
-    """Return the engine's environment: everything but the API key, which it does not need.
-
-    Compiled GPU kernels go beside our other derived files.
-    """
-    kernels = {"TRITON_CACHE_DIR": str(cache_dir() / "triton")}
-    return {**ALLOCATOR, **OPENMP, **kernels, **child_environment()}

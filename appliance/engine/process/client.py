@@ -7,7 +7,6 @@ that a request that kills engines takes no other with it (see `quarantine`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import deque
@@ -24,8 +23,11 @@ from appliance.engine.messages import (
     Table,
     Vocabulary,
 )
-from appliance.engine.process.child import ENGINE_COMMAND
+from appliance.engine.process.adapter_calls import AdapterCalls
+from appliance.engine.process.answers import ReadyWaiters, TableFetches
 from appliance.engine.process.generation import MAX_BACKLOG, Generation
+from appliance.engine.process.idle import IdleTimer
+from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.quarantine import Quarantine
 from appliance.engine.process.supervisor import SHORT, EngineState, SupervisionLimits, Supervisor
 from appliance.errors import (
@@ -39,7 +41,8 @@ from appliance.stats import EngineStats, SequenceView
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.messages import EngineInfo
-    from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.engine.process.launch import LaunchedProcess
+    from appliance.engine.process.supervisor import ProgressCallback, Wakes
     from appliance.engine.request import Request
 
 # How often a waiting request is given to a new process. More would let one that kills the engine
@@ -54,6 +57,8 @@ class EngineClient:
 
     Args:
         command: starts the process; tests use another one.
+        launched: the first process, if it was started already.
+        idle_timeout: seconds without a request after which the process ends; 0 keeps it.
     """
 
     def __init__(
@@ -62,20 +67,21 @@ class EngineClient:
         *,
         command: Sequence[str] = ENGINE_COMMAND,
         limits: SupervisionLimits | None = None,
+        launched: LaunchedProcess | None = None,
+        idle_timeout: float = 0.0,
     ) -> None:
         self.stats = EngineStats()  # the latest
         self.stats_time = 0.0  # monotonic, when they arrived
         self.sequences: tuple[SequenceView, ...] = ()
         self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
         self.vocabulary: Vocabulary | None = None  # set it before the first grammar
-        self._config = config
+        self.config = config  # that the engine was started with
         self._informed: int | None = None  # the process that has received the vocabulary
         self._generations: dict[str, Generation] = {}
         self._quarantine = Quarantine()
         self._on_trial: Generation | None = None  # the suspect that the engine is running
         self._held: deque[Generation] = deque()  # suspects that wait for it
-        self._tables: dict[tuple[str, int], asyncio.Future[Table]] = {}
-        self._waiters: list[asyncio.Future[None]] = []  # wait until the engine is ready
+        self._waiters = ReadyWaiters()
         self._supervisor = Supervisor(
             command,
             limits,
@@ -83,17 +89,21 @@ class EngineClient:
             on_death=self._on_death,
             on_ready=self._on_ready,
             on_outage=self._on_outage,
+            on_asleep=self._on_asleep,
             is_busy=self._is_busy,
+            launched=launched,
         )
+        self._tables = TableFetches(lambda *asked: self._supervisor.send(FetchTable(*asked)))
+        self._idle = IdleTimer(idle_timeout, self._supervisor.sleep)
+        self.adapters = AdapterCalls(self._supervisor.send)
 
     @property
     def state(self) -> EngineState:
-        """State of the process."""
         return self._supervisor.state
 
     @property
     def reason(self) -> str:
-        """Why the engine is not ready, if it failed or restarts."""
+        """The reason why the engine is not ready, if it failed or restarts."""
         return self._supervisor.reason
 
     @property
@@ -117,13 +127,16 @@ class EngineClient:
         return self._supervisor.restarts
 
     @property
+    def wakes(self) -> Wakes:
+        return self._supervisor.wakes
+
+    @property
     def info(self) -> EngineInfo | None:
-        """Facts about the loaded engine; the last known while it restarts."""
+        """Facts about the loaded engine; the last known while it restarts or sleeps."""
         return self._supervisor.info
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine."""
         process = self._supervisor.process
         return None if process is None else process.pid
 
@@ -157,8 +170,8 @@ class EngineClient:
     @property
     def num_running_sequences(self) -> int:
         """Sequences of the started requests."""
-        generations = self._generations.values()
-        return sum(one.request.sampling.num_sequences for one in generations if one.started)
+        started = [one.request for one in self._generations.values() if one.started]
+        return sum(request.sampling.num_sequences for request in started)
 
     async def prepare(self) -> None:
         """Start the process ahead of `start`: it imports while the caller reads the tokenizer."""
@@ -172,50 +185,45 @@ class EngineClient:
         Raises:
             ApplianceError: it cannot be loaded; the class has the exit code.
         """
-        return await self._supervisor.start(Load(self._config, eos_token_ids), on_progress)
+        info = await self._supervisor.start(Load(self.config, eos_token_ids), on_progress)
+        self._idle.start()
+        return info
+
+    def sleep(self) -> None:
+        """End the process now, unless it has work; the next request starts another."""
+        self._supervisor.sleep()
 
     async def ready(self) -> None:
-        """Wait until the engine accepts requests again.
+        """Wait until the engine accepts requests again; one that sleeps does.
 
         Raises:
             EngineUnavailableError: that will not be soon.
         """
-        if self.state is EngineState.READY:
+        if self.state.accepts:
             return
         if self.state is not EngineState.RESTARTING or self.seconds_to_start > SHORT:
             raise EngineUnavailableError(
                 f"the engine is {self.state.value}", retry_after=self.seconds_to_start or None
             )
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def _wake(self, error: EngineUnavailableError | None) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if waiter.done():
-                continue
-            if error is None:
-                waiter.set_result(None)
-            else:
-                waiter.set_exception(error)
+        await self._waiters.wait()
 
     async def close(self, *, now: bool = False) -> None:
         """End the engine after its step, or immediately with `now`; open requests fail."""
         error = EngineUnavailableError("the server is shutting down")
+        self._idle.stop()
         self.fail_all(error)
-        self._wake(error)
+        self._waiters.wake(error)
         self._forget_sequences()
         await self._supervisor.close(now=now)
 
     def generate(self, request: Request) -> Generation:
-        """Submit a request immediately; iterate for its deltas.
+        """Submit a request immediately, or once the engine is awake; iterate for its deltas.
 
         Raises:
-            EngineUnavailableError: the engine is not ready.
+            EngineUnavailableError: the engine is not ready, and not asleep.
             QuarantinedError: engines died of this request.
         """
-        if self.state is not EngineState.READY:
+        if not self.state.accepts:
             raise EngineUnavailableError(
                 f"the engine is {self.state.value}", retry_after=self.seconds_to_start or None
             )
@@ -223,7 +231,12 @@ class EngineClient:
         generation = Generation(self, request)
         generation.is_suspect = self._quarantine.is_suspect(request)
         self._generations[request.request_id] = generation
-        self._submit(generation)
+        self._idle.stop()
+        if self.state is EngineState.READY:
+            self._submit(generation)
+        else:
+            generation.submissions = 0
+            self._supervisor.wake()
         return generation
 
     def _submit(self, generation: Generation) -> None:
@@ -283,16 +296,9 @@ class EngineClient:
 
     async def fetch_table(self, request_id: str, index: int) -> Table:
         """Fetch the block table of one sequence, as it is between two steps."""
-        nothing = Table(request_id=request_id, index=index)
         if self.state is not EngineState.READY or request_id not in self._generations:
-            return nothing
-        asked = self._tables.get((request_id, index))
-        if asked is None:
-            asked = asyncio.get_running_loop().create_future()
-            self._tables[request_id, index] = asked
-            self._supervisor.send(FetchTable(request_id, index))
-        # A caller that leaves must not cancel the answer for others who asked the same.
-        return await asyncio.shield(asked)
+            return Table(request_id=request_id, index=index)
+        return await self._tables.fetch(request_id, index)
 
     def fail_all(self, error: Exception) -> None:
         """End every request with an error; their consumers close them."""
@@ -303,6 +309,7 @@ class EngineClient:
         del self._generations[generation.request.request_id]
         generation.fail(error)
         self._end_trial(generation)
+        self._rest()
 
     def forget(self, generation: Generation, *, complete: bool) -> None:
         """Drop a request that its consumer has closed, and stop the engine's work on it."""
@@ -315,6 +322,12 @@ class EngineClient:
         else:
             self.abort(request_id)
         self._end_trial(generation)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Begin to count idle time when the last request has gone."""
+        if not self._generations:
+            self._idle.start()
 
     def _is_busy(self) -> bool:
         """Return True if the engine owes tokens; held requests and unread deltas do not count."""
@@ -338,20 +351,16 @@ class EngineClient:
         if report.sequences is not None:
             self.sequences = report.sequences
         for table in report.tables:
-            self._answer(table)
+            self._tables.answer(table)
+        self.adapters.take(report.adapters)
         if report.stats is not None:
             for observe in self.observers:
                 observe(report)
 
-    def _answer(self, table: Table) -> None:
-        asked = self._tables.pop((table.request_id, table.index), None)
-        if asked is not None and not asked.done():
-            asked.set_result(table)
-
     def _forget_sequences(self) -> None:
         self.sequences = ()
-        for request_id, index in list(self._tables):
-            self._answer(Table(request_id=request_id, index=index))
+        self._tables.give_up()
+        self.adapters.forget()
 
     def _on_death(self, error: EngineDiedError) -> None:
         self._forget_sequences()
@@ -360,9 +369,7 @@ class EngineClient:
         process = self._supervisor.process
         starting = set() if process is None else process.beacon.started()
         # The engine was working on some of the requests it had; the others waited.
-        given = [
-            one for one in self._generations.values() if id(one) not in held and one.is_awaited
-        ]
+        given = [g for g in self._generations.values() if id(g) not in held and g.is_awaited]
         lost = {
             one.request.request_id: one
             for one in given
@@ -372,18 +379,22 @@ class EngineClient:
             logger.warning("the engine died while it worked on %s", ", ".join(lost))
             self._quarantine.strike(one.request for one in lost.values())
         for generation in given:
-            is_lost = generation.request.request_id in lost
-            if is_lost or generation.submissions >= MAX_SUBMISSIONS:
+            if generation.request.request_id in lost or generation.submissions >= MAX_SUBMISSIONS:
                 self._end(generation, error)
+
+    def _on_asleep(self) -> None:
+        self._forget_sequences()
+        self._on_report(StepReport(stats=EngineStats()))  # of a process that holds nothing
 
     def _on_ready(self) -> None:
         for generation in list(self._generations.values()):
             if generation.is_awaited:  # otherwise only its consumer has some left to read
                 generation.submissions += 1
                 self._submit(generation)
-        self._wake(None)
+        self._waiters.wake()
+        self._rest()
 
     def _on_outage(self, error: EngineUnavailableError) -> None:
         self._forget_sequences()
         self.fail_all(error)
-        self._wake(error)
+        self._waiters.wake(error)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import socket
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """Receives messages of one engine process and keeps them until they are taken."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
-    async def over(cls, sock: socket.socket) -> Connection:
+    async def over(cls, sock: socket.socket) -> EngineConnection:
         """Wrap a connected socket; the connection owns it from now on."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(cls, sock=sock)

@@ -21,7 +21,6 @@ class FrameError(EngineError):
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """Encode one message."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
     size = len(frame) - _LENGTH.size

@@ -18,8 +18,6 @@ MAX_BACKLOG = 4096  # most deltas that a consumer may lag behind
 
 
 class Submitter(Protocol):
-    """The client that submitted the request."""
-
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one choice of it."""
         ...
@@ -105,7 +103,6 @@ class Generation(AsyncIterator[SequenceDelta]):
         self.close()
 
     def put(self, delta: SequenceDelta) -> None:
-        """Add a delta from the engine."""
         if delta.error is not None:
             self.fail(_error_of(delta, delta.error))
         elif self._error is None:

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from appliance.engine.messages import Failed, Load, Progress, Ready, StepReport
-from appliance.engine.process.child import ENGINE_COMMAND, EngineProcess
+from appliance import stages
+from appliance.engine.messages import Load, Progress, Ready, Shutdown, StartFailed, StepReport
+from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.framing import FrameError
+from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.watch import LOOKS_TO_HANG, Verdict, Watch, read_signs
 from appliance.errors import (
     ApplianceError,
@@ -33,6 +35,7 @@ from appliance.errors import (
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo, FromEngine, ToEngine
+    from appliance.engine.process.launch import LaunchedProcess
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -42,18 +45,23 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """State of the engine process."""
-
     LOADING = "loading"  # for the first time
     READY = "ready"
     RESTARTING = "restarting"
+    ASLEEP = "asleep"  # its process has ended; a request starts another
+    WAKING = "waking"  # that one loads
     FAILED = "failed"  # the first load failed, so there is nothing to serve
     STOPPED = "stopped"
+
+    @property
+    def accepts(self) -> bool:
+        """True if a request may be handed over: it runs, or wakes the engine and waits for it."""
+        return self in (EngineState.READY, EngineState.ASLEEP, EngineState.WAKING)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """When to give up on a process, and how soon to start another; times in seconds."""
+    """Limits of restarting a process; times in seconds."""
 
     hang_timeout: float = 8.0  # a process with work does nothing for this long
     step_timeout: float = 60.0  # it computes without progress for this long
@@ -65,6 +73,13 @@ class SupervisionLimits:
     def look(self) -> float:
         """Seconds between two looks at the process."""
         return self.hang_timeout / LOOKS_TO_HANG
+
+
+class Wakes(NamedTuple):
+    """Processes started after one was told to sleep, and the seconds that the latest took."""
+
+    number: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -98,7 +113,9 @@ class Supervisor:
         on_death: called when a process ended; the error says how. Another follows.
         on_ready: called when a restarted engine accepts requests.
         on_outage: called when no process can be started soon; the error says why.
+        on_asleep: called when a process has ended because it was told to sleep.
         is_busy: returns True if the engine has unfinished work.
+        launched: the first process, if it was started already.
     """
 
     def __init__(
@@ -110,25 +127,31 @@ class Supervisor:
         on_death: Callable[[EngineDiedError], None],
         on_ready: Callable[[], None],
         on_outage: Callable[[EngineUnavailableError], None],
+        on_asleep: Callable[[], None],
         is_busy: Callable[[], bool],
+        launched: LaunchedProcess | None = None,
     ) -> None:
         self.state = EngineState.LOADING
         self.reason = ""
         self.responsive = True  # a ready process shows signs of life
         self.restarts = 0
+        self.wakes = Wakes()
         self.info: EngineInfo | None = None
         self.process: EngineProcess | None = None
         self._command = command
+        self._launched = launched
         self._limits = limits or SupervisionLimits()
         self._on_report = on_report
         self._on_death = on_death
         self._on_ready = on_ready
         self._on_outage = on_outage
+        self._on_asleep = on_asleep
         self._is_busy = is_busy
         self._deaths = Deaths(self._limits)
         self._next_start = 0.0  # monotonic
         self._heard = False
         self._verdict = Verdict.ALIVE
+        self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -138,8 +161,13 @@ class Supervisor:
 
     async def prepare(self) -> None:
         """Start a process ahead of `start`, so that it imports meanwhile."""
-        if self.process is None:
+        if self.process is not None:
+            return
+        launched, self._launched = self._launched, None
+        if launched is None:
             self.process = await EngineProcess.spawn(self._command)
+        else:
+            self.process = await EngineProcess.over(launched)
 
     async def start(self, load: Load, on_progress: ProgressCallback) -> EngineInfo:
         """Load the model for the first time.
@@ -162,9 +190,23 @@ class Supervisor:
         if self.process is not None:
             self.process.connection.send(message)
 
+    def sleep(self) -> None:
+        """End an idle process, which first writes what must outlive it, and start none.
+
+        Memory, the device and its context are free once it has ended.
+        """
+        if self.state is EngineState.READY and not self._is_busy():
+            self.state = EngineState.ASLEEP
+            self._woken.clear()
+            self.send(Shutdown())
+
+    def wake(self) -> None:
+        """Start a process again, if it was told to sleep."""
+        self._woken.set()
+
     async def close(self, *, now: bool = False) -> None:
         """End the process, after its step unless `now`, and start no other."""
-        was_ready = self.state is EngineState.READY
+        was_ready = self.state in (EngineState.READY, EngineState.ASLEEP)
         self.state = EngineState.STOPPED
         if self._task is not None:
             self._task.cancel()
@@ -189,7 +231,7 @@ class Supervisor:
             match message:
                 case Progress(stage, done, total):
                     on_progress(stage, done, total)
-                case Failed(text, exit_code):
+                case StartFailed(text, exit_code):
                     await self.process.wait()
                     raise _failure(text, exit_code)
                 case Ready(info):
@@ -209,6 +251,9 @@ class Supervisor:
     async def _keep_alive(self, load: Load) -> None:
         while True:
             error = await self._serve()
+            if self.state is EngineState.ASLEEP:
+                await self._sleep(load)
+                continue
             # Set the state first: on_death must not submit to the dead process.
             self.state = EngineState.RESTARTING
             self.reason = str(error)
@@ -216,6 +261,25 @@ class Supervisor:
             await self._restart(load, error)
             logger.info("the engine is back, restart %d", self.restarts)
             self._on_ready()
+
+    async def _sleep(self, load: Load) -> None:
+        """Wait for `wake`, then start a process that takes what has arrived meanwhile."""
+        self.process = None
+        logger.info("the engine sleeps; the next request wakes it")
+        self._on_asleep()
+        await self._woken.wait()
+        self.state = EngineState.WAKING
+        begin = time.monotonic()
+        try:
+            info = await self._load_watched(load)
+        except Exception as error:
+            self.state = EngineState.RESTARTING
+            await self._end_process()
+            await self._restart(load, error)
+        else:
+            self.wakes = Wakes(self.wakes.number + 1, time.monotonic() - begin)
+            logger.info("the engine woke in %s", stages.in_words(begin, info.stages))
+        self._on_ready()
 
     async def _restart(self, load: Load, error: Exception) -> None:
         while True:
@@ -247,14 +311,14 @@ class Supervisor:
             )
         )
 
-    async def _load_watched(self, load: Load) -> None:
+    async def _load_watched(self, load: Load) -> EngineInfo:
         await self.prepare()
         assert self.process is not None
         self._verdict = Verdict.ALIVE
         watching = self._watch(self.process, busy=lambda: True, look=self._limits.look * 8)
         watch = asyncio.create_task(watching, name="engine-watchdog")
         try:
-            await self._load(load, lambda stage, done, total: None)
+            return await self._load(load, lambda stage, done, total: None)
         finally:
             watch.cancel()
 

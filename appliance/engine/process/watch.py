@@ -41,8 +41,6 @@ class Signs(NamedTuple):
 
 
 class Verdict(Enum):
-    """Judgement of a process."""
-
     ALIVE = "alive"
     DOUBTFUL = "not responding"
     STOPPED = "was stopped"

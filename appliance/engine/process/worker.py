@@ -20,23 +20,26 @@ import msgspec
 from appliance.engine.messages import (
     Abort,
     EngineInfo,
-    Failed,
     FetchTable,
     FromEngine,
     Load,
+    LoadAdapter,
     Progress,
     Ready,
     SequenceDelta,
     Shutdown,
+    StartFailed,
     StepReport,
     Submit,
     Table,
     ToEngine,
+    UnloadAdapter,
     Vocabulary,
 )
 from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.engine.process.metadata import beacon_of
-from appliance.engine.request import FinishReason, Request
+from appliance.engine.process.report_pieces import pieces_of
+from appliance.engine.request import AdapterRef, FinishReason, Request
 from appliance.errors import ApplianceError, RequestError
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ _READ_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
+class EngineCore(Protocol):
     """The engine that the loop drives; `LLMEngine` implements it."""
 
     info: EngineInfo
@@ -73,20 +76,22 @@ class Engine(Protocol):
         """Stop a request or one choice of it; return False if it is unknown."""
         ...
 
-    def step(self) -> StepReport:
-        """Run one step."""
-        ...
+    def step(self) -> StepReport: ...
 
-    def stats(self) -> EngineStats:
-        """Return the numbers of this moment."""
-        ...
+    def stats(self) -> EngineStats: ...
 
-    def sequences(self) -> tuple[SequenceView, ...]:
-        """Describe every waiting or running sequence."""
-        ...
+    def sequences(self) -> tuple[SequenceView, ...]: ...
 
     def take_steps(self) -> tuple[StepView, ...]:
         """Return the steps since the last call."""
+        ...
+
+    def load_adapter(self, ref: AdapterRef) -> None:
+        """Read an adapter ahead of its first request; a report answers."""
+        ...
+
+    def unload_adapter(self, ref: AdapterRef) -> None:
+        """Forget an adapter once no request uses it."""
         ...
 
     def block_table(self, request_id: str, index: int) -> Table:
@@ -109,12 +114,12 @@ class LoadEngine(Protocol):
         metadata: memoryview | None,
         on_progress: Callable[[str, int, int], None],
         beacon: Beacon,
-    ) -> Engine:
+    ) -> EngineCore:
         """Load a model, or raise ApplianceError."""
         ...
 
 
-class Connection:
+class EngineSocket:
     """The engine's end of the socket pair: blocking writes, reads that wait only on request."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -162,7 +167,7 @@ def run_worker(
             prepares its `Load`.
         warnings: this process's warnings for the user.
     """
-    connection = Connection(sock)
+    connection = EngineSocket(sock)
     try:
         load = find_loader()
         first = connection.receive(wait=True)
@@ -178,24 +183,24 @@ def run_worker(
             on_progress=lambda stage, done, total: connection.send(Progress(stage, done, total)),
         )
     except ApplianceError as error:
-        connection.send(Failed(str(error), error.exit_code))
+        connection.send(StartFailed(str(error), error.exit_code))
         return error.exit_code
     except Exception as error:
         logger.exception("the engine could not be loaded")
-        connection.send(Failed(f"the engine could not be loaded: {error!r}", 6))
+        connection.send(StartFailed(f"the engine could not be loaded: {error!r}", 6))
         return 6
     # Until here a signal ends the process; from here on it ends after the current step.
     signal.signal(signal.SIGTERM, lambda number, frame: connection.close_reading())
     connection.send(Ready(engine.info))
-    Worker(engine, connection, warnings).run()
+    EngineLoop(engine, connection, warnings).run()
     engine.close()
     return 0
 
 
-class Worker:
-    """Runs the loop."""
-
-    def __init__(self, engine: Engine, connection: Connection, warnings: RecentWarnings) -> None:
+class EngineLoop:
+    def __init__(
+        self, engine: EngineCore, connection: EngineSocket, warnings: RecentWarnings
+    ) -> None:
         self._engine = engine
         self._warnings = warnings
         self._connection = connection
@@ -227,6 +232,10 @@ class Worker:
                 self._connection.send(StepReport(tables=(table,)))
             case Vocabulary():
                 self._engine.set_vocabulary(message)
+            case LoadAdapter(ref):
+                self._engine.load_adapter(ref)
+            case UnloadAdapter(ref):
+                self._engine.unload_adapter(ref)
             case Shutdown():
                 self._ended = True
             case Load():
@@ -255,7 +264,8 @@ class Worker:
         if time.monotonic() >= self._next_snapshot or not self._engine.has_work:
             report = self._with_snapshot(report)
         # Sent even if empty: the watchdog takes a report as progress.
-        self._connection.send(report)
+        for piece in pieces_of(report):
+            self._connection.send(piece)
 
     def _with_snapshot(self, report: StepReport) -> StepReport:
         self._next_snapshot = time.monotonic() + SNAPSHOT_SECONDS

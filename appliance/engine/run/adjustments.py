@@ -1,4 +1,4 @@
-"""Changes single logits on a request's behalf: bias, bans, forced tokens."""
+"""Changes single logits on a request's behalf: bias, bans, the end of a thought."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class AdjustmentList:
         output: list[int] = []
         if sampling.thought_budget is not None:
             output = entry.sequence.token_ids[entry.sequence.num_prompt_tokens :]
+            output += entry.drafts
         added = sampling.bias_at(num_output_tokens, output)
         if num_output_tokens < sampling.min_tokens and not is_over:
             banned = dict.fromkeys((*self.eos_token_ids, *sampling.stop_token_ids), -np.inf)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from appliance.engine.blocks.state_slots import StateSlots
+from appliance.engine.plan import sampling_rows
 from appliance.engine.run.staging import StepShape
-from appliance.kernels.ragged import RaggedBatch, SealedSpans, cut_at_blocks
+from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.slot_settings import StepSettings
     from appliance.engine.run.staging import Staging, StepTensors
     from appliance.engine.sequence import Sequence
+    from appliance.model.adapters.slots import AdapterSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Spare:
 
     block: int
     open_page: int | None = None  # only with a sealed cache
+    state_slot: int | None = None  # only with recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +51,42 @@ class Geometry:
     block_size: int  # token slots
     padding: int = 0  # number of padding sequences at the end
     open_pages: Sequences[int] | None = None  # with a sealed cache: each one's open page
+    state_slots: Sequences[int] | None = None  # with recurrent layers: each one's slot
+    adapter_slots: Sequences[int] | None = None  # each one's, below 0: none; None if nobody has one
 
     @classmethod
     def of(
-        cls, plan: Plan, block_size: int, spare: Spare | None = None, padding: int = 0
+        cls,
+        plan: Plan,
+        block_size: int,
+        spare: Spare | None = None,
+        padding: int = 0,
+        *,
+        may_adapt: bool = False,
     ) -> Geometry:
         """Lay out a plan's entries, followed by padding sequences of one token in the spare block.
 
-        In the plan, entries with a single row come first.
+        In the plan, entries with a single row come first. With `may_adapt` some of their requests
+        may have adapters.
         """
         assert spare is not None or not padding
         query_lens = [entry.num_tokens for entry in plan.scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
         tables = [entry.sequence.block_table for entry in plan.scheduled]
-        open_pages = None
+        open_pages = state_slots = None
+        adapter_slots = _adapter_slots(plan) if may_adapt else None
+        if plan.states is not None:
+            state_slots = [StateSlots.row(entry.sequence) for entry in plan.scheduled]
         if plan.open_pages is not None:
             query_lens, context_lens, tables, open_pages = cut_at_blocks(
                 query_lens, context_lens, tables, plan.open_pages, block_size
             )
+            if state_slots is not None:
+                pieces = zip(state_slots, plan.open_pages, strict=True)
+                state_slots = [slot for slot, pages in pieces for _ in pages]
+            if adapter_slots is not None:
+                pieces = zip(adapter_slots, plan.open_pages, strict=True)
+                adapter_slots = [slot for slot, pages in pieces for _ in pages]
         if spare is not None:
             query_lens += [1] * padding
             context_lens += [1] * padding
@@ -72,10 +94,17 @@ class Geometry:
             if spare.open_page is not None:
                 assert open_pages is not None or not plan.scheduled
                 open_pages = [*(open_pages or ()), *([spare.open_page] * padding)]
-        return cls(query_lens, context_lens, tables, block_size, padding, open_pages)
+            if spare.state_slot is not None:
+                state_slots = [*(state_slots or ()), *([spare.state_slot] * padding)]
+        return cls(
+            *(query_lens, context_lens, tables, block_size),
+            *(padding, open_pages, state_slots, adapter_slots),
+        )
 
-    def ragged(self, tensors: StepTensors, block_tables: Tensor) -> RaggedBatch:
-        """Combine it with the step's tensors on the device."""
+    def ragged(
+        self, tensors: StepTensors, block_tables: Tensor, adapters: AdapterSlots | None = None
+    ) -> RaggedBatch:
+        """Combine it with the step's tensors on the device, and with the executor's adapters."""
         num_decodes = next(
             (i for i, rows in enumerate(self.query_lens) if rows > 1), len(self.query_lens)
         )
@@ -88,7 +117,17 @@ class Geometry:
             host_query_lens=tuple(self.query_lens),
             host_context_lens=tuple(self.context_lens),
             sealed=self._sealed(tensors),
+            state_slots=tensors.state_slots,
+            host_state_slots=None if self.state_slots is None else tuple(self.state_slots),
+            adapters=self._adapters(tensors, adapters),
         )
+
+    def _adapters(self, tensors: StepTensors, table: AdapterSlots | None) -> AdapterRows | None:
+        if self.adapter_slots is None:
+            return None
+        assert tensors.adapter_slots is not None
+        assert table is not None
+        return AdapterRows(tensors.adapter_slots, tuple(self.adapter_slots), table)
 
     def _sealed(self, tensors: StepTensors) -> SealedSpans | None:
         if self.open_pages is None:
@@ -107,6 +146,19 @@ class Geometry:
         )
 
 
+def _adapter_slots(plan: Plan) -> list[int] | None:
+    """Return the slot of each entry's adapter, below 0 without one; None if nobody has one."""
+    if not has_adapters(plan):
+        return None
+    adapters = [entry.sequence.request.adapter for entry in plan.scheduled]
+    return [-1 if adapter is None else adapter.slot for adapter in adapters]
+
+
+def has_adapters(plan: Plan) -> bool:
+    """Return True if any sequence has an adapter."""
+    return any(entry.sequence.request.adapter for entry in plan.scheduled)
+
+
 def is_decode(plan: Plan) -> bool:
     """Return True if every sequence has one row and samples."""
     return all(entry.num_tokens == 1 and entry.samples for entry in plan.scheduled)
@@ -117,9 +169,12 @@ def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> Ste
     return StepShape(
         num_tokens=sum(geometry.query_lens),
         num_seqs=len(geometry.query_lens),
-        num_samples=geometry.padding + sum([entry.samples for entry in scheduled]),
+        num_samples=geometry.padding
+        + sum([1 + len(entry.drafts) for entry in scheduled if entry.samples]),
         table_width=max(map(len, geometry.block_tables)),
         is_sealed=geometry.open_pages is not None,
+        is_recurrent=geometry.state_slots is not None,
+        is_adapted=geometry.adapter_slots is not None,
     )
 
 
@@ -133,10 +188,7 @@ def stage(
     """Write a step into the staging buffer.
 
     Args:
-        scheduled: the plan's entries.
         geometry: of these.
-        staging: the buffer.
-        sampler: writes its own settings.
         places: where the step before put the token of each sequence that follows it.
 
     Returns:
@@ -145,7 +197,7 @@ def stage(
     shape = shape_of(scheduled, geometry)
     arrays = staging.arrays(shape)
     _fill(arrays, scheduled, geometry, places, len(staging.latest))
-    return shape, sampler.stage([entry for entry in scheduled if entry.samples], arrays)
+    return shape, sampler.stage(sampling_rows(scheduled), arrays)
 
 
 def _fill(
@@ -163,7 +215,7 @@ def _fill(
     arrays["sources"] += first_source
     following: list[int] = []
     sources: list[int] = []
-    for sequence, start, rows, samples, follows, _ in scheduled:
+    for sequence, start, rows, samples, follows, _, drafts in scheduled:
         if follows:
             following.append(len(token_ids))
             sources.append(places[sequence])
@@ -171,9 +223,10 @@ def _fill(
         elif rows == 1:
             token_ids.append(sequence.token_ids[start])
         else:
-            token_ids += sequence.token_ids[start : start + rows]
+            token_ids += sequence.token_ids[start : start + rows - len(drafts)]
+            token_ids += drafts
         if samples:
-            sample_rows.append(len(token_ids) - 1)
+            sample_rows += range(len(token_ids) - 1 - len(drafts), len(token_ids))
     if following:
         arrays["sources"][following] = sources
     num_filled = len(token_ids)
@@ -210,6 +263,10 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
     slots[:] = tables[owners, blocks]
     slots *= size
     slots += offsets
+    if geometry.state_slots is not None:
+        arrays["state_slots"][:] = geometry.state_slots
+    if geometry.adapter_slots is not None:
+        arrays["adapter_slots"][:] = geometry.adapter_slots
     if geometry.open_pages is None:
         return
     pages = np.array(geometry.open_pages)

@@ -68,7 +68,6 @@ class HostMoves:
         self._rates = rates
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """See `BlockMoves`."""
         if not copies:
             return
         self._cache.copy_blocks(
@@ -80,14 +79,12 @@ class HostMoves:
         )
 
     def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
-        """See `BlockMoves`."""
         begin = time.perf_counter()
         contents = [self._cache.read_block(save.block, save.open_page) for save in saves]
         self._rates.saw_moves(sum(map(len, contents)), time.perf_counter() - begin)
         return tuple(map(SavedBlock, contents))
 
     def load(self, loads: Sequence[BlockLoad], saved: Sequence[SavedBlock] = ()) -> None:
-        """See `BlockMoves`."""
         begin, num_bytes = time.perf_counter(), 0
         for load in loads:
             content = load.content(saved).read()
@@ -119,7 +116,6 @@ class DeviceMoves:
     blocks moves through the same memory.
 
     Args:
-        mover: for the blocks.
         open_mover: for the open pages, where layers are sealed.
     """
 
@@ -149,7 +145,6 @@ class DeviceMoves:
         mover.swap_out([0], self._buffers[0].memory[: self.block_bytes].view(1, -1))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """See `BlockMoves`."""
         if not copies:
             return
         self._mover.copy([copy.source for copy in copies], [copy.destination for copy in copies])

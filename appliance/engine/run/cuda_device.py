@@ -52,16 +52,13 @@ class CudaDevice:
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """See `Device`."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
-        """See `Device`."""
         return self._copy_aside(zip(rows, tensor, strict=True))
 
     def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
-        """See `Device`."""
         copy = self._copy_aside(zip(tensor, rows, strict=True))
         self.follow(copy)
         return copy
@@ -78,12 +75,10 @@ class CudaDevice:
             return _CudaCopy(begin, _timing_event())
 
     def follow(self, copy: Copy) -> None:
-        """See `Device`."""
         assert isinstance(copy, _CudaCopy)
         torch.cuda.current_stream().wait_event(copy.end)
 
     def record(self) -> Event:
-        """See `Device`."""
         # Waited for without a busy loop: the next step is enqueued already, so the GPU does not
         # notice that the host wakes up a few microseconds later.
         event = torch.cuda.Event(blocking=True)
@@ -128,15 +123,12 @@ class CudaDevice:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """See `Device`."""
         torch.cuda.synchronize(self.torch_device)
 
     def memory_in_use(self) -> int:
-        """See `Device`."""
         return torch.cuda.memory_reserved(self.torch_device) - self._bytes_before
 
     def overhead(self) -> int:
-        """See `Device`."""
         return max(0, self._beside_torch() - self._other_bytes)
 
     def _beside_torch(self) -> int:
@@ -144,14 +136,12 @@ class CudaDevice:
         return total - free - torch.cuda.memory_reserved(self.torch_device)
 
     def begin_peak(self) -> int:
-        """See `Device`."""
         self.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return self.memory_in_use()
 
     def peak(self) -> int:
-        """See `Device`."""
         self.synchronize()
         return torch.cuda.max_memory_reserved(self.torch_device) - self._bytes_before
 

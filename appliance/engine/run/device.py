@@ -62,11 +62,9 @@ class Device(Protocol):
     """
 
     @property
-    def is_asynchronous(self) -> bool: ...  # noqa: D102
+    def is_asynchronous(self) -> bool: ...
     @property
-    def torch_device(self) -> torch.device:
-        """The device of tensors."""
-        ...
+    def torch_device(self) -> torch.device: ...
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Allocate host memory that the device can read and write: (num_bytes,) uint8."""
@@ -143,60 +141,48 @@ class HostDevice:
     torch_device = torch.device("cpu")
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """See `Device`."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """See `Device`."""
         return tensor.clone()
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """See `Device`."""
         return tensor.clone()
 
     def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
-        """See `Device`."""
         begin = time.perf_counter()
         for row, content in zip(rows, tensor, strict=True):
             row.copy_(content)
         return _PastCopy(time.perf_counter() - begin)
 
     def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
-        """See `Device`."""
         begin = time.perf_counter()
         for row, place in zip(rows, tensor, strict=True):
             place.copy_(row)
         return _PastCopy(time.perf_counter() - begin)
 
-    def follow(self, copy: Copy) -> None:
-        """See `Device`."""
+    def follow(self, copy: Copy) -> None: ...
 
     def record(self) -> Event:
-        """See `Device`."""
         return _Past()
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """See `Device`."""
         function()
         return _Repeated(function)
 
-    def synchronize(self) -> None:
-        """See `Device`."""
+    def synchronize(self) -> None: ...
 
     def memory_in_use(self) -> int:
         """See `Device`; not measured."""
         return 0
 
     def overhead(self) -> int:
-        """See `Device`."""
         return 0
 
     def begin_peak(self) -> int:
-        """See `Device`."""
         return 0
 
     def peak(self) -> int:
-        """See `Device`."""
         return 0
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """Supplies the sampler with masks."""
-
     def __init__(self, matchers: Matchers, mask_tokens: MaskTokens, device: Device) -> None:
         self.matchers = matchers
         self._mask_tokens = mask_tokens
@@ -30,9 +28,9 @@ class GrammarMasks:
         self, entries: Sequences[ScheduledSequence], rows: Sequences[int]
     ) -> Future[Masks] | None:
         """Start making the masks of some rows of a step; None if no grammar has begun."""
-        sequences = [entries[row].sequence for row in rows]
-        assert not any(entries[row].follows for row in rows), "a token that nobody knows"
-        return self.matchers.begin(sequences, rows)
+        asked = [entries[row] for row in rows]
+        assert not any(entry.follows for entry in asked), "a token that nobody knows"
+        return self.matchers.begin([(one.sequence, one.drafts) for one in asked], rows)
 
     def apply(self, logits: Tensor, masks: Masks) -> None:
         """Ban the tokens that masks do not allow, in logits (num_rows, vocab_size) float32."""

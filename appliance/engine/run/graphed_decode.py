@@ -13,11 +13,13 @@ import torch
 
 from appliance.engine.plan import Plan
 from appliance.engine.run.batch import Geometry, Spare, stage
-from appliance.engine.run.cuda_graphs import BUSY_STEPS, GraphCache, buckets
+from appliance.engine.run.cuda_graphs import GraphCache, buckets
 from appliance.engine.run.staging import StepShape
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from appliance.engine.run.device import Device
@@ -82,13 +84,15 @@ class GraphedDecode(Generic[AnyCache]):
         self.graphs.run(rows, lambda: self._decode(rows))
         return self._logits[:rows], self._drawn[:rows]
 
-    def capture_if_busy(self) -> None:
-        """Capture a size that has run eagerly for long enough."""
-        self._capture(self.graphs.wanted(at_least=BUSY_STEPS))
-
-    def capture_one(self) -> None:
-        """Capture a size that ran eagerly, if there is one."""
-        self._capture(self.graphs.wanted())
+    def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
+        """Capture the sizes from the smallest up, as long as graphs may take more memory."""
+        sizes = self.graphs.sizes
+        for done, num_seqs in enumerate(sizes):
+            if not self.graphs.has_room:
+                break
+            on_progress("graphs", done, len(sizes))
+            self._capture(num_seqs)
+        on_progress("graphs", len(sizes), len(sizes))
 
     def _place_tables(self, shape: StepShape, tensors: StepTensors) -> None:
         self._tables[: shape.num_seqs, : shape.table_width].copy_(tensors.block_tables)
@@ -96,7 +100,8 @@ class GraphedDecode(Generic[AnyCache]):
     def _decode(self, num_seqs: int) -> None:
         """Do what a graph captures: compute logits and tokens from inputs at fixed places."""
         is_sealed = self.spare.open_page is not None
-        shape = StepShape(num_seqs, num_seqs, num_seqs, 0, is_sealed)
+        is_recurrent = self.spare.state_slot is not None
+        shape = StepShape(num_seqs, num_seqs, num_seqs, 0, is_sealed, is_recurrent)
         tensors = self._staging.tensors(shape)
         token_ids = self._staging.token_ids(shape)
         batch = self._geometry.ragged(tensors, self._tables[:num_seqs])
@@ -107,10 +112,8 @@ class GraphedDecode(Generic[AnyCache]):
         tokens = self._sampler.choose(logits, token_ids, tensors, self._staging.latest)
         self._drawn[:num_seqs].copy_(tokens)
 
-    def _capture(self, num_seqs: int | None) -> None:
+    def _capture(self, num_seqs: int) -> None:
         """Capture a step of padding rows only: its eager run before the capture changes nothing."""
-        if num_seqs is None:
-            return
         geometry = Geometry.of(Plan(()), self._cache.block_size, self.spare, num_seqs)
         shape, _ = stage((), geometry, self._staging, self._sampler, {})
         self._place_tables(shape, self._staging.send(shape))
@@ -121,6 +124,4 @@ class GraphedDecode(Generic[AnyCache]):
             context_lens=(width * self._cache.block_size,) * num_seqs,
             block_tables=[array("i", (self.spare.block,) * width)] * num_seqs,
         )
-        latest = self._staging.latest.clone()  # the next step may still have to read it
         self.graphs.capture(num_seqs, lambda: self._decode(num_seqs))
-        self._staging.latest.copy_(latest)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from appliance.model.spec import AttentionSpec
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.model.decoder import Decoder
+    from appliance.model.spec import LayerSpec
 
 
 def compile_kernels(
@@ -27,23 +30,49 @@ def compile_kernels(
     from appliance.kernels.compile_ahead import compiled_ahead
 
     kept = distinct_layers(decoder, kv_layers)
-    few = replace(
-        decoder,
-        spec=replace(decoder.spec, layers=tuple(decoder.spec.layers[i] for i in kept)),
-        layers=tuple(decoder.layers[i] for i in kept),
-    )
+    places, owners = decoder.spec.cache_places, decoder.spec.cache_layers
     with compiled_ahead(lambda done, total: on_progress("kernels", done, total)):
-        first_steps(few, [kv_layers[i] for i in kept])
+        first_steps(with_layers(decoder, kept), [kv_layers[places[i]] for i in kept if i in owners])
 
 
 def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> list[int]:
-    """Return one layer of each kind, and the last one: only it drops rows that need no logits."""
-    last = len(decoder.layers) - 1
+    """Return one layer of each kind, with those whose keys and values they read, and the last one.
+
+    Only the last drops rows that need no logits.
+    """
+    spec, last = decoder.spec, len(decoder.layers) - 1
+    attention, places = spec.attention_layers, spec.cache_places
     kinds: dict[Hashable, int] = {}
     for index, layer in enumerate(decoder.layers):
-        kind = _kind((decoder.spec.layers[index], layer, kv_layers[index], index == last))
-        kinds.setdefault(kind, index)
-    return list(kinds.values())
+        precision = kv_layers[places[index]] if index in attention else None
+        anywhere = replace(layer, index=0, cache_place=0)
+        kinds.setdefault(_kind((spec.layers[index], anywhere, precision, index == last)), index)
+    kept = set(kinds.values())
+    read = (attention[index].kv_layer for index in kept & attention.keys())
+    return sorted(kept | {index for index in read if index is not None})
+
+
+def with_layers(decoder: Decoder, kept: list[int]) -> Decoder:
+    """Return a decoder of some of the layers, whose caches lie side by side."""
+    layers = [_reading(decoder.spec.layers[index], kept) for index in kept]
+    spec = replace(decoder.spec, layers=tuple(layers))
+    places = spec.cache_places
+    return replace(
+        decoder,
+        spec=spec,
+        layers=tuple(
+            replace(decoder.layers[index], cache_place=places[new])
+            for new, index in enumerate(kept)
+        ),
+    )
+
+
+def _reading(layer: LayerSpec, kept: list[int]) -> LayerSpec:
+    """Name the layer whose keys and values this one reads by its new index."""
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec) or mixer.kv_layer is None:
+        return layer
+    return replace(layer, mixer=replace(mixer, kv_layer=kept.index(mixer.kv_layer)))
 
 
 def _kind(value: Any) -> Hashable:

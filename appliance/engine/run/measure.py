@@ -67,12 +67,18 @@ def measure_workspace(
     """Run the largest step, the largest that can be a graph, and smaller ones.
 
     The smaller ones load kernels that only they use, which would otherwise load during an answer.
-    All write to the one block of a tiny cache: the results are nonsense, the memory is real.
+    All write to the one block of a tiny cache, and take turns with two state slots if there are
+    any: the results are nonsense, the memory is real.
     """
     before = device.begin_peak()
     is_sealed = any(layer.format.is_sealed for layer in kv_layers)
+    is_recurrent = executor.spec.state_bytes > 0
     cache = executor.allocate_cache(
-        kv_layers, num_blocks=1, block_size=block_size, num_open=int(is_sealed)
+        kv_layers,
+        num_blocks=1,
+        block_size=block_size,
+        num_open=int(is_sealed),
+        num_states=2 * is_recurrent,
     )
     tiny = device.memory_in_use() - before
     most, decode = limits.max_num_batched_tokens, 0
@@ -91,6 +97,7 @@ def measure_workspace(
             block_size=block_size,
             device=device.torch_device,
             open_pages=pages if is_sealed else None,
+            state_slots=[number % 2 for number in range(len(lengths))] if is_recurrent else None,
         )
         if batch.sealed is not None:  # as in the runner: a place for each sequence
             nothing = torch.full_like(batch.sealed.lens, -1, dtype=torch.int64)

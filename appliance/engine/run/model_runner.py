@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.run.batch import Geometry, Spare, is_decode, stage
+from appliance.engine.plan import sampling_rows
+from appliance.engine.run.batch import Geometry, Spare, has_adapters, is_decode, stage
 from appliance.engine.run.graphed_decode import GraphedDecode
-from appliance.engine.run.prompt_reader import Reading
+from appliance.engine.run.prompt_reader import PromptReading
 from appliance.engine.run.staging import Staging, StepShape
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from appliance.engine.limits import SchedulerLimits
     from appliance.engine.moves import SavedBlock
     from appliance.engine.plan import Plan, Sampled
@@ -29,17 +32,31 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device, Event
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampler import SampledRows, Sampler
+    from appliance.engine.run.state_rows import StateRows
     from appliance.engine.sequence import Sequence
+    from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Executor
 
 
-def largest_step(limits: SchedulerLimits, block_size: int, *, is_sealed: bool) -> StepShape:
-    """Return the sizes of the largest step, with tables for all blocks of a context."""
+def largest_step(
+    limits: SchedulerLimits,
+    block_size: int,
+    *,
+    is_sealed: bool,
+    is_recurrent: bool = False,
+    verifies: bool = False,
+    is_adapted: bool = False,
+) -> StepShape:
+    """Return the sizes of the largest step, with tables for all blocks of a context.
+
+    Where it `verifies` drafts, a sequence may sample in several rows.
+    """
     rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
     # Then entries are cut at blocks, and each piece has an open page of its own.
     pieces = num_open_pages(num_seqs, rows, block_size) if is_sealed else num_seqs
-    return StepShape(rows, pieces, num_seqs, width, is_sealed)
+    num_samples = limits.sample_rows if verifies else num_seqs
+    return StepShape(rows, pieces, num_samples, width, is_sealed, is_recurrent, is_adapted)
 
 
 def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
@@ -60,14 +77,14 @@ class ModelRunner(Generic[AnyCache]):
     """Owns the KV cache and runs steps on one device.
 
     Args:
-        sampler: chooses tokens.
-        device: does the work.
         limits: how large a step can be.
         moves: takes blocks out of the cache and puts them back.
         reader: makes what is wanted of prompts.
         spare: where rows write that fill a decode step up to a size that has a graph; None leaves
             steps as they are and captures none.
         is_sealed: whether there are open pages.
+        states: the rows of recurrent state; None for models without.
+        adapters: that requests may have; None without any.
         graph_bytes: bound on the memory of graphs.
 
     Attributes:
@@ -87,6 +104,8 @@ class ModelRunner(Generic[AnyCache]):
         *,
         spare: Spare | None = None,
         is_sealed: bool = False,
+        states: StateRows | None = None,
+        adapters: AdapterSlots | None = None,
         graph_bytes: int = 0,
     ) -> None:
         self._executor = executor
@@ -95,7 +114,16 @@ class ModelRunner(Generic[AnyCache]):
         self._device = device
         self._moves = moves
         self._reader = reader
-        largest = largest_step(limits, cache.block_size, is_sealed=is_sealed)
+        self._states = states
+        self._adapters = adapters
+        largest = largest_step(
+            limits,
+            cache.block_size,
+            is_sealed=is_sealed,
+            is_recurrent=states is not None,
+            verifies=not device.is_asynchronous,
+            is_adapted=adapters is not None,
+        )
         self._staging = Staging(device, largest)
         self._decode: GraphedDecode[AnyCache] | None = None
         if spare is not None:
@@ -133,13 +161,17 @@ class ModelRunner(Generic[AnyCache]):
             MemoryError: the device has too little memory; steps in flight are not harmed.
         """
         begin = time.perf_counter()
-        if self._decode is not None:
-            self._decode.capture_if_busy()
         try:
             saved = self._moves.save(plan.saves)
             self._moves.copy(plan.copies)
             self._moves.load(plan.loads, saved)
+            if self._states is not None and plan.states is not None:
+                saved += self._states.save(plan.states.saves)
+                self._states.load(plan.states.loads, saved)
+                self._states.copy(plan.states.copies)
             rows, read = self._enqueue(plan)
+            if self._states is not None and plan.states is not None:
+                self._states.copy(plan.states.checkpoints)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"the device has no memory for this step: {error}") from error
         self._launched.append(_Launched(rows, read, self._device.record(), begin))
@@ -165,23 +197,21 @@ class ModelRunner(Generic[AnyCache]):
         self._launched.clear()
         self._places = {}
 
-    @property
-    def has_idle_work(self) -> bool:
-        """True if decode steps ran without a graph that could be captured."""
-        return self.graphs is not None and self.graphs.wanted() is not None
-
     @torch.inference_mode()
-    def idle(self) -> None:
-        """Capture one missing graph."""
+    def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
+        """Capture the graphs of decode steps, before the first request; later ones would wait."""
         if self._decode is not None:
-            self._decode.capture_one()
+            self._decode.capture(on_progress)
 
     def _enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
-        reading = Reading.of(plan)
-        decode = self._decode if reading is None and is_decode(plan) else None
+        reading = PromptReading.of(plan)
+        may_adapt = self._adapters is not None
+        plain = reading is None and is_decode(plan) and not (may_adapt and has_adapters(plan))
+        decode = self._decode if plain else None
         padding = 0 if decode is None else decode.padding(len(plan.scheduled))
         spare = None if decode is None else decode.spare
-        geometry = Geometry.of(plan, self._cache.block_size, spare, padding)
+        size = self._cache.block_size
+        geometry = Geometry.of(plan, size, spare, padding, may_adapt=may_adapt)
         shape, settings = stage(
             plan.scheduled, geometry, self._staging, self._sampler, self._places
         )
@@ -190,7 +220,7 @@ class ModelRunner(Generic[AnyCache]):
         if decode is None:
             token_ids = self._staging.token_ids(shape)
             rows = tensors.sample_rows
-            batch = geometry.ragged(tensors, tensors.block_tables)
+            batch = geometry.ragged(tensors, tensors.block_tables, self._adapters)
             step = (token_ids, tensors.positions, batch, self._cache)
             if reading is None:
                 logits = self._executor.forward(*step, rows)
@@ -204,7 +234,7 @@ class ModelRunner(Generic[AnyCache]):
                 read = token_ids.index_select(0, rows)
         else:
             logits, drawn = decode.run(geometry, shape, tensors)
-        sampling = [entry for entry in plan.scheduled if entry.samples]
+        sampling = sampling_rows(plan.scheduled)
         self._places = {entry.sequence: place for place, entry in enumerate(sampling)}
         if not sampling:
             return None, reads

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,45 +33,57 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What is read in a step.
+class PromptReading:
+    """The rows of a step whose hidden states are read.
 
     Attributes:
         entries: all that yield something, in the plan's order.
         scored: those of them whose prompt's tokens get log probabilities.
         pooled: those whose hidden states are added up.
+        labelled: those of whose last row a few logits are wanted.
         rows: of the step that anything is wanted of, each once.
             First come those that sample.
-        read: places of those that are read, among these; of the scored entries, then of the others.
+        read: places of those that are read, among these; of the scored entries, then of the pooled,
+            then of the labelled.
     """
 
     entries: Sequences[ScheduledSequence]
     scored: Sequences[ScheduledSequence]
     pooled: Sequences[ScheduledSequence]
+    labelled: Sequences[ScheduledSequence]
     rows: Sequences[int]
     read: Sequences[int]
 
     @classmethod
-    def of(cls, plan: Plan) -> Reading | None:
+    def of(cls, plan: Plan) -> PromptReading | None:
         """Of one step; None if nothing is read."""
         if not any(entry.read for entry in plan.scheduled):
             return None
         ends = list(accumulate([entry.num_tokens for entry in plan.scheduled]))
         scored: list[tuple[ScheduledSequence, int]] = []
         pooled: list[tuple[ScheduledSequence, int]] = []
+        labelled: list[tuple[ScheduledSequence, int]] = []
         for entry, end in zip(plan.scheduled, ends, strict=True):
             if entry.read:
-                to = scored if entry.sequence.request.pooling is None else pooled
+                request = entry.sequence.request
+                to = scored if request.pooling is None else labelled if request.labels else pooled
                 to.append((entry, end - entry.end))
         pairs = zip(plan.scheduled, ends, strict=True)
-        sampled = [end - 1 for entry, end in pairs if entry.samples]
-        read = [place + shift for entry, shift in (*scored, *pooled) for place in entry.read]
+        sampled = [
+            row
+            for entry, end in pairs
+            if entry.samples
+            for row in range(end - entry.num_results, end)
+        ]
+        shifted = (*scored, *pooled, *labelled)
+        read = [place + shift for entry, shift in shifted for place in entry.read]
         rows = list(dict.fromkeys((*sampled, *read)))
         places = {row: place for place, row in enumerate(rows)}
         return cls(
             entries=[entry for entry in plan.scheduled if entry.yields],
             scored=[entry for entry, _ in scored],
             pooled=[entry for entry, _ in pooled],
+            labelled=[entry for entry, _ in labelled],
             rows=rows,
             read=[places[row] for row in read],
         )
@@ -85,29 +97,50 @@ class Reading:
             for token_id in entry.sequence.token_ids[entry.read.start + 1 : entry.read.stop + 1]
         ]
 
+    @property
+    def labels(self) -> list[tuple[int, ...]]:
+        """Tokens whose logits are wanted of each labelled row, repeated to the longest."""
+        labels = [entry.sequence.request.labels for entry in self.labelled]
+        most = max(map(len, labels), default=0)
+        return [(*own, *own[:1] * (most - len(own))) for own in labels]
+
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:
-    """What a step read, on its way to the host."""
+    """Results of a step's reading, on their way to the host."""
 
-    reading: Reading
+    reading: PromptReading
     scores: Sequences[TokenScores]  # of some rows each
     pooled: Tensor | None  # (num_pooled, hidden_size) float32, the sum of each entry's rows
+    labels: Sequences[Tensor]  # of some rows each, (num_rows, most_labels) float32 logits
 
     def join(self, sampled: Sequences[Sampled]) -> list[Sampled]:
-        """One result per entry that yields something, once the copies are there.
+        """The results of each entry that yields something, once the copies are there.
 
         Args:
             sampled: of those that sample, in the plan's order.
         """
         found = iter(sampled)
-        results = [next(found) if one.samples else Sampled() for one in self.reading.entries]
-        read = {entry.sequence: part for entry, part in (*self._scores(), *self._sums())}
-        for place, entry in enumerate(self.reading.entries):
+        results: list[Sampled] = []
+        places = []
+        for entry in self.reading.entries:
+            places.append(len(results))
+            results += islice(found, entry.num_results) if entry.samples else (Sampled(),)
+        read = {entry.sequence: part for entry, part in self._parts()}
+        for place, entry in zip(places, self.reading.entries, strict=True):
             if entry.read and results[place].error is None:
                 part = read[entry.sequence]
                 results[place] = BROKEN if part is None else results[place]._replace(**part)
         return results
+
+    def _parts(self) -> Iterator[tuple[ScheduledSequence, dict[str, Any] | None]]:
+        yield from self._scores()
+        sums = [] if self.pooled is None else self.pooled.tolist()
+        for entry, values in zip(self.reading.pooled, sums, strict=True):
+            yield entry, _pooled(values)
+        rows = (row for labels in self.labels for row in labels.tolist())
+        for entry, values in zip(self.reading.labelled, rows, strict=True):
+            yield entry, _pooled(values[: len(entry.sequence.request.labels)])
 
     def _scores(self) -> Iterator[tuple[ScheduledSequence, dict[str, Any] | None]]:
         parts = [[tensor.tolist() for tensor in scores] for scores in self.scores]
@@ -123,12 +156,10 @@ class ReadRows:
             is_sound = all(math.isfinite(one.chosen.logprob) for one in told)
             yield entry, {"scores": tuple(told)} if is_sound else None
 
-    def _sums(self) -> Iterator[tuple[ScheduledSequence, dict[str, Any] | None]]:
-        if self.pooled is None:
-            return
-        for entry, values in zip(self.reading.pooled, self.pooled.tolist(), strict=True):
-            is_sound = all(map(math.isfinite, values))
-            yield entry, {"pooled": array("d", values)} if is_sound else None
+
+def _pooled(values: list[float]) -> dict[str, Any] | None:
+    is_sound = all(map(math.isfinite, values))
+    return {"pooled": array("d", values)} if is_sound else None
 
 
 class PromptReader:
@@ -145,12 +176,11 @@ class PromptReader:
         self._score_tokens = score_tokens
         self._device = device
 
-    def launch(self, hidden: Tensor, reading: Reading) -> ReadRows:
+    def launch(self, hidden: Tensor, reading: PromptReading) -> ReadRows:
         """Enqueue all that it takes.
 
         Args:
             hidden: (num_rows, hidden_size), of the reading's rows.
-            reading: of the step.
         """
         hidden = hidden.index_select(0, self._device.send(torch.tensor(reading.read)))
         targets = reading.targets
@@ -160,9 +190,20 @@ class PromptReader:
             parts = (hidden[: len(targets)], self._device.send(torch.tensor(targets)))
             for rows, following in zip(*(part.split(LOGIT_ROWS) for part in parts), strict=True):
                 scores.append(self._score(rows, following, max(asked)))
-        ends = accumulate([len(entry.read) for entry in reading.pooled], initial=len(targets))
+        sizes = [len(entry.read) for entry in reading.pooled]
+        ends = list(accumulate(sizes, initial=len(targets)))
         sums = [hidden[first:last].sum(0, dtype=torch.float32) for first, last in pairwise(ends)]
-        return ReadRows(reading, scores, self._device.fetch(torch.stack(sums)) if sums else None)
+        pooled = self._device.fetch(torch.stack(sums)) if sums else None
+        return ReadRows(reading, scores, pooled, self._label(hidden[ends[-1] :], reading.labels))
+
+    def _label(self, hidden: Tensor, labels: list[tuple[int, ...]]) -> list[Tensor]:
+        if not labels:
+            return []
+        parts = (hidden, self._device.send(torch.tensor(labels)))
+        return [
+            self._device.fetch(self._executor.logits(rows).gather(1, wanted).float())
+            for rows, wanted in zip(*(part.split(LOGIT_ROWS) for part in parts), strict=True)
+        ]
 
     def _score(self, hidden: Tensor, targets: Tensor, most: int) -> TokenScores:
         scores = self._score_tokens(self._executor.logits(hidden), targets, most)

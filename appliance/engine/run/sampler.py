@@ -63,7 +63,6 @@ class _Logprobs:
     top_ids: Tensor  # int64
 
     def read(self, tokens: list[int], entries: Sequences[ScheduledSequence]) -> _Reports:
-        """Return each row's report."""
         parts = (self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist())
         reports = {}
         for row, chosen, ids, values in zip(self.rows, *parts, strict=True):
@@ -86,7 +85,6 @@ class _Candidates:
     token_ids: Tensor  # int64
 
     def of(self, row: int) -> tuple[Candidate, ...]:
-        """Return the candidates of one row."""
         place, count = self.places[row]
         ids, scores = self.token_ids[place, :count], self.scores[place, :count]
         pairs = zip(ids.tolist(), scores.tolist(), strict=True)
@@ -174,7 +172,6 @@ class Sampler:
 
         Args:
             entries: those that sample; further rows of the arrays are padding and become greedy.
-            arrays: of the step.
 
         Returns:
             The settings for the host.
@@ -204,7 +201,6 @@ class Sampler:
         Args:
             logits: (num_samples, vocab_size) float32; changed in place.
             read: (num_samples,) int64, the token that each row has read.
-            tensors: of the step.
             latest: (at least num_samples,) int64, receives the tokens, 0 where there is none.
 
         Returns:
@@ -230,7 +226,6 @@ class Sampler:
             logits: (num_samples, vocab_size) float32; changed in place.
             entries: in the order of the rows; padding rows may follow.
             settings: the result of `stage`.
-            tensors: of the step.
             latest: see `choose`.
             read: see `choose`; needed without `drawn`.
             drawn: (num_samples,) int64, the result of `choose` for the same logits; used unless

@@ -1,7 +1,8 @@
 """Counts seen tokens for penalties, on the device, which knows them first.
 
 A step counts the token that a row reads, so a sequence may run on before its latest token has
-reached the host.
+reached the host. The rows of drafts follow each other: each counts its own on top, and those that
+were rejected are taken off again with the next step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class SeenTokens:
         # done. A step repeated after a failure has no more tokens than that, so it is counted
         # afresh.
         self._counted: dict[int, tuple[Sequence, int]] = {}
+        self._drafted: dict[int, tuple[int, ...]] = {}  # by place: the last tokens counted
 
     def prepare(
         self,
@@ -56,6 +58,10 @@ class SeenTokens:
         fresh: dict[int, ScheduledSequence] = {}
         for row in np.flatnonzero(places >= 0).tolist():
             entry, place = entries[row], int(places[row])
+            if self._drafted and not entry.drafts:
+                self._take_back(place, entry)
+            if entry.drafts:
+                self._drafted[place] = entry.drafts
             if self._counted.get(place) == (entry.sequence, entry.end - 1):
                 counted[row] = 1
             else:
@@ -63,6 +69,19 @@ class SeenTokens:
             self._counted[place] = (entry.sequence, entry.end)
         if fresh:
             self._count(fresh)
+
+    def _take_back(self, place: int, entry: ScheduledSequence) -> None:
+        """Take off the drafts of a sequence's last step that are not in front of a row."""
+        drafts = self._drafted.pop(place, ())
+        sequence, count = self._counted.get(place, (None, 0))
+        kept = entry.end - 1 - (count - len(drafts))
+        if sequence is not entry.sequence or not 0 <= kept < len(drafts):
+            return
+        if tuple(entry.sequence.token_ids[count - len(drafts) : entry.end - 1]) != drafts[:kept]:
+            return
+        for token_id in drafts[kept:]:
+            self.table[place, token_id] -= 1
+        self._counted[place] = (entry.sequence, entry.end - 1)
 
     def _count(self, fresh: dict[int, ScheduledSequence]) -> None:
         parts = []

@@ -32,7 +32,7 @@ ROW = np.dtype(
         ("presence", np.float64),
         ("frequency", np.float64),
         ("key", np.uint64),  # of its random numbers
-        ("adjusts", np.bool_),  # changes single logits: bias, bans, forced tokens
+        ("adjusts", np.bool_),  # changes single logits: bias, bans, the end of a thought
         ("reports", np.bool_),  # reports log probabilities
         ("searches", np.bool_),  # is a beam
         ("obeys", np.bool_),  # has a grammar

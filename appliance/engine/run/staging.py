@@ -45,6 +45,8 @@ class StepShape(NamedTuple):
     num_samples: int
     table_width: int  # blocks
     is_sealed: bool = False  # there are open pages
+    is_recurrent: bool = False  # there are state slots
+    is_adapted: bool = False  # some sequences have adapters
 
     def parts(self) -> dict[str, tuple[type[np.generic], int]]:
         """Return element type and count of each part, in order."""
@@ -58,6 +60,8 @@ class StepShape(NamedTuple):
             "query_start": (np.int32, seqs + 1),
             "context_lens": (np.int32, seqs),
             **(self._sealed_parts() if self.is_sealed else {}),
+            **({"state_slots": (np.int32, seqs)} if self.is_recurrent else {}),
+            **({"adapter_slots": (np.int32, seqs)} if self.is_adapted else {}),
             "sample_rows": (np.int64, samples),
             "temperature": (np.float32, samples),
             "top_k": (np.int64, samples),
@@ -86,7 +90,6 @@ class StepShape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parts."""
         return self.places()["block_tables"][1]
 
 
@@ -127,15 +130,15 @@ class StepTensors:
     open_tables: Tensor | None = None  # (num_seqs,)
     open_slots: Tensor | None = None
     moves: Tensor | None = None  # (2 * num_seqs,)
+    state_slots: Tensor | None = None  # (num_seqs,), with recurrent layers
+    adapter_slots: Tensor | None = None  # (num_seqs,), with adapters
 
     @property
     def sampling(self) -> SamplingRows:
-        """Settings of the rows that sample."""
         return SamplingRows(self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
 
     @property
     def penalties(self) -> PenaltyRows:
-        """Penalties of these rows."""
         return PenaltyRows(
             self.places, self.counted, self.repetition, self.presence, self.frequency
         )

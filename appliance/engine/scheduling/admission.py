@@ -59,6 +59,7 @@ def _can_fork(state: State, sequence: Sequence) -> bool:
     parent = sequence.parent
     return (
         parent is not None
+        and state.blocks.states is None  # where its prompt ends, it is already further
         and sequence.first_scheduled is None
         and parent.status is SequenceStatus.RUNNING
         and parent.num_computed >= sequence.num_prompt_tokens

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from appliance.engine.plan import Plan
+from appliance.engine.scheduling.policy import MAX_DRAFTS
 from appliance.stats import EngineStats
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.plan import ScheduledSequence
 
 
 @dataclass(slots=True)
@@ -24,7 +26,19 @@ class Counters:
     preemptions: int = 0  # sequences
     aborted: int = 0  # requests
     expired: int = 0  # requests
+    drafts: int = 0  # sequences in a step that had some
+    draft_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # by place
     last_plan: Plan = field(default_factory=lambda: Plan(()))
+
+    def count_drafts(self, entry: ScheduledSequence, num_accepted: int) -> None:
+        """Count the drafts of an entry that was run."""
+        entry.sequence.num_drafts += len(entry.drafts)
+        entry.sequence.num_accepted += num_accepted
+        self.drafts += 1
+        self.draft_tokens += len(entry.drafts)
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
 
     def snapshot(self, blocks: BlockManager, running: int, waiting: int) -> EngineStats:
         """Return the scheduler's part of the statistics; the engine adds times."""
@@ -49,4 +63,8 @@ class Counters:
             kv_tokens=blocks.pool.kv_tokens,
             step_prefill_tokens=last.num_tokens - last.num_decode_tokens,
             step_decode_tokens=last.num_decode_tokens,
+            drafts_total=self.drafts,
+            draft_tokens_total=self.draft_tokens,
+            accepted_tokens_total=sum(self.accepted_at),
+            accepted_tokens_by_place=tuple(self.accepted_at) if self.drafts else (),
         )

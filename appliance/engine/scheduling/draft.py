@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from appliance.engine.moves import StateMoves
 from appliance.engine.plan import Plan, ScheduledSequence
+from appliance.engine.scheduling.checkpoint_rule import gets_checkpoint
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.moves import BlockCopy
     from appliance.engine.sequence import Sequence
-    from appliance.engine.tiers.tiers import Arrival, Tiers
+    from appliance.engine.tiers.planned_moves import Arrival
+    from appliance.engine.tiers.tiers import Tiers
 
 
 @dataclass(slots=True)
@@ -39,8 +42,12 @@ class Draft:
         num_tokens: int,
         copies: tuple[BlockCopy, ...],
         before: ScheduledSequence | None = None,
+        drafts: tuple[int, ...] = (),
     ) -> None:
-        """Schedule the next `num_tokens` rows of a sequence, behind those in flight, if any."""
+        """Schedule the next `num_tokens` rows of a sequence, behind those in flight, if any.
+
+        The rows of drafts come on top.
+        """
         start = sequence.num_computed if before is None else before.end
         known, end = len(sequence.token_ids), start + num_tokens
         samples = end == (known if before is None else known + before.samples)
@@ -48,9 +55,9 @@ class Draft:
         assert not follows or (samples and num_tokens == 1)
         read = sequence.rows_to_read(start, end) if sequence.to_read else sequence.to_read
         self.entries[sequence] = ScheduledSequence(
-            sequence, start, num_tokens, samples, follows, read
+            sequence, start, num_tokens + len(drafts), samples, follows, read, drafts
         )
-        self.budget -= num_tokens
+        self.budget -= num_tokens + len(drafts)
         if copies:
             self.copies[sequence] = copies
 
@@ -63,24 +70,31 @@ class Draft:
         self.arrivals.pop(sequence, None)
 
     def num_rows(self, sequence: Sequence) -> int:
-        """Return a sequence's number of rows."""
         entry = self.entries.get(sequence)
         return 0 if entry is None else entry.num_tokens
 
     def finished(self, blocks: BlockManager, tiers: Tiers) -> Plan:
-        """Build the plan."""
-        saves, loads = tiers.take_moves(chain.from_iterable(self.arrivals.values()))
         entries = self.entries.values()
         scheduled = (
             *(entry for entry in entries if entry.num_tokens == 1),
             *(entry for entry in entries if entry.num_tokens > 1),
         )
+        states = blocks.states
+        if states is not None:  # before the tiers: what checkpoints push out may go there
+            size = blocks.block_size
+            wanted = [entry for entry in scheduled if gets_checkpoint(entry, size)]
+            copies, checkpoints = states.plan(wanted)
+        arrivals = list(chain.from_iterable(self.arrivals.values())) if self.arrivals else ()
+        moves = tiers.take_moves(arrivals)
         return Plan(
             scheduled=scheduled,
             copies=tuple(copy for copies in self.copies.values() for copy in copies),
             started=tuple(self.started),
             preempted=tuple(self.preempted),
             open_pages=blocks.open_pages(scheduled),
-            saves=saves,
-            loads=loads,
+            saves=moves.saves,
+            loads=moves.loads,
+            states=None
+            if states is None
+            else StateMoves(moves.state_saves, moves.state_loads, copies, checkpoints),
         )

@@ -84,5 +84,5 @@ class InFlight:
             assert all(a.end == b.start for a, b in pairwise(own))
             if sequence.status is SequenceStatus.RUNNING:
                 assert own[0].start == sequence.num_computed
-                assert len(sequence.token_ids) >= own[0].end
+                assert len(sequence.token_ids) >= own[0].end - len(own[0].drafts)
         return ended

@@ -5,7 +5,8 @@ Change these functions and figures to change the order of service; the scheduler
 does not change while a sequence lives. `tiers/swap_rule.py` decides whether a victim's blocks are
 kept or recomputed. The order of decisions in a step:
 
-1. Every running answer gets its row.
+1. Every running answer gets its row, and rows for drafts of its next tokens as long as only
+   answers run (`most_drafts`); `speculation/controller.py` decides how many.
 2. The rest of the step goes to prompts, running and waiting: the whole budget if no answer
    runs, else as many rows as `step_budget` allows (`DECODE_SLOWDOWN`). Prompts that all fit into
    one step get it at once, if the last such step is long ago (`may_stall`): a rare gap between
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from collections.abc import Sequence as Ordered
 
+    from appliance.engine.limits import Bounds
     from appliance.engine.scheduling.fairness import Account
     from appliance.engine.sequence import Sequence
 
@@ -38,6 +40,9 @@ MIN_PROMPT_ROWS = 8  # per step, however slow they are: prompts never stand stil
 MAX_OVERTAKEN = 8  # sequences that may start before one that came earlier
 WINDOW = 8  # an owner's earliest waiting sequences, searched for the longest cached prefix
 TURNS = 16  # parts of a step's prompt rows that owners take in turn
+
+MAX_DRAFTS = 15  # of a sequence in a step: attention reads up to 16 of its rows together
+MAX_ANSWER_ROWS = 1 + MAX_DRAFTS  # more that are known are read as a prompt is
 
 Rank = tuple[int, float, int]
 
@@ -116,6 +121,44 @@ def may_look_ahead(sequence: Sequence) -> bool:
     """
     sampling = sequence.request.sampling
     return not sampling.use_beam_search and sampling.grammar is None
+
+
+def is_answer(sequence: Sequence, num_left: int) -> bool:
+    """Return True if a sequence's rows continue its answer, rather than read what is long known."""
+    return 0 < num_left <= MAX_ANSWER_ROWS and sequence.num_computed >= sequence.num_prompt_tokens
+
+
+def may_draft(num_prompts: int, num_startable: int) -> bool:
+    """Return True if a step may hold drafts: not if prompts would wait for their rows.
+
+    Args:
+        num_prompts: running sequences that read a prompt.
+        num_startable: sequences that wait, as long as more may run.
+    """
+    return not (num_prompts or num_startable)
+
+
+def most_drafts(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
+    """Return how many drafts a running answer may have in a step.
+
+    Which beams go on is open until all are read. Each draft may become a token, and one more token
+    follows. With recurrent layers no draft reaches the end of a block: there the answer leaves a
+    checkpoint, as it does without drafts, and a step leaves one behind its last row alone.
+
+    Args:
+        num_left: rows of its own in this step.
+        bounds: limits of its length.
+    """
+    sampling, num_tokens = sequence.request.sampling, len(sequence.token_ids)
+    if sampling.use_beam_search or sequence.num_computed + num_left < num_tokens:
+        return 0
+    most = bounds.max_tokens - num_tokens
+    if sampling.max_tokens is not None:
+        most = min(most, sampling.max_tokens - sequence.num_output_tokens)
+    most = min(most - 1, MAX_DRAFTS, MAX_ANSWER_ROWS - num_left)
+    if bounds.is_recurrent:
+        most = min(most, -num_tokens % bounds.block_size - 1)
+    return max(0, most)
 
 
 def choose_victim(

@@ -1,4 +1,4 @@
-"""What was read of a prompt: told to its client, or added up until all of it is there.
+"""Results of reading a prompt: sent to its client, or summed until they are complete.
 
 Imports no torch.
 """

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.scheduling.policy import choose_victim
+from appliance.engine.scheduling.checkpoint_rule import chunk_end
+from appliance.engine.scheduling.policy import choose_victim, is_answer
 from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 
-def wanted_rows(state: State) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-    """Return running sequences that want one row, and those that want more, in rank order."""
-    decodes, prompts = [], []
+Rows = list[tuple["Sequence", int]]  # each sequence with the rows it wants
+
+
+def wanted_rows(state: State) -> tuple[Rows, Rows]:
+    """Return running answers, and sequences that still read a prompt, in rank order.
+
+    Each comes with the rows that one step may have.
+    """
+    decodes: Rows = []
+    prompts: Rows = []
     in_flight = state.in_flight
     entries = in_flight.entries
     for sequence in state.running:
@@ -29,19 +37,38 @@ def wanted_rows(state: State) -> tuple[list[Sequence], list[tuple[Sequence, int]
         else:
             num_left = len(sequence.token_ids) - sequence.num_computed
         if num_left == 1:
-            decodes.append(sequence)
+            decodes.append((sequence, 1))
         elif num_left:  # else it waits for what is in flight, or as a beam for its siblings
-            prompts.append((sequence, num_left))
+            start = entries[sequence][0].end if sequence in entries else sequence.num_computed
+            rows = decodes if is_answer(sequence, num_left) else prompts
+            rows.append((sequence, rows_of_step(state, sequence, start, num_left)))
     return decodes, prompts
 
 
-def extend(state: State, draft: Draft, sequence: Sequence, num_left: int) -> None:
+def rows_of_step(state: State, sequence: Sequence, start: int, num_left: int) -> int:
+    """Return how many of its rows one step may have: up to the next state checkpoint."""
+    states = state.blocks.states
+    if states is None or not states.checkpoints.num_rows:
+        return num_left
+    return chunk_end(sequence, start, start + num_left, state.blocks.block_size) - start
+
+
+def extend(
+    state: State,
+    draft: Draft,
+    sequence: Sequence,
+    num_left: int,
+    drafts: tuple[int, ...] = (),
+) -> None:
     """Give a running sequence its next rows, as many as fit, preempting later ones if necessary.
 
-    Without a victim it keeps its blocks and waits for the next step.
+    Without a victim it keeps its blocks and waits for the next step. Drafts take no blocks from
+    anybody: where there are none for them, the sequence goes on without.
     """
     num_tokens = min(num_left, draft.budget)
     if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
+        return
+    if drafts and _extend_by_drafts(state, draft, sequence, num_tokens, drafts):
         return
     own = state.in_flight.entries.get(sequence)
     before = own[0] if own else None
@@ -53,6 +80,24 @@ def extend(state: State, draft: Draft, sequence: Sequence, num_left: int) -> Non
             return
         preempt(state, draft, victim)
     draft.add(sequence, num_tokens, copies, before)
+
+
+def _extend_by_drafts(
+    state: State, draft: Draft, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]
+) -> bool:
+    assert sequence not in state.in_flight.entries, "its next token is not known"
+    states = state.blocks.states
+    if num_tokens + len(drafts) > draft.budget:
+        return False
+    if states is not None and not states.remember(sequence):
+        return False
+    copies = state.blocks.allocate(sequence, num_tokens + len(drafts))
+    if copies is None:
+        if states is not None:
+            states.forget(sequence)
+        return False
+    draft.add(sequence, num_tokens, copies, drafts=drafts)
+    return True
 
 
 def preempt(state: State, draft: Draft, victim: Sequence) -> None:

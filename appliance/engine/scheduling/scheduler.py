@@ -7,6 +7,7 @@ every sequence, `policy.py` the order of service. Imports no torch.
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from appliance.engine.blocks.block_word import MAX_OWNER
@@ -17,10 +18,13 @@ from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.draft import Draft
 from appliance.engine.scheduling.groups import group_of
 from appliance.engine.scheduling.in_flight import InFlight
+from appliance.engine.scheduling.policy import may_draft, most_drafts
 from appliance.engine.scheduling.prompt_reading import take_read
 from appliance.engine.scheduling.rows import extend, wanted_rows
 from appliance.engine.scheduling.state import State
+from appliance.engine.scheduling.state_counters import add_states
 from appliance.engine.scheduling.turns import plan_prompts
+from appliance.engine.scheduling.verification import accepted_run, settle_run
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.tiers import Tiers
 from appliance.errors import RequestError
@@ -30,8 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.plan import Sampled
+    from appliance.engine.plan import Sampled, ScheduledSequence
     from appliance.engine.request import Request
+    from appliance.engine.scheduling.rows import Rows
+    from appliance.engine.scheduling.verification import Speculates
     from appliance.engine.sequence import Sequence
     from appliance.stats import EngineStats
 
@@ -49,6 +55,7 @@ class Scheduler:
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: the runner can feed a sampled token to the next plan by itself.
         tiers: keep content that leaves the cache; None keeps nothing.
+        speculator: proposes drafts; None verifies none. Only without `look_ahead`.
     """
 
     def __init__(
@@ -59,16 +66,24 @@ class Scheduler:
         *,
         look_ahead: bool = False,
         tiers: Tiers | None = None,
+        speculator: Speculates | None = None,
     ) -> None:
+        assert speculator is None or not look_ahead, "what follows a draft is not known"
         assert limits.max_num_seqs <= MAX_OWNER, "slots are written down in 16 bits"
-        bounds = Bounds(limits, blocks.num_blocks, blocks.block_size, frozenset(eos_token_ids))
+        bounds = Bounds(
+            limits,
+            blocks.num_blocks,
+            blocks.block_size,
+            frozenset(eos_token_ids),
+            is_recurrent=blocks.states is not None,
+        )
         in_flight = InFlight(bounds.max_tokens, look_ahead=look_ahead)
         self._state = State(blocks, tiers or Tiers.none(blocks), bounds, in_flight)
+        self._speculator = speculator
         self._last_arrival = -math.inf
 
     @property
     def has_work(self) -> bool:
-        """True if any sequence is live."""
         return bool(self._state.groups)
 
     def sequences(self) -> Iterator[Sequence]:
@@ -82,13 +97,15 @@ class Scheduler:
 
         Raises:
             ContextLengthError: the prompt leaves no room for an answer in the context.
-            RequestError: the prompt is empty or as large as the KV cache, the id is taken, or
-                there is no room for so many beams.
+            RequestError: the prompt is empty or as large as the KV cache, the id is taken, there
+                is no room for so many beams, or the speculation that was asked for verifies none.
         """
         state = self._state
         if request.request_id in state.groups:
             raise RequestError(f"request id {request.request_id} is in use; choose another")
         check_request(request, state.bounds)
+        if self._speculator is not None:
+            self._speculator.check(request)
         # Two requests of one clock tick still have an order.
         self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
         state.enter(group_of(request, self._last_arrival, state.bounds, state.blocks))
@@ -133,6 +150,8 @@ class Scheduler:
         ended = sequence.group.unit(sequence)
         for member in ended:
             self._state.end(member, reason)
+            if self._speculator is not None:
+                self._speculator.end(member)
         return ended
 
     def fail(self, sequence: Sequence, error: str | None) -> list[Update]:
@@ -158,8 +177,11 @@ class Scheduler:
         state.wake()
         decodes, prompts = wanted_rows(state)
         state.in_flight.starved = None
-        for sequence in decodes:
-            extend(state, draft, sequence, 1)
+        drafts = self._drafts(decodes, prompts)
+        for place, (sequence, num_left) in enumerate(decodes, 1):
+            num_later = len(decodes) - place  # each of these gets a row as well
+            rows = max(1, min(num_left, draft.budget - num_later))
+            extend(state, draft, sequence, rows, drafts.get(sequence, ()))
         state.accounts.charge(draft.entries)
         if draft.budget and (prompts or state.waiting):
             plan_prompts(state, draft, prompts)
@@ -186,11 +208,15 @@ class Scheduler:
         state, results = self._state, iter(sampled)
         blocks, in_flight, counters = state.blocks, state.in_flight, state.counters
         parked = state.waiting.parked
+        if blocks.states is not None:
+            blocks.states.settle()
         state.tiers.confirm(plan.scheduled)
         updates: list[Update] = []
         for entry in plan.scheduled:
             sequence = entry.sequence
-            result = next(results) if entry.yields else None
+            # as `entry.yields`, without its call: this runs for every row of every step
+            result = next(results) if entry.samples or entry.read else None
+            others = tuple(islice(results, len(entry.drafts))) if entry.drafts else ()
             if result is not None and result.error is not None:
                 updates += self.fail(sequence, result.error)
             is_idle = in_flight.remove(entry)
@@ -198,28 +224,70 @@ class Scheduler:
                 if is_idle:
                     state.release(sequence)
                 continue
+            if others:
+                assert result is not None
+                self._commit_run(entry, (result, *others), updates)
+                continue
             blocks.commit(sequence, entry.num_tokens)
+            if blocks.states is not None:
+                blocks.states.forget(sequence)
             if result is None:
                 continue
             if entry.read:
                 take_read(entry, result, updates)
             if not entry.samples:
                 continue
-            counters.generation_tokens += sequence.request.generates
-            reason = sequence.group.take(sequence, result, updates)
+            group = sequence.group
+            counters.generation_tokens += group.generates
+            reason = group.take(sequence, (result,), updates)
             if sequence in parked:
                 state.waiting.unpark(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
         return updates
 
+    def _drafts(self, decodes: Rows, prompts: Rows) -> dict[Sequence, tuple[int, ...]]:
+        """Ask for drafts, in steps that may hold some."""
+        state, speculator = self._state, self._speculator
+        num_startable = len(state.waiting) if state.slots else 0
+        if speculator is None or not decodes or not may_draft(len(prompts), num_startable):
+            return {}
+        limits = state.bounds.limits
+        room = min(
+            limits.max_num_batched_tokens - sum([rows for _, rows in decodes]) - len(prompts),
+            limits.sample_rows - len(decodes),
+        )
+        most = [
+            (sequence, rows, most_drafts(sequence, rows, state.bounds))
+            for sequence, rows in decodes
+        ]
+        return speculator.propose(most, room)
+
+    def _commit_run(
+        self, entry: ScheduledSequence, results: Ordered[Sampled], updates: list[Update]
+    ) -> None:
+        """Append the tokens of an entry with drafts and keep its rows as far as they were right."""
+        sequence, state = entry.sequence, self._state
+        before = len(sequence.token_ids)
+        reason = sequence.group.take(sequence, accepted_run(entry.drafts, results), updates)
+        added = len(sequence.token_ids) - before
+        settle_run(state.blocks, entry, added - 1)
+        state.counters.generation_tokens += added
+        state.counters.count_drafts(entry, added - 1)
+        state.accounts.of(sequence).served += added - 1
+        if reason is not None:
+            self.finish(sequence, reason)
+
     def discard_plans(self) -> None:
         """Forget all plans in flight: their steps failed and run no more.
 
         Their live sequences wait and start over, since it is unknown which blocks were written.
         """
-        state = self._state
-        for sequence in state.in_flight.clear():
+        state, states = self._state, self._state.blocks.states
+        in_plans = state.in_flight.clear()
+        if states is not None:
+            in_plans += [one for one in states.discard_plans() if one not in in_plans]
+        for sequence in in_plans:
             state.tiers.discard(sequence)
             if sequence.status is SequenceStatus.FINISHED:
                 state.release(sequence)
@@ -228,14 +296,16 @@ class Scheduler:
         state.tiers.discard_saves()
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn the duration of a step, to size the prompt rows beside answers."""
+        """Learn the duration of a step, to size the prompt rows and drafts of others."""
         self._state.budget.observe(load, seconds)
+        if self._speculator is not None:
+            self._speculator.observe(load, seconds)
 
     def stats(self) -> EngineStats:
         """Return the scheduler's part of the snapshot; the engine adds times."""
         state = self._state
         snapshot = state.counters.snapshot(state.blocks, len(state.running), state.num_waiting)
-        return state.tiers.add_stats(snapshot)
+        return add_states(state.tiers.add_stats(snapshot), state.blocks.states)
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the records agree."""

@@ -97,10 +97,10 @@ class StepBudget:
         """Learn from a step.
 
         Args:
-            load: its work; a step without any is ignored.
+            load: its work; a step without any is ignored, and one with drafts.
             seconds: its duration.
         """
-        if seconds <= 0 or not (load.num_answers or load.prompt_rows):
+        if seconds <= 0 or load.draft_rows or not (load.num_answers or load.prompt_rows):
             return
         kind = (load.num_answers > 0, load.prompt_rows > 0)
         moments = self._kinds.setdefault(kind, _Moments())
@@ -188,5 +188,4 @@ class Stalls:
         return self.saved >= 1
 
     def spend(self) -> None:
-        """Spend one."""
         self.saved -= 1

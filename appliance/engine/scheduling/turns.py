@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.scheduling.admission import start_next
 from appliance.engine.scheduling.policy import MAX_STALLS, TURNS, may_stall, turn
-from appliance.engine.scheduling.rows import extend
+from appliance.engine.scheduling.rows import extend, rows_of_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,7 +27,6 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
     """Give rows to running prompts and to those that may start.
 
     Args:
-        state: of the scheduler.
         draft: the step, with the rows of all answers in it.
         prompts: running sequences in rank order, each with the rows it wants.
     """
@@ -37,8 +36,8 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
     rows = _rows(state, draft, prompts)
     given = share_rows(
         rows,
-        lines_of(prompts, lanes, state.accounts),
-        lambda lane: start_next(state, draft, lane),
+        demands_of(prompts, lanes, state.accounts),
+        lambda lane: _start(state, draft, lane),
     )
     wanted = dict(prompts)
     for sequence, num_tokens in given.items():
@@ -56,6 +55,14 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
             extend(state, draft, sequence, min(rows, num_left))
             rows -= draft.num_rows(sequence)
     state.accounts.refund(given, draft.entries)
+
+
+def _start(state: State, draft: Draft, lane: Lane) -> tuple[Sequence, int] | None:
+    sequence = start_next(state, draft, lane)
+    if sequence is None:
+        return None
+    num_left = sequence.num_uncomputed
+    return sequence, rows_of_step(state, sequence, sequence.num_computed, num_left)
 
 
 def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> int:
@@ -81,7 +88,7 @@ def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> in
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class Demand:
     """An owner's demand at one priority: rows of running prompts, and sequences to start."""
 
     priority: int
@@ -94,55 +101,54 @@ class Line:
         return turn(self.priority, self.account)
 
 
-def lines_of(
+def demands_of(
     prompts: Iterable[tuple[Sequence, int]],
     lanes: Iterable[tuple[tuple[int, str], Lane]],
     accounts: Accounts,
-) -> list[Line]:
+) -> list[Demand]:
     """Group the demand for prompt rows by priority and owner."""
-    lines: dict[tuple[int, str], Line] = {}
+    demands: dict[tuple[int, str], Demand] = {}
     for sequence, wanted in prompts:
         key = (sequence.request.priority, sequence.request.owner)
-        if key not in lines:
-            lines[key] = Line(key[0], accounts.of(sequence))
-        lines[key].prompts.append((sequence, wanted))
-    for line in lines.values():
-        line.prompts.reverse()
+        if key not in demands:
+            demands[key] = Demand(key[0], accounts.of(sequence))
+        demands[key].prompts.append((sequence, wanted))
+    for demand in demands.values():
+        demand.prompts.reverse()
     for key, lane in lanes:
-        if key not in lines:
-            lines[key] = Line(key[0], lane.account)
-        lines[key].lane = lane
-    return list(lines.values())
+        if key not in demands:
+            demands[key] = Demand(key[0], lane.account)
+        demands[key].lane = lane
+    return list(demands.values())
 
 
 def share_rows(
-    rows: int, lines: list[Line], start: Callable[[Lane], Sequence | None]
+    rows: int, demands: list[Demand], start: Callable[[Lane], tuple[Sequence, int] | None]
 ) -> dict[Sequence, int]:
     """Divide rows among prompts, and charge their owners for them.
 
     Args:
-        rows: number of rows.
-        lines: the demand; used up.
-        start: starts a waiting sequence of a lane, or returns None.
+        demands: the demand; used up.
+        start: starts a waiting sequence of a lane and says how many rows it wants, or returns None.
 
     Returns:
         Rows of each sequence, at least 1.
     """
     given: dict[Sequence, int] = {}
     portion = max(1, rows // TURNS)
-    while rows and lines:
-        line = lines[0] if len(lines) == 1 else min(lines, key=Line.key)
-        if not line.prompts:
-            sequence = None if line.lane is None else start(line.lane)
-            if sequence is None:
-                lines.remove(line)
+    while rows and demands:
+        demand = demands[0] if len(demands) == 1 else min(demands, key=Demand.key)
+        if not demand.prompts:
+            started = None if demand.lane is None else start(demand.lane)
+            if started is None:
+                demands.remove(demand)
                 continue
-            line.prompts.append((sequence, sequence.num_uncomputed))
-        sequence, wanted = line.prompts.pop()
-        taken = min(wanted, rows if len(lines) == 1 else min(portion, rows))
+            demand.prompts.append(started)
+        sequence, wanted = demand.prompts.pop()
+        taken = min(wanted, rows if len(demands) == 1 else min(portion, rows))
         given[sequence] = given.get(sequence, 0) + taken
-        line.account.served += taken
+        demand.account.served += taken
         rows -= taken
         if taken < wanted:
-            line.prompts.append((sequence, wanted - taken))
+            demand.prompts.append((sequence, wanted - taken))
     return given

@@ -32,7 +32,6 @@ class Lane:
         self._next = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence."""
         index = bisect_left(self.sequences, rank(sequence), key=rank)
         assert self.sequences[index] is sequence
         del self.sequences[index]
@@ -98,7 +97,6 @@ class WaitingQueue:
         self._num_queued += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a queued or parked sequence."""
         parent = sequence.parent
         if parent is not None and sequence in self.parked.get(parent, ()):
             self.parked[parent].remove(sequence)

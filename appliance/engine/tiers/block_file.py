@@ -71,7 +71,6 @@ def write_block_file(
     It does not wait for the disk: after a power cut the checksum reveals missing data.
 
     Args:
-        path: the file.
         fingerprint: of weights and format.
         content: the block's chained hash.
         data: its bytes.

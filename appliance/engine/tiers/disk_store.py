@@ -23,6 +23,7 @@ from appliance.engine.tiers.block_file import (
     read_block_file,
     write_block_file,
 )
+from appliance.engine.tiers.state_key import is_state
 from appliance.files import check_private
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ KEPT_BY_SWEEP = 0.9  # of the cap, so that not every block triggers a sweep
 MAX_RESERVE = 1 << 30  # bytes that stay free on the file system, or a twentieth of a small one
 STALE_SECONDS = 3600  # age of an unfinished file that nobody writes any more
 _FOLDER = re.compile(r"[0-9a-f]{32}")
-_NAME = re.compile(r"([0-9a-f]{32})" + re.escape(SUFFIX))
+_NAME = re.compile(r"([0-9a-f]{32}(?:73)?)" + re.escape(SUFFIX))  # with the mark of `state_key`
 _BATCH = 64  # files to look at before other threads get their turn
 
 
@@ -61,13 +62,14 @@ class DiskCounters:
 
 @dataclass(slots=True)
 class DiskStore:
-    """The blocks of one model and KV format.
+    """The blocks of one model and KV format, and its state checkpoints.
 
     Attributes:
         root: folder of all models.
         fingerprint: 16 bytes; everything besides the tokens that decides a block's bytes.
         capacity: bytes of all files of all models.
         about: description of the model, for people.
+        state_bytes: of a state checkpoint, for models with recurrent layers.
     """
 
     root: Path
@@ -75,6 +77,7 @@ class DiskStore:
     block_bytes: int
     capacity: int
     about: Mapping[str, object]
+    state_bytes: int = 0
     counters: DiskCounters = field(default_factory=DiskCounters)
     _known: set[bytes] = field(default_factory=set)
 
@@ -91,7 +94,6 @@ class DiskStore:
 
     @property
     def folder(self) -> Path:
-        """Folder of this model."""
         return self.root / self.fingerprint.hex()
 
     def __contains__(self, content: bytes) -> bool:
@@ -103,8 +105,9 @@ class DiskStore:
     def read(self, content: bytes) -> bytearray | None:
         """Read a block by its hash; None if it is missing or damaged."""
         path = self._path(content)
+        size = self.state_bytes if is_state(content) else self.block_bytes
         try:
-            data = read_block_file(path, self.fingerprint, content, self.block_bytes)
+            data = read_block_file(path, self.fingerprint, content, size)
         except ForeignBlockError:
             self.counters.corrupt += 1
             self._known.discard(content)

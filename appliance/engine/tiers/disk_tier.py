@@ -71,7 +71,6 @@ class DiskTier:
 
     @property
     def store(self) -> DiskStore:
-        """The store, for its numbers."""
         return self._store
 
     def __contains__(self, content: bytes) -> bool:

@@ -1,10 +1,12 @@
-"""Keeps blocks in host memory, by hash, under a cap. Imports no torch."""
+"""Keeps blocks and state checkpoints in host memory, by hash, under a cap. Imports no torch."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from appliance.engine.tiers.state_key import is_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,66 +36,76 @@ class HostStore:
     Args:
         capacity: in blocks.
         keeps_unwanted: also keep evicted content that nobody wants yet.
+        state_room: blocks in whose place a state checkpoint fits.
     """
 
-    def __init__(self, capacity: int, *, keeps_unwanted: bool = False) -> None:
+    def __init__(self, capacity: int, *, keeps_unwanted: bool = False, state_room: int = 0) -> None:
         self.capacity = capacity
+        self._state_room = state_room
         self._keeps_unwanted = keeps_unwanted
         self._reserved = 0
         self._wanted: Counter[bytes] = Counter()
         self._held: dict[bytes, HostBlock] = {}  # wanted
         self._spare: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
+        self._spare_room = 0  # that these take
 
     def __len__(self) -> int:
-        return len(self._held) + len(self._spare)
+        """Return the room that all content takes, in blocks."""
+        return self.room_of(self._held) + self._spare_room
 
     @property
     def num_swapped(self) -> int:
         """Blocks that left the cache and that a sequence comes back to."""
-        return sum(not held.from_disk for held in self._held.values())
+        mine = (content for content, held in self._held.items() if not held.from_disk)
+        return self.room_of(mine)
 
     @property
     def room(self) -> int:
         """Blocks that can still be reserved."""
         return self.capacity - self._reserved
 
+    def room_of(self, hashes: Iterable[bytes]) -> int:
+        """Return the room that some content takes, in blocks."""
+        return sum([self._state_room if is_state(one) else 1 for one in hashes])
+
     def reserve(self, hashes: Iterable[bytes], others: int = 0) -> bool:
         """Reserve room for some content and for other blocks; return False if it does not fit."""
         wanted = list(hashes)
-        if len(wanted) + others > self.room:
+        room = self.room_of(wanted) + others
+        if room > self.room:
             return False
-        self._reserved += len(wanted) + others
+        self._reserved += room
         self._wanted.update(wanted)
         for content in wanted:
             if content in self._spare:
-                self._held[content] = self._spare.pop(content)
+                self._held[content] = self._take_spare(content)
         self._shrink()
         return True
 
     def release(self, hashes: Iterable[bytes], others: int = 0) -> None:
-        """Release a reservation."""
-        self._reserved -= others
-        for content in hashes:
-            self._reserved -= 1
+        released = list(hashes)
+        self._reserved -= self.room_of(released) + others
+        for content in released:
             self._wanted[content] -= 1
             if self._wanted[content] == 0:
                 del self._wanted[content]
                 held = self._held.pop(content, None)
                 if held is not None and self._keeps_unwanted:
-                    self._spare[content] = held
+                    self._add_spare(content, held)
 
     def takes(self, content: bytes) -> bool:
         """Return True if content that leaves the cache should be kept here."""
         if content in self._held or content in self._spare:
             return False
-        return content in self._wanted or (self._keeps_unwanted and self.room > 0)
+        fits = self.room_of((content,)) <= self.room
+        return content in self._wanted or (self._keeps_unwanted and fits)
 
     def put(self, content: bytes, held: HostBlock) -> None:
         """Keep content that `takes` accepted."""
         if content in self._wanted:
             self._held[content] = held
         else:
-            self._spare[content] = held
+            self._add_spare(content, held)
             self._shrink()
 
     def get(self, content: bytes) -> HostBlock | None:
@@ -102,13 +114,22 @@ class HostStore:
 
     def discard_empty(self) -> None:
         """Drop places that were never filled, because their plan failed."""
-        for store in (self._held, self._spare):
-            for content in [key for key, held in store.items() if held.saved is None]:
-                del store[content]
+        for content in [key for key, held in self._held.items() if held.saved is None]:
+            del self._held[content]
+        for content in [key for key, held in self._spare.items() if held.saved is None]:
+            self._take_spare(content)
+
+    def _add_spare(self, content: bytes, held: HostBlock) -> None:
+        self._spare[content] = held
+        self._spare_room += self.room_of((content,))
+
+    def _take_spare(self, content: bytes) -> HostBlock:
+        self._spare_room -= self.room_of((content,))
+        return self._spare.pop(content)
 
     def _shrink(self) -> None:
-        while self._spare and len(self._spare) > self.room:
-            self._spare.popitem(last=False)
+        while self._spare_room > self.room:
+            self._take_spare(next(iter(self._spare)))
 
     def check_invariants(self, reservations: Iterator[int]) -> None:
         """Assert that the cap holds and that exactly the wanted content stays.
@@ -118,5 +139,6 @@ class HostStore:
         assert self._reserved == sum(reservations) <= self.capacity
         assert set(self._held) <= set(self._wanted)
         assert not self._wanted.keys() & self._spare.keys()
-        assert len(self._held) <= sum(self._wanted.values()) <= self._reserved
+        assert self.room_of(self._held) <= self.room_of(self._wanted.elements()) <= self._reserved
+        assert self._spare_room == self.room_of(self._spare)
         assert len(self) <= self.capacity

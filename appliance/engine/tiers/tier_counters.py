@@ -30,7 +30,6 @@ class TierCounters:
         """Add host memory's part to a snapshot.
 
         Args:
-            stats: the snapshot so far.
             host: blocks by hash.
             num_last: partial blocks, which have no hash.
             num_swapped: waiting sequences with kept content.

@@ -7,14 +7,24 @@ no hash. Before a sequence starts, its chain's blocks are read from disk. Import
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
+from appliance.engine.blocks.prefix_cache import Prefix
+from appliance.engine.moves import SavedBlock
 from appliance.engine.rates import Rates
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.disk_rule import num_on_disk
 from appliance.engine.tiers.host_store import HostBlock, HostStore
+from appliance.engine.tiers.planned_moves import Arrival, PlannedMoves, PlannedSaves
+from appliance.engine.tiers.resume import (
+    Reservation,
+    Resume,
+    continuation,
+    resume_with_state,
+    wanted_from_disk,
+)
+from appliance.engine.tiers.state_key import is_state, state_key
 from appliance.engine.tiers.swap_rule import should_swap
 from appliance.engine.tiers.tier_counters import TierCounters, add_disk
 
@@ -23,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.blocks.prefix_cache import Prefix
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
@@ -44,23 +53,7 @@ class TierSizes:
     open_bytes: int = 0  # of an open page
     host_bytes: int = 0
     keeps_evicted: bool = False  # in host memory, even if no sequence wants it
-
-
-class Arrival(NamedTuple):
-    """A block of the cache that waits for content in host memory, or on its way there."""
-
-    block: int
-    host: HostBlock
-    open_page: int
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A waiting sequence's reservation in host memory."""
-
-    hashes: list[bytes] = field(default_factory=list)
-    last: HostBlock | None = None  # the partial block
-    last_room: int = 0  # blocks
+    state_bytes: int = 0  # of one recurrent state
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ class _Loading:
     """A sequence that starts with content from outside, until its plan has run."""
 
     first: int  # index of the first of those blocks
-    kept: _Kept | None
+    kept: Reservation | None
     num_kept: int
 
 
@@ -96,15 +89,18 @@ class Tiers:
         self._blocks = blocks
         self._sizes = sizes
         capacity = sizes.host_bytes // sizes.block_bytes
-        self.host = HostStore(capacity, keeps_unwanted=sizes.keeps_evicted)
+        self._state_room = -(-sizes.state_bytes // sizes.block_bytes)
+        self.host = HostStore(
+            capacity, keeps_unwanted=sizes.keeps_evicted, state_room=self._state_room
+        )
         self._last_room = 1 - (-sizes.open_bytes // sizes.block_bytes)
-        self._kept: dict[Sequence, _Kept] = {}
+        self._kept: dict[Sequence, Reservation] = {}
         self._loading: dict[Sequence, _Loading] = {}  # being loaded into the cache
         self._reading: dict[Sequence, ReadJob] = {}
-        # Saves of the plan being made, and the places for the latest plan's saves.
-        self._saves: list[tuple[BlockSave, HostBlock]] = []
-        self._coming: list[HostBlock] = []
+        self._saves = PlannedSaves()
         blocks.pool.on_evict = self._evicted
+        if blocks.states is not None:
+            blocks.states.checkpoints.on_evict = self._state_evicted
 
     @classmethod
     def none(cls, blocks: BlockManager) -> Tiers:
@@ -122,22 +118,26 @@ class Tiers:
         A victim that will be recomputed is left as it is.
         """
         blocks, num_tokens = self._blocks, self._blocks.num_held(sequence)
+        states = blocks.states
         num_full, num_last = divmod(num_tokens, blocks.block_size)
-        last_room = self._last_room if num_last else 0
-        num_bytes = (num_full + last_room) * self._sizes.block_bytes
+        other_room = self._state_room + (self._last_room if num_last else 0)
+        num_bytes = (num_full + other_room) * self._sizes.block_bytes
         rates = self.rates
-        if sequence in self._kept or num_tokens == 0 or num_full + last_room > self.host.room:
+        if sequence in self._kept or num_tokens == 0 or num_full + other_room > self.host.room:
             return
+        if states is not None and not states.is_present(sequence):
+            return  # it has not run since it started
         if not should_swap(num_tokens, num_bytes, prefill=rates.prefill, moves=rates.moves):
             return
         blocks.index.extend_hashes(sequence, num_full)
-        kept = _Kept(sequence.block_hashes[:num_full], last_room=last_room)
-        reserved = self.host.reserve(kept.hashes, last_room)
+        kept = Reservation(sequence.block_hashes[:num_full], other_room=other_room)
+        reserved = self.host.reserve(kept.hashes, other_room)
         assert reserved, "there was room"
+        if states is not None:
+            kept.state = self._saves.save_state(states.row(sequence))
         if num_last:
             block = sequence.block_table[num_full]
-            kept.last = HostBlock()
-            self._saves.append((BlockSave(block, blocks.open_page(block)), kept.last))
+            kept.last = self._saves.save_block(block, blocks.open_page(block))
             self.counters.swapped_out += 1
         self._kept[sequence] = kept
         sequence.num_kept = num_tokens
@@ -147,19 +147,14 @@ class Tiers:
         """Start reading a chain's blocks from disk; return True if the sequence must wait."""
         if self.disk is None:
             return False
-        num_blocks = sequence.num_reusable // self._blocks.block_size
-        self._blocks.index.extend_hashes(sequence, num_blocks)
-        chain = sequence.block_hashes[:num_blocks]
-        wanted = []
-        for content in chain[len(self._blocks.index.find_full(chain)) :]:
-            if self.host.get(content) is None:
-                if content not in self.disk:
-                    break
-                wanted.append(content)
-        del wanted[self.host.room :]
-        if len(wanted) * self._blocks.block_size < MIN_READ_TOKENS:
+        wanted, gain = wanted_from_disk(sequence, self._blocks, self.host, self.disk)
+        if self._blocks.states is None:
+            del wanted[self.host.room :]
+            gain = len(wanted)
+        if not wanted or gain * self._blocks.block_size < MIN_READ_TOKENS:
             return False
-        self.host.reserve(wanted)
+        if not self.host.reserve(wanted):
+            return False
         self._reading[sequence] = self.disk.read(wanted, sequence)
         return True
 
@@ -176,13 +171,15 @@ class Tiers:
             for content, data in job.found:
                 if self.host.takes(content):
                     self.host.put(content, HostBlock(SavedBlock(data), from_disk=True))
-            self._kept.setdefault(sequence, _Kept()).hashes += job.hashes
+            self._kept.setdefault(sequence, Reservation()).hashes += job.hashes
             yield sequence
 
     def num_held(self, sequence: Sequence) -> int:
         """Return the tokens of a waiting sequence that were read or kept for it."""
         kept = self._kept.get(sequence)
-        return 0 if kept is None else len(kept.hashes) * self._blocks.block_size
+        if kept is None:
+            return 0
+        return sum(not is_state(one) for one in kept.hashes) * self._blocks.block_size
 
     def num_in_host(self, sequence: Sequence) -> int:
         """Count the blocks in host memory that a waiting sequence comes back to."""
@@ -193,9 +190,18 @@ class Tiers:
         return found + (kept.last is not None)
 
     def choose(self, sequence: Sequence, prefix: Prefix) -> Prefix:
-        """Cut a cached prefix at its last full block if host memory continues it further."""
+        """Cut a cached prefix at its last full block if host memory continues it further.
+
+        With recurrent layers host memory may also have a state further on in the cached blocks.
+        """
         num_full, num_last = divmod(prefix.num_tokens, self._blocks.block_size)
-        if not num_last or self._continuation(sequence, num_full)[1] <= num_last:
+        if self._blocks.states is not None:
+            resume = self._resume(sequence, 0)
+            if resume.num_tokens <= prefix.num_tokens:
+                return prefix
+            num_tokens = len(resume.blocks) * self._blocks.block_size
+            return Prefix(resume.blocks, num_tokens, num_alike=prefix.num_alike)
+        if not num_last or self._resume(sequence, num_full).num_tokens <= prefix.num_tokens:
             return prefix
         return self._blocks.whole(prefix)
 
@@ -205,47 +211,42 @@ class Tiers:
         Returns:
             The loads for the plan it starts in.
         """
+        states = self._blocks.states
         first, num_last = divmod(sequence.num_computed, self._blocks.block_size)
-        held, num_tokens = ([], 0) if num_last else self._continuation(sequence, first)
+        is_whole = num_last or not (states is None or states.is_present(sequence))
+        resume = Resume() if is_whole else self._resume(sequence, first)
         kept = self._kept.pop(sequence, None)
         arrivals: list[Arrival] = []
-        if held:
-            self._count(sequence, held)
+        if resume.held or resume.state is not None:
+            self._count(sequence, resume.held)
             self._loading[sequence] = _Loading(first, kept, sequence.num_kept)
-            found = self._blocks.expect(sequence, len(held), num_tokens)
+            num_tokens = resume.num_tokens - sequence.num_computed
+            found = self._blocks.expect(sequence, len(resume.held), num_tokens)
             arrivals = [
                 Arrival(block, host, self._blocks.open_page(block))
-                for block, host in zip(found, held, strict=True)
+                for block, host in zip(found, resume.held, strict=True)
             ]
+            if states is not None and resume.state is not None:
+                row = states.expect(
+                    sequence, sequence.num_computed, is_checkpoint=resume.is_checkpoint
+                )
+                arrivals.append(Arrival(row, resume.state, is_state=True))
         elif kept is not None:
             self._release(kept)
         sequence.num_kept = 0
         return arrivals
 
-    def _continuation(self, sequence: Sequence, first: int) -> tuple[list[HostBlock], int]:
-        """Return the content in host memory from a block index on, and its number of tokens."""
-        size, held = self._blocks.block_size, []
-        for content in sequence.block_hashes[first : sequence.num_reusable // size]:
-            one = self.host.get(content)
-            if one is None:
-                break
-            held.append(one)
-        num_tokens = len(held) * size
+    def _resume(self, sequence: Sequence, first: int) -> Resume:
+        """Return where a sequence goes on that holds so many of its blocks in the cache."""
         kept = self._kept.get(sequence)
-        num_last = sequence.num_kept % size
-        if (
-            kept is not None
-            and kept.last is not None
-            and first * size + num_tokens == sequence.num_kept - num_last
-        ):
-            held.append(kept.last)
-            num_tokens += num_last
-        return held, num_tokens
+        if self._blocks.states is not None:
+            return resume_with_state(sequence, self._blocks, self.host, kept)
+        return continuation(sequence, first, self._blocks, self.host, kept)
 
-    def _release(self, kept: _Kept) -> None:
-        self.host.release(kept.hashes, kept.last_room)
+    def _release(self, kept: Reservation) -> None:
+        self.host.release(kept.hashes, kept.other_room)
 
-    def _count(self, sequence: Sequence, found: list[HostBlock]) -> None:
+    def _count(self, sequence: Sequence, found: Sequences[HostBlock]) -> None:
         size = self._blocks.block_size
         if sequence.num_preemptions:
             self.counters.swapped_in += len(found)
@@ -286,18 +287,22 @@ class Tiers:
     def discard_saves(self) -> None:
         """Drop the saves of plans that have failed."""
         self.host.discard_empty()
-        self._coming = []
-        coming = [host for _, host in self._saves]
+        self._saves.discard()
         for kept in self._kept.values():
-            if kept.last is not None and kept.last.saved is None and kept.last not in coming:
-                kept.last = None
+            kept.last = None if self._saves.is_lost(kept.last) else kept.last
+            kept.state = None if self._saves.is_lost(kept.state) else kept.state
 
     def offer(self, sequence: Sequence) -> None:
         """Queue the blocks that `disk_rule` allows for writing; called before they are freed."""
         if self.writes is None or sequence.parent is not None:
             return  # one of the siblings offers what they share
-        if num_blocks := num_on_disk(sequence.num_cached, self._blocks.block_size):
-            self.writes.offer(sequence.block_hashes[:num_blocks])
+        num_blocks = num_on_disk(sequence.num_cached, self._blocks.block_size)
+        chain = sequence.block_hashes[:num_blocks]
+        if (states := self._blocks.states) is not None and chain:
+            depth = states.checkpoints.depth(chain)
+            chain = [*chain[:depth], state_key(chain[depth - 1])] if depth else []
+        if chain:
+            self.writes.offer(chain)
 
     def forget(self, sequence: Sequence) -> bool:
         """Forget an ended sequence; return True if it was waiting for the disk."""
@@ -309,37 +314,32 @@ class Tiers:
             job.cancelled = True
         return job is not None
 
-    def take_moves(
-        self, arrivals: Iterable[Arrival]
-    ) -> tuple[tuple[BlockSave, ...], tuple[BlockLoad, ...]]:
-        """Return the saves and the loads of a plan that is complete.
+    def take_moves(self, arrivals: Sequences[Arrival]) -> PlannedMoves:
+        """Return the moves of a plan that is complete.
 
         Call `hold` with the saved content once it is launched, before the next plan is made.
         """
-        places = {host: place for place, (_, host) in enumerate(self._saves)}
-        loads = tuple(
-            BlockLoad(block, host.saved or places[host], page) for block, host, page in arrivals
-        )
-        saves = tuple(save for save, _ in self._saves)
-        self._coming = [host for _, host in self._saves]
-        self._saves.clear()
-        return saves, loads
+        return self._saves.take(arrivals)
 
     def hold(self, saved: Sequences[SavedBlock]) -> None:
         """Keep the content that the latest plan saved."""
-        for host, content in zip(self._coming, saved, strict=True):
-            host.saved = content
-        self._coming = []
+        self._saves.hold(saved)
 
     def _evicted(self, content: bytes, block: int) -> None:
         """Save a block's content that the cache is about to evict, if it should be kept."""
         if self.host.takes(content):
-            held = HostBlock()
-            self._saves.append((BlockSave(block), held))
-            self.host.put(content, held)
+            self.host.put(content, self._saves.save_block(block))
             self.counters.swapped_out += 1
         if self.writes is not None:
             self.writes.lost(content)
+
+    def _state_evicted(self, content: bytes, row: int) -> None:
+        """Save a checkpoint that the cache is about to evict, if it should be kept."""
+        key = state_key(content)
+        if self.host.takes(key):
+            self.host.put(key, self._saves.save_state(row))
+        if self.writes is not None:
+            self.writes.lost(key)
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
         """Add the tiers' part to a snapshot."""
@@ -350,7 +350,7 @@ class Tiers:
             return stats
         return add_disk(stats, self.disk, self.writes)
 
-    def _all_kept(self) -> Iterator[_Kept]:
+    def _all_kept(self) -> Iterator[Reservation]:
         yield from self._kept.values()
         for loading in self._loading.values():
             if loading.kept is not None:
@@ -384,6 +384,6 @@ class Tiers:
 
     def check_invariants(self) -> None:
         """Assert that every reservation belongs to a waiting sequence or an unfinished job."""
-        kept = [len(one.hashes) + one.last_room for one in self._all_kept()]
+        kept = [self.host.room_of(one.hashes) + one.other_room for one in self._all_kept()]
         jobs = [] if self.disk is None else self.disk.unfinished
-        self.host.check_invariants(iter([*kept, *(len(job.hashes) for job in jobs)]))
+        self.host.check_invariants(iter([*kept, *(self.host.room_of(job.hashes) for job in jobs)]))

@@ -1,4 +1,4 @@
-"""Writes blocks to disk without delaying steps. Imports no torch.
+"""Writes blocks and state checkpoints to disk without delaying steps. Imports no torch.
 
 A block waits in the cache, by its hash alone, until there is time: all of it while nothing runs,
 and a small share of it while steps do. A block that leaves the cache first is not written.
@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from appliance.engine.moves import BlockSave
+from appliance.engine.tiers.state_key import block_of, is_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,10 +36,11 @@ class WriteBehind:
     """The blocks that are still to be written.
 
     Args:
-        save: copies content out of the cache.
+        save: copies blocks out of the cache.
         clock: seconds that measure steps and handing over. Where processors compute steps, the
             processor time of the calling thread: beside other processes a step takes longer, but
             can spare no more.
+        save_states: copies rows of recurrent state out of the cache; None for models without.
 
     Attributes:
         num_dropped: blocks that left the cache before they were written.
@@ -50,11 +52,13 @@ class WriteBehind:
         disk: DiskTier,
         save: Callable[[Sequence[BlockSave]], tuple[SavedBlock, ...]],
         clock: Callable[[], float],
+        save_states: Callable[[Sequence[int]], tuple[SavedBlock, ...]] | None = None,
     ) -> None:
         self.num_dropped = 0
         self._blocks = blocks
         self._disk = disk
         self._save = save
+        self._save_states = save_states
         self._clock = clock
         self._pending: dict[bytes, int] = {}  # time of last use, by hash
         self._owed = 0.0  # seconds taken from steps beyond their share
@@ -119,9 +123,21 @@ class WriteBehind:
     def _write_next(self) -> None:
         content = next(iter(self._pending))
         stamp = self._pending.pop(content)
-        block = self._blocks.index.get(content)
-        if block is None or content in self._disk:
-            self.num_dropped += block is None
-            return
-        (saved,) = self._save([BlockSave(block)])
-        self._disk.write(content, saved, stamp)
+        saved = None if content in self._disk else self._read(content)
+        if saved is not None:
+            self._disk.write(content, saved, stamp)
+
+    def _read(self, content: bytes) -> SavedBlock | None:
+        """Copy a block or a checkpoint out of the cache; count it if it is not there any more."""
+        if is_state(content):
+            assert self._blocks.states is not None
+            assert self._save_states is not None
+            checkpoint = self._blocks.states.checkpoints.get(block_of(content))
+            if checkpoint is not None:
+                return self._save_states([checkpoint.row])[0]
+        else:
+            block = self._blocks.index.get(content)
+            if block is not None:
+                return self._save([BlockSave(block)])[0]
+        self.num_dropped += 1
+        return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.limits import check_spec
 from appliance.model.families.reader import ConfigReader
-from appliance.model.tensors import TensorNames
+from appliance.model.names import TensorNames
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
@@ -26,6 +26,9 @@ class GGUFMapping:
         interleaved_rope: query and key rows of a head are stored as pairs (first half, second half,
             first half, ...) instead of one half after the other.
         norm_shift: the constant that the writer added to norm weights.
+        tiled_values: value heads of Gated DeltaNet lie by their place under a key head; see
+            `gguf_gated_delta`.
+        has_experts: of two families of one architecture, the one whose files have experts.
     """
 
     architecture: str
@@ -33,6 +36,8 @@ class GGUFMapping:
     names: TensorNames
     interleaved_rope: bool = False
     norm_shift: float = 0.0
+    tiled_values: bool = False
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

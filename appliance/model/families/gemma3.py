@@ -18,8 +18,8 @@ from appliance.model.families.standard import (
     read_layer_types,
     read_window,
 )
+from appliance.model.names import TensorNames
 from appliance.model.spec import NormSpec
-from appliance.model.tensors import TensorNames
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
@@ -106,7 +106,7 @@ GEMMA3 = Family(
     architectures=("Gemma3ForCausalLM",),
     read=_read,
     names=TensorNames(
-        attention_post_norm="post_attention_layernorm",
+        mixer_post_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from appliance.errors import CheckpointError
 from appliance.model.families.limits import RANGES
 from appliance.model.families.reader import ConfigReader
-from appliance.model.tensors import TensorNames
+from appliance.model.names import ExpertNames, GatedDeltaNames, ShortConvNames, TensorNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,16 +25,40 @@ GGUF_NAMES = TensorNames(
     final_norm="output_norm",
     head="output",
     layer="blk.{}.",
-    attention_norm="attn_norm",
+    mixer_norm="attn_norm",
     qkv=("attn_q", "attn_k", "attn_v"),
     query_norm="attn_q_norm",
     key_norm="attn_k_norm",
+    sinks="attn_sinks.weight",
     output="attn_output",
-    attention_post_norm="post_attention_norm",
+    mixer_post_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
     mlp_post_norm="post_ffw_norm",
+    experts=ExpertNames(
+        router="ffn_gate_inp",
+        selection_bias="exp_probs_b.bias",
+        gate_up=("ffn_gate_exps", "ffn_up_exps"),
+        down="ffn_down_exps",
+        shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
+        shared_down="ffn_down_shexp",
+        shared_gate="ffn_gate_inp_shexp",
+    ),
+    short_conv=ShortConvNames(
+        input="shortconv.in_proj", filter="shortconv.conv", output="shortconv.out_proj"
+    ),
+    gated_delta=GatedDeltaNames(
+        qkv="attn_qkv",
+        gate="attn_gate",
+        share="ssm_beta",
+        decay="ssm_alpha",
+        filter="ssm_conv1d",
+        log_rates="ssm_a",
+        decay_bias="ssm_dt.bias",
+        norm="ssm_norm",
+        output="ssm_out",
+    ),
 )
 
 _HARMLESS = frozenset(
@@ -49,7 +73,6 @@ def gguf_config(
     """Build a Hugging Face config, without `architectures` and `model_type`.
 
     Args:
-        file: the file.
         architecture: value of its `general.architecture`, the prefix of its settings.
         extra: reads settings of this family only; its result overrides the shared ones.
 
@@ -86,7 +109,7 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": meta.integer("feed_forward_length"),
         "num_hidden_layers": meta.integer("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": meta.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": max(1, *kv_heads(meta, num_heads)),
         "head_dim": head_dim,
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": meta.integer("context_length"),
@@ -100,6 +123,25 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         token_id = file.metadata.get(f"tokenizer.ggml.{source}_token_id")
         if token_id is not None:
             config[key] = token_id
+    return config
+
+
+def kv_heads(meta: ConfigReader, usual: int) -> tuple[int, ...]:
+    """Read the number of KV heads, or a list of those of each layer: 0 without attention."""
+    key = "attention.head_count_kv"
+    if not isinstance(meta.value(key), list):
+        return (meta.integer(key, usual),)
+    return meta.integers(key, meta.integer("block_count"))
+
+
+def gguf_experts(meta: ConfigReader, count: str) -> dict[str, Any]:
+    """Read how many experts there are, under the setting `count`, how many are used, how wide."""
+    config = {
+        count: meta.integer("expert_count"),
+        "num_experts_per_tok": meta.integer("expert_used_count"),
+    }
+    if meta.value("expert_feed_forward_length") is not None:
+        config["moe_intermediate_size"] = meta.integer("expert_feed_forward_length")
     return config
 
 

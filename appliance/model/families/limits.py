@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.model.spec import RopeScaling
+from appliance.model.spec import ExpertsSpec, LatentAttentionSpec, RopeScaling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,11 +31,14 @@ class Range(NamedTuple):
 
 _VOCABULARY = Range(1, 2**22)  # the largest in use have under 2**19 tokens
 _WIDTH = Range(1, 2**17)
+_MIDDLE = Range(1, 2**20)
 _LAYERS = Range(1, 1024)
 _HEADS = Range(1, 1024)
 _HEAD_WIDTH = Range(1, 1024)
+_TAPS = Range(2, 16)  # positions that a convolution sees
 _CONTEXT = Range(2, 2**24)  # RoPE scalings divide by its logarithm
 _ANY_COUNT = Range(1, 2**31 - 1)  # only compared with positions or layers
+_EXPERTS = Range(1, 4096)
 _EPSILON = Range(1e-20, 1.0)
 _THETA = Range(1.5, 1e15)  # with 1 all frequencies would be equal
 _FACTOR = Range(1e-6, 1e6)
@@ -45,8 +48,11 @@ RANGES: dict[str, Range] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": _WIDTH,
     "embedding_length": _WIDTH,
-    "intermediate_size": Range(1, 2**20),
-    "feed_forward_length": Range(1, 2**20),
+    "intermediate_size": _MIDDLE,
+    "feed_forward_length": _MIDDLE,
+    "block_ff_dim": _MIDDLE,
+    "block_multiple_of": _MIDDLE,
+    "block_ffn_dim_multiplier": Range(1e-2, 1e2),
     "num_hidden_layers": _LAYERS,
     "block_count": _LAYERS,
     "num_attention_heads": _HEADS,
@@ -54,6 +60,47 @@ RANGES: dict[str, Range] = {
     "num_key_value_heads": _HEADS,
     "attention.head_count_kv": _HEADS,
     "head_dim": _HEAD_WIDTH,
+    "linear_num_key_heads": _HEADS,
+    "linear_num_value_heads": _HEADS,
+    "linear_key_head_dim": _HEAD_WIDTH,
+    "linear_value_head_dim": _HEAD_WIDTH,
+    "linear_conv_kernel_dim": _TAPS,
+    "full_attention_interval": _LAYERS,
+    "ssm.group_count": _HEADS,
+    "ssm.time_step_rank": _HEADS,
+    "ssm.state_size": _HEAD_WIDTH,
+    "ssm.inner_size": _MIDDLE,
+    "ssm.conv_kernel": _TAPS,
+    "mtp_num_hidden_layers": Range(0, 1024),
+    "global_head_dim": _HEAD_WIDTH,
+    "num_global_key_value_heads": _HEADS,
+    "num_kv_shared_layers": Range(0, 1023),
+    "hidden_size_per_layer_input": Range(0, 2**14),
+    "vocab_size_per_layer_input": _VOCABULARY,
+    "top_k_experts": _EXPERTS,
+    "embedding_length_per_layer_input": Range(0, 2**14),
+    "attention.shared_kv_layers": Range(0, 1023),
+    "attention.key_length_swa": _HEAD_WIDTH,
+    "attention.value_length_swa": _HEAD_WIDTH,
+    "rope.dimension_count_swa": _HEAD_WIDTH,
+    "q_lora_rank": _WIDTH,
+    "kv_lora_rank": Range(2, 2**14),
+    "qk_nope_head_dim": _HEAD_WIDTH,
+    "qk_rope_head_dim": _HEAD_WIDTH,
+    "v_head_dim": _HEAD_WIDTH,
+    "mamba_n_heads": _HEADS,
+    "mamba_num_heads": _HEADS,
+    "mamba_d_head": _HEAD_WIDTH,
+    "mamba_head_dim": _HEAD_WIDTH,
+    "mamba_n_groups": _HEADS,
+    "n_groups": _HEADS,
+    "mamba_d_state": _HEAD_WIDTH,
+    "ssm_state_size": _HEAD_WIDTH,
+    "mamba_d_conv": _TAPS,
+    "conv_kernel": _TAPS,
+    "mamba_expand": Range(1, 64),
+    "conv_L_cache": _TAPS,
+    "shortconv.l_cache": _TAPS,
     "attention.key_length": _HEAD_WIDTH,
     "attention.value_length": _HEAD_WIDTH,
     "rope.dimension_count": _HEAD_WIDTH,
@@ -67,6 +114,12 @@ RANGES: dict[str, Range] = {
     "attention.sliding_window_pattern": _ANY_COUNT,
     "max_window_layers": Range(0, 2**31 - 1),
     "rms_norm_eps": _EPSILON,
+    "norm_eps": _EPSILON,
+    "layer_norm_epsilon": _EPSILON,
+    "attention_multiplier": _FACTOR,
+    "embedding_multiplier": _FACTOR,
+    "logits_scaling": _FACTOR,
+    "residual_multiplier": _FACTOR,
     "attention.layer_norm_rms_epsilon": _EPSILON,
     "query_pre_attn_scalar": _FACTOR,
     "attn_logit_softcapping": _FACTOR,
@@ -90,6 +143,34 @@ RANGES: dict[str, Range] = {
     "rope.scaling.yarn_beta_slow": _FACTOR,
     "mscale": _FACTOR,
     "mscale_all_dim": _FACTOR,
+    "llama_4_scaling_beta": Range(0.0, 1e6),
+    "nextn_predict_layers": Range(0, 1024),
+    "num_experts": _EXPERTS,
+    "num_local_experts": _EXPERTS,
+    "n_routed_experts": _EXPERTS,
+    "expert_count": _EXPERTS,
+    "num_experts_per_tok": _EXPERTS,
+    "expert_used_count": _EXPERTS,
+    "moe_intermediate_size": _MIDDLE,
+    "expert_feed_forward_length": _MIDDLE,
+    "shared_expert_intermediate_size": _MIDDLE,
+    "shared_intermediate_size": Range(0, 2**20),
+    "moe_shared_expert_intermediate_size": _MIDDLE,
+    "expert_shared_feed_forward_length": _MIDDLE,
+    "n_shared_experts": Range(0, 64),
+    "expert_shared_count": Range(0, 64),
+    "swiglu_limit": _FACTOR,
+    "swiglu_alpha": _FACTOR,
+    "decoder_sparse_step": _LAYERS,
+    "num_dense_layers": Range(0, 1024),
+    "first_k_dense_replace": Range(0, 1024),
+    "leading_dense_block_count": Range(0, 1024),
+    "n_group": _EXPERTS,
+    "topk_group": _EXPERTS,
+    "expert_group_count": _EXPERTS,
+    "expert_group_used_count": _EXPERTS,
+    "routed_scaling_factor": _FACTOR,
+    "expert_weights_scale": _FACTOR,
 }
 # At any depth of `quantization_config`; each is a whole number or a list of them.
 QUANTIZATION_RANGES: dict[str, Range] = {
@@ -101,6 +182,7 @@ QUANTIZATION_RANGES: dict[str, Range] = {
     "block_structure": Range(1, 2**17),
     "weight_block_size": Range(1, 2**17),
 }
+_MOST_EXPERTS = 2**17  # of all layers; the largest models have 2**15
 _MAX_NESTING = 16  # of `quantization_config`
 
 
@@ -110,8 +192,28 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
     Raises:
         ModelError: names them, and the file in `origin`.
     """
-    for attention in {layer.attention for layer in spec.layers}:
-        rope, width = attention.rope, attention.head_dim
+    experts = [layer.mlp.router for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
+    if sum(router.num_experts for router in experts) > _MOST_EXPERTS:
+        raise UnsupportedModelError(
+            f"{origin}: {len(experts)} layers of {experts[0].num_experts} experts are more than "
+            f"the {_MOST_EXPERTS} experts that a model can have here"
+        )
+    if not spec.cache_layers:
+        raise UnsupportedModelError(
+            f"{origin}: none of {len(spec.layers)} layers has attention; supported are models with"
+            " at least one such layer"
+        )
+    for latent in set(spec.latent_layers.values()):
+        if latent.latent % 2:
+            raise UnsupportedModelError(
+                f"{origin}: kv_lora_rank is {latent.latent}, but must be even, as the cache holds a"
+                " token in two halves"
+            )
+    for attention in set(spec.attention_layers.values()) | set(spec.latent_layers.values()):
+        rope = attention.rope
+        width = attention.head_dim
+        if isinstance(attention, LatentAttentionSpec):
+            width = attention.rope_dim
         if rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= width:
             raise UnsupportedModelError(
                 f"{origin}: {rope.rotary_dim} elements of each head would rotate; RoPE pairs them, "
@@ -166,7 +268,6 @@ def wrong(origin: str, key: str, value: Any, expected: str) -> CheckpointError:
 
 
 def short(value: Any) -> str:
-    """Shorten a value for a message."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of {int(math.log10(abs(value))) + 1} digits"
     text = repr(value)

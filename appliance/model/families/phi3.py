@@ -14,8 +14,8 @@ from appliance.model.families.standard import (
     read_head_dim,
     read_window,
 )
+from appliance.model.names import TensorNames
 from appliance.model.spec import RopeScaling
-from appliance.model.tensors import TensorNames
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile

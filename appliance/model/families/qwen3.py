@@ -12,17 +12,21 @@ from appliance.model.families.standard import read_attention, read_decoder, read
 from appliance.model.spec import NormSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
-    from appliance.model.spec import DecoderSpec
+    from appliance.model.spec import AttentionSpec, DecoderSpec
 
 
-def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim = read_head_dim(config, default=128)
+def read_qwen3_attention(
+    config: ConfigReader, head_dim: int, windows: Sequence[int | None]
+) -> list[AttentionSpec]:
+    """Read the attention of each layer, whose windows are given."""
     rope = read_rope(config, head_dim)
     bias = config.flag("attention_bias")
     qk_norm = NormSpec(config.number("rms_norm_eps"))
-    layers = [
+    return [
         read_attention(
             config,
             rope,
@@ -32,8 +36,13 @@ def _read(config: ConfigReader) -> DecoderSpec:
             output_bias=bias,
             qk_norm=qk_norm,
         )
-        for window in read_windows(config)
+        for window in windows
     ]
+
+
+def _read(config: ConfigReader) -> DecoderSpec:
+    head_dim = read_head_dim(config, default=128)
+    layers = read_qwen3_attention(config, head_dim, read_windows(config))
     return read_decoder(config, "qwen3", layers)
 
 

@@ -52,7 +52,6 @@ class ConfigReader:
     """Settings by name, checked for type as they are read; `null` counts as absent.
 
     Args:
-        values: the settings.
         origin: their file, for messages.
     """
 
@@ -71,7 +70,6 @@ class ConfigReader:
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Read a whole number."""
         value, usual = self.value(key, default), RANGES[key]
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -80,7 +78,6 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Read a number."""
         value, usual = self.value(key, default), RANGES[key]
         if isinstance(value, bool) or value not in usual:
             raise wrong(self.origin, key, value, f"a number {in_words(usual)}")
@@ -91,26 +88,31 @@ class ConfigReader:
         return None if self.value(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Read true or false."""
         value = self.value(key, default)
         if not isinstance(value, bool):
             raise wrong(self.origin, key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Read a string."""
         value = self.value(key, default)
         if not isinstance(value, str):
             raise wrong(self.origin, key, value, "a string")
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """Read a list of `length` numbers."""
         value, usual = self.value(key), RANGES[key]
         fits = isinstance(value, list) and len(value) == length
         if not fits or any(isinstance(item, bool) or item not in usual for item in value):
             raise wrong(self.origin, key, value, f"a list of {length} numbers {in_words(usual)}")
         return tuple(float(item) for item in value)
+
+    def integers(self, key: str, length: int) -> tuple[int, ...]:
+        """Read a list of whole numbers in the range of `key`, or 0."""
+        value, usual = self.value(key), RANGES[key]
+        fits = isinstance(value, list) and len(value) == length
+        if not fits or any(type(n) is not int or (n and n not in usual) for n in value):
+            raise wrong(self.origin, key, value, f"a list of {length} whole numbers")
+        return tuple(value)
 
     def section(self, key: str) -> ConfigReader:
         """Read the settings nested under a key; empty if it is absent."""

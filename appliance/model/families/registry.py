@@ -5,19 +5,58 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
+from appliance.model.families.bamba import BAMBA
+from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from appliance.model.families.gemma3 import GEMMA3
+from appliance.model.families.gemma4 import GEMMA4
+from appliance.model.families.glm4_moe import GLM4_MOE
+from appliance.model.families.gpt_oss import GPT_OSS
+from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.llama import LLAMA
+from appliance.model.families.ministral3 import MINISTRAL3
 from appliance.model.families.mistral import MISTRAL
+from appliance.model.families.mixtral import MIXTRAL
+from appliance.model.families.nemotron_h import NEMOTRON_H
 from appliance.model.families.phi3 import PHI3
 from appliance.model.families.qwen2 import QWEN2
+from appliance.model.families.qwen2_moe import QWEN2_MOE
 from appliance.model.families.qwen3 import QWEN3
+from appliance.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from appliance.model.families.qwen3_moe import QWEN3_MOE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from appliance.model.families.family import Family
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, PHI3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    MINISTRAL3,
+    QWEN2,
+    QWEN3,
+    GEMMA3,
+    GEMMA4,
+    PHI3,
+    QWEN3_MOE,
+    MIXTRAL,
+    QWEN2_MOE,
+    GLM4_MOE,
+    GPT_OSS,
+    LFM2,
+    LFM2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_HYBRID,
+    NEMOTRON_H,
+    BAMBA,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+)
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:
@@ -36,16 +75,34 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     raise UnsupportedModelError(f"architecture {what} is not supported; supported are {supported}")
 
 
-def family_of_gguf(architecture: str) -> Family:
-    """Find the family of a GGUF file by its `general.architecture`.
+def family_of_text(config: Mapping[str, Any]) -> Family:
+    """Find the family of the text part of a larger model by its `model_type`.
 
     Raises:
         UnsupportedModelError: no family covers it.
     """
+    named = config.get("model_type")
     for family in FAMILIES:
-        if family.gguf is not None and family.gguf.architecture == architecture:
+        if family.model_type == named:
             return family
-    supported = ", ".join(family.gguf.architecture for family in FAMILIES if family.gguf)
+    supported = ", ".join(family.model_type for family in FAMILIES)
+    raise UnsupportedModelError(
+        f"a text part of model_type {named!r} is not supported; supported are {supported}"
+    )
+
+
+def family_of_gguf(architecture: str, *, has_experts: bool = False) -> Family:
+    """Find the family of a GGUF file by its `general.architecture` and whether it has experts.
+
+    Raises:
+        UnsupportedModelError: no family covers it.
+    """
+    named = [f for f in FAMILIES if f.gguf is not None and f.gguf.architecture == architecture]
+    for family in named:
+        if len(named) == 1 or (family.gguf is not None and family.gguf.has_experts == has_experts):
+            return family
+    known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
+    supported = ", ".join(known)
     raise UnsupportedModelError(
         f"GGUF architecture {architecture!r} is not supported; supported are {supported}"
     )

@@ -24,62 +24,88 @@ _SCALINGS = {
     "longrope": RopeScaling.LONGROPE,
     "su": RopeScaling.LONGROPE,  # its name before publication
     "yarn": RopeScaling.YARN,
+    "proportional": RopeScaling.PROPORTIONAL,
 }
 # Each scaling reads some of these; the others do not affect it.
 _KNOWN_KEYS = frozenset(
     {
         "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
         "long_factor", "low_freq_factor", "mscale", "mscale_all_dim", "short_factor", "truncate",
+        "mrope_interleaved", "mrope_section",  # of images: text has one position
         "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type",
         "type",
     }
 )  # fmt: skip
 
 
-def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> RopeSpec:
+def read_rope(
+    config: ConfigReader,
+    head_dim: int,
+    *,
+    partial: bool = False,
+    theta: float = 10000.0,
+    share: float = 1.0,
+) -> RopeSpec:
     """Read the rotary settings that all layers share.
 
-    With `partial` the family may rotate only part of a head.
+    With `partial` the family may rotate only part of a head; `theta` and `share`, the part that
+    rotates, are its defaults.
     """
     scaling = config.section("rope_scaling")
     new_style = config.section("rope_parameters")
     chosen = scaling if config.value("rope_scaling") else new_style
-    return scaled_rope(config, chosen, config.number("rope_theta", 10000.0), head_dim, partial)
+    theta = config.number("rope_theta", theta)
+    return scaled_rope(config, chosen, theta, head_dim, partial, share)
+
+
+def without_positions(head_dim: int) -> RopeSpec:
+    """Return the settings of heads that do not rotate: none of their pairs turns."""
+    return RopeSpec(theta=10000.0, rotary_dim=head_dim, scaling=RopeScaling.PROPORTIONAL)
 
 
 def scaled_rope(
-    config: ConfigReader, section: ConfigReader, theta: float, head_dim: int, partial: bool = False
+    config: ConfigReader,
+    section: ConfigReader,
+    theta: float,
+    head_dim: int,
+    partial: bool = False,
+    share: float = 1.0,
 ) -> RopeSpec:
     """Read one set of rotary settings.
 
     Args:
-        config: the whole config.
         section: the settings, possibly empty.
         theta: used if the section has none.
-        head_dim: elements of a head.
         partial: the family may rotate only part of a head.
+        share: used if neither the section nor the config has one.
     """
     key = "rope_type" if section.value("rope_type") else "type"
     kind = section.text(key, "default")
     if kind not in _SCALINGS:
         raise section.refuse(key, ", ".join(_SCALINGS))
     section.refuse_unknown(_KNOWN_KEYS)
-    share = section.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if share != 1.0 and not partial:
+    share = section.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
+    if share != 1.0 and not partial and kind != "proportional":
         owner = section if "partial_rotary_factor" in section else config
         raise owner.refuse("partial_rotary_factor", "1.0 with this architecture")
-    rotary_dim = int(head_dim * share)
     scaling = _SCALINGS[kind]
+    is_proportional = scaling is RopeScaling.PROPORTIONAL
+    rotary_dim = head_dim if is_proportional else int(head_dim * share)
     return RopeSpec(
         theta=section.number("rope_theta", theta),
         rotary_dim=rotary_dim,
         scaling=scaling,
+        turning=int(share * head_dim // 2) if is_proportional else 0,
         **_READERS[scaling](config, section, rotary_dim),
     )
 
 
 def _none(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
     return {}
+
+
+def _proportional(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
+    return {"factor": section.number("factor", 1.0)}
 
 
 def _linear(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
@@ -141,4 +167,5 @@ _READERS = {
     RopeScaling.LLAMA3: _llama3,
     RopeScaling.LONGROPE: _longrope,
     RopeScaling.YARN: _yarn,
+    RopeScaling.PROPORTIONAL: _proportional,
 }

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from appliance.errors import CheckpointError
 from appliance.kernels.activation import Activation
 from appliance.model.spec import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
+    TokenInputSpec,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from appliance.model.families.reader import ConfigReader
-    from appliance.model.spec import RopeSpec
+    from appliance.model.spec import MixerSpec, RopeSpec
+
+Kind = TypeVar("Kind")
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
+    "relu2": Activation.RELU_SQUARED,
 }
 
 
@@ -45,10 +50,17 @@ def read_attention(
     qkv_bias: bool = False,
     output_bias: bool = False,
     qk_norm: NormSpec | None = None,
+    output_gate: bool = False,
+    sinks: bool = False,
+    value_norm: NormSpec | None = None,
+    num_kv_heads: int | None = None,
+    keys_are_values: bool = False,
+    kv_layer: int | None = None,
 ) -> AttentionSpec:
     """Read attention with the config's heads; the default score scale is 1 / sqrt(head_dim)."""
     num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_kv_heads is None:
+        num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise config.refuse("num_key_value_heads", f"a divisor of {num_heads} attention heads")
     return AttentionSpec(
@@ -62,52 +74,95 @@ def read_attention(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+        output_gate=output_gate,
+        sinks=sinks,
+        value_norm=value_norm,
+        keys_are_values=keys_are_values,
+        kv_layer=kv_layer,
     )
 
 
 def read_decoder(
     config: ConfigReader,
     architecture: str,
-    attention: Sequence[AttentionSpec],
+    mixers: Sequence[MixerSpec | None],
     *,
     activation: str = "hidden_act",
     mlp_bias: bool = False,
+    width: int | None = None,
+    experts: Sequence[ExpertsSpec | None] = (),
+    mlps: Sequence[MLPSpec | ExpertsSpec | None] = (),
+    norm_eps: str = "rms_norm_eps",
     norm_offset: float = 0.0,
     post_norms: bool = False,
     tied_head: bool = False,
     embedding_scale: float = 1.0,
+    logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    output_scale: bool = False,
+    token_input: TokenInputSpec | None = None,
 ) -> DecoderSpec:
-    """Read a decoder whose layers differ only in their attention.
+    """Read a decoder whose layers differ only in their mixers and experts.
 
     Args:
-        config: the whole config.
-        architecture: name of the family.
-        attention: one per layer.
         activation: the setting that names the MLP's nonlinearity.
         mlp_bias: the MLP's linears have biases.
+        experts: of each layer, instead of its MLP; None leaves that, nothing leaves all.
+        mlps: of each layer, instead of what the config and `experts` say.
+        width: the MLP's, if the config does not hold it as `intermediate_size`.
+        norm_eps: the setting that keeps norms from dividing by zero.
         norm_offset: added to the weights of the norms.
         post_norms: attention and MLP are each followed by a norm.
         tied_head: embedding and head are one matrix, unless the config says otherwise.
         embedding_scale: multiplies the embedding.
+        logit_scale: multiplies the logits.
         logit_softcap: logits become cap * tanh(logits / cap).
+        output_scale: each layer has a factor of the stream after it.
+        token_input: what tokens add after each layer.
     """
-    act = config.text(activation, "silu")
-    if act not in _ACTIVATIONS:
-        raise config.refuse(activation, ", ".join(_ACTIVATIONS))
-    norm = NormSpec(config.number("rms_norm_eps"), norm_offset)
-    mlp = MLPSpec(config.integer("intermediate_size"), _ACTIVATIONS[act], mlp_bias)
+    norm = NormSpec(config.number(norm_eps), norm_offset)
+    usual = experts or [None] * len(mixers)
+    mlps = mlps or _read_mlps(config, activation, mlp_bias, width, usual)
     return DecoderSpec(
         architecture=architecture,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
         context_length=config.integer("max_position_embeddings"),
-        layers=tuple(LayerSpec(spec, mlp, norm, post_norms) for spec in attention),
+        layers=tuple(
+            LayerSpec(spec, mlp, norm, post_norms, output_scale)
+            for spec, mlp in zip(mixers, mlps, strict=True)
+        ),
         final_norm=norm,
         tied_head=config.flag("tie_word_embeddings", tied_head),
         embedding_scale=embedding_scale,
+        logit_scale=logit_scale,
         logit_softcap=logit_softcap,
+        token_input=token_input,
     )
+
+
+def _read_mlps(
+    config: ConfigReader,
+    activation: str,
+    bias: bool,
+    width: int | None,
+    experts: Sequence[ExpertsSpec | None],
+) -> list[MLPSpec | ExpertsSpec | None]:
+    """Read the MLP of the layers that have no experts."""
+    found: list[MLPSpec | ExpertsSpec | None] = [layer for layer in experts if layer is not None]
+    if len(found) == len(experts):
+        return found
+    width = width or config.integer("intermediate_size")
+    dense = MLPSpec(width, read_activation(config, activation), bias)
+    return [dense if layer is None else layer for layer in experts]
+
+
+def read_activation(config: ConfigReader, key: str = "hidden_act") -> Activation:
+    """Read the MLP's nonlinearity."""
+    act = config.text(key, "silu")
+    if act not in _ACTIVATIONS:
+        raise config.refuse(key, ", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[act]
 
 
 def read_window(config: ConfigReader, default: int | None = None) -> int | None:
@@ -119,13 +174,26 @@ def read_window(config: ConfigReader, default: int | None = None) -> int | None:
 
 def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
     """Read from `layer_types` whether each layer slides; `usual` if it is absent."""
-    layer_types = config.value("layer_types")
-    if layer_types is None:
-        return list(usual)
-    if not isinstance(layer_types, list) or len(layer_types) != len(usual):
+    kinds = {"full_attention": False, "sliding_attention": True}
+    return read_layer_kinds(config, kinds, len(usual)) or list(usual)
+
+
+def read_layer_kinds(
+    config: ConfigReader, kinds: Mapping[str, Kind], count: int, key: str = "layer_types"
+) -> list[Kind] | None:
+    """Read a list of each layer's kind, by its name in `kinds`; None if it is absent.
+
+    Raises:
+        CheckpointError: it is no list of `count` kinds.
+        UnsupportedModelError: a kind is not among them.
+    """
+    listed = config.value(key)
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or len(listed) != count:
         raise CheckpointError(
-            f"{config.origin}: layer_types must list {len(usual)} layers; fetch the model again"
+            f"{config.origin}: {key} must list {count} layers; fetch the model again"
         )
-    if any(kind not in ("full_attention", "sliding_attention") for kind in layer_types):
-        raise config.refuse("layer_types", "full_attention and sliding_attention")
-    return [kind == "sliding_attention" for kind in layer_types]
+    if any(not isinstance(kind, str) or kind not in kinds for kind in listed):
+        raise config.refuse(key, " and ".join(kinds))
+    return [kinds[kind] for kind in listed]

@@ -1,4 +1,4 @@
-"""What /v1/messages answers, as structs in Anthropic's order of fields."""
+"""Answers of /v1/messages, as structs in Anthropic's order of fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """Text for whoever asked."""
+    """Text for the user."""
 
     text: str = ""
 
@@ -32,7 +32,7 @@ AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """What the tokens of an answer were for."""
+    """Output tokens by purpose."""
 
     thinking_tokens: int
 
@@ -117,7 +117,7 @@ class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
 
 
 class StopDelta(msgspec.Struct):
-    """Why the message ended."""
+    """The end of a message, with its reason."""
 
     stop_reason: str
     stop_sequence: str | None

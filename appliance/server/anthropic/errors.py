@@ -26,7 +26,7 @@ class AnthropicError(msgspec.Struct):
 
 
 class AnthropicErrorBody(msgspec.Struct, kw_only=True):
-    """What every refusal and failure of /v1/messages looks like."""
+    """Error body of /v1/messages."""
 
     type: Literal["error"] = "error"
     error: AnthropicError

@@ -55,8 +55,6 @@ async def message_frames(
     """Frames: the beginning, each block from start to stop, the reason with usage, the end.
 
     Args:
-        exchange: who asked for what.
-        answer: of the engine.
         max_tokens: that were asked for.
     """
     blocks: _BlockFrames | None = None
@@ -96,7 +94,7 @@ def whole_message(
 def stop_delta(
     answer: Answer, reason: str, stopped_by: str, *, called: bool, max_tokens: int
 ) -> StopDelta:
-    """Why a message ended: a cut stays a cut, also where a tool was called."""
+    """Return why a message ended: a cut stays a cut, also where a tool was called."""
     if reason == FinishReason.LENGTH.value:
         full = answer.completion_tokens < max_tokens
         return StopDelta("model_context_window_exceeded" if full else "max_tokens", None)

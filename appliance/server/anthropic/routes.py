@@ -19,7 +19,7 @@ from appliance.server.anthropic.schema import (
 from appliance.server.anthropic.turns import tools_of, turns_of
 from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
-from appliance.server.errors import json_response
+from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, take_body, whole_response
 from appliance.server.openapi import describes
@@ -43,6 +43,7 @@ def anthropic_router(state: ServerState) -> APIRouter:
         body = await take_body(state, request, MessagesRequest, UNSUPPORTED, HARMLESS)
         state.check_model(body.model)
         sampling = SamplingFields(
+            model=body.model,
             stream=body.stream,
             stop=body.stop_sequences,
             temperature=body.temperature,
@@ -50,7 +51,13 @@ def anthropic_router(state: ServerState) -> APIRouter:
             top_k=body.top_k,
         )
         chat = _conversation(body, sampling, max_tokens=body.max_tokens)
-        answer, exchange = await begin_chat(state, chat, key_name(request.scope), prefix="msg_")
+        answer, exchange = await begin_chat(
+            state,
+            chat,
+            key_name(request.scope),
+            prefix="msg_",
+            request_id=request_id_of(request.scope),
+        )
         if body.stream:
             frames = message_frames(exchange, answer, max_tokens=body.max_tokens)
             return EventStream(frames, wire=WIRE, on_close=answer.close)
@@ -59,7 +66,7 @@ def anthropic_router(state: ServerState) -> APIRouter:
 
     @router.post(f"{PATH}/count_tokens", **described(CountRequest, InputTokens))
     async def count_tokens(request: Request) -> Response:
-        """Tokens of a prompt, as the same messages would have them; nothing is computed."""
+        """Count the tokens of the prompt that these messages make."""
         body = await take_body(state, request, CountRequest, UNSUPPORTED, HARMLESS)
         state.check_model(body.model)
         chat = _conversation(body, SamplingFields())

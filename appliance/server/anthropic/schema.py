@@ -1,4 +1,4 @@
-"""What clients of Anthropic's API may send."""
+"""Requests of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Block(msgspec.Struct, kw_only=True):
+class ContentBlock(msgspec.Struct, kw_only=True):
     """A part of a message; its type says which of the fields count."""
 
     type: str
@@ -45,7 +45,7 @@ class AnthropicTurn(msgspec.Struct, kw_only=True):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
@@ -59,7 +59,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
 
 
 class AnthropicChoice(msgspec.Struct, kw_only=True):
-    """What is to be done with the tools."""
+    """The choice among the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -67,7 +67,7 @@ class AnthropicChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model thinks, and how long."""
+    """Switch and budget of thinking."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
@@ -81,7 +81,7 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """How much is done for the answer, and what it looks like."""
+    """Effort and format of the answer."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
@@ -92,7 +92,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     messages: Annotated[list[AnthropicTurn], Meta(min_length=1)]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
@@ -106,5 +106,5 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0 keeps all

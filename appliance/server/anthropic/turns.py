@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from appliance.errors import RequestError
-from appliance.server.anthropic.schema import Block
+from appliance.server.anthropic.schema import ContentBlock
 from appliance.server.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
@@ -80,13 +80,13 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> Tur
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(_blocks(message.content)):
         match block:
-            case Block(type="text", text=str(text)):
+            case ContentBlock(type="text", text=str(text)):
                 texts.append(text)
-            case Block(type="thinking", thinking=str(thinking)):
+            case ContentBlock(type="thinking", thinking=str(thinking)):
                 thoughts.append(thinking)
-            case Block(type="redacted_thinking"):
+            case ContentBlock(type="redacted_thinking"):
                 pass  # nobody but its maker can read it
-            case Block(type="tool_use", id=str(call_id), name=str(name)):
+            case ContentBlock(type="tool_use", id=str(call_id), name=str(name)):
                 check_nesting(block.input, "messages")
                 names[call_id] = name
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
@@ -114,9 +114,9 @@ def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[T
 
     for place, block in enumerate(_blocks(message.content)):
         match block:
-            case Block(type="text", text=str(text)):
+            case ContentBlock(type="text", text=str(text)):
                 texts.append(text)
-            case Block(type="tool_result", tool_use_id=str(call_id)):
+            case ContentBlock(type="tool_result", tool_use_id=str(call_id)):
                 flush()
                 content = _text(_result(block, where), f"{where}.content.{place}.content")
                 turn = {
@@ -134,16 +134,16 @@ def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[T
     return turns or [{"role": message.role, "content": ""}]
 
 
-def _result(block: Block, where: str) -> str | list[Block]:
+def _result(block: ContentBlock, where: str) -> str | list[ContentBlock]:
     try:
-        return msgspec.convert(block.content or "", str | list[Block])
+        return msgspec.convert(block.content or "", str | list[ContentBlock])
     except msgspec.ValidationError:
         raise RequestError(
             f"{where} has a tool_result whose content is neither text nor blocks", param="messages"
         ) from None
 
 
-def _text(content: str | Sequence[Block], where: str) -> str:
+def _text(content: str | Sequence[ContentBlock], where: str) -> str:
     texts = []
     for place, block in enumerate(_blocks(content)):
         if block.type != "text" or block.text is None:
@@ -152,8 +152,8 @@ def _text(content: str | Sequence[Block], where: str) -> str:
     return "\n".join(texts)
 
 
-def _blocks(content: str | Sequence[Block]) -> Sequence[Block]:
-    return [Block(type="text", text=content)] if isinstance(content, str) else content
+def _blocks(content: str | Sequence[ContentBlock]) -> Sequence[ContentBlock]:
+    return [ContentBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
 def _refused(block: Any, where: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""What the routes below /api answer, as structs in Ollama's order of fields."""
+"""Answers of the routes below /api, as structs in Ollama's order of fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 
 class AnsweredFunction(msgspec.Struct, kw_only=True):
-    """Which tool, and its arguments as an object."""
+    """The tool's name, and its arguments as an object."""
 
     index: int
     name: str
@@ -32,8 +32,8 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[OllamaAnsweredCall] | UnsetType = UNSET
 
 
-class Line(msgspec.Struct, kw_only=True):
-    """What every line of an answer has; the last one says why and how long, in nanoseconds."""
+class AnswerLine(msgspec.Struct, kw_only=True):
+    """The fields of every line; the last one adds the reason and the durations in nanoseconds."""
 
     model: str
     created_at: str
@@ -47,21 +47,37 @@ class Line(msgspec.Struct, kw_only=True):
     eval_duration: int | UnsetType = UNSET
 
 
-class ChatLine(Line, kw_only=True):
+class ChatLine(AnswerLine, kw_only=True):
     """Answer of POST /api/chat, and each line of its stream."""
 
     message: OllamaMessage
 
 
-class GenerateLine(Line, kw_only=True):
+class GenerateLine(AnswerLine, kw_only=True):
     """Answer of POST /api/generate, and each line of its stream."""
 
     response: str = ""
     thinking: str | UnsetType = UNSET
 
 
+class Embedded(msgspec.Struct, kw_only=True):
+    """Answer of POST /api/embed; durations in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+
+
+class OneEmbedded(msgspec.Struct):
+    """Answer of POST /api/embeddings."""
+
+    embedding: list[float]
+
+
 class Details(msgspec.Struct, kw_only=True):
-    """What a model is made of; what is not known is empty."""
+    """Facts about a model; unknown ones are empty."""
 
     parent_model: str = ""
     format: str = ""

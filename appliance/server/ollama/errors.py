@@ -8,7 +8,7 @@ PREFIX = "/api/"
 
 
 class OllamaErrorBody(msgspec.Struct):
-    """What every refusal and failure below /api looks like."""
+    """Error body of the routes below /api."""
 
     error: str
 

@@ -53,7 +53,7 @@ WIRE = Wire(media_type="application/x-ndjson", keep_alive=b" ", frame=line_frame
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What some parts of an answer hold."""
+    """The content of some parts of an answer."""
 
     content: str
     thought: str
@@ -69,7 +69,7 @@ def chat_line(model: str, found: Found) -> ChatLine:
 
 
 def generate_line(model: str, found: Found) -> GenerateLine:
-    """A line of a text; nothing is called there."""
+    """Make a line of generated text, which has no calls."""
     return GenerateLine(
         model=model,
         created_at=now(),
@@ -78,12 +78,10 @@ def generate_line(model: str, found: Found) -> GenerateLine:
     )
 
 
-class Lines(Generic[LineT]):
+class LineStream(Generic[LineT]):
     """Makes lines of one answer.
 
     Args:
-        exchange: who asked for what.
-        answer: of the engine.
         make: a line of what was found, without an end.
         model: as the client named it.
     """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import UnknownModelError
 from appliance.server.ollama.answers import Details, RunningModel, Shown, Tag
 from appliance.server.ollama.lines import written
+from appliance.tokenizer.fim import find_form
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
@@ -18,8 +19,11 @@ LATEST = ":latest"
 _NEVER = "9999-12-31T23:59:59Z"  # the model is not unloaded
 
 
-def check_name(state: ServerState, name: str) -> None:
-    """Accept the served model only, with the tag that clients add or without.
+def check_name(state: ServerState, name: str) -> str:
+    """Accept the served model and its adapters, with the tag that clients add or without.
+
+    Returns:
+        The name as other protocols have it.
 
     Raises:
         UnknownModelError: it is another.
@@ -27,7 +31,9 @@ def check_name(state: ServerState, name: str) -> None:
     try:
         state.check_model(name)
     except UnknownModelError:
-        state.check_model(name.removesuffix(LATEST))
+        name = name.removesuffix(LATEST)
+        state.check_model(name)
+    return name
 
 
 def tag(state: ServerState) -> Tag:
@@ -61,13 +67,17 @@ def running(state: ServerState) -> RunningModel:
 
 
 def shown(state: ServerState) -> Shown:
-    """What is known of the model."""
+    """Describe the model."""
     info, tokenizer = state.serving()
     capabilities = ["completion"]
     if tokenizer.chat_template is not None:
         capabilities.append("tools")
         if thinks(state):
             capabilities.append("thinking")
+    if find_form(tokenizer) is not None:
+        capabilities.append("insert")
+    if tokenizer.retrieval.embedding.source:
+        capabilities.append("embedding")
     values = state.sampling.values
     return Shown(
         parameters="\n".join(f"{name} {value}" for name, value in values.items()),
@@ -84,7 +94,7 @@ def shown(state: ServerState) -> Shown:
 
 
 def thinks(state: ServerState) -> bool:
-    """Whether the model is known to think."""
+    """Return True if the model is known to think."""
     _, tokenizer = state.serving()
     return tokenizer.dialect.budget_marks is not None
 

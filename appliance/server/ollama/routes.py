@@ -8,34 +8,42 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
-from appliance.server.errors import json_response
+from appliance.server.errors import json_response, request_id_of
+from appliance.server.fim import fim_prompts
 from appliance.server.grammars import checked_grammar, schema_form
 from appliance.server.intake import begin_chat, submit, take_body, whole_response
 from appliance.server.ollama.answers import (
     ChatLine,
+    Embedded,
     GenerateLine,
     OllamaMessage,
     OllamaVersion,
+    OneEmbedded,
     RunningModels,
     Shown,
     Tags,
 )
 from appliance.server.ollama.errors import OllamaErrorBody
-from appliance.server.ollama.lines import WIRE, Lines, chat_line, generate_line, now
+from appliance.server.ollama.lines import WIRE, LineStream, chat_line, generate_line, now
 from appliance.server.ollama.models import check_name, running, shown, tag, thinks
 from appliance.server.ollama.schema import (
     HARMLESS,
+    HARMLESS_FOR_VECTORS,
     UNSUPPORTED,
     UNSUPPORTED_GENERATE,
+    EmbeddingsRequest,
+    EmbedRequest,
     GenerateRequest,
     OllamaChatRequest,
     Options,
     ShowRequest,
 )
 from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
+from appliance.server.ollama.vectors import embedded
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts
 from appliance.server.stream import EventStream
@@ -44,6 +52,8 @@ from appliance.server.tools import Tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from starlette.types import Scope
 
     from appliance.dialects.turns import Turn
     from appliance.grammar import Grammar
@@ -72,9 +82,16 @@ def ollama_router(state: ServerState) -> APIRouter:
             return json_response(_loaded(line))
         tools = tools_of(body.tools or ())
         conversation = _conversation(state, body, partial(turns_of, body.messages), tools)
-        owner = key_name(request.scope)
-        answer, exchange = await begin_chat(state, conversation, owner, prefix="chat-")
-        return await _respond(request, body, answer, Lines(exchange, answer, chat_line, body.model))
+        answer, exchange = await begin_chat(
+            state,
+            conversation,
+            key_name(request.scope),
+            prefix="chat-",
+            request_id=request_id_of(request.scope),
+        )
+        return await _respond(
+            request, body, answer, LineStream(exchange, answer, chat_line, body.model)
+        )
 
     @router.post("/api/generate", **described(GenerateRequest, GenerateLine, streams=True))
     async def generate(request: Request) -> Response:
@@ -82,9 +99,27 @@ def ollama_router(state: ServerState) -> APIRouter:
         check_name(state, body.model)
         if not body.prompt:
             return json_response(_loaded(GenerateLine(model=body.model, created_at=now())))
-        answer, exchange = await _begin_text(state, body, body.prompt, key_name(request.scope))
-        lines = Lines(exchange, answer, generate_line, body.model)
+        answer, exchange = await _begin_text(state, body, body.prompt, request.scope)
+        lines = LineStream(exchange, answer, generate_line, body.model)
         return await _respond(request, body, answer, lines)
+
+    @router.post("/api/embed", **described(EmbedRequest, Embedded))
+    async def embed(request: Request) -> Response:
+        body = await take_body(state, request, EmbedRequest, {}, HARMLESS_FOR_VECTORS)
+        check_name(state, body.model)
+        texts = [body.input] if isinstance(body.input, str) else body.input or []
+        texts = [text for text in texts if text or len(texts) > 1]
+        return json_response(
+            await embedded(state, request, body.model, texts, "input", body.dimensions)
+        )
+
+    @router.post("/api/embeddings", **described(EmbeddingsRequest, OneEmbedded))
+    async def embeddings(request: Request) -> Response:
+        body = await take_body(state, request, EmbeddingsRequest, {}, HARMLESS_FOR_VECTORS)
+        check_name(state, body.model)
+        texts = [body.prompt] if body.prompt else []
+        found = await embedded(state, request, body.model, texts, "prompt")
+        return json_response(OneEmbedded([one for row in found.embeddings for one in row]))
 
     @router.get("/api/tags", **described(None, Tags))
     async def tags() -> Response:
@@ -92,7 +127,9 @@ def ollama_router(state: ServerState) -> APIRouter:
 
     @router.get("/api/ps", **described(None, RunningModels))
     async def processes() -> Response:
-        return json_response(RunningModels([running(state)]))
+        model = running(state)
+        asleep = state.engine.state is EngineState.ASLEEP
+        return json_response(RunningModels([] if asleep else [model]))
 
     @router.post("/api/show", **described(ShowRequest, Shown))
     async def show(request: Request) -> Response:
@@ -102,7 +139,7 @@ def ollama_router(state: ServerState) -> APIRouter:
 
     @router.get("/api/version", **described(None, OllamaVersion))
     async def version() -> Response:
-        """The version of Ollama whose API this is, by which clients decide what to ask for."""
+        """The emulated version of Ollama, from which clients infer features."""
         return json_response(OllamaVersion(VERSION))
 
     return router
@@ -113,7 +150,7 @@ def _conversation(
 ) -> Conversation:
     if body.think and not thinks(state):
         raise RequestError(f"{body.model[:100]!r} does not support thinking", param="think")
-    sampling, max_tokens = _sampling(body)
+    sampling, max_tokens = _sampling(state, body)
     return Conversation(
         sampling=sampling,
         turns=turns,
@@ -125,30 +162,41 @@ def _conversation(
 
 
 def _template_options(think: bool | Effort | None) -> dict[str, Any]:
-    """Variables for the template; it decides itself where a client says nothing."""
+    """Return variables for the template; its own defaults hold for the rest."""
     if think is True:
         return {"enable_thinking": True, "thinking": True}
     return template_options("none" if think is False else think)
 
 
 async def _begin_text(
-    state: ServerState, body: GenerateRequest, prompt: str, owner: str
+    state: ServerState, body: GenerateRequest, prompt: str, scope: Scope
 ) -> tuple[Answer, Exchange]:
     """Begin the answer to a prompt: as a chat of one turn, or to the text as it is."""
-    if not body.raw:
+    owner, request_id = key_name(scope), request_id_of(scope)
+    if not (body.raw or body.suffix):
         turns: list[Turn] = [{"role": "user", "content": prompt}]
         if body.system:
             turns.insert(0, {"role": "system", "content": body.system})
         conversation = _conversation(state, body, lambda: turns, Tools())
         return await begin_chat(
-            state, replace(conversation, param="prompt"), owner, prefix="generate-"
+            state,
+            replace(conversation, param="prompt"),
+            owner,
+            prefix="generate-",
+            request_id=request_id,
         )
     if body.system or body.think:
         name = "system" if body.system else "think"
-        raise RequestError(f"{name} needs a chat template, which raw leaves out", param=name)
-    prompts = await completion_prompts(state, prompt)
+        without = "suffix" if body.suffix else "raw"
+        raise RequestError(f"{name} needs a chat template, which {without} leaves out", param=name)
     form = _form(body)
-    sampling, max_tokens = _sampling(body)
+    sampling, max_tokens = _sampling(state, body)
+    if body.suffix:
+        if body.raw:
+            raise RequestError("raw leaves out what suffix needs; leave one out", param="raw")
+        prompts, sampling.stop_token_ids = await fim_prompts(state, prompt, body.suffix)
+    else:
+        prompts = await completion_prompts(state, prompt)
     return await submit(
         state,
         sampling,
@@ -158,16 +206,18 @@ async def _begin_text(
         prefix="generate-",
         param="prompt",
         owner=owner,
+        request_id=request_id,
         grammar=None if form is None else await checked_grammar(state, form[1], form[0]),
     )
 
 
-def _sampling(body: OllamaRequest) -> tuple[SamplingFields, int | None]:
-    """How tokens are chosen, and how many at most; None for as many as fit."""
+def _sampling(state: ServerState, body: OllamaRequest) -> tuple[SamplingFields, int | None]:
+    """Return the sampling options and the token limit; None for as many as fit."""
     options = body.options or Options()
-    most = options.num_predict
+    most = int(options.num_predict or 0)
     sampling = sampling_of(options, stream=body.stream is not False)
-    return sampling, most if most is not None and most > 0 else None
+    sampling.model = check_name(state, body.model)
+    return sampling, most if most > 0 else None
 
 
 def _form(body: OllamaRequest) -> tuple[str, Grammar] | None:
@@ -183,7 +233,7 @@ def _loaded(line: LineT) -> LineT:
 
 
 async def _respond(
-    request: Request, body: OllamaRequest, answer: Answer, lines: Lines[Any]
+    request: Request, body: OllamaRequest, answer: Answer, lines: LineStream[Any]
 ) -> Response:
     if body.stream is False:
         return await whole_response(request, answer, lines.whole)

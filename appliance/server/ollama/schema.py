@@ -1,4 +1,4 @@
-"""What clients of Ollama's API may send."""
+"""Requests of Ollama's API."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from appliance.engine.request import MAX_STOP_STRINGS
-from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString
+from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString, ToolName
 
 # The model stays loaded, and a prompt is never cut, whatever these say.
 HARMLESS = {"keep_alive", "shift", "truncate"}
+HARMLESS_FOR_VECTORS = HARMLESS | {"options"}  # which say how tokens are chosen
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"logprobs": _NOTHING, "top_logprobs": (None, 0)}
 UNSUPPORTED_GENERATE = UNSUPPORTED | {
@@ -19,34 +20,41 @@ UNSUPPORTED_GENERATE = UNSUPPORTED | {
     "height": (None, 0),
     "images": _NOTHING,
     "steps": (None, 0),
-    "suffix": _NOTHING,
     "template": _NOTHING,
     "width": (None, 0),
 }
 
 
-class Options(msgspec.Struct, kw_only=True):
-    """How tokens are chosen; of the rest, those that would change an answer are refused."""
+# Some clients write whole numbers as 8192.0; what is behind the point does not count, as there.
+Most = Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | Annotated[float, Meta(ge=-2, le=MAX_TOKENS)]
 
-    num_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | None = None  # below 1: as fits
+
+class Options(msgspec.Struct, kw_only=True):
+    """Sampling options; others are refused if they would change an answer."""
+
+    num_predict: Most | None = None  # below 1: as fits
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    top_k: Most | None = None  # below 1: all
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     min_p: Share | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: (
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+        | Annotated[float, Meta(ge=-(2**62), le=2**62)]
+        | None
+    ) = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
-    repeat_last_n: int | None = None  # all of it (-1), or none (0)
+    repeat_last_n: int | float | None = None  # all of it (-1), or none (0)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    mirostat: int | None = None
+    mirostat: int | float | None = None
     typical_p: float | None = None
     tfs_z: float | None = None
-    num_ctx: Annotated[int, Meta(ge=0)] | None = None  # no effect: the context is the server's
+    num_ctx: float | None = None  # no effect: the context is the server's
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):
-    """What chat and generate have in common."""
+    """The fields that chat and generate share."""
 
     model: str
     stream: bool | None = None
@@ -56,7 +64,7 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
 
 
 class CalledByName(msgspec.Struct, kw_only=True):
-    """Which tool a model called, and how."""
+    """The called tool and its arguments."""
 
     name: str
     arguments: dict[str, Any] | None = None
@@ -82,9 +90,9 @@ class OllamaTurn(msgspec.Struct, kw_only=True):
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True):
-    """What a tool is called, does and takes."""
+    """Name, purpose and parameters of a tool."""
 
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -109,6 +117,22 @@ class GenerateRequest(OllamaRequest, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None  # the prompt as it is, without the chat template
+    suffix: str | None = None  # the answer stands between the prompt and this
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /api/embed; without input it only asks whether the model is loaded."""
+
+    model: str
+    input: str | list[str] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+
+
+class EmbeddingsRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /api/embeddings, the older form for one text."""
+
+    model: str
+    prompt: str | None = None
 
 
 class ShowRequest(msgspec.Struct, kw_only=True):

@@ -90,7 +90,7 @@ def tools_of(tools: Sequence[OllamaTool]) -> Tools:
 
 
 def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
-    """How tokens are chosen.
+    """Translate the sampling options.
 
     Raises:
         RequestError: an option that would change the answer in a way that is not supported.
@@ -110,10 +110,10 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
     return SamplingFields(
         stream=stream,
         temperature=options.temperature,
-        top_k=options.top_k,
+        top_k=None if options.top_k is None else max(-1, int(options.top_k)),
         top_p=options.top_p or None,  # 0 keeps all, as there
         min_p=options.min_p,
-        seed=options.seed,
+        seed=None if options.seed is None else int(options.seed),
         stop=options.stop,
         repetition_penalty=penalty,
         presence_penalty=options.presence_penalty,

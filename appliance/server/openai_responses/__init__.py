@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: POST /v1/responses, and what is kept of the answers."""
+"""OpenAI's Responses API: POST /v1/responses, and the stored responses."""

@@ -1,4 +1,4 @@
-"""What the Responses API answers, as structs in OpenAI's order of fields."""
+"""Answers of the Responses API, as structs in OpenAI's order of fields."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from appliance.server.openai_responses.schema import ChoiceTool, ResponsesTool, TextConfig
+from appliance.server.responses import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """Text for whoever asked."""
+    """Text for the user."""
 
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -27,7 +28,7 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     status: Status = "in_progress"
@@ -36,12 +37,13 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thinks."""
+    """A thought of the model."""
 
     id: str
     status: Status = "in_progress"
     summary: list[Any] = []
     content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
 
 
 class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
@@ -59,14 +61,14 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Where tokens of the prompt came from."""
+    """Prompt tokens by source."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class ReasoningTokensDetails(msgspec.Struct):
-    """What the tokens of an answer were for."""
+    """Output tokens by purpose."""
 
     reasoning_tokens: int
 
@@ -82,27 +84,27 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseFailure(msgspec.Struct):
-    """Why there is no answer."""
+    """The reason why there is no answer."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why an answer is not complete."""
+    """The reason why an answer is not complete."""
 
     reason: str
 
 
 class ReasoningSaid(msgspec.Struct):
-    """How much the model was to think."""
+    """The requested effort of thinking."""
 
     effort: str | None
     summary: str | None
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/responses, and what is kept of it."""
+    """Answer of POST /v1/responses, as it is sent and stored."""
 
     id: str
     object: Literal["response"] = "response"
@@ -123,6 +125,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     text: TextConfig
     tool_choice: str | ChoiceTool
     tools: list[ResponsesTool]
+    top_logprobs: int = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

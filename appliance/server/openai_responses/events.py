@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from appliance.server.openai_responses.answers import (
@@ -12,6 +10,7 @@ from appliance.server.openai_responses.answers import (
     ReasoningText,
     ResponseObject,
 )
+from appliance.server.responses import TokenLogprob
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
@@ -50,7 +49,7 @@ class TextDelta(msgspec.Struct, kw_only=True):
     output_index: int
     content_index: int = 0
     delta: str
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
     sequence_number: int = 0
 
 
@@ -62,7 +61,7 @@ class TextDone(msgspec.Struct, kw_only=True):
     output_index: int
     content_index: int = 0
     text: str
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
     sequence_number: int = 0
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from appliance.server.answer import Answer
     from appliance.server.openai_responses.answers import OutputItem
     from appliance.server.openai_responses.responding import Responding
+    from appliance.server.responses import TokenLogprob
 
 _MARK = FrameTemplate.MARK
 _END = b"0}\n\n"  # of a frame whose last field is the number 0
@@ -46,12 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 async def response_frames(responding: Responding, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """Frames of a whole stream; a failure after the first of them is one of them.
-
-    Args:
-        responding: what the answer becomes.
-        answer: of the engine.
-    """
+    """Frames of a whole stream; a failure after the first of them is one of them."""
     events = _Events(responding)
     begun = False
     try:
@@ -60,7 +56,8 @@ async def response_frames(responding: Responding, answer: Answer) -> AsyncGenera
             frames = b"" if begun else events.begin()
             begun = True
             for piece in pieces:
-                frames += b"".join(map(events.part, piece.all_parts))
+                for part, logprobs in responding.with_logprobs(piece.all_parts, piece.tokens):
+                    frames += events.part(part, logprobs)
                 if piece.finish_reason is not None:
                     reason = piece.finish_reason.value
             yield frames
@@ -89,15 +86,23 @@ class _Events:
             for kind in ("response.created", "response.in_progress")
         )
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part, logprobs: list[TokenLogprob]) -> bytes:
         frames = b""
         if self._output.begins(part):
             frames = self._done("completed")
-            self._output.push(part)
+            self._output.push(part, logprobs)
             frames += self._added()
         else:
-            self._output.push(part)
-        return frames if isinstance(part, CallBegin) else frames + self._more(part.text)
+            self._output.push(part, logprobs)
+        if isinstance(part, CallBegin):
+            return frames
+        if logprobs:
+            item, index = self._output.items[-1], len(self._output.items) - 1
+            delta = TextDelta(
+                item_id=item.id, output_index=index, delta=part.text, logprobs=logprobs
+            )
+            return frames + self._frame(delta)
+        return frames + self._more(part.text)
 
     def end(self, answer: Answer, reason: str) -> bytes:
         status = self._responding.status_of(reason)
@@ -150,7 +155,9 @@ class _Events:
         frames = b""
         match item:
             case MessageItem(content=[text]):
-                done = TextDone(item_id=item.id, output_index=index, text=text.text)
+                done = TextDone(
+                    item_id=item.id, output_index=index, text=text.text, logprobs=text.logprobs
+                )
                 frames = self._frame(done) + self._part("response.content_part.done", item, text)
             case ReasoningItem(content=[thought]):
                 said = ReasoningDone(item_id=item.id, output_index=index, text=thought.text)

@@ -14,10 +14,13 @@ from appliance.server.openai_responses.answers import (
     ReasoningItem,
     ReasoningText,
 )
+from appliance.server.openai_responses.carried import carried
 from appliance.server.tools import new_call_id
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from appliance.server.responses import TokenLogprob
 
 _KINDS: dict[type[Part], type[OutputItem]] = {
     Content: MessageItem,
@@ -26,35 +29,41 @@ _KINDS: dict[type[Part], type[OutputItem]] = {
 }
 
 
-class Output:
+class OutputItems:
     """Makes items of parts, each run of a kind one item.
 
     Args:
         names: namespaces and names of tools, by what the model calls them.
         short_ids: calls have ids as some templates want them.
+        carries: thoughts are also in the form in which clients send them back.
     """
 
-    def __init__(self, names: Mapping[str, tuple[str, str]], *, short_ids: bool) -> None:
+    def __init__(
+        self, names: Mapping[str, tuple[str, str]], *, short_ids: bool, carries: bool
+    ) -> None:
+        self._logprobs: list[TokenLogprob] = []  # of the open item
         self.items: list[OutputItem] = []  # the latest may be open
         self.is_open = False
         self._names = names
         self._short_ids = short_ids
+        self._carries = carries
         self._texts: list[str] = []  # of the open item
 
     def begins(self, part: Part) -> bool:
-        """Whether an item begins with a part, so that the open one has ended."""
+        """Return True if a part begins an item, and so ends the open one."""
         if isinstance(part, CallBegin) or not self.is_open:
             return True
         return not isinstance(self.items[-1], _KINDS[type(part)])
 
-    def push(self, part: Part) -> None:
-        """Add a part; what it ends is closed."""
+    def push(self, part: Part, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Add a part with what is reported of its tokens, and close the item that it ends."""
         if self.begins(part):
             self.close("completed")
             self.items.append(self._item(part))
             self.is_open = True
         if not isinstance(part, CallBegin):
             self._texts.append(part.text)
+        self._logprobs += logprobs
 
     def close(self, status: str) -> None:
         """End the open item.
@@ -67,13 +76,16 @@ class Output:
         self.is_open = False
         text = "".join(self._texts)
         self._texts.clear()
+        logprobs, self._logprobs = self._logprobs, []
         item = self.items[-1]
         item.status = "completed" if status == "completed" else "incomplete"
         match item:
             case MessageItem():
-                item.content = [OutputText(text=text)]
+                item.content = [OutputText(text=text, logprobs=logprobs)]
             case ReasoningItem():
                 item.content = [ReasoningText(text=text)]
+                if self._carries:
+                    item.encrypted_content = carried(text)
             case CallItem():
                 item.arguments = text
 

@@ -1,4 +1,4 @@
-"""One response from its request to what is sent and kept of it."""
+"""Builds one response, sends it and stores it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.dialects import Content
 from appliance.engine.request import FinishReason
+from appliance.server.chat_logprobs import chat_logprobs, tokens_of
 from appliance.server.openai_responses.answers import (
     IncompleteDetails,
     InputTokensDetails,
@@ -16,31 +18,30 @@ from appliance.server.openai_responses.answers import (
     ResponseObject,
     ResponseUsage,
 )
-from appliance.server.openai_responses.output import Output
-from appliance.server.openai_responses.schema import TextConfig, TextFormat
+from appliance.server.openai_responses.output import OutputItems
+from appliance.server.openai_responses.schema import ENCRYPTED, TextConfig, TextFormat
 from appliance.server.openai_responses.turns import full_names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from appliance.dialects import Part
+    from appliance.engine.messages import TokenLogprobs
     from appliance.server.answer import Answer, Whole
     from appliance.server.exchange import Exchange
     from appliance.server.openai_responses.answers import Status
     from appliance.server.openai_responses.schema import Item, ResponsesRequest
     from appliance.server.openai_responses.store import KeptResponses
+    from appliance.server.responses import TokenLogprob
     from appliance.server.state import ServerState
 
 _encode = msgspec.json.encode
 
 
 class Responding:
-    """What an answer becomes.
+    """Builds a response from an answer.
 
     Args:
-        state: the server.
-        exchange: who asked for what.
-        body: of the request.
-        items: of its input.
         before: items of the conversation so far, as JSON.
         store: keeps the response, if the client wants that.
         owner: name of the key that it came with.
@@ -57,8 +58,13 @@ class Responding:
         owner: str,
     ) -> None:
         short_ids = exchange.tokenizer.dialect.form.short_ids
-        self.output = Output(full_names(body.tools), short_ids=short_ids)
+        self.output = OutputItems(
+            full_names(body.tools),
+            short_ids=short_ids,
+            carries=ENCRYPTED in (body.include or ()),
+        )
         self.response = _response(state, exchange, body)
+        self._tokenizer = exchange.tokenizer
         self._items = items
         self._before = before
         self._store = store
@@ -67,13 +73,25 @@ class Responding:
     def whole(self, answer: Answer, wholes: Sequence[Whole]) -> ResponseObject:
         """The response to an answer that has ended."""
         (whole,) = wholes
-        for part in whole.all_parts:
-            self.output.push(part)
+        for parts, tokens in whole.reported or [(whole.all_parts, ())]:
+            for part, logprobs in self.with_logprobs(parts, tokens):
+                self.output.push(part, logprobs)
         self.output.close(self.status_of(whole.finish_reason))
         return self.end(answer, whole.finish_reason)
 
+    def with_logprobs(
+        self, parts: Sequence[Part], tokens: Sequence[TokenLogprobs]
+    ) -> Iterator[tuple[Part, list[TokenLogprob]]]:
+        """Each part of a piece; its tokens are reported with the first of a message."""
+        for part in parts:
+            logprobs: list[TokenLogprob] = []
+            if tokens and isinstance(part, Content):
+                own = tokens_of(part.text, tokens, self._tokenizer)
+                logprobs, tokens = chat_logprobs(own, self._tokenizer).content, ()
+            yield part, logprobs
+
     def status_of(self, reason: str) -> Status:
-        """Whether an answer that ended for some reason is complete."""
+        """Return `completed` or `incomplete` for an answer's finish reason."""
         return "incomplete" if reason == FinishReason.LENGTH.value else "completed"
 
     def end(self, answer: Answer, reason: str) -> ResponseObject:
@@ -136,6 +154,7 @@ def _response(state: ServerState, exchange: Exchange, body: ResponsesRequest) ->
         text=msgspec.structs.replace(text, format=text.format or TextFormat(type="text")),
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
         top_p=values.get("top_p", 1.0) if body.top_p is None else body.top_p,
         metadata=body.metadata or {},
     )

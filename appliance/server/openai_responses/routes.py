@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request, Response
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
-from appliance.server.errors import json_response
+from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, take_body, whole_response
 from appliance.server.openai_responses.answers import DeletedResponse, InputItems, ResponseObject
 from appliance.server.openai_responses.frames import response_frames
 from appliance.server.openai_responses.responding import Responding
-from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, ResponsesRequest
-from appliance.server.openai_responses.store import KeptResponses, NotKeptError
+from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, Item, ResponsesRequest
+from appliance.server.openai_responses.store import KeptResponses, Named, NotKeptError
 from appliance.server.openai_responses.turns import items_of, tools_of, turns_of
 from appliance.server.openapi import describes
 from appliance.server.schema import SamplingFields
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
     from appliance.grammar import Grammar
-    from appliance.server.openai_responses.schema import Item, TextConfig
+    from appliance.server.openai_responses.schema import TextConfig
     from appliance.server.state import ServerState
 
 MAX_METADATA = 16  # entries, of 64 characters for the name and 512 for the value
 MAX_LISTED = 100
-_LOGPROBS = "message.output_text.logprobs"
+MAX_REFERENCES = 1024
 
 
 def responses_router(state: ServerState) -> APIRouter:
@@ -48,9 +48,12 @@ def responses_router(state: ServerState) -> APIRouter:
         state.check_model(body.model)
         _check(body)
         owner = key_name(request.scope)
-        items, before = items_of(body.input), _before(store, owner, body.previous_response_id)
+        items = _resolved(store, owner, items_of(body.input))
+        before = _before(store, owner, body.previous_response_id)
         chat = _conversation(body, items, before)
-        answer, exchange = await begin_chat(state, chat, owner, prefix="resp_")
+        answer, exchange = await begin_chat(
+            state, chat, owner, prefix="resp_", request_id=request_id_of(request.scope)
+        )
         responding = Responding(state, exchange, body, items, before, store, owner)
         if body.stream:
             return EventStream(response_frames(responding, answer), on_close=answer.close)
@@ -73,7 +76,7 @@ def responses_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}/input_items", **describes(None, InputItems, path=_ID))
     async def input_items(request: Request) -> Response:
-        """What a response was asked, without what came before it."""
+        """Return the input of a response, without the conversation before it."""
         kept = store.get(key_name(request.scope), request.path_params["response_id"])
         own = b"[" + kept.conversation[kept.own] + b"]"
         return json_response(_page(own, request.query_params))
@@ -85,8 +88,6 @@ _ID = ("response_id",)
 
 
 def _check(body: ResponsesRequest) -> None:
-    if _LOGPROBS in (body.include or ()):
-        raise RequestError(f"{_LOGPROBS} is not supported here; leave it out", param="include")
     metadata = body.metadata or {}
     if len(metadata) > MAX_METADATA or any(
         len(name) > 64 or len(value) > 512 for name, value in metadata.items()
@@ -108,12 +109,41 @@ def _before(store: KeptResponses, owner: str, previous: str | None) -> bytes:
         ) from None
 
 
+def _resolved(store: KeptResponses, owner: str, items: list[Item]) -> list[Item]:
+    """Items, with those in place of references that these name."""
+    names = [item.id for item in items if item.type == "item_reference" and item.id is not None]
+    if not names:
+        return items
+    if len(names) > MAX_REFERENCES:
+        raise RequestError(
+            f"input has {len(names)} references; at most {MAX_REFERENCES} are accepted, and "
+            "previous_response_id names a whole conversation",
+            param="input",
+        )
+    try:
+        found = store.items(owner, names)
+    except NotKeptError as error:
+        raise RequestError(error.message, param="input", code="item_not_found") from None
+    return [
+        msgspec.json.decode(found[item.id or ""], type=Item)
+        if item.type == "item_reference" and item.id is not None
+        else item
+        for item in items
+    ]
+
+
 def _conversation(body: ResponsesRequest, items: list[Item], before: bytes) -> Conversation:
     return Conversation(
-        sampling=SamplingFields(stream=body.stream, temperature=body.temperature, top_p=body.top_p),
+        sampling=SamplingFields(
+            model=body.model,
+            stream=body.stream,
+            temperature=body.temperature,
+            top_p=body.top_p,
+        ),
         turns=partial(turns_of, body.instructions, before, items),
         tools=tools_of(body),
         max_tokens=body.max_output_tokens,
+        logprobs=body.logprobs,
         options=template_options(None if body.reasoning is None else body.reasoning.effort),
         form=_form(body.text),
         param="input",
@@ -134,7 +164,7 @@ def _form(text: TextConfig | None) -> tuple[str, Grammar] | None:
 def _page(own: bytes, asked: QueryParams) -> InputItems:
     """Some of the items: the latest first, unless asked else."""
     items = msgspec.json.decode(own, type=list[msgspec.Raw])
-    names = [msgspec.json.decode(item, type=_Named).id for item in items]
+    names = [msgspec.json.decode(item, type=Named).id for item in items]
     limit = asked.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_LISTED):
         raise RequestError(f"limit must be between 1 and {MAX_LISTED}", param="limit")
@@ -154,7 +184,3 @@ def _page(own: bytes, asked: QueryParams) -> InputItems:
         last_id=shown[-1] if shown else None,
         has_more=end < len(items),
     )
-
-
-class _Named(msgspec.Struct):
-    id: str

@@ -1,4 +1,4 @@
-"""What clients of the Responses API may send."""
+"""Requests of the Responses API."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from appliance.engine.request import MAX_LOGPROBS
 from appliance.server.schema import Count, Effort
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -28,8 +29,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "conversation": _NOTHING,
     "moderation": _NOTHING,
     "prompt": _NOTHING,
-    "top_logprobs": (None, 0),
 }
+ENCRYPTED = "reasoning.encrypted_content"  # in `include`
+LOGPROBS = "message.output_text.logprobs"
 # Tools that coding agents offer to any model; one without them is no worse than one that never
 # calls them.
 SKIPPED_TOOLS = {"image_generation", "tool_search", "web_search"}
@@ -52,6 +54,7 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -80,7 +83,7 @@ class ChoiceTool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the answer looks like."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -90,14 +93,14 @@ class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How the answer is written."""
+    """Format and verbosity of the answer."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
-    """How much the model thinks; a thought is shown as it is, never as a summary."""
+    """Effort of thinking; a thought is shown as it is, never as a summary."""
 
     effort: Effort | None = None
     summary: str | None = None
@@ -117,9 +120,16 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: Reasoning | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     stream: bool | None = None
     include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+
+    @property
+    def logprobs(self) -> int | None:
+        """Alternatives to report for each token; None reports nothing."""
+        wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        return self.top_logprobs or 0 if wanted else None

@@ -10,20 +10,33 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 MAX_COUNT = 1024  # of all keys together
 MAX_BYTES = 64 << 20
 KEEP_SECONDS = 24 * 3600.0
+_ID_BYTES = 128  # of an item's id in a set
 
 
 class NotKeptError(RequestError):
     """There is no such response, it was dropped, or it belongs to another key."""
 
     status = 404
+
+
+class Named(msgspec.Struct):
+    """An item, of which only the id counts."""
+
+    id: str
+
+
+_names_of = msgspec.json.Decoder(list[Named]).decode
+_items_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +46,25 @@ class Kept:
     Attributes:
         response: the object as it was sent.
         conversation: an array of items, with what came before it.
+        names: ids of these items.
         own: where in it the items of its own input begin and end, in bytes.
         until: monotonic seconds.
     """
 
     response: bytes
     conversation: bytes
+    names: frozenset[str]
     own: slice
     until: float
 
     @property
     def size(self) -> int:
         """Bytes it takes."""
-        return len(self.response) + len(self.conversation)
+        return len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
 
 
 class KeptResponses:
-    """What is kept, least recently used first; who has most loses something first.
+    """Stored responses, least recently used first; the owner of most loses one first.
 
     Args:
         clock: monotonic seconds.
@@ -63,7 +78,8 @@ class KeptResponses:
         self, owner: str, response_id: str, response: bytes, conversation: bytes, own: slice
     ) -> None:
         """Keep a response; one that is larger than all there is room for is not."""
-        kept = Kept(response, conversation, own, self._clock() + KEEP_SECONDS)
+        names = frozenset(item.id for item in _names_of(conversation))
+        kept = Kept(response, conversation, names, own, self._clock() + KEEP_SECONDS)
         if kept.size > MAX_BYTES:
             return
         self._of.setdefault(owner, OrderedDict())[response_id] = kept
@@ -84,6 +100,28 @@ class KeptResponses:
             )
         found.move_to_end(response_id)
         return kept
+
+    def items(self, owner: str, names: Sequence[str]) -> dict[str, bytes]:
+        """Items of a key's conversations as JSON, by their ids.
+
+        Raises:
+            NotKeptError: one is not there.
+        """
+        now = self._clock()
+        kept = [one for one in self._of.get(owner, {}).values() if one.until >= now]
+        found: dict[str, bytes] = {}
+        for name in names:
+            if name in found:
+                continue
+            holder = next((one for one in reversed(kept) if name in one.names), None)
+            if holder is None:
+                raise NotKeptError(f"the item {name[:80]!r} is not kept here (any more)")
+            items = _items_of(holder.conversation)
+            found |= {
+                named.id: bytes(item)
+                for named, item in zip(_names_of(holder.conversation), items, strict=True)
+            }
+        return found
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget a response.

@@ -9,6 +9,7 @@ import msgspec
 
 from appliance.errors import RequestError
 from appliance.log import Sparing
+from appliance.server.openai_responses.carried import thought_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
 from appliance.server.tools import Offer, Tools
 
@@ -40,7 +41,6 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
     """Turns of a conversation.
 
     Args:
-        instructions: for this answer.
         before: earlier items, as JSON.
         items: that follow.
 
@@ -60,7 +60,7 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
 
 
 class _Turns:
-    """Makes turns of items: what the model thought, said and called at once is one."""
+    """Makes turns of items; a thought, text and calls in a row are one turn."""
 
     def __init__(self) -> None:
         self.found: list[Turn] = []
@@ -77,7 +77,10 @@ class _Turns:
                 name = "system" if role == "developer" else role
                 self.add({"role": name, "content": _text(item.content, where)})
             case Item(type="reasoning"):
-                if thought := _text(item.content or item.summary, where):
+                thought = _text(item.content or item.summary, where)
+                if not thought and item.encrypted_content:
+                    thought = thought_of(item.encrypted_content, where)
+                if thought:
                     turn = self._own("content", "tool_calls")
                     earlier = turn.get("reasoning_content")
                     turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
@@ -99,8 +102,8 @@ class _Turns:
             case _:
                 raise RequestError(
                     f"{where} is of type {str(item.type)[:40]!r}, or lacks a field of it; supported"
-                    " are message (role, content), reasoning, function_call (call_id, name) and "
-                    "function_call_output (call_id)",
+                    " are message (role, content), reasoning, function_call (call_id, name), "
+                    "function_call_output (call_id) and item_reference (id)",
                     param="input",
                     code="unsupported_content",
                 )
@@ -196,7 +199,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def full_names(tools: Sequence[ResponsesTool] | None) -> dict[str, tuple[str, str]]:
-    """Namespaces and names of the tools that are in namespaces, by what a model calls them."""
+    """Map the name that a model calls to the tool's namespace and name."""
     return {
         flat_name(outer.name, inner.name): (outer.name, inner.name)
         for outer in tools or ()

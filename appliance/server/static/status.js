@@ -24,6 +24,9 @@ export async function takeStatus(name, event) {
   else if (name === "log") takeLog(event);
 }
 
+// Of states in which requests are taken; asleep is neither good nor bad.
+const KINDS = { ready: "ready", asleep: "", waking: "" };
+
 export function showState(text, kind) {
   byId("state").textContent = text;
   byId("state").className = `state ${kind}`;
@@ -33,7 +36,7 @@ function takeInfo(event) {
   info = event;
   byId("model").textContent = info.model;
   document.title = `${info.model} · Appliance`;
-  showState(info.reason ? `${info.state}: ${info.reason}` : info.state, info.state === "ready" ? "ready" : "bad");
+  showState(info.reason ? `${info.state}: ${info.reason}` : info.state, KINDS[info.state] ?? "bad");
 }
 
 function takeStats(stats) {

@@ -31,10 +31,23 @@ int64_t ap_struct_bytes(const char *name) {
     STRUCT(ap_norm);
     STRUCT(ap_rope);
     STRUCT(ap_attention);
+    STRUCT(ap_router);
+    STRUCT(ap_experts);
+    STRUCT(ap_gating);
+    STRUCT(ap_token_input);
+    STRUCT(ap_token_inputs);
+    STRUCT(ap_filters);
+    STRUCT(ap_short_conv);
+    STRUCT(ap_gated_delta);
+    STRUCT(ap_mamba2);
+    STRUCT(ap_latent);
     STRUCT(ap_layer);
     STRUCT(ap_model);
     STRUCT(ap_cache_layer);
     STRUCT(ap_cache);
+    STRUCT(ap_expansion);
+    STRUCT(ap_low_rank);
+    STRUCT(ap_adapter);
     STRUCT(ap_batch);
     STRUCT(ap_sampling);
 #undef STRUCT

@@ -10,8 +10,9 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 5  /* changes with every change of a struct or a signature below */
+#define AP_ABI 8  /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
+#define AP_MOST_EXPERTS 4096 /* of a layer */
 
 typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_ISA = 3 } ap_status;
 
@@ -27,12 +28,14 @@ typedef enum {
     AP_SEALED = 5, /* caches only, like those below: 4 bits, keys by dimension over a block */
     AP_FP8 = 6,    /* E4M3 */
     AP_K8V4 = 7,   /* keys of 8 bits, values of 4; sealed, too */
-    AP_NUM_FORMATS = 8,
+    AP_NUM_FORMATS = 8, /* that a cache may have */
+    AP_E2M1 = 8,   /* weights only: 4-bit floats */
 } ap_format;
 
 /* What an integer weight's code q stands for; scale and offset are per output and group. */
 typedef enum {
-    AP_CENTERED = 0,   /* w = (q - 8) * scale with 4 bits, (q - 128) * scale with 8 */
+    AP_CENTERED = 0,   /* w = (q - 8) * scale with 4 bits, (q - 128) * scale with 8; with AP_E2M1
+                        * twice the value of the code, times scale */
     AP_ADDITIVE = 1,   /* w = q * scale + offset */
     AP_ZERO_POINT = 2, /* w = (q - offset) * scale */
 } ap_offset_kind;
@@ -42,6 +45,8 @@ typedef enum {
  * The last tile is filled up with zeros. Codes by format, per tile:
  *   AP_INT4  (in / 8, 16, 4) bytes: byte [k][j][t] holds the codes of output j for inputs
  *            8k + t (low nibble) and 8k + 4 + t (high nibble)
+ *   AP_E2M1  the same as AP_INT4: codes of a sign, two bits of exponent and one of mantissa, of
+ *            twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6; AP_CENTERED
  *   AP_INT8  (in / 4, 16, 4) bytes: byte [k][j][t] holds output j, input 4k + t; unsigned
  *   AP_F32, AP_F16, AP_BF16  (in, 16) elements: element [k][j] is output j, input k
  * Scales and offsets of integer weights: (tiles, in / group, 16), each AP_F16 or AP_F32.
@@ -50,7 +55,8 @@ typedef struct {
     int32_t format;       /* ap_format of the codes */
     int32_t offset_kind;  /* ap_offset_kind */
     int32_t scale_format; /* of scales and offsets: AP_F16 or AP_F32 */
-    int32_t group;        /* inputs that share a scale: 32, 64 or 128; divides in_features */
+    int32_t group;        /* inputs that share a scale: 32, 64 or 128; of AP_E2M1 also 16; divides
+                           * in_features */
     int32_t in_features;
     int32_t out_features;
     const void *codes;   /* 64-byte aligned */
@@ -67,39 +73,132 @@ typedef struct {
     float eps;
 } ap_norm;
 
-typedef enum { AP_SILU = 0, AP_GELU_TANH = 1 } ap_activation;
+typedef enum {
+    AP_SILU = 0,
+    AP_GELU_TANH = 1,
+    AP_CLAMPED_SWIGLU = 2,
+    AP_RELU_SQUARED = 3,
+} ap_activation;
+
+/* What a gate makes of an MLP's middle: act(gate) * up, or with AP_CLAMPED_SWIGLU
+ * g * sigmoid(alpha * g) * (u + 1), where g is the gate up to the limit, and u is up within it.
+ * Without a gate the middle is act(up). */
+typedef struct {
+    int32_t activation; /* ap_activation */
+    float limit;        /* AP_CLAMPED_SWIGLU, like the next */
+    float alpha;
+} ap_gating;
 
 typedef struct {
     int32_t rotary_dim;       /* even; element i pairs with i + rotary_dim / 2 */
     float amplitude;          /* multiplies cosine and sine */
     const float *frequencies; /* (rotary_dim / 2,), radians per position */
+    /* queries are multiplied by 1 + query_beta * log(1 + floor(position / original_context)) */
+    float query_beta; /* 0: they are not */
+    int32_t original_context;
 } ap_rope;
 
 typedef struct {
     int32_t num_heads;
     int32_t num_kv_heads;
-    int32_t head_dim;    /* a multiple of 16, at most 256 */
+    int32_t head_dim;    /* a multiple of 16, at most 512 */
     int32_t window;      /* a query sees this many latest positions, its own included; 0: all */
     float scale;         /* multiplies q . k */
     float softcap;       /* scores become cap * tanh(scores / cap); 0: none */
     int32_t rope;        /* index into ap_model.ropes */
-    int32_t num_qkv;     /* 1 to 3 linears, whose outputs lie one after another */
-    ap_linear qkv[3];    /* hidden -> query heads, key heads, value heads */
+    int32_t num_qkv;     /* 1 to 4 linears, whose outputs lie one after another */
+    int32_t output_gate; /* what heads attend to is multiplied by the sigmoid of their gates */
+    ap_linear qkv[4];    /* hidden -> query heads, key heads, value heads, gates of query heads */
     ap_linear output;    /* query heads -> hidden */
     ap_norm query_norm;  /* of each head, before RoPE */
     ap_norm key_norm;
+    ap_norm value_norm;  /* of each head */
+    const float *sinks;  /* (num_heads,), scores without a value in each softmax, or NULL */
+    int32_t only_reads;  /* 1: another layer writes its cache; qkv are the query heads alone */
+    int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv have none */
 } ap_attention;
 
+#include "mixers.h"
+
+/* What becomes of a router's logits: over all experts, of each by itself, or over the chosen. */
+typedef enum {
+    AP_SOFTMAX = 0,
+    AP_SIGMOID = 1,
+    AP_SOFTMAX_OF_CHOSEN = 2, /* the choice is by logits; weights are a softmax of the chosen */
+} ap_scoring;
+
+/* Which experts a row chooses, and with which weights: see kernels/routing.py. */
 typedef struct {
-    ap_attention attention;
-    ap_linear gate;
+    int32_t num_experts;
+    int32_t top_k;
+    int32_t scoring;     /* ap_scoring */
+    int32_t renormalize; /* weights are divided by their sum + epsilon */
+    int32_t num_groups;
+    int32_t top_groups;
+    float scale;
+    float epsilon;
+    const float *selection_bias; /* (num_experts,), or NULL */
+    const float *expert_scale;   /* (num_experts,), multiplies the weights, or NULL */
+} ap_router;
+
+/* MLPs, of which a row runs through those that it chooses. All have the same shape.
+ *
+ * With norms of their own the router and the experts read the stream, not what the layer's MLP
+ * reads; what that MLP and what the experts say is normed before it is added up. */
+typedef struct {
+    ap_router router;
+    ap_linear logits;      /* hidden -> num_experts, of a float format */
+    ap_linear shared_gate; /* hidden -> 1, of a float format; codes NULL: there is none */
+    const ap_linear *gate; /* (num_experts,); without gates this is up */
+    const ap_linear *up;   /* NULL without gates */
+    const ap_linear *down;
+    ap_norm router_norm; /* of the stream; this and the next three: all or none */
+    ap_norm input_norm;  /* of the stream, for the experts */
+    ap_norm shared_norm; /* of what the layer's MLP says */
+    ap_norm output_norm; /* of what the experts say */
+} ap_experts;
+
+/* What the token itself adds to the stream at the end of a layer:
+ * norm(up(act(gate(stream)) * input)), where the input is the layer's part of ap_token_inputs. */
+typedef struct {
+    ap_linear gate; /* hidden -> width; codes NULL: there is none */
+    ap_linear up;   /* width -> hidden */
+    ap_norm norm;
+} ap_token_input;
+
+/* The inputs of all layers, (num_layers, width) of a row:
+ * (norm(projection(x) * projection_scale) + embedding * embedding_scale) * scale. */
+typedef struct {
+    int32_t width;        /* of one layer; 0: there are none */
+    int32_t activation;   /* ap_activation of the layers' gates */
+    ap_linear embedding;  /* (vocab_size, num_layers * width) */
+    ap_linear projection; /* hidden -> num_layers * width */
+    ap_norm norm;         /* of a layer's part */
+    float embedding_scale;
+    float projection_scale;
+    float scale;
+    int32_t reserved;
+} ap_token_inputs;
+
+typedef struct {
+    ap_attention attention; /* unused where there is another mixer; num_qkv 0: there is none */
+    const ap_latent *latent;           /* what makes it latent attention, or NULL */
+    const ap_short_conv *short_conv;   /* the mixer instead of attention, or NULL */
+    const ap_gated_delta *gated_delta; /* the same */
+    const ap_mamba2 *mamba2;           /* the same */
+    const ap_experts *experts; /* NULL: there are none */
+    /* the MLP of all rows; beside experts the shared one; codes NULL: there is none */
+    ap_linear gate; /* without a gate this is up, and up has no codes */
     ap_linear up;
     ap_linear down;
-    int32_t activation; /* ap_activation */
-    ap_norm attention_norm;
-    ap_norm attention_post_norm;
+    ap_gating gating;
+    int32_t cache_layer; /* of attention, index into ap_cache.layers */
+    ap_norm mixer_norm;
+    ap_norm mixer_post_norm;
     ap_norm mlp_norm;
     ap_norm mlp_post_norm;
+    ap_token_input token_input;
+    float output_scale; /* multiplies the stream at the end of the layer; 0: nothing does */
 } ap_layer;
 
 typedef struct {
@@ -113,8 +212,34 @@ typedef struct {
     ap_linear embedding; /* (vocab_size, hidden_size); may be the head's own tiles */
     ap_linear head;
     float embedding_scale;
+    float logit_scale;   /* multiplies the logits */
     float logit_softcap; /* 0: none */
+    ap_token_inputs token_inputs;
 } ap_model;
+
+/* The places of a layer that an adapter may change: the linears of one input. Their outputs lie one
+ * after another: those of the mixer's input linears, and gate's before up's. */
+typedef enum { AP_INTO_MIXER, AP_OUT_OF_MIXER, AP_INTO_MLP, AP_OUT_OF_MLP, AP_NUM_PLACES } ap_place;
+
+/* A part of a place's outputs, and the shrunk numbers that it is made from. */
+typedef struct {
+    ap_linear linear;     /* rank -> some outputs, of a float format */
+    int32_t first_output; /* from the first output of each linear a multiple of 16 */
+    int32_t first_rank;
+} ap_expansion;
+
+/* What is added to a place's outputs: expand(scales * shrink(x)). */
+typedef struct {
+    ap_linear shrink;    /* inputs -> ranks of all parts, of a float format; codes NULL: nothing */
+    const float *scales; /* (ranks,) */
+    const ap_expansion *expansions;
+    int32_t num_expansions;
+} ap_low_rank;
+
+typedef struct {
+    const ap_low_rank *places; /* (num_layers, AP_NUM_PLACES) */
+    int32_t most_ranks;        /* of one place */
+} ap_adapter;
 
 /* The KV cache: one arena, block after block; a block holds its tokens of all layers.
  *
@@ -144,7 +269,9 @@ typedef struct {
     uint8_t *open_base; /* 64-byte aligned; NULL without sealed layers */
     int64_t open_bytes;
     int32_t num_open;
-    int32_t reserved;
+    int32_t num_states;
+    uint8_t *states;     /* state slots, 64-byte aligned; NULL without recurrent layers */
+    int64_t state_bytes; /* of a slot, a multiple of 64 */
 } ap_cache;
 
 /* One step's rows: sequence i owns rows query_start[i] .. query_start[i + 1], which are the last
@@ -152,7 +279,11 @@ typedef struct {
  *
  * With sealed layers the rows of a sequence lie in one block, whose tokens they read from its
  * open page, and those of all blocks before it in the sealed form. So a longer chunk comes as
- * several sequences, one for each block. The blocks that the step fills are sealed in it. */
+ * several sequences, one for each block. The blocks that the step fills are sealed in it.
+ *
+ * With recurrent layers a sequence goes on from the state in its slot, or from zeros if its first
+ * row has position 0, and its last row's state goes back there. Sequences in turn with the same
+ * slot are one; otherwise no two share a slot. */
 typedef struct {
     int32_t num_tokens;
     int32_t num_seqs;
@@ -166,6 +297,10 @@ typedef struct {
     const int32_t *block_tables; /* (num_seqs, table_width) */
     const int64_t *rows;         /* (num_rows,); NULL: all rows, in order */
     const int32_t *open_pages;   /* (num_seqs,), of the block of its rows; with sealed layers */
+    const int32_t *state_slots;  /* (num_seqs,); with recurrent layers */
+    const int32_t *adapter_slots; /* (num_seqs,), index into adapters, below 0: none; or NULL */
+    const ap_adapter *adapters;   /* (num_adapters,) */
+    int32_t num_adapters;
 } ap_batch;
 
 /* What each row asks of sampling, arrays of num_rows. */

@@ -190,6 +190,7 @@ static void open_block(const attention_run *run, const attention_block *block,
         int32_t head = block->kv_head * group + row % group;
         b->seen[m] = seen_by(a, run->batch, block->seq, row);
         b->out[m] = run->out + (token * a->num_heads + head) * dim;
+        b->sink[m] = a->sinks ? a->sinks[head] * LOG2_E : 0.0f;
         prepare_query(of->format, run->query + token * run->query_stride + head * dim, dim, scale,
                       scratch->query_parts + 2 * dim * m, &b->query[m]);
     }

@@ -5,7 +5,7 @@
 #include "engine.h"
 #include "page.h"
 
-enum { MAX_HEAD_DIM = 256 };
+enum { MAX_HEAD_DIM = 512 };
 
 /* Column j of the 16 x 16 Hadamard matrix: the sign of element i is the parity of i & j. */
 #define SIGN(i, j) (0x6996 >> ((i) & (j)) & 1 ? -1.0f : 1.0f)

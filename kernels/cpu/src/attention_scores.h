@@ -92,7 +92,12 @@ INLINE void seal_query(const query_row *row, const uint8_t *const *page, int32_t
     out->scale = magnitude * (1.0f / SEALED_QUERY_HIGHEST) * row->scale;
     out->offset = vf_sum(sum) * row->scale;
     out->high = codes;
-    vfloat inverse = vf_set(magnitude > 1e-30f ? SEALED_QUERY_HIGHEST / magnitude : 0.0f);
+    out->sum = 0;
+    if (!(magnitude > 1e-30f)) { /* all zero, or not finite: then the scale is NaN */
+        memset(codes, 0, (size_t)dim);
+        return;
+    }
+    vfloat inverse = vf_set(SEALED_QUERY_HIGHEST / magnitude);
     vint whole_sum = vi_zero();
     for (int32_t d = 0; d < dim; d += 16) {
         vint whole = vi_round(vf_mul(vf_load(scaled + d), inverse));

@@ -26,6 +26,7 @@ typedef struct {
     visible_tokens seen[MOST_ROWS];
     query_row query[MOST_ROWS];
     float *out[MOST_ROWS];
+    float sink[MOST_ROWS]; /* a score to the base 2 without a value, where the layer has sinks */
 } query_block;
 
 /* What a worker needs besides. */
@@ -229,9 +230,15 @@ static void merge_split(const query_block *b, int32_t split, const float *partia
     }
 }
 
+/* Divide by the sum of weights, a sink's among them. */
 static void finish_rows(const query_block *b, const float *merged) {
     for (int32_t m = 0; m < b->rows; m++, merged += VALUES_AT) {
-        vfloat inverse = vf_div(vf_set(1.0f), vf_load(merged + SUM_AT));
+        vfloat sum = vf_load(merged + SUM_AT);
+        if (b->attention->sinks) {
+            float beyond = b->sink[m] - merged[HIGHEST_AT];
+            sum = vf_add(sum, vf_set(exp2f(beyond < 127.0f ? beyond : 127.0f)));
+        }
+        vfloat inverse = vf_div(vf_set(1.0f), sum);
         for (int32_t d = 0; d < b->attention->head_dim; d += 16)
             vf_store(b->out[m] + d, vf_mul(vf_load(b->out[m] + d), inverse));
     }

@@ -42,6 +42,9 @@ static void linear_tiles(const ap_linear *w, const rows_in *in, int32_t first_ro
         case AP_INT4:
             multiply_in_blocks(m, REGISTER_ROWS, multiply_nibbles);
             break;
+        case AP_E2M1:
+            multiply_in_blocks(m, REGISTER_ROWS, multiply_e2m1);
+            break;
     }
 }
 

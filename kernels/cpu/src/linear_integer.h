@@ -38,25 +38,28 @@ INLINE void prefetch_scales(const ap_linear *w, int64_t index) {
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
 /* What dot products of 16 inputs begin at; they end at VI_BIAS + the sum that is wanted. */
-INLINE void start_dots(const ap_linear *w, const row_scale *row, bool nibbles, int rows,
-                       vint *dot) {
-    if (w->offset_kind == AP_CENTERED) {
-        EACH_ROW dot[r] = vi_set(nibbles ? row[r].start_centered_nibbles
-                                         : row[r].start_centered_bytes);
+INLINE void start_dots(const ap_linear *w, const row_scale *row, int format, int rows, vint *dot) {
+    if (format == AP_E2M1) { /* E2M1_ZERO is one and a half times 8 */
+        EACH_ROW dot[r] = vi_set(row[r].start_centered_nibbles +
+                                 (row[r].start_centered_nibbles - VI_BIAS) / 2);
+    } else if (w->offset_kind == AP_CENTERED) {
+        EACH_ROW dot[r] = vi_set(format == AP_INT4 ? row[r].start_centered_nibbles
+                                                   : row[r].start_centered_bytes);
     } else {
-        EACH_ROW dot[r] = vi_set(nibbles || !BYTE_ZERO ? VI_BIAS : row[r].start_bytes);
+        EACH_ROW dot[r] = vi_set(format == AP_INT4 || !BYTE_ZERO ? VI_BIAS : row[r].start_bytes);
     }
 }
 
 /* Products of 16 inputs: 128 bytes of codes, with rows that lie x_step bytes from four inputs to
- * four. */
-INLINE void add_dots_nibbles(const uint8_t *codes, const int8_t *x, ptrdiff_t x_step, int rows,
-                             vint *dot) {
+ * four. E2M1 becomes twice its value + E2M1_ZERO: whole numbers from 0 to 24. */
+INLINE void add_dots_nibbles(const uint8_t *codes, const int8_t *x, ptrdiff_t x_step, int format,
+                             int rows, vint *dot) {
     vpart part[REGISTER_ROWS];
     EACH_ROW part[r] = vp_begin(dot[r]);
     UNROLL for (int i = 0; i < 2; i++, codes += 64) {
         vbyte packed = vb_load(codes), low = vb_low(packed), high = vb_high(packed);
         prefetch(codes + PREFETCH_BYTES);
+        if (format == AP_E2M1) low = vb_e2m1(low), high = vb_e2m1(high);
         EACH_ROW part[r] = vp_dot_nibbles(part[r], low, x + 4 * r);
         x += x_step;
         EACH_ROW part[r] = vp_dot_nibbles(part[r], high, x + 4 * r);
@@ -75,12 +78,12 @@ INLINE void add_dots_bytes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_st
     }
 }
 
-/* m->rows is `rows`, a constant like `nibbles`, so that the sums live in registers. Each sum is
+/* m->rows is `rows`, a constant like `format`, so that the sums live in registers. Each sum is
  * made of the same float operations in the same order, whatever these are. */
-INLINE void multiply_integer(const multiplication *m, bool nibbles, int rows) {
+INLINE void multiply_integer(const multiplication *m, int format, int rows) {
     const ap_linear *w = m->w;
     const int32_t groups = num_groups(w), sixteens = w->group / INPUTS_PER_SCALE;
-    const ptrdiff_t beside = block_rows(m->in, m->row), code_bytes = nibbles ? 128 : 256;
+    const ptrdiff_t beside = block_rows(m->in, m->row), code_bytes = format == AP_INT8 ? 256 : 128;
     const uint8_t *codes = tile_codes(w, m->tile);
     int64_t scale_at = (int64_t)m->tile * groups * AP_LANES;
     int64_t scales_ahead = PREFETCH_BYTES / code_bytes / sixteens * AP_LANES;
@@ -92,17 +95,17 @@ INLINE void multiply_integer(const multiplication *m, bool nibbles, int rows) {
         for (int32_t g = 0; g < groups; g++, scale_at += AP_LANES) {
             prefetch_scales(w, scale_at + scales_ahead);
             vfloat scale = load_scale(w->scales, scale_at, w->scale_format);
-            if (w->offset_kind != AP_CENTERED) {
+            if (format != AP_E2M1 && w->offset_kind != AP_CENTERED) {
                 vfloat offset = load_offset(w, scale_at, scale);
                 EACH_ROW acc[r] = vf_fma(offset, vf_set(row[r].sum), acc[r]);
             }
             for (int32_t i = 0; i < sixteens; i++) {
                 vint dot[REGISTER_ROWS];
-                start_dots(w, row, nibbles, rows, dot);
-                if (nibbles)
-                    add_dots_nibbles(codes, x, 4 * beside, rows, dot);
-                else
+                start_dots(w, row, format, rows, dot);
+                if (format == AP_INT8)
                     add_dots_bytes(codes, x, 4 * beside, rows, dot);
+                else
+                    add_dots_nibbles(codes, x, 4 * beside, format, rows, dot);
                 EACH_ROW acc[r] =
                     vf_fma(vf_unbias(dot[r], row[r].scale, row[r].lift), scale, acc[r]);
                 codes += code_bytes;
@@ -118,8 +121,9 @@ INLINE void multiply_integer(const multiplication *m, bool nibbles, int rows) {
 #undef EACH_ROW
 
 #define KERNEL(rows)                                                                           \
-    static void nibbles_##rows(const multiplication *m) { multiply_integer(m, true, rows); }   \
-    static void bytes_##rows(const multiplication *m) { multiply_integer(m, false, rows); }
+    static void nibbles_##rows(const multiplication *m) { multiply_integer(m, AP_INT4, rows); } \
+    static void e2m1_##rows(const multiplication *m) { multiply_integer(m, AP_E2M1, rows); }    \
+    static void bytes_##rows(const multiplication *m) { multiply_integer(m, AP_INT8, rows); }
 KERNEL(1)
 #define TO_1(codes) codes##_1
 #if REGISTER_ROWS > 1
@@ -142,9 +146,10 @@ KERNEL(12)
 #endif
 #define KERNELS_(codes, rows) {TO_##rows(codes)}
 #define KERNELS(codes, rows) KERNELS_(codes, rows)
-static const block_kernel integer_kernels[2][REGISTER_ROWS] = {
+static const block_kernel integer_kernels[3][REGISTER_ROWS] = {
     KERNELS(bytes, REGISTER_ROWS),
     KERNELS(nibbles, REGISTER_ROWS),
+    KERNELS(e2m1, REGISTER_ROWS),
 };
 #undef KERNEL
 #undef KERNELS
@@ -152,5 +157,6 @@ static const block_kernel integer_kernels[2][REGISTER_ROWS] = {
 
 static void multiply_bytes(const multiplication *m) { integer_kernels[0][m->rows - 1](m); }
 static void multiply_nibbles(const multiplication *m) { integer_kernels[1][m->rows - 1](m); }
+static void multiply_e2m1(const multiplication *m) { integer_kernels[2][m->rows - 1](m); }
 
 #endif

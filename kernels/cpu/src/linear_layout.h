@@ -9,7 +9,7 @@
 static inline int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
 static inline bool has_groups(const ap_linear *w) {
-    return w->format == AP_INT4 || w->format == AP_INT8;
+    return w->format == AP_INT4 || w->format == AP_INT8 || w->format == AP_E2M1;
 }
 
 static inline int32_t num_groups(const ap_linear *w) { return w->in_features / w->group; }
@@ -54,10 +54,13 @@ static inline bool linear_supported(const ap_linear *w) {
     if (w->in_features < 1 || w->out_features < 1 || !w->codes) return false;
     if (w->format == AP_F32 || w->format == AP_F16 || w->format == AP_BF16) return true;
     if (!has_groups(w)) return false;
-    if (w->group != 32 && w->group != 64 && w->group != 128) return false;
+    if (w->group != 32 && w->group != 64 && w->group != 128 &&
+        (w->group != 16 || w->format != AP_E2M1))
+        return false;
     if (w->in_features % w->group || !w->scales) return false;
     if (w->scale_format != AP_F16 && w->scale_format != AP_F32) return false;
     if (w->offset_kind == AP_CENTERED) return true;
+    if (w->format == AP_E2M1) return false;
     return (w->offset_kind == AP_ADDITIVE || w->offset_kind == AP_ZERO_POINT) && w->offsets;
 }
 

@@ -29,6 +29,7 @@ typedef struct {
 /* The rows that a linear multiplies: float32, and for integer weights quantized per group. */
 typedef struct {
     const float *x; /* (rows, stride) */
+    const int32_t *rows_of_x; /* (rows,), where each row lies in x; NULL: at its own place */
     int32_t stride;
     int32_t rows;
     int32_t group;     /* of the weight that they meet; 0: not quantized */
@@ -92,9 +93,10 @@ static void quantize_inputs(const float *x, int8_t *codes, int32_t apart, row_sc
     out->start_bytes = VI_BIAS + BYTE_ZERO * sum;
 }
 
-/* one row of x; `width` is in_features */
+/* one row; `width` is in_features */
 static void quantize_row(rows_in *in, int32_t row, int32_t width) {
-    const float *x = in->x + (int64_t)row * in->stride;
+    int32_t row_of_x = in->rows_of_x ? in->rows_of_x[row] : row;
+    const float *x = in->x + (int64_t)row_of_x * in->stride;
     int32_t beside = block_rows(in, row);
     int8_t *codes = row_codes(in, row, width);
     row_scale *out = row_scales(in, row, width), *first = out;

@@ -81,6 +81,11 @@ static void rope_angles(const ap_rope *rope, int64_t position, float *cosine, fl
     }
 }
 
+/* What a query at a position is multiplied by, beside the scale of all scores. */
+static float query_scale(const ap_rope *rope, int64_t position) {
+    return 1.0f + rope->query_beta * logf(1.0f + (float)(position / rope->original_context));
+}
+
 /* Turn element i with element i + rotary_dim / 2, in place; those beyond rotary_dim stay. */
 static void rotate_head(float *head, const float *cosine, const float *sine, int32_t rotary_dim) {
     int32_t half = rotary_dim / 2;
@@ -95,9 +100,13 @@ static void rotate_head(float *head, const float *cosine, const float *sine, int
 
 /* ---- activations ---- */
 
-/* Both activations are x * sigmoid(y): SiLU has y = x, and (1 + tanh(z)) / 2 is sigmoid(2z). */
+/* The first two are x * sigmoid(y): SiLU has y = x, and (1 + tanh(z)) / 2 is sigmoid(2z). */
 INLINE vfloat activated(vfloat x, int32_t activation) {
     vfloat minus_y = vf_sub(vf_zero(), x);
+    if (activation == AP_RELU_SQUARED) {
+        vfloat above = vf_max(vf_zero(), x); /* NaN stays NaN: max gives its second argument */
+        return vf_mul(above, above);
+    }
     if (activation == AP_GELU_TANH) {
         /* -2 sqrt(2 / pi) * (x + 0.044715 x^3) */
         vfloat inner = vf_fma(vf_mul(x, x), vf_set(0.044715f), vf_set(1.0f));
@@ -106,6 +115,20 @@ INLINE vfloat activated(vfloat x, int32_t activation) {
     return vf_div(x, vf_add(vf_set(1.0f), vf_exp(minus_y)));
 }
 
+/* log(1 + e^x), bounded as torch bounds it */
+static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+/* x *= sigmoid(gate) */
+static void sigmoid_gate_row(float *x, const float *gate, int32_t width) {
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat down = vf_exp(vf_sub(vf_zero(), load_next(gate + i, left)));
+        vfloat share = vf_div(load_next(x + i, left), vf_add(vf_set(1.0f), down));
+        store_next(x + i, share, left);
+    }
+}
+
+/* act(gate) * up; out may be either */
 INLINE void gate_with(const float *gate, const float *up, int32_t activation, int32_t width,
                       float *out) {
     for (int32_t i = 0; i < width; i += AP_LANES) {
@@ -115,10 +138,47 @@ INLINE void gate_with(const float *gate, const float *up, int32_t activation, in
     }
 }
 
-/* act(gate) * up; out may be gate */
-static void gated_row(const float *gate, const float *up, int32_t activation, int32_t width,
+/* NaN stays NaN: min and max give their second argument then. */
+static void gate_clamped(const float *gate, const float *up, const ap_gating *gating,
+                         int32_t width, float *out) {
+    vfloat limit = vf_set(gating->limit), lowest = vf_set(-gating->limit);
+    vfloat minus_alpha = vf_set(-gating->alpha), one = vf_set(1.0f);
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat g = vf_min(limit, load_next(gate + i, left));
+        vfloat u = vf_max(lowest, vf_min(limit, load_next(up + i, left)));
+        vfloat a = vf_div(g, vf_add(one, vf_exp(vf_mul(g, minus_alpha))));
+        store_next(out + i, vf_mul(a, vf_add(u, one)), left);
+    }
+}
+
+/* act(x); out may be x */
+INLINE void activate_with(const float *x, int32_t activation, int32_t width, float *out) {
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        store_next(out + i, activated(load_next(x + i, left), activation), left);
+    }
+}
+
+static void activated_row(const float *x, const ap_gating *gating, int32_t width, float *out) {
+    if (gating->activation == AP_RELU_SQUARED)
+        activate_with(x, AP_RELU_SQUARED, width, out);
+    else if (gating->activation == AP_GELU_TANH)
+        activate_with(x, AP_GELU_TANH, width, out);
+    else
+        activate_with(x, AP_SILU, width, out);
+}
+
+/* See ap_gating; out may be gate, and without a gate `up` is NULL and `gate` what is activated. */
+static void gated_row(const float *gate, const float *up, const ap_gating *gating, int32_t width,
                       float *out) {
-    if (activation == AP_GELU_TANH)
+    if (!up)
+        activated_row(gate, gating, width, out);
+    else if (gating->activation == AP_CLAMPED_SWIGLU)
+        gate_clamped(gate, up, gating, width, out);
+    else if (gating->activation == AP_RELU_SQUARED)
+        gate_with(gate, up, AP_RELU_SQUARED, width, out);
+    else if (gating->activation == AP_GELU_TANH)
         gate_with(gate, up, AP_GELU_TANH, width, out);
     else
         gate_with(gate, up, AP_SILU, width, out);

@@ -46,7 +46,7 @@ static void for_rows(ap_engine *engine, row_function function, void *context, in
 
 /* ---- the input of linears ---- */
 
-#define MOST_FORMS 3
+#define MOST_FORMS 4
 
 /* Rows that linears multiply, in every form that one of them wants. */
 typedef struct {
@@ -56,7 +56,7 @@ typedef struct {
 } input;
 
 static bool is_quantized(const ap_linear *linear) {
-    return linear->format == AP_INT8 || linear->format == AP_INT4;
+    return has_groups(linear);
 }
 
 static bool is_form_of(const rows_in *form, const ap_linear *linear) {
@@ -113,6 +113,29 @@ static void prepare_row(input *in, int32_t row) {
         if (in->forms[i].group) quantize_row(&in->forms[i], row, in->width);
 }
 
+/* ---- the rows of adapters ---- */
+
+/* Rows in turn of one adapter, at most so many that they can be shared out. */
+#define ADAPTED_ROWS 48
+
+typedef struct {
+    const ap_adapter *adapter;
+    int32_t first;
+    int32_t rows;
+} adapter_span;
+
+typedef struct {
+    adapter_span *spans;
+    int32_t count;
+    int32_t stride;
+    float *shrunk; /* (rows, stride), of the place whose linears run next */
+    int32_t layer; /* of that place */
+} adapted_rows;
+
+static const ap_low_rank *factors_at(const adapter_span *span, int32_t layer, ap_place place) {
+    return span->adapter->places + (int64_t)layer * AP_NUM_PLACES + place;
+}
+
 /* ---- over the tiles of a linear ---- */
 
 /* What happens to a linear's outputs; `finish` sees columns [first, last) of a row. */
@@ -126,10 +149,47 @@ typedef struct {
     bool add; /* to what is in out */
     finish_function finish;
     void *context;
+    const adapted_rows *adapted; /* NULL: no adapter may change these linears */
+    ap_place place;              /* whose outputs these are, the first linear's from: */
+    int32_t first_output;
     int32_t tiles_per_chunk;
     int32_t rows_per_chunk;
     int32_t row_chunks;
 } linear_section;
+
+/* Expand one part of a place into the outputs `first` to `last` of rows of a linear; the part's
+ * output 0 is the linear's output `shift`. */
+static void expand_part(const linear_section *s, const ap_expansion *part, int32_t first_row,
+                        int32_t last_row, int32_t first, int32_t last, float *out, int32_t shift) {
+    first = first > shift ? first - shift : 0;
+    last = smaller(last - shift, part->linear.out_features);
+    if (first >= last) return;
+    rows_in in = {
+        .x = s->adapted->shrunk + part->first_rank,
+        .stride = s->adapted->stride,
+        .rows = s->in[0]->rows,
+    };
+    linear_tiles(&part->linear, &in, first_row, last_row, first / AP_LANES,
+                 ceil_div(last, AP_LANES), out + shift, s->out_stride, true);
+}
+
+/* Add what adapters add to the outputs of linear `i` in a chunk. */
+static void expand_chunk(const linear_section *s, int32_t i, int32_t first_row, int32_t last_row,
+                         int32_t first_tile, int32_t last_tile) {
+    int32_t outputs = s->linears[0]->out_features, begin = s->first_output + i * outputs;
+    int32_t first = first_tile * AP_LANES, last = smaller(last_tile * AP_LANES, outputs);
+    for (int32_t k = 0; k < s->adapted->count; k++) {
+        const adapter_span *span = &s->adapted->spans[k];
+        int32_t from = span->first > first_row ? span->first : first_row;
+        int32_t to = smaller(span->first + span->rows, last_row);
+        if (from >= to) continue;
+        const ap_low_rank *factors = factors_at(span, s->adapted->layer, s->place);
+        for (int32_t p = 0; p < factors->num_expansions; p++) {
+            const ap_expansion *part = &factors->expansions[p];
+            expand_part(s, part, from, to, first, last, s->out[i], part->first_output - begin);
+        }
+    }
+}
 
 static void linear_chunk(void *context, int32_t chunk, int32_t worker) {
     (void)worker;
@@ -144,6 +204,8 @@ static void linear_chunk(void *context, int32_t chunk, int32_t worker) {
     for (int32_t i = 0; i < 2 && s->linears[i]; i++)
         linear_tiles(s->linears[i], s->in[i], first_row, last_row, first_tile, last_tile,
                      s->out[i], s->out_stride, s->add);
+    for (int32_t i = 0; s->adapted && i < 2 && s->linears[i]; i++)
+        expand_chunk(s, i, first_row, last_row, first_tile, last_tile);
     if (!s->finish) return;
     int32_t last = last_tile * AP_LANES;
     if (last > s->linears[0]->out_features) last = s->linears[0]->out_features;

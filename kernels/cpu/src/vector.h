@@ -30,6 +30,10 @@ INLINE void touch(const float *p, int n) { (void)p, (void)n; }
 #define VI_BIAS 0x4b400000
 #define VI_BIAS_FLOAT 0x1.8p23f
 
+/* Twice the values of E2M1 codes, plus E2M1_ZERO. */
+#define E2M1_ZERO 12
+#define E2M1_VALUES 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+
 #if defined(__AVX512VNNI__)
 #include "vector_avx512.h"
 #elif defined(__AVX2__)

@@ -227,6 +227,12 @@ INLINE __m256i high_nibbles(__m256i a) { return low_nibbles(_mm256_srli_epi16(a,
 INLINE vbyte vb_low(vbyte a) { return (vbyte){low_nibbles(a.low), low_nibbles(a.high)}; }
 INLINE vbyte vb_high(vbyte a) { return (vbyte){high_nibbles(a.low), high_nibbles(a.high)}; }
 
+/* what codes of four bits stand for: the bytes of a table, see E2M1_VALUES */
+INLINE vbyte vb_e2m1(vbyte a) {
+    __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_VALUES));
+    return (vbyte){_mm256_shuffle_epi8(table, a.low), _mm256_shuffle_epi8(table, a.high)};
+}
+
 INLINE __m256i four_everywhere(const int8_t *four) {
     int32_t word;
     memcpy(&word, four, 4);
@@ -259,7 +265,7 @@ INLINE vint vp_end(vpart part, vint acc) { return (void)acc, part; }
 #define BYTE_ZERO 0
 INLINE vint vi_dot_bytes(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }
 #else
-/* 16-bit sums of two products: no overflow, since a is below 16 and b at least -128 */
+/* 16-bit sums of two products: no overflow, since a is up to 24 and b at least -128 */
 INLINE __m256i dot_nibbles(__m256i a, __m256i b, int16_t weight) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(weight));
 }
@@ -287,7 +293,7 @@ INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
                   _mm256_add_epi32(acc.high, dot_nibbles(a, b.high, 1))};
 }
 /* Sums on the way over 32 inputs: begin, add four inputs at a time, end. In 16 bits: the sum of 16
- * products of at most 15 * 127 fits. */
+ * products of at most 15 * 127 fits, and that of 8 of at most 24 * 127, after 16 inputs. */
 typedef vint vpart;
 INLINE vpart vp_begin(vint acc) { return (void)acc, vi_set(0); }
 INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {

@@ -132,13 +132,17 @@ INLINE vbyte vb_low(vbyte a) { return _mm512_and_si512(a, _mm512_set1_epi8(15));
 INLINE vbyte vb_high(vbyte a) {
     return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));
 }
+/* what codes of four bits stand for: the bytes of a table, see E2M1_VALUES */
+INLINE vbyte vb_e2m1(vbyte a) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_VALUES)), a);
+}
 /* acc[j] += sum over t of a[j][t] * four[t], a unsigned */
 INLINE vint vi_dot(vint acc, vbyte a, const int8_t *four) {
     int32_t word;
     memcpy(&word, four, 4);
     return (vint)_mm512_dpbusd_epi32((__m512i)acc, a, _mm512_set1_epi32(word));
 }
-/* the same for a below 16 */
+/* the same for a up to 24 */
 INLINE vint vi_dot_nibbles(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }
 /* the same for four from -64 to 64 */
 INLINE vint vi_dot_small(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }

@@ -1,18 +1,33 @@
-/* Plain C, for every processor: 16 lanes in arrays. */
+/* Plain C, for every processor: vectors of 16 bytes, by which GCC and clang extend C, and which
+ * become SSE2, NEON or whatever the processor has; four of them are a vector of 16 lanes. */
 #include "half.h"
 
-typedef struct { float lane[16]; } vfloat;
-typedef struct { int32_t lane[16]; } vint;
-typedef struct { uint8_t lane[64]; } vbyte;
+typedef float f4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
+typedef uint32_t u4 __attribute__((vector_size(16)));
+typedef int16_t s8 __attribute__((vector_size(16))); /* two of a lane */
+typedef uint16_t h8 __attribute__((vector_size(16)));
+typedef uint8_t b16 __attribute__((vector_size(16))); /* four of a lane */
+typedef uint16_t h4 __attribute__((vector_size(8)));
+typedef int8_t c4 __attribute__((vector_size(4)));
+typedef uint8_t b4 __attribute__((vector_size(4)));
+
+typedef struct { f4 a, b, c, d; } vfloat;
+typedef struct { i4 a, b, c, d; } vint;
+typedef struct { b16 a, b, c, d; } vbyte;
 
 #define VECTORS 1 /* that fit the registers */
 
-#define LANES for (int i = 0; i < 16; i++)
+/* the lanes of `yes` where the mask has all bits, of `no` where it has none */
+INLINE i4 pick(i4 mask, i4 yes, i4 no) { return (mask & yes) | (~mask & no); }
+INLINE f4 pick_floats(i4 mask, f4 yes, f4 no) { return (f4)pick(mask, (i4)yes, (i4)no); }
+INLINE i4 highest_of(i4 a, i4 b) { return pick(a > b, a, b); }
+/* all bits of the lanes below n */
+INLINE i4 lanes_below(int n, int base) { return (i4){base, base + 1, base + 2, base + 3} < n; }
 
 INLINE vfloat vf_set(float x) {
-    vfloat r;
-    LANES r.lane[i] = x;
-    return r;
+    f4 part = {x, x, x, x};
+    return (vfloat){part, part, part, part};
 }
 INLINE vfloat vf_load(const float *p) {
     vfloat r;
@@ -28,118 +43,154 @@ INLINE vfloat vf_load_first(const float *p, int n) {
 }
 INLINE void vf_store_first(float *p, vfloat a, int n) { memcpy(p, &a, (size_t)n * sizeof(float)); }
 #define BINARY(name, type, expression)                                                    \
-    INLINE type name(type a, type b) {                                                    \
-        type r;                                                                           \
-        LANES {                                                                           \
-            r.lane[i] = (expression);                                                     \
-        }                                                                                 \
-        return r;                                                                         \
+    INLINE type name(type x, type y) {                                                    \
+        return (type){expression(x.a, y.a), expression(x.b, y.b), expression(x.c, y.c),   \
+                      expression(x.d, y.d)};                                              \
     }
-#define A a.lane[i]
-#define B b.lane[i]
-BINARY(vf_add, vfloat, A + B)
-BINARY(vf_sub, vfloat, A - B)
-BINARY(vf_mul, vfloat, A *B)
-BINARY(vf_div, vfloat, A / B)
-BINARY(vf_min, vfloat, A < B ? A : B)
-BINARY(vf_max, vfloat, A > B ? A : B)
-BINARY(vi_add, vint, A + B)
-BINARY(vi_sub, vint, A - B)
+#define ADD(x, y) (x) + (y)
+#define SUB(x, y) (x) - (y)
+#define MUL(x, y) (x) * (y)
+#define DIV(x, y) (x) / (y)
+#define MIN(x, y) pick_floats((x) < (y), x, y)
+#define MAX(x, y) pick_floats((x) > (y), x, y)
+BINARY(vf_add, vfloat, ADD)
+BINARY(vf_sub, vfloat, SUB)
+BINARY(vf_mul, vfloat, MUL)
+BINARY(vf_div, vfloat, DIV)
+BINARY(vf_min, vfloat, MIN)
+BINARY(vf_max, vfloat, MAX)
+BINARY(vi_add, vint, ADD)
+BINARY(vi_sub, vint, SUB)
+BINARY(vi_max, vint, highest_of)
 #undef BINARY
-#undef A
-#undef B
-INLINE vfloat vf_abs(vfloat a) {
-    LANES a.lane[i] = fabsf(a.lane[i]);
-    return a;
-}
-INLINE vfloat vf_fma(vfloat a, vfloat b, vfloat c) {
-    LANES c.lane[i] += a.lane[i] * b.lane[i];
-    return c;
-}
-INLINE vfloat vf_fnma(vfloat a, vfloat b, vfloat c) {
-    LANES c.lane[i] -= a.lane[i] * b.lane[i];
-    return c;
-}
+#undef ADD
+#undef SUB
+#undef MUL
+#undef DIV
+#undef MIN
+#undef MAX
+#define UNARY(name, to, from, function)                                                   \
+    INLINE to name(from x) {                                                              \
+        return (to){function(x.a), function(x.b), function(x.c), function(x.d)};          \
+    }
+INLINE i4 magnitude_bits(f4 a) { return (i4)a & 0x7fffffff; }
+INLINE f4 magnitude(f4 a) { return (f4)magnitude_bits(a); }
+UNARY(vf_abs, vfloat, vfloat, magnitude)
+/* c + a * b, rounded twice */
+INLINE vfloat vf_fma(vfloat a, vfloat b, vfloat c) { return vf_add(c, vf_mul(a, b)); }
+/* c - a * b */
+INLINE vfloat vf_fnma(vfloat a, vfloat b, vfloat c) { return vf_sub(c, vf_mul(a, b)); }
 /* lanes below n from a, the others from b; 0 <= n <= 16 */
 INLINE vfloat vf_first(int n, vfloat a, vfloat b) {
-    LANES b.lane[i] = i < n ? a.lane[i] : b.lane[i];
-    return b;
+    return (vfloat){
+        pick_floats(lanes_below(n, 0), a.a, b.a),
+        pick_floats(lanes_below(n, 4), a.b, b.b),
+        pick_floats(lanes_below(n, 8), a.c, b.c),
+        pick_floats(lanes_below(n, 12), a.d, b.d),
+    };
 }
 /* bit i: whether a[i] >= b[i], never with NaN */
 INLINE uint32_t vf_at_least(vfloat a, vfloat b) {
-    uint32_t bits = 0;
-    LANES bits |= (uint32_t)(a.lane[i] >= b.lane[i]) << i;
-    return bits;
+    i4 bits = ((a.a >= b.a) & (i4){1, 2, 4, 8}) | ((a.b >= b.b) & (i4){16, 32, 64, 128})
+              | ((a.c >= b.c) & (i4){256, 512, 1024, 2048})
+              | ((a.d >= b.d) & (i4){4096, 8192, 16384, 32768});
+    return (uint32_t)(bits[0] | bits[1] | bits[2] | bits[3]);
 }
 /* lanes of `yes` where a >= b, of `no` elsewhere */
 INLINE vfloat vf_choose(vfloat a, vfloat b, vfloat yes, vfloat no) {
-    LANES no.lane[i] = a.lane[i] >= b.lane[i] ? yes.lane[i] : no.lane[i];
-    return no;
+    return (vfloat){
+        pick_floats(a.a >= b.a, yes.a, no.a),
+        pick_floats(a.b >= b.b, yes.b, no.b),
+        pick_floats(a.c >= b.c, yes.c, no.c),
+        pick_floats(a.d >= b.d, yes.d, no.d),
+    };
 }
 /* a * 2^n, for results that are normal numbers */
+INLINE f4 power_of_two(i4 n) { return (f4)((n + 127) << 23); }
 INLINE vfloat vf_scale(vfloat a, vint n) {
-    LANES a.lane[i] *= from_bits((uint32_t)(n.lane[i] + 127) << 23);
-    return a;
+    return (vfloat){a.a * power_of_two(n.a), a.b * power_of_two(n.b), a.c * power_of_two(n.c),
+                    a.d * power_of_two(n.d)};
 }
 INLINE float vf_sum(vfloat a) {
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) a.lane[i] += a.lane[i + width];
-    return a.lane[0];
+    f4 x = (a.a + a.c) + (a.b + a.d);
+    return (x[0] + x[2]) + (x[1] + x[3]);
 }
 INLINE float vf_highest(vfloat a) {
-    float r = a.lane[0];
-    LANES r = a.lane[i] > r ? a.lane[i] : r;
-    return r;
+    f4 x = pick_floats(a.a > a.b, a.a, a.b), y = pick_floats(a.c > a.d, a.c, a.d);
+    x = pick_floats(x > y, x, y);
+    float r = x[0] > x[1] ? x[0] : x[1], s = x[2] > x[3] ? x[2] : x[3];
+    return r > s ? r : s;
 }
 
-INLINE vfloat vf_from_int(vint a) {
-    vfloat r;
-    LANES r.lane[i] = (float)a.lane[i];
-    return r;
+#define FLOATS(x) __builtin_convertvector(x, f4)
+#define INTS(x) __builtin_convertvector(x, i4)
+/* four parts of four numbers each that lie one after the other */
+#define LOAD(name, number, vector, function)                                              \
+    INLINE vfloat name(const number *p) {                                                 \
+        vector a, b, c, d;                                                                \
+        memcpy(&a, p, sizeof a);                                                          \
+        memcpy(&b, p + 4, sizeof b);                                                      \
+        memcpy(&c, p + 8, sizeof c);                                                      \
+        memcpy(&d, p + 12, sizeof d);                                                     \
+        return (vfloat){function(INTS(a)), function(INTS(b)), function(INTS(c)),          \
+                        function(INTS(d))};                                               \
+    }
+/* as half_to_float */
+INLINE f4 floats_of_halves(i4 h) {
+    i4 size = (h & 0x7fff) << 13;
+    i4 special = (size >= 0x0f800000) & 0x7f800000;
+    return (f4)((h & 0x8000) << 16 | (i4)((f4)size * 0x1p112f) | special);
 }
-INLINE vfloat vf_load_half(const uint16_t *p) {
-    vfloat r;
-    LANES r.lane[i] = half_to_float(p[i]);
-    return r;
-}
-INLINE vfloat vf_load_bfloat(const uint16_t *p) {
-    vfloat r;
-    LANES r.lane[i] = from_bits((uint32_t)p[i] << 16);
-    return r;
-}
-INLINE vfloat vf_load_signed(const int8_t *p) {
-    vfloat r;
-    LANES r.lane[i] = p[i];
-    return r;
-}
-INLINE vfloat vf_load_unsigned(const uint8_t *p) {
-    vfloat r;
-    LANES r.lane[i] = p[i];
-    return r;
-}
+INLINE f4 floats_of_bfloats(i4 b) { return (f4)(b << 16); }
+INLINE f4 floats_of_ints(i4 a) { return FLOATS(a); }
 /* E4M3: its bits are those of a float16, except that the exponent counts from elsewhere */
-INLINE vfloat vf_load_fp8(const uint8_t *p) {
-    vfloat r;
-    LANES {
-        uint32_t magnitude = p[i] & 127u, sign = p[i] & 128u;
-        uint32_t bits = magnitude == 127 ? 0x7e00 : magnitude << 7;
-        r.lane[i] = half_to_float((uint16_t)(sign << 8 | bits)) * 256.0f;
-    }
-    return r;
+INLINE f4 floats_of_fp8(i4 e) {
+    i4 size = e & 127, sign = (e & 128) << 8;
+    return floats_of_halves(sign | pick(size == 127, (i4){} + 0x7e00, size << 7)) * 256.0f;
 }
-INLINE void vf_store_half(uint16_t *p, vfloat a) { LANES p[i] = float_to_half(a.lane[i]); }
+UNARY(vf_from_int, vfloat, vint, floats_of_ints)
+LOAD(vf_load_half, uint16_t, h4, floats_of_halves)
+LOAD(vf_load_bfloat, uint16_t, h4, floats_of_bfloats)
+LOAD(vf_load_signed, int8_t, c4, floats_of_ints)
+LOAD(vf_load_unsigned, uint8_t, b4, floats_of_ints)
+LOAD(vf_load_fp8, uint8_t, b4, floats_of_fp8)
+#undef LOAD
+#define STORE(name, number, vector, from, function)                                       \
+    INLINE void name(number *p, from x) {                                                 \
+        vector a = __builtin_convertvector(function(x.a), vector);                        \
+        vector b = __builtin_convertvector(function(x.b), vector);                        \
+        vector c = __builtin_convertvector(function(x.c), vector);                        \
+        vector d = __builtin_convertvector(function(x.d), vector);                        \
+        memcpy(p, &a, sizeof a);                                                          \
+        memcpy(p + 4, &b, sizeof b);                                                      \
+        memcpy(p + 8, &c, sizeof c);                                                      \
+        memcpy(p + 12, &d, sizeof d);                                                     \
+    }
+/* as float_to_half */
+INLINE i4 halves_of_floats(f4 x) {
+    i4 sign = (i4)((u4)x >> 16) & 0x8000, bits = magnitude_bits(x);
+    i4 small = (i4)((f4)bits + 0.5f) - 0x3f000000;
+    i4 normal = (bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13;
+    i4 r = pick(bits < 0x38800000, small, normal);
+    r = pick(bits >= 0x477ff000, (i4){} + 0x7c00, r);
+    return sign | pick(bits > 0x7f800000, (i4){} + 0x7e00, r);
+}
 /* to nearest, ties to even; NaN stays NaN only in its upper bits */
-INLINE void vf_store_bfloat(uint16_t *p, vfloat a) {
-    LANES {
-        uint32_t bits = to_bits(a.lane[i]);
-        p[i] = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-    }
+INLINE u4 bfloats_of_floats(f4 x) {
+    u4 bits = (u4)x;
+    return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
+INLINE i4 as_is(i4 a) { return a; }
+STORE(vf_store_half, uint16_t, h4, vfloat, halves_of_floats)
+STORE(vf_store_bfloat, uint16_t, h4, vfloat, bfloats_of_floats)
+STORE(store_bytes, uint8_t, b4, vint, as_is)
+#undef STORE
+/* the low byte of each lane */
+INLINE void vi_store_bytes(void *p, vint a) { store_bytes(p, a); }
 
 INLINE vint vi_set(int32_t x) {
-    vint r;
-    LANES r.lane[i] = x;
-    return r;
+    i4 part = {x, x, x, x};
+    return (vint){part, part, part, part};
 }
 INLINE vint vi_load(const int32_t *p) {
     vint r;
@@ -147,89 +198,118 @@ INLINE vint vi_load(const int32_t *p) {
     return r;
 }
 INLINE void vi_store(int32_t *p, vint a) { memcpy(p, &a, sizeof a); }
-/* to nearest, ties to even */
-INLINE vint vi_round(vfloat a) {
-    vint r;
-    LANES r.lane[i] = (int32_t)lrintf(a.lane[i]);
-    return r;
+/* to nearest, ties to even: the last bit of the sum counts ones; 0 for magnitudes from 2^22 on and
+ * for NaN */
+INLINE i4 nearest(f4 a) {
+    i4 fits = magnitude_bits(a) < 0x4a800000;
+    return fits & ((i4)(a + VI_BIAS_FLOAT) - VI_BIAS);
 }
+UNARY(vi_round, vint, vfloat, nearest)
 /* the bits of |a|: ordered as the numbers are, and NaN above all of them */
-INLINE vint vi_magnitude_bits(vfloat a) {
-    vint r;
-    LANES r.lane[i] = (int32_t)(to_bits(a.lane[i]) & 0x7fffffffu);
-    return r;
-}
-INLINE vint vi_max(vint a, vint b) {
-    LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
-    return a;
-}
+UNARY(vi_magnitude_bits, vint, vfloat, magnitude_bits)
 INLINE int32_t vi_highest(vint a) {
-    int32_t r = a.lane[0];
-    LANES r = a.lane[i] > r ? a.lane[i] : r;
-    return r;
+    i4 x = highest_of(highest_of(a.a, a.b), highest_of(a.c, a.d));
+    int32_t r = x[0] > x[1] ? x[0] : x[1], s = x[2] > x[3] ? x[2] : x[3];
+    return r > s ? r : s;
 }
 /* (biased - VI_BIAS) * scale; `lift` must be -VI_BIAS_FLOAT * scale, exactly */
 INLINE vfloat vf_unbias(vint biased, float scale, float lift) {
-    vfloat r;
     (void)lift;
-    LANES r.lane[i] = (float)(biased.lane[i] - VI_BIAS) * scale;
-    return r;
+    return vf_mul(vf_from_int(vi_sub(biased, vi_set(VI_BIAS))), vf_set(scale));
 }
 INLINE int32_t vi_sum(vint a) {
-    int32_t r = 0;
-    LANES r += a.lane[i];
-    return r;
+    i4 x = a.a + a.b + a.c + a.d;
+    return x[0] + x[1] + x[2] + x[3];
 }
 INLINE vint vi_shift_left(vint a, int bits) {
-    LANES a.lane[i] = (int32_t)((uint32_t)a.lane[i] << bits);
-    return a;
+    return (vint){a.a << bits, a.b << bits, a.c << bits, a.d << bits};
 }
 /* Numbers of 14 bits as two parts of 7: byte 16g + 4k + t of each is of lane 4g + t of a, b, c, d
  * by k. */
+INLINE i4 upper_seven(i4 a) { return a >> 7 & 127; }
+INLINE i4 lower_seven(i4 a) { return a & 127; }
+UNARY(upper_sevens, vint, vint, upper_seven)
+UNARY(lower_sevens, vint, vint, lower_seven)
 INLINE void vi_store_sevens(uint8_t *high, uint8_t *low, vint a, vint b, vint c, vint d) {
-    const vint *of[] = {&a, &b, &c, &d};
-    for (int k = 0; k < 4; k++) LANES {
-            int at = i / 4 * 16 + 4 * k + i % 4;
-            high[at] = (uint8_t)(of[k]->lane[i] >> 7 & 127);
-            low[at] = (uint8_t)(of[k]->lane[i] & 127);
-        }
+    vint w = {a.a, b.a, c.a, d.a}, x = {a.b, b.b, c.b, d.b};
+    vint y = {a.c, b.c, c.c, d.c}, z = {a.d, b.d, c.d, d.d};
+    store_bytes(high, upper_sevens(w)), store_bytes(high + 16, upper_sevens(x));
+    store_bytes(high + 32, upper_sevens(y)), store_bytes(high + 48, upper_sevens(z));
+    store_bytes(low, lower_sevens(w)), store_bytes(low + 16, lower_sevens(x));
+    store_bytes(low + 32, lower_sevens(y)), store_bytes(low + 48, lower_sevens(z));
 }
-/* the low byte of each lane */
-INLINE void vi_store_bytes(void *p, vint a) { LANES((uint8_t *)p)[i] = (uint8_t)a.lane[i]; }
 
 INLINE vbyte vb_load(const void *p) {
     vbyte r;
     memcpy(&r, p, sizeof r);
     return r;
 }
-INLINE vbyte vb_low(vbyte a) {
-    for (int i = 0; i < 64; i++) a.lane[i] &= 15;
-    return a;
+INLINE b16 low_nibbles(b16 a) { return a & 15; }
+INLINE b16 high_nibbles(b16 a) { return a >> 4; }
+UNARY(vb_low, vbyte, vbyte, low_nibbles)
+UNARY(vb_high, vbyte, vbyte, high_nibbles)
+/* what codes of four bits stand for: the bytes of a table, see E2M1_VALUES */
+INLINE vbyte vb_e2m1(vbyte a) {
+    static const uint8_t table[16] = {E2M1_VALUES};
+    uint8_t codes[64];
+    memcpy(codes, &a, sizeof a);
+    for (int i = 0; i < 64; i++) codes[i] = table[codes[i]];
+    return vb_load(codes);
 }
-INLINE vbyte vb_high(vbyte a) {
-    for (int i = 0; i < 64; i++) a.lane[i] >>= 4;
-    return a;
+#undef UNARY
+
+/* Products of bytes, in 16 bits: those of bytes 0 and 2 of each lane, and those of 1 and 3. */
+typedef struct { s8 even, odd; } products;
+INLINE products multiply(s8 even, s8 odd, int16_t f0, int16_t f1, int16_t f2, int16_t f3) {
+    return (products){even * (s8){f0, f2, f0, f2, f0, f2, f0, f2},
+                      odd * (s8){f1, f3, f1, f3, f1, f3, f1, f3}};
 }
+INLINE products of_unsigned(b16 a, const int8_t *four) {
+    return multiply((s8)a & 255, (s8)((h8)a >> 8), four[0], four[1], four[2], four[3]);
+}
+INLINE products of_signed(b16 b, const uint8_t *four) {
+    return multiply((s8)((h8)b << 8) >> 8, (s8)b >> 8, four[0], four[1], four[2], four[3]);
+}
+INLINE i4 pair_sums(s8 a) { return ((i4)((u4)a << 16) >> 16) + ((i4)a >> 16); }
+INLINE i4 sum_wide(products p) { return pair_sums(p.even) + pair_sums(p.odd); }
+INLINE i4 sum_narrow(products p) { return pair_sums(p.even + p.odd); }
+#define DOT(sum, of, bytes, four)                                                         \
+    ((vint){acc.a + sum(of(bytes.a, four)), acc.b + sum(of(bytes.b, four)),               \
+            acc.c + sum(of(bytes.c, four)), acc.d + sum(of(bytes.d, four))})
 /* acc[j] += sum over t of a[j][t] * four[t], a unsigned */
 INLINE vint vi_dot(vint acc, vbyte a, const int8_t *four) {
-    LANES for (int t = 0; t < 4; t++) acc.lane[i] += a.lane[4 * i + t] * four[t];
-    return acc;
+    return DOT(sum_wide, of_unsigned, a, four);
 }
-INLINE vint vi_dot_nibbles(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }
+/* the same for a up to 24: two products fit 16 bits */
+INLINE vint vi_dot_nibbles(vint acc, vbyte a, const int8_t *four) {
+    return DOT(sum_narrow, of_unsigned, a, four);
+}
 /* the same for four from -64 to 64 */
-INLINE vint vi_dot_small(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }
-/* acc[j] += sum over t of four[t] * b[j][t], four below 128, b signed */
+INLINE vint vi_dot_small(vint acc, vbyte a, const int8_t *four) {
+    return DOT(sum_narrow, of_unsigned, a, four);
+}
+/* acc[j] += sum over t of four[t] * b[j][t], four below 128, b signed: two products fit 16 bits */
 INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
-    LANES for (int t = 0; t < 4; t++) acc.lane[i] += four[t] * (int8_t)b.lane[4 * i + t];
-    return acc;
+    return DOT(sum_narrow, of_signed, b, four);
 }
-/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. */
-typedef vint vpart;
-INLINE vpart vp_begin(vint acc) { return acc; }
+#undef DOT
+/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. In 16 bits: the sum of 16
+ * products of at most 15 * 127 fits, and that of 8 of at most 24 * 127, after 16 inputs. */
+typedef struct { s8 a, b, c, d; } vpart;
+INLINE vpart vp_begin(vint acc) { return (void)acc, (vpart){}; }
+INLINE s8 add_products(s8 part, products p) { return part + p.even + p.odd; }
 INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {
-    return vi_dot_nibbles(part, a, four);
+    return (vpart){
+        add_products(part.a, of_unsigned(a.a, four)),
+        add_products(part.b, of_unsigned(a.b, four)),
+        add_products(part.c, of_unsigned(a.c, four)),
+        add_products(part.d, of_unsigned(a.d, four)),
+    };
 }
-INLINE vint vp_end(vpart part, vint acc) { return (void)acc, part; }
+INLINE vint vp_end(vpart part, vint acc) {
+    return (vint){acc.a + pair_sums(part.a), acc.b + pair_sums(part.b), acc.c + pair_sums(part.c),
+                  acc.d + pair_sums(part.d)};
+}
 /* acc[j] += sum over t of (a[j][t] - BYTE_ZERO) * four[t] */
 #define BYTE_ZERO 0
 INLINE vint vi_dot_bytes(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }

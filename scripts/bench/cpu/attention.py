@@ -22,15 +22,8 @@ import numpy as np
 import torch
 from cpu_sections import load_sections, use_isa
 
-from appliance.kernels.cpu.structs import (
-    AttentionStruct,
-    BatchStruct,
-    CacheLayerStruct,
-    CacheStruct,
-    Format,
-    Isa,
-    Status,
-)
+from appliance.kernels.cpu.step_structs import BatchStruct, CacheLayerStruct, CacheStruct
+from appliance.kernels.cpu.structs import AttentionStruct, Format, Isa, Status
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 

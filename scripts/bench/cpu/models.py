@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.bench.bandwidth import probe
+from appliance.bench.figures import spread
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
 from appliance.kernels.cpu.engine import NativeEngine
@@ -25,9 +27,8 @@ from appliance.kernels.ragged import RaggedBatch
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
-from bench.lib.bandwidth import probe
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, spread
+from bench.lib.conditions import conditions
 from bench.lib.model_shapes import QWEN_0_5B
 from bench.lib.synthetic import Schemes, synthetic_model
 
@@ -61,7 +62,12 @@ def decode_seconds(
     token_ids = torch.arange(100, 100 + batch)
     positions = torch.full((batch,), context - 1)
     rows = torch.arange(batch)
-    return timed(lambda: decoder.forward(token_ids, positions, ragged, cache, rows), steps)
+
+    def step() -> None:
+        token_ids.add_(1)  # so that experts are chosen anew
+        decoder.forward(token_ids, positions, ragged, cache, rows)
+
+    return timed(step, steps)
 
 
 def prefill_seconds(

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.config import EngineConfig, cache_dir
-from appliance.engine.execution import Precision, choose_execution
+from appliance.engine.execution.choice import choose_execution
+from appliance.engine.execution.execution import Precision
 from appliance.errors import ModelError
 from appliance.hub import resolve_model
 from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import BLOCK_SIZE, logits_of
 from appliance.quant.quality.measures import Divergence
 from appliance.quant.quality.vocabulary import Gap, Prediction
 from appliance.quant.text.held_out import HeldOutText
@@ -39,7 +40,7 @@ from bench.lib.conditions import conditions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.engine.execution import Execution
+    from appliance.engine.execution.execution import Execution
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.quant.text.held_out import Windows

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import httpx
 
+from appliance.bench.load import Endpoint
+from appliance.bench.own_server import ServerProcess
+from appliance.bench.prompts import prompt_of
 from appliance.tui.app import DashboardApp
 from appliance.tui.client import EventFeed
 from appliance.tui.controls import Controls
-from appliance.tui.display import Colors, Display
+from appliance.tui.display import Colors, DisplaySettings
 from appliance.tui.server import Server
 from bench.lib.conditions import ROOT
-from bench.lib.load import Endpoint
-from bench.lib.processes import Server as ServerProcess
-from bench.lib.prompts import prompt_of
 
 FOLDER = ROOT / "tui" / "screenshots"
 # Of the server that is started here, and for as long only.
@@ -76,7 +76,7 @@ async def take(url: str, key: str, name: str, folder: Path, seconds: float) -> N
     app = DashboardApp(
         EventFeed(server),
         controls=Controls(server),
-        display=Display(Colors.TRUECOLOR, theme=theme),
+        display=DisplaySettings(Colors.TRUECOLOR, theme=theme),
     )
     async with app.run_test(size=size) as pilot:
         await pilot.pause(seconds)

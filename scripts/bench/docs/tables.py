@@ -89,6 +89,27 @@ def quantize() -> str:
     return table(head, lines)
 
 
+def schemas() -> str:
+    """Compare by feature which schemas are accepted and obeyed."""
+    result = read("schemas.json")
+    peer = result["llama.cpp"]["features"]
+    head = ["feature", "schemas", "compile here", "wrong answers", "llama.cpp", "wrong answers"]
+    rows = [
+        [
+            feature,
+            str(own["schemas"]),
+            *(
+                cell
+                for one in (own, peer[feature])
+                for cell in (str(one["accepted"]), f"{one['wrong']} of {one['answers']}")
+            ),
+        ]
+        for feature, own in result["ours"].items()
+    ]
+    where = result["conditions"]
+    return f"{table(head, rows)}\n{where['time'][:10]}, commit {where['commit']}.\n"
+
+
 def imports() -> str:
     """Return the table that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
@@ -113,6 +134,7 @@ MAKERS = {
     "peers": peers,
     "quantize": quantize,
     "imports": imports,
+    "schemas": schemas,
     "settings": settings_reference,
 }
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance import LLM
+from appliance.bench.figures import spread
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, spread
+from bench.lib.conditions import conditions
 from bench.lib.requests import submit
 
 if TYPE_CHECKING:

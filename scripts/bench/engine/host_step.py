@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from appliance.bench.figures import percentile
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
@@ -44,7 +45,6 @@ from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import Spare, stage
 from appliance.engine.run.block_moves import HostMoves
-from appliance.engine.run.cuda_graphs import BUSY_STEPS
 from appliance.engine.run.device import Event, Graph, HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
@@ -53,7 +53,7 @@ from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.token_scores.reference import score_tokens
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, percentile
+from bench.lib.conditions import conditions
 
 BLOCK_SIZE = 32  # as on CUDA
 VOCABULARY = 4096  # little arithmetic, and about as many different tokens as a long prompt has
@@ -221,8 +221,9 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
         HostMoves(stub, Rates()),
         PromptReader(stub, score_tokens, device),
         spare=Spare(num_blocks),
-        graph_bytes=1,
+        graph_bytes=1 << 30,
     )
+    runner.capture(lambda stage, done, total: None)
     blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
     info = EngineInfo(
         model="none", architecture="none", device="none", backend="none", weight_format="none",
@@ -246,7 +247,7 @@ def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevic
         engine.submit(Request(request_id=f"{number}", prompt_token_ids=prompt, sampling=sampling))
     while engine.stats().waiting:
         engine.step()
-    for _ in range(2 * BUSY_STEPS + 8):  # a request that waits for each token has half the steps
+    for _ in range(8):
         engine.step()
     assert batch in engine._runner.graphs.captured  # type: ignore[attr-defined]
     return engine, device

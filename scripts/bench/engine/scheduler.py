@@ -18,13 +18,14 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from appliance.bench.figures import percentile
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.plan import Sampled
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, percentile
+from bench.lib.conditions import conditions
 
 BLOCK_SIZE = 16
 PROMPT = 64  # tokens of a sequence that runs

@@ -4,8 +4,10 @@
     scripts/benchmark structured_output --masks-only  # no model: masks of synthetic 152k tokens too
 
 Both kinds of run alternate. Every answer has the same number of tokens, because the schema's list
-is longer than that; tokens per second count decode steps only. `ratio` is with the schema over
-without, by wall clock and by processor seconds, which other work on the machine changes less.
+is longer than that; tokens per second count steps without prompts only. `ratio` is with the schema
+over without, by wall clock and by processor seconds, which other work on the machine changes less.
+`steps_per_token` is below 1 where tokens that must follow take no step of their own; `jumps` is one
+answer of short values and long names, with such steps left out and not, in alternation.
 """
 
 from __future__ import annotations
@@ -13,20 +15,21 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from appliance import LLM, Grammar, SamplingParams
+from appliance.bench.figures import percentile, spread
 from appliance.engine.grammars.compiling import GrammarCompiler
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.messages import Vocabulary
 from appliance.engine.request import Request
 from appliance.vocabulary import vocabulary_of
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, percentile, spread
+from bench.lib.conditions import conditions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +56,24 @@ PERSON = {
     "additionalProperties": False,
 }
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 50}
+READING = Grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {
+            "station_identifier": {"type": "integer", "minimum": 1, "maximum": 999},
+            "temperature_celsius": {"type": "integer", "minimum": -60, "maximum": 60},
+            "relative_humidity_percent": {"type": "integer", "minimum": 0, "maximum": 100},
+            "is_raining": {"type": "boolean"},
+            "wind_direction": {"enum": ["north", "east", "south", "west"]},
+            "unit_system": {"const": "metric"},
+        },
+        "required": [
+            *("station_identifier", "temperature_celsius", "relative_humidity_percent"),
+            *("is_raining", "wind_direction", "unit_system"),
+        ],
+        "additionalProperties": False,
+    }
+)
 EXAMPLE = (
     '[{"name": "Alice Johnson", "summary": "A teacher from Paris who likes long walks, good '
     'books and \\"old\\" films.", "age": 42, "hobbies": ["chess", "rowing", "mountains"],'
@@ -61,8 +82,16 @@ EXAMPLE = (
 QWEN_SIZE = 151_936
 
 
-def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> tuple[float, float]:
-    """Measure tokens per second, and per processor second, while all streams decode."""
+class RunRates(NamedTuple):
+    """What one run measured while all streams decoded."""
+
+    wall: float  # tokens per second
+    processor: float  # tokens per second of a processor
+    steps_per_token: float  # of a stream
+
+
+def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> RunRates:
+    """Let all streams answer once."""
     sampling = SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, grammar=grammar
     )
@@ -76,17 +105,47 @@ def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> tup
             Request(request_id=str(number), prompt_token_ids=tuple(ids), sampling=sampling)
         )
     wall = processor = 0.0
-    steps = 0
+    steps = tokens = 0
     while engine.has_work:
         begin, begin_processor = time.perf_counter(), time.process_time()
         report = engine.step()
         assert not any(delta.error for delta in report.deltas), report.deltas
         stats = engine.stats()
-        if stats.step_decode_tokens == streams and stats.step_prefill_tokens == 0:
+        if stats.running == streams and stats.step_prefill_tokens == 0:
             wall += time.perf_counter() - begin
             processor += time.process_time() - begin_processor
             steps += 1
-    return streams * steps / wall, streams * steps / processor
+            tokens += sum(len(delta.token_ids) for delta in report.deltas)
+    return RunRates(tokens / wall, tokens / processor, streams * steps / tokens)
+
+
+def jumps(llm: LLM, repeats: int) -> dict[str, Any]:
+    """Compare one stream's steps and time with forced tokens as drafts, and without drafts."""
+    scheduler = llm.engine._scheduler
+    speculator = scheduler._speculator
+    found: dict[bool, list[tuple[int, int, float]]] = {True: [], False: []}
+    for _ in range(repeats + 1):
+        for jump, rows in found.items():
+            scheduler._speculator = speculator if jump else None
+            steps = llm.engine.stats().steps_total
+            begin = time.perf_counter()
+            (answer,) = llm.generate(
+                "It is a rainy day. The station says:",
+                SamplingParams(temperature=0, max_tokens=200, grammar=READING),
+            )
+            seconds = time.perf_counter() - begin
+            tokens = len(answer.outputs[0].token_ids)
+            rows.append((llm.engine.stats().steps_total - steps, tokens, seconds))
+    scheduler._speculator = speculator
+    with_, without = found[True][1:], found[False][1:]  # the first ones warm up
+    return {
+        "tokens": with_[0][1],
+        "steps": with_[0][0],
+        "steps_without": without[0][0],
+        "speed_ratio": round(
+            statistics.median(b[2] / a[2] for a, b in zip(with_, without, strict=True)), 3
+        ),
+    }
 
 
 def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) -> dict[str, Any]:
@@ -160,7 +219,7 @@ def main() -> None:
     }
     if not options.masks_only:
         kinds = {"free": None, "schema": Grammar.json_schema(PEOPLE)}
-        rates: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        rates: dict[str, list[RunRates]] = {kind: [] for kind in kinds}
         for repeat in range(options.repeats + 1):
             for kind, grammar in kinds.items():
                 rate = run(llm, options.streams, options.max_tokens, grammar)
@@ -169,12 +228,14 @@ def main() -> None:
         result["streams"] = options.streams
         for kind, found in rates.items():
             result[kind] = {
-                "tokens_per_second": spread([wall for wall, _ in found]),
-                "tokens_per_processor_second": spread([processor for _, processor in found]),
+                "tokens_per_second": spread([one.wall for one in found]),
+                "tokens_per_processor_second": spread([one.processor for one in found]),
+                "steps_per_token": round(found[-1].steps_per_token, 3),
             }
+        result["jumps"] = jumps(llm, options.repeats)
         pairs = list(zip(rates["schema"], rates["free"], strict=True))
         result["ratio"] = {
-            "wall": round(statistics.median(with_[0] / free[0] for with_, free in pairs), 3),
-            "processor": round(statistics.median(with_[1] / free[1] for with_, free in pairs), 3),
+            "wall": round(statistics.median(a.wall / b.wall for a, b in pairs), 3),
+            "processor": round(statistics.median(a.processor / b.processor for a, b in pairs), 3),
         }
     write_result(options.out, result)

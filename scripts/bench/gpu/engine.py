@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.bench.figures import spread
 from bench.gpu.device_model import load_engine
 from bench.gpu.plan import Amount
 from bench.gpu.requests import Sizes, decode_rate, idle_share, prefill_rate, throughput
-from bench.lib.conditions import spread
 
 if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine

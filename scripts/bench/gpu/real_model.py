@@ -73,13 +73,8 @@ def _agreement(model: Path, kv: str, texts: Texts, expected: Texts) -> dict[str,
 
 def likeliest(engine: LLMEngine, texts: Texts) -> Texts:
     """Return the model's choice at every position but the first."""
-    sampling = [
-        SamplingParams(
-            temperature=0, max_tokens=len(text) - 1, logprobs=1, ignore_eos=True, forced=text[1:]
-        )
-        for text in texts
-    ]
-    return [tops for _, tops in _run(engine, [text[:1] for text in texts], sampling)]
+    sampling = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1)
+    return [tops for _, tops in _run(engine, texts, [sampling] * len(texts))]
 
 
 def _kernels() -> str:
@@ -95,7 +90,7 @@ def _load(model: Path, length: int, **options: Any) -> LLMEngine:
 def _run(
     engine: LLMEngine, prompts: Texts, sampling: list[SamplingParams]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the tokens of each prompt, and the likeliest ones where they were asked for."""
+    """Return the tokens after each prompt, and the likeliest ones in it where they were wanted."""
     for number, (prompt, settings) in enumerate(zip(prompts, sampling, strict=True)):
         engine.submit(Request(request_id=str(number), prompt_token_ids=prompt, sampling=settings))
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -105,6 +100,6 @@ def _run(
             if delta.error is not None:
                 raise RuntimeError(delta.error)
             tokens[int(delta.request_id)] += delta.token_ids
-            for report in delta.logprobs or ():
+            for report in delta.prompt_logprobs or ():
                 tops[int(delta.request_id)].append(report.top[0].token_id)
     return [(tuple(made), tuple(best)) for made, best in zip(tokens, tops, strict=True)]

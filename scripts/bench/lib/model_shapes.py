@@ -37,6 +37,17 @@ LLAMA_3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
+# https://huggingface.co/TinyLlama/TinyLlama-1.1B-Chat-v1.0/blob/main/config.json
+LLAMA_1B: dict[str, Any] = {
+    **LLAMA_3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 2048,
+    "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+    "rope_theta": 10000.0,
+    "vocab_size": 32000,
+}
 TINY_LLAMA: dict[str, Any] = {
     **LLAMA_3_8B,
     "hidden_size": 256,
@@ -46,4 +57,25 @@ TINY_LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "vocab_size": 1024,
+}
+# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json, with fewer layers and,
+# so that the head takes no more of a step than it does beside 48 layers, fewer tokens
+QWEN_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 32768,
 }

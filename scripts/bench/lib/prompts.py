@@ -1,4 +1,4 @@
-"""Prompts of plain words or random tokens."""
+"""Prompts of random tokens, or of an exact number of them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,15 @@ import random
 import re
 from typing import TYPE_CHECKING
 
+from appliance.bench.prompts import WORDS
+
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
-
-WORDS = [
-    *("river", "stone", "market", "letter", "garden", "winter", "signal", "harbor", "engine"),
-    *("window", "captain", "forest", "bridge", "silver", "morning", "question", "village"),
-    *("hammer", "teacher", "mountain", "copper", "shadow", "kitchen", "orange", "paper"),
-]
 
 
 def random_tokens(count: int, chance: random.Random, vocab_size: int = 40_000) -> list[int]:
     """Draw token ids above the lowest, where special ones are."""
     return chance.choices(range(min(1000, vocab_size // 4), vocab_size), k=count)
-
-
-def prompt_of(words: int, shared_words: int, seed: int) -> str:
-    """Return a prompt behind a shared beginning, as behind a system prompt."""
-    shared = random.Random(0).choices(WORDS, k=shared_words)
-    return " ".join(shared + random.Random(seed + 1).choices(WORDS, k=words))
 
 
 class ExactPrompts:

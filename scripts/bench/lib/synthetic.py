@@ -56,8 +56,8 @@ class SyntheticWeights:
         scheme = self._schemes.of(self._slots[name])
         return None if scheme is None else scheme.bits
 
-    def is_fp8(self, name: str) -> bool:
-        return False
+    def float_bits(self, name: str) -> int | None:
+        return None
 
     def notes(self) -> tuple[str, ...]:
         return ()
@@ -87,12 +87,12 @@ def random_weight(
     device = generator.device
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    rows, columns = shape
+    columns = shape[-1]
     if scheme is None:
         # `normal_` in bf16 at once: the float32 values of a head would take gigabytes
         out = torch.empty(shape, dtype=torch.bfloat16, device=device)
         return out.normal_(std=0.5 * columns**-0.5, generator=generator)
-    group = scheme.group_size or columns
+    rows, group = shape[0], scheme.group_size or columns
     code_bytes = (rows, columns * scheme.code_bits // 8)
     codes = torch.randint(0, 256, code_bytes, dtype=torch.uint8, device=device, generator=generator)
     groups = (rows, columns // group)

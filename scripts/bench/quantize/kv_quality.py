@@ -21,6 +21,7 @@ import torch
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.model.executor import heads_of
 from appliance.model.source import open_model
 from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys
@@ -73,7 +74,7 @@ def caches(measured: Sequence[MeasuredLayer], only: Sequence[str]) -> Caches:
 def summary(source: ModelSource, cache: Sequence[LayerPrecision], found: Divergence) -> Any:
     """Return the figures over all places; KLD in nats."""
     comparison = found.summary()
-    values = sum(2 * a.attention.num_kv_heads * a.attention.head_dim for a in source.spec.layers)
+    values = sum(2 * count * width for count, width in heads_of(source.spec))
     return {
         "bits_per_value": round(8 * bytes_per_token(source, cache) / values, 3),
         "layers_with_mean_off": sum(layer.key_mean is not None for layer in cache),

@@ -22,12 +22,12 @@ from typing import Any
 
 import httpx
 
+from appliance.bench.load import Endpoint, LoadError
+from appliance.bench.metrics import read_metrics
+from appliance.bench.own_server import ServerProcess
+from appliance.bench.prompts import WORDS
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
-from bench.lib.load import Endpoint, LoadError
-from bench.lib.metrics import read_metrics
-from bench.lib.processes import Server
-from bench.lib.prompts import WORDS
 
 SYSTEM = (
     "You are a coding agent. You read the output of tools and say in one or two sentences what to "
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace, memory: int, context: int | None = None) ->
     """Start a server with so much KV cache and hold both conversations."""
     limit = [] if context is None else ["--max-model-len", str(context)]
     cache = ["--kv-cache-memory", str(memory)]
-    with Server.ours(options.port, *cache, *options.serve_arguments, *limit) as server:
+    with ServerProcess.ours(options.port, *cache, *options.serve_arguments, *limit) as server:
         asyncio.run(server.healthy())
         tokens = asyncio.run(cache_size(server.endpoint))
         turns = asyncio.run(converse(f"http://127.0.0.1:{options.port}", options))

@@ -23,16 +23,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from appliance.bench.figures import spread
 from appliance.commands.serve import banner
 from appliance.config import cache_dir, load_settings
 from appliance.hub import resolve_model
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, spread
+from bench.lib.conditions import ROOT, conditions
 
 if TYPE_CHECKING:
-    from appliance.server.serve import Ready
+    from appliance.server.serve import RunningServer
 
-HERE = Path(__file__).parent
+# Larger than that of any tokenizer.
+VOCABULARY = 2**20
+ECHO = ROOT / "tests/support/echo_worker.py"
 TEXT = (
     "The harbor was quiet when the first letters came, and nobody who lived behind the market "
     "had expected them. “Winter,” said the captain, who rarely said more, “takes its time.”\n"
@@ -40,23 +43,25 @@ TEXT = (
 
 
 def serve(model: str, steps_per_second: str) -> None:
-    """Run `appliance serve` with the paced engine on a free port, as a child."""
+    """Run `appliance serve` with an engine that repeats its prompt at a pace, as a child."""
     from appliance import log
     from appliance.server.serve import run_server
 
     log.configure()
     resolved = resolve_model(model, cache_dir=cache_dir())
+    pace = 1 / float(steps_per_second)
+    knobs = f"step_seconds={pace} vocab_size={VOCABULARY} num_blocks=4096"
 
-    def say_ready(ready: Ready) -> None:
+    def say_ready(ready: RunningServer) -> None:
         text = banner(ready.url, ready.name, ready.info)
         sys.stderr.write(f"{text}\nready {ready.url}\n")
 
     run_server(
-        load_settings({"port": 0, "max_num_seqs": 256}),
+        load_settings({"port": 0, "max_num_seqs": 256, "max_model_len": 32_768}),
         resolved,
         on_progress=lambda stage, done, total: None,
         on_ready=say_ready,
-        engine_command=(sys.executable, "-P", str(HERE / "paced_engine.py"), steps_per_second),
+        engine_command=(sys.executable, str(ECHO), knobs),
     )
 
 
@@ -130,7 +135,7 @@ def main() -> None:
     parser.add_argument("--logprobs", action="store_true")
     options = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "api_cost", "conditions": conditions()}
-    result["load"] = {name: value for name, value in vars(options).items() if name != "output"}
+    result["load"] = {name: value for name, value in vars(options).items() if name != "out"}
     begin = time.perf_counter()
     command = [sys.executable, __file__, "--serve", options.model, options.steps_per_second]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

@@ -21,10 +21,20 @@ import sys
 from itertools import accumulate
 from typing import Any
 
+from appliance.bench.figures import percentile, spread
+from appliance.bench.load import (
+    Endpoint,
+    LoadError,
+    TimedAnswer,
+    completion_body,
+    fetch,
+    latency,
+    run_burst,
+)
+from appliance.bench.own_server import ServerProcess
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, percentile, spread
-from bench.lib.load import Answer, Endpoint, LoadError, completion_body, fetch, latency, run_burst
-from bench.lib.processes import Meter, Server
+from bench.lib.conditions import conditions
+from bench.lib.processes import Meter
 from bench.lib.prompts import random_tokens
 
 STREAM_PROMPT = 64  # tokens
@@ -35,7 +45,7 @@ def request(tokens: int, max_tokens: int, chance: random.Random) -> dict[str, An
     return completion_body(random_tokens(tokens, chance), max_tokens)
 
 
-async def one(endpoint: Endpoint, body: dict[str, Any]) -> Answer:
+async def one(endpoint: Endpoint, body: dict[str, Any]) -> TimedAnswer:
     """Send a single request."""
     (answer,) = (await run_burst(endpoint, [[body]])).answers
     return answer
@@ -122,7 +132,7 @@ def main() -> None:
     else:
         model = [options.model] if options.model else []
         room = ["--kv-cache-memory", "2GiB"]  # so that nobody is preempted
-        with Server.ours(options.port, *model, *room) as server:
+        with ServerProcess.ours(options.port, *model, *room) as server:
             asyncio.run(server.healthy())
             meter = Meter(server)
             result = asyncio.run(measure(server.endpoint, options))

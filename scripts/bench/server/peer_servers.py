@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from appliance import __version__
+from appliance.bench.load import completion_body
 from bench.lib.conditions import ROOT
-from bench.lib.load import completion_body
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
 _NAME = "SmolLM2-135M-Instruct"

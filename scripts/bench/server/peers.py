@@ -22,14 +22,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from appliance.bench.bandwidth import HOW, probe
+from appliance.bench.load import Endpoint, LoadError
+from appliance.bench.own_server import ServerProcess
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
 from appliance.tokenizer import Tokenizer
-from bench.lib.bandwidth import HOW, probe
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import ROOT, conditions
-from bench.lib.load import Endpoint, LoadError
-from bench.lib.processes import Server
 from bench.lib.prompts import ExactPrompts
 from bench.server.peer_servers import Peer, Setting, all_peers
 from bench.server.table import add_ratios, print_table
@@ -50,7 +50,7 @@ def measure(peer: Peer, setting: Setting, load: Load, tokenizer: Tokenizer) -> d
     try:
         row["version"] = peer.version()
         endpoint = Endpoint("127.0.0.1", setting.port)
-        with Server(peer.command, peer.environment, endpoint) as server:
+        with ServerProcess(peer.command, peer.environment, endpoint) as server:
             row |= asyncio.run(Trial(server, load, prompts, peer.body).run())
     except (LoadError, OSError, subprocess.CalledProcessError) as error:
         row["error"] = str(error)

@@ -18,11 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from appliance.bench.figures import spread
+from appliance.bench.load import Endpoint, completion_body, run_burst
+from appliance.bench.metrics import read_metrics
+from appliance.bench.own_server import ServerProcess
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, spread
-from bench.lib.load import Endpoint, completion_body, run_burst
-from bench.lib.metrics import read_metrics, sum_of
-from bench.lib.processes import Server
+from bench.lib.conditions import conditions
+from bench.lib.metrics import sum_of
 from bench.server.step_cost import prompt_of, time_steps
 
 
@@ -40,7 +42,7 @@ async def one_server(
 ) -> tuple[list[list[float]], dict[str, float]]:
     """Start a server, send the prompts some times over, and end it once all is written."""
     model = [options.model] if options.model else []
-    with Server.ours(options.port, "--kv-disk", folder, *model) as server:
+    with ServerProcess.ours(options.port, "--kv-disk", folder, *model) as server:
         endpoint = server.endpoint
         start = await server.healthy()
         await first_tokens(endpoint, [prompt_of(40, seed=-1)] * 2)  # warm-up

@@ -15,12 +15,12 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from appliance import SamplingParams
+from appliance.bench.figures import percentile
 from appliance.config import EngineConfig, cache_dir
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
 from appliance.hub import resolve_model
 from appliance.progress import ProgressLine
-from bench.lib.conditions import percentile
 from bench.lib.prompts import random_tokens
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from bench.lib.conditions import spread
-from bench.lib.load import Burst, latency, run_burst
-from bench.lib.processes import Meter, Server
+from appliance.bench.figures import spread
+from appliance.bench.load import Burst, latency, run_burst
+from bench.lib.processes import Meter
 
 if TYPE_CHECKING:
+    from appliance.bench.own_server import ServerProcess
     from bench.lib.prompts import ExactPrompts
 
 ResultT = TypeVar("ResultT")
@@ -62,7 +63,7 @@ class Trial:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerProcess,
         load: Load,
         prompts: ExactPrompts,
         body: Callable[[str, int], dict[str, Any]],

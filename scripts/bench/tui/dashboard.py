@@ -19,8 +19,9 @@ from typing import Any
 
 import psutil
 
+from appliance.bench.figures import spread
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import ROOT, conditions, spread
+from bench.lib.conditions import ROOT, conditions
 from bench.tui.synthetic_feed import FeedServer, SyntheticEngine
 
 WARM_UP = 4.0  # seconds: start, first full picture

@@ -12,20 +12,20 @@ import time
 import zlib
 
 import numpy as np
+from block_cells import pack_cell
 
 from appliance.events import (
     NO_OWNER,
+    BlockRun,
     Delta,
     Event,
     Info,
     Machine,
     Quantiles,
-    Run,
     Sequences,
     Snapshot,
     Stats,
     encode_event,
-    pack_cell,
 )
 from appliance.stats import EngineStats, SequenceView, StepView
 
@@ -177,13 +177,13 @@ class SyntheticEngine:
 
     def _delta(self) -> Delta:
         changed = np.flatnonzero(self.cells != self._told)
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         for block, cell in zip(changed.tolist(), self.cells[changed].tolist(), strict=True):
             last = runs[-1] if runs else None
             if last and last.start + last.length == block and last.cell == cell:
-                runs[-1] = Run(last.start, last.length + 1, cell)
+                runs[-1] = BlockRun(last.start, last.length + 1, cell)
             else:
-                runs.append(Run(block, 1, cell))
+                runs.append(BlockRun(block, 1, cell))
         self._told = self.cells.copy()
         return Delta(epoch=1, runs=tuple(runs))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI
 
 from tests.e2e.conftest import Server
 
@@ -23,5 +24,16 @@ def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def base_url(server: Server) -> str:
-    return f"{server.url}/v1"
+def url(server: Server) -> str:
+    return server.url
+
+
+@pytest.fixture
+def base_url(url: str) -> str:
+    return f"{url}/v1"
+
+
+@pytest.fixture
+async def openai(base_url: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client

@@ -1,4 +1,4 @@
-"""langchain-openai: a chat, a stream with usage, tools bound to a model, a structured answer."""
+"""langchain-openai: a chat, a stream with usage, bound tools, a structured answer, vectors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field, SecretStr
 
 pytestmark = pytest.mark.model
@@ -71,3 +71,22 @@ def test_a_bound_tool_is_called_and_its_result_taken_back(chat: ChatOpenAI) -> N
 def test_a_structured_answer_is_of_the_class_asked_for(chat: ChatOpenAI, method: str) -> None:
     answer = chat.with_structured_output(Place, method=method).invoke(QUESTION)  # type: ignore[arg-type]
     assert isinstance(answer, Place)
+
+
+def test_texts_become_vectors_that_tell_them_apart(base_url: str) -> None:
+    with httpx.Client() as client:
+        embeddings = OpenAIEmbeddings(
+            base_url=base_url,
+            api_key=SecretStr("none"),
+            model="small",
+            max_retries=0,
+            check_embedding_ctx_length=False,  # it would fetch another model's tokenizer
+            http_client=client,
+        )
+        texts = ["The cat sleeps on the mat.", "A cat is asleep on a mat.", "Stock markets fell."]
+        first, second, third = embeddings.embed_documents(texts)
+        assert embeddings.embed_query(texts[0]) == pytest.approx(first, abs=1e-6)
+    assert sum(value * value for value in first) == pytest.approx(1.0, abs=1e-5)
+    near = sum(a * b for a, b in zip(first, second, strict=True))
+    far = sum(a * b for a, b in zip(first, third, strict=True))
+    assert near > far

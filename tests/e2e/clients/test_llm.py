@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from appliance.connect import RECIPES, Connection
+
 pytestmark = pytest.mark.model
 
 
 @pytest.fixture
-def folder(tmp_path: Path, base_url: str) -> Path:
-    """Its settings, as the documentation of clients has them."""
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        "- model_id: home\n"
-        "  model_name: small\n"
-        f"  api_base: {base_url}\n"
-        "  supports_schema: true\n"
-        "  supports_tools: true\n"
-    )
+def folder(tmp_path: Path, url: str) -> Path:
+    """Its settings, as `appliance connect llm` has them."""
+    step, *_ = RECIPES["llm"].steps(Connection(url, "small"))
+    (tmp_path / step.file).write_text(step.code)
     return tmp_path
 
 

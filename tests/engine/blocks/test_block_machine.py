@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from block_machine import START, BlockMachine, seen
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
@@ -32,6 +31,7 @@ def run_operations(number: int, seed: int) -> None:
             sealed=chosen.random() < 0.3,
             rows=chosen.randint(4, 12),
             shuffle=chosen,
+            checkpoints=chosen.choice([None, None, 0, 2, 6, 40]),
         )
 
     def operate() -> None:
@@ -43,8 +43,10 @@ def run_operations(number: int, seed: int) -> None:
             machine.readmit()
         elif kind < 0.5 or not machine.holders:
             machine.step_all(few, chosen.choices([0, 1], k=6), fails=chosen.random() < 0.05)
-        elif kind < 0.6:
+        elif kind < 0.55:
             machine.append(pick, tokens())
+        elif kind < 0.6 and machine.blocks.states is None:
+            machine.verify(pick, chosen.choices([0, 1], k=few), chosen.randrange(7), few % 2)
         elif kind < 0.7:
             machine.compute_one(pick, few)
         elif kind < 0.78 and machine.has_room():
@@ -66,7 +68,7 @@ def run_operations(number: int, seed: int) -> None:
         operate()
         machine.books_agree()
         if step % 20 == 0:
-            machine.tables_lead_to_what_was_computed()
+            machine.tables_and_hashes_lead_to_what_was_computed()
             machine.cached_blocks_are_whole_and_can_be_found()
 
 
@@ -76,6 +78,38 @@ def test_a_hundred_thousand_operations_lose_no_block_and_any_free_block_serves()
     assert min(seen.values()) >= 20, f"the histories hardly touch something: {seen}"
 
 
+def test_a_chain_stays_whole_when_an_equal_of_an_active_block_is_evicted() -> None:
+    machine = BlockMachine()
+    machine.start(4, 3, [0], "", sealed=False, rows=4, shuffle=random.Random(0))
+    machine.free(0)
+    machine.add([*START[:6], 0, 0], "", fails=False)
+    machine.fork(0, back=3, tail=[0, 1, 1, 0], parent_ends=True, num_tokens=0)
+    machine.fork(0, back=1, tail=[0], parent_ends=True, num_tokens=1)
+    machine.books_agree()
+    machine.cached_blocks_are_whole_and_can_be_found()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_step_that_copied_an_open_block_may_fail(sealed: bool) -> None:
+    machine = BlockMachine()
+    machine.start(8, 3, [0, 1, 1, 0], "", sealed, rows=6, shuffle=random.Random(0))
+    machine.fork(0, back=0, tail=[1, 1], parent_ends=False, num_tokens=0)
+    before = seen["copies of failed steps"]
+    machine.step_all(2, [0] * 6, fails=True)
+    assert seen["copies of failed steps"] > before
+    machine.books_agree()
+
+
+@patch("appliance.engine.blocks.prefix_cache.MAX_COMPARED", 100)
 def test_random_histories_keep_the_books_and_the_content() -> None:
-    script = Path(__file__).parents[2] / "support" / "random_histories.py"
-    subprocess.run([sys.executable, str(script)], check=True)
+    run_state_machine_as_test(
+        BlockMachine,
+        settings=settings(
+            max_examples=120,
+            stateful_step_count=60,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert seen["steps"] >= 2000

@@ -47,8 +47,8 @@ def ask(
         for delta in engine.step().deltas:
             assert delta.error is None
             assert delta.logprobs is not None
-            (chosen,) = delta.logprobs
-            answer += [(token, chosen.chosen.logprob) for token in delta.token_ids]
+            pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+            answer += [(token, report.chosen.logprob) for token, report in pairs]
             cached = delta.num_cached_tokens
     return answer, cached
 

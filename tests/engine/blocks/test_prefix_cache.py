@@ -79,8 +79,24 @@ def test_the_first_of_equal_blocks_stays_indexed() -> None:
     keep(cache, [1, 2, 3, 4], 2, 5, 6)
     keep(cache, [1, 2], 2, 7)
     assert find(cache, [1, 2, 3, 4, 0]) == ((5, 6), 4)
-    assert 7 not in cache
+    assert not cache.is_found(7)
     assert len(cache) == 2
+    cache.check_invariants()
+
+
+def test_a_spare_takes_the_place_of_its_equal_that_is_removed() -> None:
+    cache = PrefixCache(2)
+    keep(cache, [1, 2, 3, 4], 2, 5, 6)
+    keep(cache, [1, 2], 2, 7)
+    keep(cache, [1, 2], 2, 8)
+    assert cache.remove(5) is None
+    assert find(cache, [1, 2, 3, 4, 0])[0][1:] == (6,)
+    assert cache.remove(7) is None
+    assert find(cache, [1, 2, 3, 4, 0]) == ((8, 6), 4)
+    cache.check_invariants()
+    assert cache.remove(8) == hashes([1, 2])[0]
+    assert find(cache, [1, 2, 3, 4, 0]) == ((), 0)
+    cache.check_invariants()
 
 
 def test_find_stops_at_the_first_gap() -> None:

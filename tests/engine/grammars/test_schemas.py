@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
-from schema_table import DEPARTURES, REFUSED, SCHEMAS
 
 from appliance.engine.grammars.compiling import GrammarCompiler
 from appliance.engine.grammars.matchers import num_words
 from appliance.grammar import Grammar
 from appliance.grammar.check import problem_of
+from bench.lib.schema_table import DEPARTURES, REFUSED, SCHEMAS
 
 MAX_TOKENS = 400
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER

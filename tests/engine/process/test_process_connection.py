@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from appliance.engine.messages import Abort, Progress, StepReport
-from appliance.engine.process.connection import Connection
+from appliance.engine.process.connection import EngineConnection
 from appliance.engine.process.framing import FrameDecoder, FrameError, encode_frame
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ STEP = StepReport(started=("a",))
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[Connection, socket.socket]]:
+async def connected() -> AsyncIterator[tuple[EngineConnection, socket.socket]]:
     ours, theirs = socket.socketpair()
-    connection = await Connection.over(ours)
+    connection = await EngineConnection.over(ours)
     with theirs:
         yield connection, theirs
         connection.close()

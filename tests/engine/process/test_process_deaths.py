@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,17 +184,17 @@ async def test_a_system_without_descriptors_is_only_a_reason_to_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running() as client:
-        spawn, failures = asyncio.create_subprocess_exec, 0
+        start, failures = subprocess.Popen, 0
 
-        async def no_more(*arguments: Any, **options: Any) -> Any:
+        def no_more(*arguments: Any, **options: Any) -> Any:
             nonlocal failures
             failures += 1
             if failures <= 3:
                 raise OSError(errno.EMFILE, "Too many open files")
-            return await spawn(*arguments, **options)
+            return start(*arguments, **options)
 
         before = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", no_more)
+        monkeypatch.setattr(subprocess, "Popen", no_more)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: client.restarts == 4 and client.state is EngineState.READY)

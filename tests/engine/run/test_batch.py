@@ -4,6 +4,7 @@ from array import array
 
 import torch
 
+from appliance.engine.moves import StateMoves
 from appliance.engine.plan import Plan, ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run.batch import Geometry, Spare, stage
@@ -24,14 +25,17 @@ def sequence(tokens: list[int], table: list[int], slot: int) -> Sequence:
 
 
 def staged(
-    *scheduled: ScheduledSequence, spare: Spare | None = None, padding: int = 0
+    *scheduled: ScheduledSequence,
+    spare: Spare | None = None,
+    padding: int = 0,
+    states: StateMoves | None = None,
 ) -> tuple[StepTensors, RaggedBatch]:
     device = HostDevice()
     staging = Staging(device, LARGEST)
     for tensor in (staging._memory,):
         tensor.fill_(77)  # whatever the step before has left
     sampler = Sampler((), batched.choose, penalize, device, num_slots=8, vocab_size=300)
-    geometry = Geometry.of(Plan(scheduled), 16, spare, padding)
+    geometry = Geometry.of(Plan(scheduled, states=states), 16, spare, padding)
     shape, _ = stage(scheduled, geometry, staging, sampler, {})
     tensors = staging.send(shape)
     return tensors, geometry.ragged(tensors, tensors.block_tables)
@@ -53,6 +57,23 @@ def test_decodes_and_chunks_lie_side_by_side() -> None:
     assert (batch.host_query_lens, batch.host_context_lens) == ((1, 5), (18, 19))
     assert batch.num_decodes == 1
     assert batch.block_tables[:, :2].tolist() == [[7, 2], [4, 5]]
+
+
+def test_each_sequence_names_its_state_slot() -> None:
+    scheduled = (
+        ScheduledSequence(sequence([1, 2, 3], [8], 5), start=2, num_tokens=1, samples=True),
+        ScheduledSequence(sequence([1, 2, 3], [9], 2), start=1, num_tokens=2, samples=True),
+    )
+    _, batch = staged(*scheduled)
+    assert batch.state_slots is None
+    assert batch.host_state_slots is None
+    spare = Spare(11, state_slot=40)
+    for padding, slots in ((0, [4, 1]), (2, [4, 1, 40, 40])):
+        _, batch = staged(*scheduled, spare=spare, padding=padding, states=StateMoves())
+        assert batch.state_slots is not None
+        assert batch.state_slots.tolist() == slots
+        assert batch.state_slots.dtype == torch.int32
+        assert batch.host_state_slots == tuple(slots)
 
 
 def test_tables_are_padded_to_the_widest() -> None:

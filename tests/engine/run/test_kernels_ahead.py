@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from appliance.engine.run.kernels_ahead import distinct_layers
+from appliance.engine.run.kernels_ahead import distinct_layers, with_layers
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.model.decoder import Decoder
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
+from appliance.model.spec import AttentionSpec
 
 INT8, BF16 = LayerPrecision(KVFormat.INT8), LayerPrecision(KVFormat.BF16)
 
@@ -35,6 +36,22 @@ def test_layers_that_differ_are_all_kept(tiny_llama: Path) -> None:
     model = deep(tiny_llama, 3)
     assert distinct_layers(model, [INT8, INT8, BF16, BF16, INT8, INT8]) == [0, 2, 5]
     norm = model.layers[1].mlp_norm
+    assert norm is not None
     other = replace(model.layers[1], mlp_norm=replace(norm, weight=norm.weight.double()))
     mixed = replace(model, layers=(model.layers[0], other, *model.layers[2:]))
     assert distinct_layers(mixed, [INT8] * 6) == [0, 1, 5]
+
+
+def test_layers_that_read_the_caches_of_others_keep_these(tiny_llama: Path) -> None:
+    model = deep(tiny_llama, 3)
+    layers = list(model.spec.layers)
+    for index in (4, 5):
+        mixer = layers[index].mixer
+        assert isinstance(mixer, AttentionSpec)
+        layers[index] = replace(layers[index], mixer=replace(mixer, kv_layer=3))
+    model = replace(model, spec=replace(model.spec, layers=tuple(layers)))
+    kept = distinct_layers(model, [INT8] * 4)
+    assert kept == [0, 3, 4, 5]
+    few = with_layers(model, kept)
+    assert list(few.spec.cache_layers) == [0, 1]
+    assert [layer.cache_place for layer in few.layers] == [0, 1, 1, 1]

@@ -66,13 +66,20 @@ class Model:
         self.blocks = 0
         self.asked: list[tuple[Any, ...]] = []
         self.read: list[tuple[int, int]] = []  # rows of hidden states, and those of them scored
-        self.spec = SimpleNamespace(vocab_size=100)
+        self.spec = SimpleNamespace(vocab_size=100, state_bytes=0)
 
     def allocate_cache(
-        self, layers: Sequence[LayerPrecision], *, num_blocks: int, block_size: int, num_open: int
+        self,
+        layers: Sequence[LayerPrecision],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_open: int,
+        num_states: int,
     ) -> None:
         self.blocks += num_blocks
         assert num_open == layers[0].format.is_sealed
+        assert num_states == 0
 
     def forward(self, *arguments: Any) -> torch.Tensor:
         self.asked.append(arguments)

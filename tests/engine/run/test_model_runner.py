@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,18 @@ EOS = 2
 
 
 def load(folder: Path, device: Device | None, **options: Any) -> LLMEngine:
+    return load_telling(lambda stage, done, total: None, folder, device, options)
+
+
+def load_telling(
+    on_progress: Callable[[str, int, int], None],
+    folder: Path,
+    device: Device | None,
+    options: dict[str, Any],
+) -> LLMEngine:
     defaults = {"threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 64, "kernels": "torch"}
     config = EngineConfig(**{"model": str(folder), **defaults, **options})
-    return LLMEngine(*load_parts(config, (EOS,), None, lambda stage, done, total: None, device))
+    return LLMEngine(*load_parts(config, (EOS,), None, on_progress, device))
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -137,40 +147,24 @@ def test_sealed_blocks_say_the_same_with_and_without_graphs(tiny_llama: Path, kv
     assert graphs_of(engine).captured
 
 
-def test_decode_steps_become_graphs_when_nothing_else_is_to_do(tiny_llama: Path) -> None:
+def test_all_graphs_are_there_before_the_first_request(tiny_llama: Path) -> None:
     device = LateDevice()
-    engine = load(tiny_llama, device)
+    engine = load(tiny_llama, device, max_num_seqs=9)
     graphs = graphs_of(engine)
+    assert graphs.captured == (1, 2, 4, 8, 9)
+    assert device.captures == 5
     five = [request(f"r{i}", prompt(20 + i, i), ignore_eos=True) for i in range(5)]
     expected = run(load(tiny_llama, None), *five)
-    for item in five:
-        engine.submit(item)
-    while engine._scheduler.has_work:
-        engine.step()
-        assert graphs.captured == (), "the first requests wait for no capture"
-    engine.step()  # takes the last row off the device
-    while engine.has_work:
-        assert engine.step().deltas == ()
-    assert 8 in graphs.captured
-    for _ in range(3):
+    for _ in range(2):
         assert run(engine, *five) == expected
         assert run(engine, five[0]) == {("r0", 0): expected["r0", 0]}
-    assert set(graphs.captured) >= {1, 8}
-    assert device.captures == len(graphs.captured)
+    assert device.captures == 5, "no request waits for a capture"
 
 
-def test_a_size_that_is_always_busy_is_captured_all_the_same(tiny_llama: Path) -> None:
-    engine = load(tiny_llama, LateDevice())
-    graphs = graphs_of(engine)
-    item = request("r", prompt(20), ignore_eos=True, max_tokens=150)
-    engine.submit(item)
-    for _ in range(100):
-        engine.step()
-    assert graphs.captured == (1,)
-    answer = deltas_of(engine)
-    expected = run(load(tiny_llama, None), item)["r", 0][0]
-    tokens = [token for delta in answer for token in delta.token_ids]
-    assert tokens == expected[-len(tokens) :]
+def test_graphs_are_told_while_they_are_made(tiny_llama: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    load_telling(lambda *now: told.append(now), tiny_llama, LateDevice(), {"max_num_seqs": 3})
+    assert [now for now in told if now[0] == "graphs"] == [("graphs", i, 3) for i in range(4)]
 
 
 def test_graphs_can_be_turned_off(tiny_llama: Path) -> None:

@@ -114,19 +114,6 @@ def test_logprobs_are_of_the_untouched_distribution(choose) -> None:  # type: ig
     assert [candidate.token_id for candidate in result.logprobs.top] == [3, 4]
 
 
-def test_a_forced_token_is_taken_and_reported_as_it_is(choose) -> None:  # type: ignore[no-untyped-def]
-    logits = peaked((3, 2.0), (4, 1.0))
-    expected = torch.log_softmax(torch.tensor(logits), 0)
-    for temperature in (0.0, 2.0):
-        forced = sequence(answer=(9,), forced=(9, 7), logprobs=1, temperature=temperature)
-        result = choose(logits, forced)[0]
-        assert result.token_id == 7
-        assert result.logprobs is not None
-        assert result.logprobs.chosen.logprob == pytest.approx(expected[7].item())
-        assert [candidate.token_id for candidate in result.logprobs.top] == [3]
-    assert choose(logits, sequence(answer=(9, 7), forced=(9, 7)))[0].token_id == 3
-
-
 def test_a_thought_that_takes_too_long_is_ended(choose) -> None:  # type: ignore[no-untyped-def]
     logits = peaked((3, 2.0), (4, 1.0))
 

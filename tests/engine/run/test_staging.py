@@ -126,13 +126,11 @@ def run_all(cache: GraphCache, sizes: tuple[int, ...]) -> list[int]:
 def test_graphs_stop_at_their_bound() -> None:
     cache = GraphCache(Hungry(), (1, 2, 4, 8), 150)
     assert run_all(cache, (1, 2, 2, 4)) == [1, 2, 2, 4]
-    assert cache.wanted() == 2, "the one used most"
-    assert cache.wanted(at_least=3) is None
-    for expected in (2, 1):
-        assert cache.wanted() == expected
-        cache.capture(expected, lambda: None)
+    for size in (1, 2):
+        assert cache.has_room
+        cache.capture(size, lambda: None)
     assert cache.num_bytes == 200
-    assert cache.wanted() is None
+    assert not cache.has_room
     assert cache.captured == (1, 2)
     assert run_all(cache, (1, 2, 4)) == [4]
 
@@ -141,14 +139,12 @@ def test_graphs_stop_at_their_bound() -> None:
 def test_when_a_graph_cannot_be_there_are_no_more_of_them(error: Exception) -> None:
     cache = GraphCache(Hungry(error), (1, 2, 4, 8), 10**6)
     for size in (1, 2, 4, 8):
-        run_all(cache, (size,))
+        assert cache.has_room
         cache.capture(size, lambda: None)
     assert cache.captured == (1, 2, 4)
-    run_all(cache, (8,))
-    assert cache.wanted() is None
+    assert run_all(cache, (8,)) == [8]
+    assert not cache.has_room
 
 
-def test_graphs_that_are_off_are_never_wanted() -> None:
-    cache = GraphCache(HostDevice(), (1, 2), 0)
-    run_all(cache, (1,) * 100)
-    assert cache.wanted() is None
+def test_graphs_that_are_off_have_no_room() -> None:
+    assert not GraphCache(HostDevice(), (1, 2), 0).has_room

@@ -7,7 +7,8 @@ from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.draft import Draft
 from appliance.engine.sequence import Sequence
 from appliance.engine.tiers.host_store import HostBlock
-from appliance.engine.tiers.tiers import Arrival, Tiers
+from appliance.engine.tiers.planned_moves import Arrival
+from appliance.engine.tiers.tiers import Tiers
 
 
 def sequence(num_tokens: int, num_computed: int) -> Sequence:

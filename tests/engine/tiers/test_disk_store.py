@@ -18,6 +18,7 @@ from waiting import wait_until
 
 from appliance.engine.tiers.block_file import HEADER_BYTES
 from appliance.engine.tiers.disk_store import DiskStore, remove_models, stored_models
+from appliance.engine.tiers.state_key import state_key
 
 SIZE = 4096
 MODEL, OTHER = b"m" * 16, b"o" * 16
@@ -45,6 +46,23 @@ def write(store: DiskStore, *numbers: int) -> None:
 
 def path_of(store: DiskStore, number: int) -> Path:
     return store.folder / f"{content_of(number).hex()}.kv"
+
+
+def test_a_checkpoint_lies_beside_the_block_that_it_follows(tmp_path: Path) -> None:
+    for size in (SIZE, 100):
+        store = DiskStore(tmp_path / str(size), MODEL, SIZE, 1 << 30, {}, state_bytes=size)
+        store.open()
+        state = bytearray(random.Random(9).randbytes(size))
+        write(store, 1)
+        store.write(state_key(content_of(1)), state, 10**18)
+        again = DiskStore(store.root, MODEL, SIZE, 1 << 30, {}, state_bytes=size)
+        again.open()
+        assert again.read(state_key(content_of(1))) == state
+        assert again.read(content_of(1)) == data_of(1)
+        path = path_of(store, 1)
+        path.rename(path.with_name(path.name.replace(".kv", "73.kv")))
+        assert again.read(state_key(content_of(1))) is None, "it is the block"
+        assert again.counters.corrupt == 1
 
 
 def test_blocks_come_back_also_for_the_next_server(tmp_path: Path) -> None:

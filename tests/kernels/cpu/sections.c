@@ -108,9 +108,9 @@ SECTION(void, rotate)(float *head, const float *cosine, const float *sine, int32
     rotate_head(head, cosine, sine, rotary_dim);
 }
 
-SECTION(void, gate)(const float *gate, const float *up, int32_t activation, int32_t width,
+SECTION(void, gate)(const float *gate, const float *up, const ap_gating *gating, int32_t width,
                     float *out) {
-    gated_row(gate, up, activation, width, out);
+    gated_row(gate, up, gating, width, out);
 }
 
 #endif

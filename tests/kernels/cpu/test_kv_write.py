@@ -193,12 +193,12 @@ def test_page_bytes(library: ctypes.CDLL, format: Format) -> None:
     sizes = {Format.F32: 4, Format.F16: 2, Format.BF16: 2, Format.K8V4: 0.75}
     integer = {Format.INT8: 1, Format.INT4: 0.5, Format.SEALED: 0.5, Format.FP8: 1}
     scales = {Format.INT8: 64, Format.INT4: 128, Format.SEALED: 64, Format.K8V4: 128}
-    for dim in (32, 64, 128, 256):
+    for dim in (32, 64, 128, 256, 512):
         expected = 2 * 16 * dim * (sizes | integer)[format] + scales.get(format, 0)
         if format is Format.SEALED:
             expected += 2 * dim
         assert library.ap_page_bytes(format, dim) == expected
-    for dim in (0, -16, 8, 24, 272):
+    for dim in (0, -16, 8, 24, 528):
         assert library.ap_page_bytes(format, dim) == -1
     assert library.ap_page_bytes(len(Format), 64) == -1
     assert library.ap_page_bytes(-1, 64) == -1

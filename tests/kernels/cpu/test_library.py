@@ -13,7 +13,7 @@ import pytest
 
 from appliance.config import EngineConfig
 from appliance.errors import ConfigError
-from appliance.kernels.cpu import build, library, structs
+from appliance.kernels.cpu import build, library, step_structs, structs
 from appliance.kernels.cpu.library import (
     LibraryLoadError,
     LibraryMismatchError,
@@ -26,7 +26,7 @@ from appliance.kernels.cpu.library import (
 from appliance.kernels.cpu.structs import Isa
 from appliance.version import __version__
 
-SIZES = {name: ctypes.sizeof(struct) for name, struct in structs.STRUCTS.items()}
+SIZES = {name: ctypes.sizeof(struct) for name, struct in step_structs.STRUCTS.items()}
 REBUILD = "run: python -m appliance.kernels.cpu.build"
 
 
@@ -108,10 +108,11 @@ def test_a_library_without_one_of_the_functions_is_refused(tmp_path: Path, name:
 
 
 def test_every_struct_of_the_header_is_checked() -> None:
-    header = (build.SOURCES / "appliance_cpu.h").read_text()
+    headers = [build.SOURCES / name for name in ("appliance_cpu.h", "mixers.h")]
+    header = "".join(path.read_text() for path in headers)
     declared = {line[2:].rstrip(";") for line in header.splitlines() if line.startswith("} ap_")}
-    enums = {"ap_status", "ap_isa", "ap_format", "ap_offset_kind", "ap_activation"}
-    assert declared - enums == set(structs.STRUCTS)
+    enums = {"ap_status", "ap_isa", "ap_format", "ap_offset_kind", "ap_activation", "ap_scoring"}
+    assert declared - enums == set(step_structs.STRUCTS)
 
 
 def test_the_constants_are_those_of_the_header() -> None:

@@ -25,8 +25,10 @@ from cpu_linears import (
     packed_weight,
 )
 from cpu_sections import use_isa
+from fp4_weights import random_fp4
 
 from appliance.kernels.cpu.structs import Format, Isa, Offset, Status
+from appliance.kernels.packed import OffsetKind, PackedWeight
 
 
 @pytest.fixture
@@ -52,6 +54,37 @@ def test_integer_weights_are_exact_integer_sums_whatever_the_number_of_rows(
         x = activations(ROW_COUNTS[-1], width)
         all_rows = forward(library, engine, linear, x)
         assert_close(all_rows, *exact(weight, x))
+        for rows in ROW_COUNTS:
+            some = forward(library, engine, linear, x[-rows:])
+            assert np.array_equal(some.view(np.int32), all_rows[-rows:].view(np.int32)), rows
+
+
+def test_4_bit_floats_are_exact_integer_sums_whatever_the_number_of_rows(
+    library: ctypes.CDLL, engine: int
+) -> None:
+    for width in WIDTHS[32]:
+        weight = random_fp4(OUTPUTS, width, torch.float8_e8m0fnu)
+        assert len(weight.unpack().unique()) == 16  # all codes
+        scale = weight.scale.float() * weight.row_scale[:, None] / 2
+        linear = describe(Format.E2M1, OUTPUTS, width, group=32)
+        status = library.ap_linear_pack(
+            engine,
+            linear.struct,
+            weight.codes.data_ptr(),
+            scale.data_ptr(),
+            None,
+            Format.F32,
+            32,
+        )
+        assert status == Status.OK
+        twice = (weight.dequantize() / scale.repeat_interleave(32, dim=1)).round()
+        middle = torch.full_like(scale, 128)
+        whole = PackedWeight(
+            (twice + 128).to(torch.uint8), scale, middle, OffsetKind.ZERO_POINT, 8, 32
+        )
+        x = activations(ROW_COUNTS[-1], width)
+        all_rows = forward(library, engine, linear, x)
+        assert_close(all_rows, *exact(whole, x))
         for rows in ROW_COUNTS:
             some = forward(library, engine, linear, x[-rows:])
             assert np.array_equal(some.view(np.int32), all_rows[-rows:].view(np.int32)), rows

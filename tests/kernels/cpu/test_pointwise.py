@@ -14,12 +14,14 @@ from cpu_sections import use_isa
 from numpy.typing import NDArray
 
 from appliance.kernels.cpu.library import supported_isas
-from appliance.kernels.cpu.structs import Isa, NormStruct, RopeStruct
+from appliance.kernels.cpu.structs import GatingStruct, Isa, NormStruct, RopeStruct
 
 Array = NDArray[Any]
 
 WIDTHS = (1, 15, 16, 17, 63, 64, 65, 130, 576, 1000, 4096)
-ACTIVATIONS = (0, 1)  # AP_SILU, AP_GELU_TANH
+# AP_SILU, AP_GELU_TANH
+ACTIVATIONS = (GatingStruct(0), GatingStruct(1))
+CLAMPED = GatingStruct(2, 7.0, 1.702)
 EPS = 1e-5
 
 
@@ -117,7 +119,7 @@ def test_rotary_is_a_complex_product(library: ctypes.CDLL, head_dim: int, rotary
 
 
 def gated(
-    library: ctypes.CDLL, gate: Array, up: Array, activation: int, *, in_place: bool
+    library: ctypes.CDLL, gate: Array, up: Array, activation: GatingStruct, *, in_place: bool
 ) -> Array:
     gate = gate.copy()
     out = gate if in_place else np.full_like(gate, np.nan)
@@ -128,26 +130,39 @@ def gated(
     return out
 
 
-def activated(gate: Array, activation: int) -> Array:
+def activated(gate: Array, activation: GatingStruct) -> Array:
     x = gate.astype(np.float64)
-    if activation == 0:
+    if activation.activation == 0:
         return np.asarray(x / (1 + np.exp(-x)))
     return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "gelu"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_gated_activation(
-    library: ctypes.CDLL, width: int, activation: int, in_place: bool
+    library: ctypes.CDLL, width: int, activation: GatingStruct, in_place: bool
 ) -> None:
     gate, up = numbers(2, width) * 4, numbers(2, width, seed=1)
     result = gated(library, gate, up, activation, in_place=in_place)
     np.testing.assert_allclose(result, activated(gate, activation) * up, rtol=1e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gates_far_from_zero_and_broken_ones(library: ctypes.CDLL, activation: int) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_clamped_gates(library: ctypes.CDLL, width: int, in_place: bool) -> None:
+    gate, up = numbers(2, width) * 8, numbers(2, width, seed=1) * 8
+    gate[1, -1] = np.nan
+    result = gated(library, gate, up, CLAMPED, in_place=in_place)
+    x = np.minimum(gate.astype(np.float64), 7)
+    expected = x / (1 + np.exp(-1.702 * x)) * (np.clip(up, -7, 7) + 1)
+    np.testing.assert_allclose(result, expected, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "gelu"])
+def test_gates_far_from_zero_and_broken_ones(
+    library: ctypes.CDLL, activation: GatingStruct
+) -> None:
     gate = np.array([[0.0, -0.0, 30.0, -30.0, 1e4, -1e4, 3e38, -3e38, np.nan]], np.float32)
     result = gated(library, gate, np.ones_like(gate), activation, in_place=False)
     with np.errstate(over="ignore"):
@@ -210,10 +225,12 @@ def calls_on(library: ctypes.CDLL, width: int) -> list[Callable[[Array], None]]:
         library.section_norm(other.ctypes.data, struct, width, out.ctypes.data)
 
     def gate(x: Array) -> None:
-        library.section_gate(x.ctypes.data, other.ctypes.data, 0, width, x.ctypes.data)
+        library.section_gate(x.ctypes.data, other.ctypes.data, ACTIVATIONS[0], width, x.ctypes.data)
 
     def up(x: Array) -> None:
-        library.section_gate(other.ctypes.data, x.ctypes.data, 1, width, out.ctypes.data)
+        library.section_gate(
+            other.ctypes.data, x.ctypes.data, ACTIVATIONS[1], width, out.ctypes.data
+        )
 
     return [norm_input, norm_weight, gate, up]
 

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ptx_machine.driver import TARGETS, gpu
+from kernel_gpu import gpu
+from ptx_machine.driver import TARGETS
 
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_page.layout import record_offset

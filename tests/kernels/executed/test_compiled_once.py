@@ -15,22 +15,24 @@ from typing import Any, cast
 import pytest
 import torch
 import triton
+from kernel_gpu import gpu
 from late_device import LateDevice
 from packed_weights import random_packed
-from ptx_machine.driver import TARGETS, gpu
+from ptx_machine.driver import TARGETS
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
-from appliance.engine.execution import Precision, TorchExecution
+from appliance.engine.execution.execution import Precision
+from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.runner_setup import Steps, make_runner, plan_measured
+from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
-from appliance.kernels.activation import Activation
+from appliance.kernels.activation import Gating
 from appliance.kernels.backend import Backend, Linear, triton_backend
 from appliance.kernels.compile_ahead import compiled_ahead
 from appliance.kernels.kv_cache import KVFormat
@@ -40,7 +42,6 @@ from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
 LIMITS = SchedulerLimits(max_num_seqs=17, max_num_batched_tokens=34, context_length=70)
-FEW = replace(LIMITS, max_num_seqs=4)  # the last layer has fewer rows than any kernel's tile
 NUM_OPEN = 60
 
 
@@ -56,7 +57,7 @@ def with_packed_weights() -> Backend:
         return triton.prepare_linear(packed(weight), bias, dtype)
 
     def prepare_gated(
-        weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype, activation: Activation
+        weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype, activation: Gating
     ) -> Linear | None:
         return triton.prepare_gated(packed(weight), bias, dtype, activation)
 
@@ -66,13 +67,12 @@ def with_packed_weights() -> Backend:
 def engine_of(
     model: Path,
     kv_format: KVFormat,
-    limits: SchedulerLimits = LIMITS,
-    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    on_progress: Callable[[str, int, int], None],
 ) -> LLMEngine:
     source = open_model(model)
     precision = Precision(CPU, torch.bfloat16, kv_format, 32)
     execution = TorchExecution(precision, with_packed_weights())
-    executor = execution.load(source, lambda stage, done, total: None, limits.context_length)
+    executor = execution.load(source, lambda stage, done, total: None, LIMITS.context_length)
     num_open = NUM_OPEN if kv_format.is_sealed else 0
     block_bytes = 32 * execution.kv_bytes_per_token(source.spec)
     request = MemoryRequest(
@@ -83,29 +83,29 @@ def engine_of(
         block_size=32,
         activation_bytes=2,
         budget_bytes=2**31,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.context_length,
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=LIMITS.context_length,
         kv_cache_memory=30 * block_bytes,
         fill=True,
         open_bytes=num_open * execution.open_page_bytes(source.spec),
     )
-    steps = Steps(
+    steps = RunnerParts(
         execution,
         executor,
         LateDevice(),
-        limits,
-        execution.sample_tokens(source.spec, limits.max_num_seqs),
+        LIMITS,
+        execution.sample_tokens(source.spec, LIMITS.max_num_seqs),
         num_open,
         with_graphs=False,
     )
     plan, graph_bytes = plan_measured(steps, request, on_progress)
-    runner, _ = make_runner(
+    runner, *_ = make_runner(
         steps, plan, graph_bytes, (), Rates(), Matchers(source.spec.vocab_size, ())
     )
     blocks = BlockManager(plan.num_blocks, 32, num_open=num_open)
     tiers = Tiers.none(blocks)
-    scheduler = Scheduler(blocks, limits, (), look_ahead=True, tiers=tiers)
+    scheduler = Scheduler(blocks, LIMITS, (), look_ahead=True, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=())
     return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info))
 
@@ -114,35 +114,6 @@ def request(name: str, length: int, **sampling: Any) -> Request:
     settings = {"temperature": 1.0, "seed": 5, "max_tokens": 2, "ignore_eos": True, **sampling}
     tokens = tuple(3 + (7 * place + length) % 500 for place in range(length))
     return Request(request_id=name, prompt_token_ids=tokens, sampling=SamplingParams(**settings))
-
-
-@pytest.mark.compiled
-def test_nothing_is_compiled_while_requests_wait(
-    target: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-
-    def note(*, fn: Any, **_: object) -> None:
-        names.append(fn.name)
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    with gpu(TARGETS[target], has_compiled=False):
-        engine = engine_of(tiny_llama, KVFormat.INT4_SEALED)
-        at_load = list(names)
-        requests = [
-            request("one", 1, max_tokens=1, temperature=0.0),
-            request("copies on write", 33, n=3, logprobs=2, presence_penalty=1.0),
-            request("biased", 2, logit_bias={7: 1.0}, presence_penalty=1.0),
-            *(request(f"r{i}", 1 + i % 2, max_tokens=1, top_p=0.9) for i in range(16)),
-        ]
-        for item in requests:
-            engine.submit(item)
-            if item.request_id == "one":
-                engine.step()
-        while engine.has_work:
-            assert not [delta.error for delta in engine.step().deltas if delta.error]
-    assert {"seal_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} < set(at_load)
-    assert names == at_load, names[len(at_load) :]
 
 
 @pytest.fixture
@@ -160,17 +131,31 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
 
 
 @pytest.mark.compiled
-def test_nothing_is_left_to_be_compiled_by_the_first_steps(
+def test_all_is_compiled_ahead_at_load_and_nothing_while_requests_wait(
     target: str, tiny_llama: Path, compiled: list[tuple[str, bool]]
 ) -> None:
     told: list[tuple[str, int, int]] = []
     with gpu(TARGETS[target], has_compiled=False):
-        engine_of(tiny_llama, KVFormat.INT4_SEALED, FEW, lambda *now: told.append(now))
-    kernels = {name for name, _ in compiled}
+        engine = engine_of(tiny_llama, KVFormat.INT4_SEALED, lambda *now: told.append(now))
+        at_load = list(compiled)
+        requests = [
+            request("one", 1, max_tokens=1, temperature=0.0),
+            request("copies on write", 33, n=3, logprobs=2, presence_penalty=1.0),
+            request("biased", 2, logit_bias={7: 1.0}, presence_penalty=1.0),
+            *(request(f"r{i}", 1 + i % 2, max_tokens=1, top_p=0.9) for i in range(16)),
+        ]
+        for item in requests:
+            engine.submit(item)
+            if item.request_id == "one":
+                engine.step()
+        while engine.has_work:
+            assert not [delta.error for delta in engine.step().deltas if delta.error]
+    kernels = {name for name, _ in at_load}
     assert {"seal_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} < kernels
-    assert {name for name, in_the_way in compiled if in_the_way} <= {"block_copy_kernel"}
+    assert {name for name, in_the_way in at_load if in_the_way} <= {"block_copy_kernel"}
     all_told = [("kernels", done, len(told)) for done in range(1, len(told) + 1)]
     assert told == all_told
+    assert compiled == at_load, compiled[len(at_load) :]
 
 
 @pytest.mark.compiled

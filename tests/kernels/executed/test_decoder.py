@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from packed_weights import random_packed
+from teacher_forcing import logits_of
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
@@ -14,8 +15,9 @@ from appliance.model.layers import GatedLinear
 from appliance.model.linear import LinearPart
 from appliance.model.loader import LayerBuilder, load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
+from appliance.model.spec import DecoderSpec, NormSpec
 
+NO_LAYERS = DecoderSpec("none", 64, 97, 32, (), NormSpec(1e-5), tied_head=True)
 TOKEN_IDS = torch.randint(3, 500, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -40,7 +42,7 @@ def test_gate_and_up_of_one_packing_are_one_operation_on_the_kernels() -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     found = {}
     for backend in (select_backend(torch.device("cuda")), REFERENCE):
-        builder = LayerBuilder(backend, torch.bfloat16, ())
+        builder = LayerBuilder(backend, torch.bfloat16, NO_LAYERS)
         linear = builder.gated(parts, Activation.SILU)
         assert linear.out_features == 128
         assert builder.nbytes == linear.nbytes > 0
@@ -61,6 +63,6 @@ def test_gate_and_up_of_one_packing_are_one_operation_on_the_kernels() -> None:
 def test_what_the_fused_kernel_does_not_cover_is_two_operations(
     parts: list[Weight], activation: Activation
 ) -> None:
-    builder = LayerBuilder(select_backend(torch.device("cuda")), torch.bfloat16, ())
+    builder = LayerBuilder(select_backend(torch.device("cuda")), torch.bfloat16, NO_LAYERS)
     linear = builder.gated([LinearPart(part, None) for part in parts], activation)
     assert isinstance(linear, GatedLinear)

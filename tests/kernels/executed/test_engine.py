@@ -11,7 +11,8 @@ from late_device import LateDevice
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
-from appliance.engine.execution import Precision, TorchExecution
+from appliance.engine.execution.execution import Precision
+from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
@@ -60,6 +61,7 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
         spare=Spare(NUM_BLOCKS) if asynchronous else None,
         graph_bytes=2**30,
     )
+    runner.capture(lambda stage, done, total: None)
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
     tiers = Tiers.none(blocks)
     scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous, tiers=tiers)

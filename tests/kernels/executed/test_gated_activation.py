@@ -5,13 +5,14 @@ import torch
 from torch.nn import functional
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.activation import Activation
+from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.gated_activation.launch import gated_activation
 
+GATES = (Activation.SILU, Activation.GELU_TANH)  # no gate is a squared ReLU
 STEP = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # one rounding
 
 
-@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("dtype", list(STEP))
 @pytest.mark.parametrize("intermediate", [1536, 1024, 40])
 def test_activation_is_that_of_float64(
@@ -29,6 +30,18 @@ def test_activation_is_that_of_float64(
     torch.testing.assert_close(found.double(), expected, rtol=STEP[dtype], atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", list(STEP))
+def test_clamped_gates_are_those_of_float64(dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 2 * 1032) * 4).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    gate = gate.clamp(max=3.0)
+    expected = gate * torch.sigmoid(1.7 * gate) * (up.clamp(-3.0, 3.0) + 1)
+    found = gated_activation(x, ClampedSwiGLU(limit=3.0, alpha=1.7))
+    torch.testing.assert_close(found.double(), expected, rtol=STEP[dtype], atol=2e-6)
+    broken = torch.full((1, 4), torch.nan)
+    assert gated_activation(broken, ClampedSwiGLU(3.0, 1.7)).isnan().all()
+
+
 def test_gate_and_up_may_take_turns() -> None:
     gate, up = torch.randn(2, 3, 1032)
     in_turns = torch.stack((gate.view(3, -1, 8), up.view(3, -1, 8)), dim=2).flatten(1)
@@ -36,7 +49,7 @@ def test_gate_and_up_may_take_turns() -> None:
     assert torch.equal(found, gated_activation(torch.cat((gate, up), dim=1), Activation.SILU))
 
 
-@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("activation", GATES)
 def test_large_values_saturate(activation: Activation) -> None:
     gate = torch.tensor([[-1e4, -200.0, 200.0, 1e4]])
     found = gated_activation(torch.cat((gate, torch.ones(1, 4)), dim=1), activation)
@@ -44,7 +57,9 @@ def test_large_values_saturate(activation: Activation) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-30)
 
 
-def test_no_rows_pass_and_other_dtypes_are_refused() -> None:
+def test_no_rows_pass_and_what_no_kernel_covers_is_refused() -> None:
     assert gated_activation(torch.empty(0, 8), Activation.SILU).shape == (0, 4)
     with pytest.raises(UnsupportedModelError, match="float64"):
         gated_activation(torch.zeros(1, 8, dtype=torch.float64), Activation.SILU)
+    with pytest.raises(UnsupportedModelError, match="relu_squared"):
+        gated_activation(torch.zeros(1, 8), Activation.RELU_SQUARED)

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fp4_weights import random_fp4
 from packed_weights import random_packed
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch
 from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_gate_up, prepare_linear
@@ -32,7 +34,10 @@ def activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_near_exact(
-    found: torch.Tensor, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
+    found: torch.Tensor,
+    x: torch.Tensor,
+    weight: PackedWeight | Fp4Weight,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Within 1.5 times the error of torch's product in this dtype, on average and at worst."""
     assert found.dtype == x.dtype
@@ -44,7 +49,9 @@ def assert_near_exact(
     assert error.mean() <= MORE_THAN_DENSE * error_of_dense.mean()
     assert error.max() <= MORE_THAN_DENSE * error_of_dense.max()
     sums = x.double().unflatten(1, (-1, weight.group_size)).sum(-1).abs()
-    offsets = OFFSET_ROUNDING * sums @ centered(weight)[1].double().abs().t()
+    offsets = torch.zeros(())
+    if isinstance(weight, PackedWeight):
+        offsets = OFFSET_ROUNDING * sums @ centered(weight)[1].double().abs().t()
     summing = 1e-5 * (x.double().abs() @ w.abs().t())
     assert (error <= ROUNDING[x.dtype] * expected.abs() + offsets + summing + 1e-6).all()
 
@@ -72,9 +79,45 @@ def test_every_code_and_group(bits: int, group_size: int, symmetric: bool, rows:
     dtype = BF16 if rows in (1, 64) else FP16
     linear = prepare_linear(weight, None, dtype)
     assert isinstance(linear, TiledLinear)
-    assert linear.weight.params_kind is (Params.FP32 if symmetric else Params.FP16_OFFSET)
+    params = Params.FP16_ZERO if bits == 4 else Params.FP16_OFFSET
+    assert linear.weight.params_kind is (Params.FP32 if symmetric else params)
     x = activations(rows, 384, dtype)
     assert_near_exact(linear(x), x, weight)
+
+
+# Every two of rows, form and dtype meet; a width that is no whole block.
+@pytest.mark.parametrize(
+    ("rows", "form", "dtype"),
+    [
+        *((1, torch.float8_e8m0fnu, BF16), (1, torch.float8_e4m3fn, FP16)),
+        *((16, torch.float8_e8m0fnu, FP16), (16, torch.float8_e4m3fn, BF16)),
+        *((20, torch.float8_e8m0fnu, BF16), (70, torch.float8_e4m3fn, BF16)),
+    ],
+)
+@pytest.mark.parametrize("in_features", [256, 96])
+def test_four_bit_floats(
+    rows: int, form: torch.dtype, dtype: torch.dtype, in_features: int
+) -> None:
+    weight, bias = random_fp4(72, in_features, form), torch.randn(72)
+    linear = prepare_linear(weight, bias, dtype)
+    assert isinstance(linear, TiledLinear)
+    x = activations(rows, in_features, dtype)
+    assert_near_exact(linear(x), x, weight, bias)
+
+
+def test_many_rows_of_four_bit_floats_are_multiplied_densely() -> None:
+    weight = random_fp4(144, 128, torch.float8_e4m3fn)
+    x = activations(600, 128, BF16)
+    linear = prepare_linear(weight, None, BF16)
+    assert isinstance(linear, TiledLinear)
+    dense = launch._dequantize(linear.weight, 64, 128, x)
+    torch.testing.assert_close(dense, weight.dequantize(BF16)[64:128], rtol=2**-7, atol=0)
+    y = x.double() @ weight.dequantize(BF16).double().t()
+    torch.testing.assert_close(linear(x).double(), y, rtol=2e-2, atol=4e-3 * float(y.abs().max()))
+    gate, up = y.chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    gated = prepare_gate_up(weight, None, BF16)(x).double()
+    torch.testing.assert_close(gated, expected, rtol=4e-2, atol=4e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 33, 130])
@@ -128,14 +171,14 @@ def test_splits_add_up_in_a_fixed_order(
 
 @pytest.mark.parametrize("rows", [8, 24])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_gated_with_residual(monkeypatch: pytest.MonkeyPatch, rows: int, splits: int) -> None:
+def test_gated(monkeypatch: pytest.MonkeyPatch, rows: int, splits: int) -> None:
     monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
     weight, bias = random_packed(144, 512, 64), torch.randn(144)
-    x, residual = activations(rows, 512, BF16), torch.randn(rows, 72).to(BF16)
+    x = activations(rows, 512, BF16)
     linear = prepare_gate_up(weight, bias, BF16)
     gate, up = (x.double() @ weight.dequantize(torch.float64).t() + bias.double()).chunk(2, 1)
-    expected = torch.nn.functional.silu(gate) * up + residual.double()
-    error = (linear(x, residual).double() - expected).abs()
+    expected = torch.nn.functional.silu(gate) * up
+    error = (linear(x).double() - expected).abs()
     assert linear.out_features == 72
     assert (error <= ROUNDING[BF16] * expected.abs() + 1e-4 * expected.abs().max()).all()
 
@@ -156,13 +199,12 @@ def test_many_rows_by_a_dense_product(
     torch.testing.assert_close(dense, weight.dequantize(BF16)[128:256], rtol=2**-7, atol=2e-3)
     linear = (prepare_gate_up if gated else prepare_linear)(weight, bias, BF16)
     assert isinstance(linear, TiledLinear)
-    residual = torch.randn(600, linear.out_features).to(BF16)
-    out = linear(x, residual)
+    out = linear(x)
     y = x.float() @ weight.dequantize(BF16).float().t() + bias
     if gated:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(out.float(), y + residual.float(), rtol=2e-2, atol=0.3)
+    torch.testing.assert_close(out.float(), y, rtol=2e-2, atol=0.3)
 
 
 def test_neighbours_change_no_bit_within_a_tile_of_the_table() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.sampling import SamplingRows, reference
+from appliance.kernels.sampling import SamplingRows, launch, reference
 from appliance.kernels.sampling.launch import DeviceSampling
 
 VOCAB = 5000  # two chunks, and more than all candidates
@@ -26,9 +26,11 @@ def rows_of(rows: list[Settings]) -> SamplingRows:
     return SamplingRows.of(temperature, top_k, top_p, min_p, uniform)
 
 
-def assert_right(logits: torch.Tensor, rows: list[Settings]) -> None:
+def assert_right(
+    logits: torch.Tensor, rows: list[Settings], sampling: DeviceSampling = DEVICE_SAMPLING
+) -> None:
     """A uniform number within rounding of a boundary may fall on either side of it."""
-    tokens = DEVICE_SAMPLING(logits, rows_of(rows))
+    tokens = sampling(logits, rows_of(rows))
     accepted = torch.stack(
         [
             reference.sample(
@@ -131,5 +133,20 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_where_its_tokens_lie() ->
 
 
 def test_a_vocabulary_that_no_kernel_covers_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="up to 262144"):
-        DeviceSampling(1, 2**18 + 1, CPU)
+    with pytest.raises(UnsupportedModelError, match="up to 524288"):
+        DeviceSampling(1, 2**19 + 1, CPU)
+
+
+def test_a_row_of_many_chunks_is_cut_into_longer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_CHUNKS", 1)
+    sampling = DeviceSampling(4, VOCAB, CPU)
+    logits = logits_of(5, 4, 4.0)
+    logits[0, -1] = 99.0
+    rows: list[Settings] = [
+        (0.0, 0, 1.0, 0.0, 0.1),
+        (1.0, 0, 1.0, 0.0, 0.7),
+        (0.8, 9, 0.9, 0.0, 0.6),
+        (1.5, 0, 0.999, 0.0, 0.4),
+    ]
+    assert_right(logits, rows, sampling)
+    assert sampling(logits, rows_of(rows))[0] == VOCAB - 1

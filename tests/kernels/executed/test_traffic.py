@@ -11,11 +11,14 @@ import torch
 import triton
 from attention_spans import span_table
 from compiled_kernels.signatures.paged_attention import FORMATS
+from fp4_weights import random_fp4
 from packed_weights import random_packed
 from ptx_machine.driver import PtxDriver
 from ptx_machine.memory import SECTOR
 
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch as matmul_launch
 from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_linear
 from appliance.kernels.packed_matmul.tiles import TILE_N, choose_splits
@@ -100,8 +103,12 @@ def decode(kv_format: KVFormat, rows: int = 1, window: int | None = None) -> Cos
 
 
 def matmul(rows: int, group_size: int) -> Cost:
-    """Rows by a weight of 4 bits: its tiles once, and the rows for each tile of the result."""
-    weight = random_packed(256, 2048, group_size)
+    """Rows by a weight of 4 bits with offsets of no integer zero points."""
+    return matmul_of(random_packed(256, 2048, group_size), rows)
+
+
+def matmul_of(weight: PackedWeight | Fp4Weight, rows: int) -> Cost:
+    """Rows by a weight: its tiles once, and the rows for each tile of the result."""
     linear = prepare_linear(weight, None, torch.bfloat16)
     assert isinstance(linear, TiledLinear)
     x = torch.randn(rows, 2048).bfloat16()
@@ -129,6 +136,11 @@ MATMUL = {  # by rows and group size; what is read on top is the sums of splits
 }
 
 
+# Words of scale and zero point are read twice, for sums and for codes.
+ZERO_POINT = {(1, 128): (1.17, 0.142), (16, 128): (1.18, 0.165)}
+FP4 = {(1, torch.float8_e8m0fnu): (1.12, 0.2), (16, torch.float8_e4m3fn): (1.13, 0.23)}
+
+
 def offends(cost: Cost, limits: tuple[float, float]) -> list[str]:
     """Which gates it fails."""
     sectors, instructions = limits
@@ -153,6 +165,19 @@ def test_packed_matmul_reads_little_more_than_weights() -> None:
     for (rows, group_size), limits in MATMUL.items():
         cost = matmul(rows, group_size)
         assert not offends(cost, limits), (rows, group_size, cost)
+
+
+def test_integer_zero_points_take_no_product_of_their_own() -> None:
+    for (rows, group_size), limits in ZERO_POINT.items():
+        cost = matmul_of(random_packed(256, 2048, group_size, kind=OffsetKind.ZERO_POINT), rows)
+        assert not offends(cost, limits), (rows, group_size, cost)
+        assert cost.instructions < matmul(rows, group_size).instructions
+
+
+def test_four_bit_floats_read_little_more_than_weights() -> None:
+    for (rows, form), limits in FP4.items():
+        cost = matmul_of(random_fp4(256, 2048, form), rows)
+        assert not offends(cost, limits), (rows, form, cost)
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.INT4])

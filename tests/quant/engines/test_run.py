@@ -14,14 +14,14 @@ from torch import Tensor
 from appliance.errors import ConfigError, QuantizeError
 from appliance.quant.engines import autoawq, optimum, quantize_by_engine, run
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.run.options import Engine, Method, QuantizeOptions, WeightFormat
+from appliance.quant.run.options import Method, QuantizeLibrary, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import Calibration, CalibrationText
 
 MakeFolder = Callable[..., Path]
 ASYMMETRIC = WeightScheme(4, 32, symmetric=False)
-AWQ = QuantizeOptions(ASYMMETRIC, engine=Engine.AUTOAWQ)
-GPTQ = QuantizeOptions(WeightScheme(4, 32), engine=Engine.OPTIMUM)
+AWQ = QuantizeOptions(ASYMMETRIC, engine=QuantizeLibrary.AUTOAWQ)
+GPTQ = QuantizeOptions(WeightScheme(4, 32), engine=QuantizeLibrary.OPTIMUM)
 
 
 class FakeLibrary:
@@ -83,7 +83,7 @@ def test_what_the_library_wrote_becomes_the_folder(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Tensor
 ) -> None:
     library = FakeLibrary()
-    monkeypatch.setitem(run._LIBRARIES, Engine.AUTOAWQ, library)
+    monkeypatch.setitem(run._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
     report = quantize_by_engine(make_llama(), tmp_path / "out", AWQ)
     assert library.rows is rows
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -98,7 +98,7 @@ def test_a_library_that_fails_leaves_nothing_and_is_named(
 ) -> None:
     assert len(rows)
     library = FakeLibrary(NameError("QuantizeConfig"))
-    monkeypatch.setitem(run._LIBRARIES, Engine.AUTOAWQ, library)
+    monkeypatch.setitem(run._LIBRARIES, QuantizeLibrary.AUTOAWQ, library)
     with pytest.raises(QuantizeError, match=r"autoawq 1\.2\.3 failed with NameError: QuantizeCon"):
         quantize_by_engine(make_llama(), tmp_path / "out", AWQ)
     assert not (tmp_path / "out").exists()
@@ -127,7 +127,7 @@ def test_a_gguf_file_is_not_for_other_libraries_and_a_missing_one_is_told_first(
     path.touch()
     with pytest.raises(QuantizeError, match="optimum cannot be imported"):
         quantize_by_engine(path, tmp_path / "out", GPTQ)
-    monkeypatch.setitem(run._LIBRARIES, Engine.OPTIMUM, FakeLibrary())
+    monkeypatch.setitem(run._LIBRARIES, QuantizeLibrary.OPTIMUM, FakeLibrary())
     with pytest.raises(ConfigError, match=r"no GGUF files; use --method gptq --format gptq"):
         quantize_by_engine(path, tmp_path / "out", GPTQ)
 
@@ -138,4 +138,4 @@ def test_engines_are_those_of_the_extras() -> None:
         for library in run._LIBRARIES.values()
     }
     with pytest.raises(ConfigError, match="supported: appliance, autoawq, optimum"):
-        Engine.parse("llamacpp")
+        QuantizeLibrary.parse("llamacpp")

@@ -39,7 +39,7 @@ def test_blocks_multiply_their_codes(folder_of: FolderOf) -> None:
     reader = open_weights(folder_of(tensors(weight_scale_inv=BLOCKS), FINE))
     assert reader.tensor_names() == ["lm_head.weight", NAME]
     assert reader.shape(NAME) == (200, 160)
-    assert (reader.is_fp8(NAME), reader.is_fp8("lm_head.weight")) == (True, False)
+    assert (reader.float_bits(NAME), reader.float_bits("lm_head.weight")) == (8, None)
     assert reader.packed_bits(NAME) is None
     loaded = reader.load(NAME)
     assert isinstance(loaded, Fp8Weight)
@@ -99,7 +99,7 @@ def test_damaged_scales_are_refused_by_name(
         (FINE | {"fmt": "e5m2"}, "numbers in 'e5m2'"),
         (FINE | {"weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
         (FINE | {"activation_scheme": "odd"}, "activation_scheme 'odd'"),
-        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        (MODELOPT | {"quant_algo": "INT4"}, "quant_algo 'INT4'"),
     ],
 )
 def test_other_variants_are_refused_with_what_is_supported(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
@@ -14,7 +15,6 @@ from appliance.kernels.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
-from appliance.model.teacher import logits_of
 from appliance.quant.formats.kv_plan import KVLayer
 from appliance.quant.kv.attention import EVERY, attend_with
 from appliance.quant.kv.calibrate import measure_layer

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -16,7 +17,6 @@ from appliance.kernels.kv_cache import KVFormat
 from appliance.model.kv import planned_kv
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys

@@ -34,6 +34,6 @@ def test_a_layer_computes_the_same_with_scaled_inputs(family: str, tmp_path: Pat
         ]
         assert any(changed)
         torch.testing.assert_close(variants.branch(block), expected, rtol=1e-4, atol=1e-4)
-        stored = block.attention_norm.weight - layer.norm.offset
+        stored = block.mixer_norm.weight - layer.norm.offset
         assert torch.equal(stored, stored.bfloat16().float()), "as it will be stored"
         variants.advance(variants.block(index))

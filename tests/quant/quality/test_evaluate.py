@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from teacher_forcing import logits_of
 from torch import Tensor
 
 from appliance.errors import ModelError, QuantizeError
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_cache import KVFormat
+from appliance.model.layers import DecoderLayer
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.kv.calibrate import calibrate_kv
 from appliance.quant.kv.files import write_kv_plan
@@ -128,6 +129,22 @@ def test_a_model_beside_itself_has_lost_nothing(make_llama: MakeFolder, windows:
     assert all(e.stream == e.attention == e.mlp == 0 for e in found.layers)
 
 
+class WatchedLayer:
+    """A layer, and the streams that it has returned."""
+
+    def __init__(self, layer: DecoderLayer, seen: list[Tensor]) -> None:
+        self._layer = layer
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
+        hidden, stream = self._layer(*args)
+        self._seen.append(stream)
+        return hidden, stream
+
+
 def test_layer_errors_are_relative_to_the_base(
     quantized: tuple[Path, Path], windows: Windows
 ) -> None:
@@ -138,14 +155,7 @@ def test_layer_errors_are_relative_to_the_base(
     for path in (base, candidate):
         decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
         seen: list[Tensor] = []
-        last = decoder.layers[-1]
-
-        def spy(*args: object, layer: object = last, seen: list[Tensor] = seen) -> object:
-            result = layer(*args)  # type: ignore[operator]
-            seen.append(result[1])
-            return result
-
-        layers: Any = (*decoder.layers[:-1], spy)
+        layers: Any = (*decoder.layers[:-1], WatchedLayer(decoder.layers[-1], seen))
         watched = replace(decoder, layers=layers)
         for ids in windows.tokens:
             logits_of(watched, ids.tolist(), format=KVFormat.FP32)

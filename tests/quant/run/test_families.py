@@ -7,17 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from lora import write_adapter
 from model_families import FAMILIES, write_family
+from teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.packed import PackedWeight
+from appliance.model.adapters.base_factors import FACTORS_NAME
+from appliance.model.adapters.reader import read_adapter
+from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.calibration import CalibrationText
+
+
+def divergence(exact: torch.Tensor, found: torch.Tensor) -> float:
+    return float((exact.exp() * (exact - found)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("method", [Method.AWQ, Method.GPTQ])
@@ -31,14 +39,22 @@ def test_a_calibrated_model_answers_as_before(
     options = QuantizeOptions(WeightScheme(8, 32, symmetric=False), method, rows)
     report = quantize_model(base, tmp_path / "out", options)
     tokens = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(9)).tolist()
-    exact, found = (
-        logits_of(
-            load_decoder(open_model(path), REFERENCE, torch.device("cpu"), torch.float32), tokens
-        ).log_softmax(-1)
-        for path in (base, report.out)
-    )
-    assert float((exact.exp() * (exact - found)).sum(-1).mean()) < 0.02
+    assert (report.out / FACTORS_NAME).is_file() == (method is Method.AWQ)
     before, after = open_model(base), open_model(report.out)
+    targets = adapter_targets(before.spec, before.family.names)
+    shapes = {name: (one.slot.shape[0], one.slot.shape[1]) for name, one in targets.items()}
+    adapter = write_adapter(tmp_path / "adapter", shapes, spread=0.2)
+    answers = []
+    for source in (before, after):
+        decoder = load_decoder(source, REFERENCE, torch.device("cpu"), torch.float32)
+        slots = decoder.adapter_slots(targets, 1)
+        slots.put(0, slots.lay_out(read_adapter(adapter, source, 4)))
+        for adapters in (None, slots):
+            answers.append(logits_of(decoder, tokens, adapters=adapters).log_softmax(-1))
+    exact, adapted, found, found_adapted = answers
+    assert divergence(exact, found) < 0.02
+    assert divergence(exact, adapted) > 0.1, "an adapter that says something"
+    assert divergence(adapted, found_adapted) < 0.02, "though scales were folded into the model"
     for slot in before.slots():
         stored = after.weights.load(slot.name)
         assert isinstance(stored, PackedWeight) == slot.is_linear, slot.name

@@ -25,7 +25,7 @@ from appliance.quant.run.pipeline import dry_run as try_out
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.plan import make_plan
 from appliance.quant.text.calibration import CalibrationText
-from appliance.quantize_events import Plan, QuantizeEvent
+from appliance.quantize_events import QuantizeEvent, RunPlanned
 
 MIB = 1 << 20
 BESIDE_LIBRARIES = 200 * MIB
@@ -37,7 +37,7 @@ from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quantize_events import Plan
+from appliance.quantize_events import RunPlanned
 
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -50,7 +50,7 @@ rows = CalibrationText(Path(text), num_tokens=2048, row_tokens=512)
 options = QuantizeOptions(WeightScheme(4, 64), Method(method), rows, max_ram=ceiling)
 
 def keep(event):
-    if isinstance(event, Plan):
+    if isinstance(event, RunPlanned):
         plans.append(event)
 
 report = quantize_model(Path(model), Path(out), options, keep)
@@ -134,10 +134,10 @@ def test_what_the_model_took_to_write_its_text_counts(
     text = CalibrationText(tmp_path / "letters.txt", num_tokens=1024, row_tokens=512)
     rows = replace(text.rows_of(large), peak_ram=1 << 40)
     monkeypatch.setattr(CalibrationText, "rows_of", lambda *_, **__: rows)
-    plans: list[Plan] = []
+    plans: list[RunPlanned] = []
 
     def keep(event: QuantizeEvent) -> None:
-        if isinstance(event, Plan):
+        if isinstance(event, RunPlanned):
             plans.append(event)
 
     report = quantize_model(large, tmp_path / "out", options(tmp_path, Method.GPTQ), keep)
@@ -209,8 +209,8 @@ def test_a_layer_that_takes_more_than_reckoned_is_refused_before_the_work(
     assert not list(tmp_path.glob(".*"))
 
 
-def _nothing(*_: object) -> memory_plan.MemoryPlan:
-    return memory_plan.MemoryPlan(program=0, parts={}, vram=0, free=1, workers=1)
+def _nothing(*_: object) -> memory_plan.RunMemory:
+    return memory_plan.RunMemory(program=0, parts={}, vram=0, free=1, workers=1)
 
 
 def test_ceilings_of_the_gpu_are_kept_by_reckoning(large: Path, tmp_path: Path) -> None:

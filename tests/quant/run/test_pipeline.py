@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from appliance.checkpoint import SafetensorsFolder
+from appliance.engine.request import Pooling
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.model.source import open_model
@@ -23,7 +24,8 @@ from appliance.quant.methods.rtn import quantize
 from appliance.quant.run import pipeline, writing
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quantize_events import Done, Plan, QuantizeEvent, Start, Unit, Written
+from appliance.quantize_events import Done, QuantizeEvent, RunPlanned, Start, UnitFinished, Written
+from appliance.retrieval_recipe import recipe_of_folder
 
 MakeFolder = Callable[..., Path]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -126,6 +128,21 @@ def test_tokenizer_files_come_along_and_pickles_do_not(
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+def test_what_is_said_of_vectors_comes_along(make_llama: MakeFolder, tmp_path: Path) -> None:
+    source = make_llama()
+    modules = [
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    out = quantize_model(source, tmp_path / "out").out
+    recipe = recipe_of_folder(out)
+    assert recipe == recipe_of_folder(source)
+    assert recipe.embedding.pooling is Pooling.LAST
+
+
 def test_a_tied_head_stays_tied(make_llama: MakeFolder, tmp_path: Path) -> None:
     out = quantize_model(make_llama(tie_word_embeddings=True), tmp_path / "out").out
     assert "lm_head.weight" not in SafetensorsFolder(out).tensor_names()
@@ -180,14 +197,14 @@ def test_events_count_units_and_bytes_up_to_the_total(
     report = quantize_model(make_llama(), tmp_path / "out", on_event=events.append)
     start, plan, *units, written, done = events
     assert isinstance(start, Start)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, RunPlanned)
     assert sum(kind.nbytes for kind in plan.classes) == report.weight_bytes
     assert (start.units, start.units_done, start.weight_bytes) == (5, 0, report.weight_bytes)
     assert written == Written(weight_bytes=report.weight_bytes)
     assert isinstance(done, Done)
     assert done.bits_per_weight == report.bits_per_weight
-    assert all(isinstance(unit, Unit) for unit in units)
-    counted = [unit for unit in units if isinstance(unit, Unit)]
+    assert all(isinstance(unit, UnitFinished) for unit in units)
+    counted = [unit for unit in units if isinstance(unit, UnitFinished)]
     assert [unit.name for unit in counted] == [
         "model.embed_tokens.weight", "layer 0", "layer 1", "model.norm.weight", "lm_head.weight"
     ]  # fmt: skip
@@ -302,7 +319,9 @@ def test_a_disk_that_fills_up_at_the_end_keeps_the_older_result_and_the_work(
     assert digests(out) == before
     events: list[QuantizeEvent] = []
     quantize_model(source, out, eight, events.append)
-    assert not [event for event in events if isinstance(event, Unit)], "nothing is done twice"
+    assert not [event for event in events if isinstance(event, UnitFinished)], (
+        "nothing is done twice"
+    )
     down = open_model(out).weights.load(DOWN)
     assert isinstance(down, PackedWeight)
     assert down.bits == 8

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from teacher_forcing import logits_of
 
 from appliance.kernels.backend import select_backend
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense as dense_of
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
 from appliance.quant.run.options import QuantizeOptions

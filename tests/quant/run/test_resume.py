@@ -20,11 +20,18 @@ from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model, what_is_kept
-from appliance.quant.run.staging import Staging
+from appliance.quant.run.staging import StagingFolders
 from appliance.quant.run.writing import UnitWriter
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.walk import stream
-from appliance.quantize_events import Failed, Plan, QuantizeEvent, Start, Unit, decode_event
+from appliance.quantize_events import (
+    QuantizeEvent,
+    RunFailed,
+    RunPlanned,
+    Start,
+    UnitFinished,
+    decode_event,
+)
 
 MakeFolder = Callable[..., Path]
 RUNNER = Path(__file__).parents[2] / "support" / "killed_runs.py"
@@ -46,7 +53,7 @@ class Stop(Exception):  # noqa: N818
 
 def stop_after(unit: str) -> Callable[[QuantizeEvent], None]:
     def stop(event: QuantizeEvent) -> None:
-        if isinstance(event, Unit) and event.name == unit:
+        if isinstance(event, UnitFinished) and event.name == unit:
             raise Stop
 
     return stop
@@ -62,7 +69,7 @@ def units_of_run(model: Path, out: Path, asked: QuantizeOptions) -> list[str]:
     """Finish a run; returns what it did."""
     events: list[QuantizeEvent] = []
     quantize_model(model, out, asked, events.append)
-    return [event.name for event in events if isinstance(event, Unit)]
+    return [event.name for event in events if isinstance(event, UnitFinished)]
 
 
 @pytest.mark.parametrize("how", ["writes", "moments"])
@@ -114,7 +121,7 @@ def test_the_report_and_the_events_count_both_runs(model: Path, text: Path, tmp_
     begin(model, out, asked)
     lines = (tmp_path / ".out.partial/state/events.jsonl").read_text().splitlines()
     kinds = [type(decode_event(line)) for line in lines]
-    assert kinds == [Start, Plan, Unit, Failed]
+    assert kinds == [Start, RunPlanned, UnitFinished, RunFailed]
     events: list[QuantizeEvent] = []
     report = quantize_model(model, out, asked, events.append)
     assert isinstance(events[0], Start)
@@ -167,7 +174,7 @@ def test_what_has_changed_is_named_and_nothing_is_lost(
         quantize_model(model, out, options(text, **changes))
     assert "--restart" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert len(Journal(Staging(out).state).records) == 1
+    assert len(Journal(StagingFolders(out).state).records) == 1
     again = options(text, **changes, restart=True)
     assert "layer 0" in units_of_run(model, out, again)
     fresh = quantize_model(model, tmp_path / "fresh", options(text, **changes)).out
@@ -234,7 +241,7 @@ def test_a_full_disk_at_any_write_loses_nothing(
 
         def count(event: QuantizeEvent) -> None:
             nonlocal done
-            done += isinstance(event, Unit)
+            done += isinstance(event, UnitFinished)
 
         with monkeypatch.context() as patch:
             for owner, name in ((os, "fsync"), (os, "pwrite"), (os, "posix_fallocate")):
@@ -280,7 +287,7 @@ def test_two_runs_at_once_are_told_apart(model: Path, text: Path, tmp_path: Path
     refusals = []
 
     def try_too(event: QuantizeEvent) -> None:
-        if isinstance(event, Unit):
+        if isinstance(event, UnitFinished):
             with pytest.raises(QuantizeError, match="another process is writing") as caught:
                 quantize_model(model, out, asked)
             refusals.append(caught)

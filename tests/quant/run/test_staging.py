@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import QuantizeError
-from appliance.quant.run.staging import Staging, check_destination, locked
+from appliance.quant.run.staging import StagingFolders, check_destination, locked
 
 
 def names(folder: Path) -> list[str]:
@@ -24,9 +24,9 @@ def model_folder(path: Path) -> Path:
     return path
 
 
-def begun(out: Path) -> Staging:
+def begun(out: Path) -> StagingFolders:
     """A staging folder with one file in the result."""
-    staging = Staging(out)
+    staging = StagingFolders(out)
     with locked(staging):
         staging.start_over()
         (staging.result / "file").write_text("x")
@@ -44,7 +44,7 @@ def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:
 
 def test_what_was_built_is_there_for_the_next_run(tmp_path: Path) -> None:
     begun(tmp_path / "out")
-    staging = Staging(tmp_path / "out")
+    staging = StagingFolders(tmp_path / "out")
     with locked(staging):
         assert names(staging.result) == ["file"]
         staging.start_over()
@@ -87,11 +87,11 @@ def test_publishing_that_was_cut_short_is_completed(
 
 
 def test_two_writers_of_one_folder_are_told_apart(tmp_path: Path) -> None:
-    staging = Staging(tmp_path / "out")
+    staging = StagingFolders(tmp_path / "out")
     with (
         locked(staging),
         pytest.raises(QuantizeError, match="another process is writing"),
-        locked(Staging(tmp_path / "out")),
+        locked(StagingFolders(tmp_path / "out")),
     ):
         pass
     with locked(staging):
@@ -103,8 +103,8 @@ def test_a_killed_writer_holds_no_lock(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from appliance.quant.run.staging import Staging, locked
-staging = Staging(Path({str(out)!r}))
+from appliance.quant.run.staging import StagingFolders, locked
+staging = StagingFolders(Path({str(out)!r}))
 with locked(staging):
     staging.start_over()
     (staging.result / "half").write_text("x")
@@ -113,7 +113,7 @@ with locked(staging):
     result = subprocess.run([sys.executable, "-c", code], check=False)
     assert result.returncode == -9
     assert not out.exists()
-    staging = Staging(out)
+    staging = StagingFolders(out)
     with locked(staging):
         assert names(staging.result) == ["half"]
 

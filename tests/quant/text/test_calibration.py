@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from teacher_forcing import logits_of
 
 from appliance.errors import QuantizeError
 from appliance.kernels.backend import REFERENCE
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.model.teacher import logits_of
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import fold
 from appliance.quant.run.options import Method, QuantizeOptions
@@ -90,7 +90,7 @@ def test_scales_are_folded_without_a_trace(model: Path, text: Path, tmp_path: Pa
     after = [walk._run(block, rows) for rows in walk._portions()]
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    norm = block.attention_norm.weight
+    norm = block.mixer_norm.weight
     assert torch.equal(norm, norm.bfloat16().float()), "as it will be stored"
 
 

@@ -210,6 +210,15 @@ async def test_options_reach_the_engine_or_are_refused_by_name(serve: Serve) -> 
             model="echo", messages=user("hi"), options={"num_predict": -1, "top_p": 0.0}
         )
         assert seen[-1].max_tokens > 400, "as many as fit"
+        await client.chat(
+            model="echo",
+            messages=user("hi"),
+            options={
+                "num_ctx": 8192.0, "num_predict": 5.0, "top_k": 40.0, "seed": 7.0,
+                "repeat_last_n": -1.0, "mirostat": 0.0, "num_keep": 4.5,
+            },
+        )  # fmt: skip
+        assert (seen[-1].max_tokens, seen[-1].top_k, seen[-1].seed) == (5, 40, 7)
         for name, value in (
             ("mirostat", 2),
             ("typical_p", 0.5),

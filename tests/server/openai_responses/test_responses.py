@@ -144,6 +144,31 @@ async def test_the_order_of_events(serve: Serve, tokenizer: Tokenizer) -> None:
         assert done == events[-1]["response"]["output"]
 
 
+async def test_tokens_of_messages_are_reported(serve: Serve, tokenizer: Tokenizer) -> None:
+    """With every delta, with the whole text, and nowhere in thoughts and calls."""
+    include: Any = ["message.output_text.logprobs"]
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        asked: dict[str, Any] = {"input": THOUGHT, "tools": [WEATHER], "include": include}
+        events = await events_of(running, **asked, top_logprobs=2)
+        deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+        reported = [token for e in deltas for token in e["logprobs"]]
+        assert "".join(token["token"] for token in reported).strip() == "Let me see."
+        assert {len(token["top_logprobs"]) for token in reported} == {2}
+        (done,) = [e for e in events if e["type"] == "response.output_text.done"]
+        assert done["logprobs"] == reported
+        assert events[-1]["response"]["top_logprobs"] == 2
+        whole = await running.openai.responses.create(model="echo", **asked)
+        (message,) = [item for item in whole.output if item.type == "message"]
+        (text,) = message.content
+        assert text.type == "output_text"
+        assert text.logprobs is not None
+        assert [one.token for one in text.logprobs] == [one["token"] for one in reported]
+        assert text.logprobs[-1].bytes == list(b".")
+        assert not text.logprobs[0].top_logprobs
+        plain = await running.http.post("/v1/responses", json={"input": "hi", "top_logprobs": 0})
+        assert plain.json()["output"][0]["content"][0]["logprobs"] == []
+
+
 async def test_the_streaming_helper(serve: Serve, tokenizer: Tokenizer) -> None:
     async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
         whole = await running.openai.responses.create(model="echo", input=THOUGHT, tools=[WEATHER])
@@ -321,6 +346,39 @@ async def test_input_items_come_in_pages(serve: Serve) -> None:
             assert refused.json()["error"]["param"] in wrong
 
 
+async def test_items_are_named_or_carried_by_clients(
+    serve: Serve, tokenizer: Tokenizer, seen: list[Any]
+) -> None:
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        responses = running.openai.responses
+        first = await responses.create(
+            model="echo",
+            input=THOUGHT,
+            tools=[WEATHER],
+            include=["reasoning.encrypted_content"],
+        )
+        thought, said, *calls = first.output
+        assert thought.type == "reasoning"
+        assert thought.encrypted_content
+        named: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+        carried: list[Any] = [
+            {"type": "reasoning", "id": "rs_1", "summary": []}
+            | {"encrypted_content": thought.encrypted_content},
+            *(item.model_dump() for item in (said, *calls)),
+        ]
+        question: Any = {"role": "user", "content": "And?"}
+        for items in (named, carried):
+            await responses.create(
+                model="echo", input=[question, *items], tools=[WEATHER], max_output_tokens=2
+            )
+        (by_name, *_), (by_carrying, *_) = seen[-2:]
+        assert by_name == by_carrying
+        assert by_name[1]["reasoning_content"] == "Hm, 🎈."
+        assert len(by_name[1]["tool_calls"]) == 2
+        without = await responses.create(model="echo", input=THOUGHT, tools=[WEATHER])
+        assert "encrypted_content" not in without.output[0].model_dump(exclude_unset=True)
+
+
 async def test_a_key_never_reads_what_is_kept_for_another(serve: Serve) -> None:
     async with serve(
         server={"api_key": "master-key", "api_keys": {"ann": "a-key-of-ann"}}
@@ -334,6 +392,10 @@ async def test_a_key_never_reads_what_is_kept_for_another(serve: Serve) -> None:
             await master.responses.delete(own.id)
         with pytest.raises(openai.BadRequestError):
             await master.responses.create(model="echo", input="?", previous_response_id=own.id)
+        item: Any = [{"type": "item_reference", "id": own.output[0].id}]
+        with pytest.raises(openai.BadRequestError, match="is not kept"):
+            await master.responses.create(model="echo", input=item)
+        await ann.responses.create(model="echo", input=item)
 
 
 async def test_what_is_not_to_be_kept_is_not(serve: Serve) -> None:
@@ -352,12 +414,14 @@ async def test_what_does_not_run_here_is_refused_by_name(serve: Serve) -> None:
         ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
         ({"tool_choice": {"type": "web_search"}}, "web_search"),
         ({"input": image}, "input_image"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "'x' is not kept"),
+        ({"input": [{"type": "item_reference"}]}, "item_reference"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "encrypted_content"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "appliance-1:?"}]}, "encrypted"),
         ({"input": []}, "no items"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"include": ["message.output_text.logprobs"]}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, r"text\.format\.schema"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "text"}}}},

@@ -1,30 +1,22 @@
 """Gates on what kernels are compiled to: each finds those that offend.
 
-They judge a table of `python -m compiled_kernels`, whichever triton made it.
+They judge a table (table.py), whichever triton made it.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Any
 
 from ptx_machine.driver import SHARED_LIMIT
 
 from compiled_kernels.decode_gates import LIMITS, Loop, moves_codes, too_many
 from compiled_kernels.signatures.paged_attention import LLAMA
+from compiled_kernels.table import Table
 
 REGISTER_LIMIT = 255
 
-Table = dict[tuple[str, int], dict[str, Any]]
 Gate = Callable[[Table], Collection[object]]  # what offends
-
-
-def load(path: Path) -> Table:
-    kernels = json.loads(path.read_text())["kernels"]
-    return {(name, int(cc)): found for name, row in kernels.items() for cc, found in row.items()}
 
 
 def shipped(table: Table) -> Table:
@@ -110,6 +102,10 @@ MOST_INSTRUCTIONS = {
     ("int8", "g32", 16): 3.9,
     ("fp8", "per channel", 8): 3.1,
     ("fp8", "per channel", 16): 3.3,
+    ("fp4", "g32", 8): 3.5,
+    ("fp4", "g32", 16): 3.75,
+    ("fp4", "g16", 8): 3.75,
+    ("fp4", "g16", 16): 3.95,
 }
 
 
@@ -117,13 +113,24 @@ def widening_slowly(table: Table) -> Collection[object]:
     """Matmuls of packed weights with more instructions per weight than the limit."""
     slow = []
     for key, found in matmuls(table, "packed").items():
-        match = re.search(r"(int4|int8|fp8) (g\d+|per channel) .*rows (\d+)$", key[0])
+        match = re.search(r"(int4|int8|fp8|fp4) (g\d+|per channel) .*rows (\d+)$", key[0])
         assert match
         limit = MOST_INSTRUCTIONS.get((match[1], match[2], int(match[3])))
         each = sum(found["loop"].values()) / found["loop_elements"]
         if limit is not None and each > limit:
             slow.append(key)
     return slow
+
+
+def multiplying_for_zero_points(table: Table) -> Collection[object]:
+    """Return the matmuls of weights with zero points that take more products than without."""
+    return [
+        key
+        for key, found in matmuls(table, "packed").items()
+        if " fp16_zero " in key[0]
+        and (plain := table.get((key[0].replace("fp16_zero", "fp32"), key[1])))
+        and found["matrix_products"] > plain["matrix_products"]
+    ]
 
 
 def decode_loop(table: Table, kv_format: str, capability: int) -> Loop:
@@ -145,15 +152,24 @@ def costly_elements(table: Table) -> Collection[object]:
 
 
 # What older compilers make of a kernel, and nobody has mended: a few registers of a tile of sealed
-# pages are spilled, and codes are widened with more instructions.
+# pages are spilled, and codes are widened with more instructions; scales of groups of 16 reach
+# their weights through shared memory.
+_NVFP4 = "packed_matmul llama_8b gate_up fp4 g16 halves bf16 rows"
 KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
     ("3.6.0", spilling): (
         *(("attention prefill llama_8b bf16 kv int4-sealed", cc) for cc in (80, 86, 89, 120)),
         ("attention decode gemma3_270m fp32 kv fp32", 86),  # which is for checking others
     ),
-    ("3.6.0", widening_slowly): tuple(
-        (f"packed_matmul llama_8b gate_up int4 g128 fp16_offset bf16 rows {rows}", 120)
-        for rows in (16, 32)
+    ("3.6.0", taking_detours): (
+        *((f"{_NVFP4} {rows}", cc) for rows in (8, 16, 32, 128) for cc in (86, 90, 120)),
+        (f"{_NVFP4} 64", 90),
+    ),
+    ("3.6.0", widening_slowly): (
+        *(
+            (f"packed_matmul llama_8b gate_up int4 g128 fp16_offset bf16 rows {rows}", 120)
+            for rows in (16, 32)
+        ),
+        *((f"{_NVFP4} {rows}", cc) for rows in (8, 16) for cc in (86, 90, 120)),
     ),
 }
 
@@ -171,5 +187,6 @@ GATES: tuple[Gate, ...] = (
     multiplying_otherwise,
     taking_detours,
     widening_slowly,
+    multiplying_for_zero_points,
     costly_elements,
 )

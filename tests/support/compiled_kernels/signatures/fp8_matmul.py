@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.kernels.fp8_matmul.launch import BLOCK_K, QUANTIZE_BLOCK, fp8_constexprs
+from appliance.kernels.fp8_matmul.launch import QUANTIZE_BLOCK, fp8_constexprs
 from appliance.kernels.fp8_matmul.tiles import FP8_TILES, LEAST_NATIVE
 from appliance.kernels.packed_matmul.tiled import Codes, Params
-from appliance.kernels.packed_matmul.tiles import MatmulTile, architecture, choose_splits
+from appliance.kernels.packed_matmul.tiles import MatmulTile, architecture
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 from compiled_kernels.signatures.packed_matmul import (
     DOWN,
@@ -16,6 +16,7 @@ from compiled_kernels.signatures.packed_matmul import (
     MatmulCase,
     MatmulShape,
     matmul_signature,
+    summing_at_once,
 )
 
 MODULE = "appliance.kernels.fp8_matmul.kernel"
@@ -30,7 +31,8 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     assert table is not None
     if capability not in LIKE_MOST_COMPILED:
         for tile in table.tiles[:4]:
-            yield matmul_signature(DOWN, PER_CHANNEL, tile, capability)
+            plain = summing_at_once(tile, capability)
+            yield matmul_signature(DOWN, PER_CHANNEL, plain, capability)
         yield matmul_signature(DOWN, BLOCKWISE, table.tiles[1], capability)
     if capability == MOST_COMPILED:
         yield quantize_signature()
@@ -43,7 +45,6 @@ def fp8_signature(
     shape: MatmulShape, tile: MatmulTile, capability: int, *, blockwise: bool
 ) -> KernelSignature:
     """How `fp8_matmul_kernel` is compiled for a weight, with a tile."""
-    splits = choose_splits(shape.out_features // 64, shape.in_features // BLOCK_K, tile, capability)
     pointers = {"x_ptr": "*u8", "x_scales_ptr": "*fp32", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
     sizes = ("num_tokens", "out_features", "in_features")
     form = "blockwise" if blockwise else "per channel"
@@ -59,9 +60,8 @@ def fp8_signature(
             **dict.fromkeys(sizes, "i32"),
         },
         constexprs={
-            **fp8_constexprs(shape.in_features, tile, splits, blockwise=blockwise, native=True),
+            **fp8_constexprs(shape.in_features, tile, blockwise=blockwise, native=True),
             "bias_ptr": None,
-            "residual_ptr": None,
         },
         multiples_of_16=frozenset({"out_features", "in_features"}),
         num_warps=tile.num_warps,

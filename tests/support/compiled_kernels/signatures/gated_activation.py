@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from appliance.kernels.activation import Activation
-from appliance.kernels.gated_activation.launch import BLOCK, NUM_WARPS
+from appliance.kernels.activation import Activation, ClampedSwiGLU, Gating
+from appliance.kernels.gated_activation.launch import BLOCK, NUM_WARPS, constexprs
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 
@@ -16,7 +16,7 @@ class ActivationShape:
 
     name: str
     intermediate: int
-    activation: Activation
+    activation: Gating
     run: int = 0  # gate and up take turns, so many columns at a time; 0: halves
 
 
@@ -24,6 +24,7 @@ SHAPES = (
     ActivationShape("llama_8b", 14336, Activation.SILU),
     ActivationShape("llama_8b_packed", 14336, Activation.SILU, run=8),
     ActivationShape("gemma3_270m", 2048, Activation.GELU_TANH),
+    ActivationShape("gpt_oss_20b", 2880, ClampedSwiGLU(limit=7.0, alpha=1.702)),
 )
 NUM_TOKENS = (1, 16, 64, 512, 2048)  # what is measured
 
@@ -36,8 +37,9 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
 
 def activation_signature(shape: ActivationShape) -> KernelSignature:
     """How `gated_activation_kernel` is compiled for BF16 activations."""
+    gating = constexprs(shape.activation)
     return KernelSignature(
-        name=f"gated_activation {shape.activation.value} bf16" + " in turns" * bool(shape.run),
+        name=f"gated_activation {gating['ACTIVATION']} bf16" + " in turns" * bool(shape.run),
         module="appliance.kernels.gated_activation.kernel",
         function="gated_activation_kernel",
         types={
@@ -46,7 +48,7 @@ def activation_signature(shape: ActivationShape) -> KernelSignature:
             "intermediate": "i32",
             "stride": "i32",
         },
-        constexprs={"ACTIVATION": shape.activation.value, "RUN": shape.run, "BLOCK": BLOCK},
+        constexprs=gating | {"RUN": shape.run, "BLOCK": BLOCK},
         multiples_of_16=frozenset({"intermediate", "stride"}),
         num_warps=NUM_WARPS,
         num_stages=1,

@@ -10,10 +10,14 @@ from appliance.kernels.packed_matmul.tiles import (
     SHORT_GROUP_TILES,
     MatmulTile,
     architecture,
-    choose_splits,
+    choose_tile,
 )
-from appliance.kernels.packed_matmul.variant import SUMS_BLOCK_K, SUMS_BLOCK_M, constexprs_of
-from appliance.kernels.weight_codes.order import TileOrder
+from appliance.kernels.packed_matmul.variant import (
+    SUMS_BLOCK_K,
+    SUMS_BLOCK_M,
+    constexprs_of,
+    dequantize_constexprs,
+)
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.packed_matmul.kernel"
@@ -49,11 +53,14 @@ class MatmulCase:
     params_kind: Params
     dtype: str = "bf16"
     gated: bool = False
-    more: bool = False  # bias and residual
+    bias: bool = False
 
 
 QKV, GATE_UP, DOWN, SMALL = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4]
 INT4_OFFSET = MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET)
+INT4_ZERO = MatmulCase(Codes.INT4, 128, Params.FP16_ZERO)
+MXFP4 = MatmulCase(Codes.FP4, 32, Params.HALVES)
+NVFP4 = MatmulCase(Codes.FP4, 16, Params.HALVES)
 INT4_SYMMETRIC = MatmulCase(Codes.INT4, 128, Params.FP32)
 INT4_SHORT = MatmulCase(Codes.INT4, 32, Params.FP16_OFFSET)
 INT8 = MatmulCase(Codes.INT8, 32, Params.FP32)
@@ -61,9 +68,9 @@ INT8 = MatmulCase(Codes.INT8, 32, Params.FP32)
 LIKE_MOST_COMPILED = (80, 89)
 # On the architecture that has all of them.
 OTHERS = (
-    (GATE_UP, MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET, gated=True, more=True)),
+    (GATE_UP, MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET, gated=True, bias=True)),
     (DOWN, MatmulCase(Codes.INT4, 64, Params.FP16_OFFSET, dtype="fp16")),
-    (DOWN, MatmulCase(Codes.INT4, 64, Params.FP32_OFFSET, more=True)),
+    (DOWN, MatmulCase(Codes.INT4, 64, Params.FP32_OFFSET, bias=True)),
     (QKV, MatmulCase(Codes.INT4, 32, Params.FP32)),
     (QKV, MatmulCase(Codes.INT8, 128, Params.FP16_OFFSET)),
     (SMALL, INT4_SHORT),
@@ -76,11 +83,16 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     assert table is not None
     distinct = {replace(tile, max_rows=0): tile for tile in reversed(table.tiles)}.values()
     for tile in distinct:
-        yield matmul_signature(GATE_UP, INT4_OFFSET, tile, capability)
+        yield matmul_signature(GATE_UP, INT4_ZERO, tile, capability)
     if capability in LIKE_MOST_COMPILED:
         return
     for tile in distinct:
         yield matmul_signature(GATE_UP, INT4_SYMMETRIC, tile, capability)
+    for tile in table.tiles[:2]:
+        yield matmul_signature(GATE_UP, INT4_OFFSET, tile, capability)
+    for case in (MXFP4, NVFP4):
+        for tile in distinct:
+            yield matmul_signature(GATE_UP, case, summing_at_once(tile, capability), capability)
     for tile in SHORT_GROUP_TILES[:3]:
         yield matmul_signature(DOWN, INT4_SHORT, tile, capability)
         yield matmul_signature(QKV, INT8, tile, capability)
@@ -88,8 +100,15 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         for shape, case in OTHERS:
             yield matmul_signature(shape, case, table.tiles[0], capability)
         yield sums_signature(32)
-        for case in (INT4_SHORT, INT8):
+        for case in (INT4_SHORT, INT8, NVFP4):
             yield dequantize_signature(case)
+
+
+def summing_at_once(tile: MatmulTile, capability: int) -> MatmulTile:
+    """Return the tile for as many rows where no group has a product of its own."""
+    found = choose_tile(tile.max_rows, capability, 0)
+    assert found is not None
+    return found
 
 
 def matmul_signature(
@@ -98,11 +117,8 @@ def matmul_signature(
     """How `packed_matmul_kernel` is compiled for a weight, with a tile."""
     activation = f"*{case.dtype}"
     block_k = 128 if shape.in_features % 128 == 0 else 64
-    splits = choose_splits(
-        -(-shape.out_features // 64), shape.in_features // block_k, tile, capability
-    )
     fixed = constexprs_of(
-        case.kind, case.params_kind, case.group_size, block_k, tile, splits, gated=case.gated
+        case.kind, case.params_kind, case.group_size, block_k, tile, gated=case.gated
     )
     types = {
         "out_ptr": activation,
@@ -117,17 +133,17 @@ def matmul_signature(
         "sums_stride": "i32",
         "blocks_k": "i32",
     }
-    if case.params_kind is Params.NONE:
+    if case.params_kind in (Params.NONE, Params.HALVES):
         types["channel_scale_ptr"] = "*fp32"
-    else:
+    if case.params_kind is not Params.NONE:
         types["params_ptr"] = "*i32"
     if fixed["SUMS"]:
         types["sums_ptr"] = "*fp32"
-    if case.more:
-        types |= {"bias_ptr": "*fp32", "residual_ptr": activation}
-    optional = {"params_ptr", "channel_scale_ptr", "bias_ptr", "residual_ptr", "sums_ptr"}
+    if case.bias:
+        types["bias_ptr"] = "*fp32"
+    optional = {"params_ptr", "channel_scale_ptr", "bias_ptr", "sums_ptr"}
     group = f"g{case.group_size}" if case.group_size else "per channel"
-    more = " gated" * case.gated + " residual" * case.more
+    more = " gated" * case.gated + " bias" * case.bias
     return KernelSignature(
         name=f"packed_matmul {shape.name} {case.kind.value} {group} {case.params_kind.value} "
         f"{case.dtype}{more} rows {tile.max_rows}",
@@ -167,31 +183,17 @@ def sums_signature(group_size: int) -> KernelSignature:
 
 def dequantize_signature(case: MatmulCase) -> KernelSignature:
     """How `dequantize_kernel` is compiled for a dense weight in BF16."""
-    order = TileOrder(case.kind.bits)
+    types = {"out_ptr": "*bf16", "codes_ptr": "*i32", "params_ptr": "*i32"}
+    if case.params_kind is Params.HALVES:
+        types["channel_scale_ptr"] = "*fp32"
+    sizes = ("i_first_tile", "rows", "in_features", "blocks_k")
+    fixed = dequantize_constexprs(case.kind, case.params_kind, case.group_size, 128)
     return KernelSignature(
         name=f"packed_matmul dequantize {case.kind.value} g{case.group_size} bf16",
         module=MODULE,
         function="dequantize_kernel",
-        types={
-            "out_ptr": "*bf16",
-            "codes_ptr": "*i32",
-            "params_ptr": "*i32",
-            "i_first_tile": "i32",
-            "rows": "i32",
-            "in_features": "i32",
-            "blocks_k": "i32",
-        },
-        constexprs={
-            "channel_scale_ptr": None,
-            "CODES": case.kind.value,
-            "AXES": order.kernel_axes(),
-            "WORDS": order.words,
-            "TILE_K": order.tile_k,
-            "PARAMS": case.params_kind.value,
-            "GROUP": case.group_size,
-            "BLOCK_K": 128,
-            "ASM": True,
-        },
+        types={**types, **dict.fromkeys(sizes, "i32")},
+        constexprs={**fixed, **dict.fromkeys({"channel_scale_ptr"} - types.keys())},
         multiples_of_16=frozenset({"in_features", "rows"}),
         num_warps=4,
         num_stages=1,

@@ -23,6 +23,7 @@ SHAPES = (
     SamplingShape("llama3_vocabulary", 128256),
     SamplingShape("smollm2", 49152),
     SamplingShape("gemma3_vocabulary", 262144),
+    SamplingShape("large_vocabulary", 500_000),
 )
 
 _POINTERS = {
@@ -91,6 +92,6 @@ def sampling_signature(shape: SamplingShape, kernel: str) -> KernelSignature:
         types={name: {**_POINTERS, "stride": "i32"}[name] for name in arguments},
         constexprs={name: known[name] for name in fixed},
         multiples_of_16=frozenset({"stride"}),
-        num_warps=num_warps(kernel),
+        num_warps=num_warps(kernel, shape.vocab_size),
         num_stages=1,
     )

@@ -1,0 +1,1 @@
+"""Loads an endpoint as clients do, and reports its speed with machine and versions."""

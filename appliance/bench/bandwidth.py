@@ -1,0 +1,64 @@
+"""Measure memory bandwidth and arithmetic of this machine with PyTorch, as JSON.
+
+It runs in a process of its own, so that a load generator need not load PyTorch. The best of several
+passes counts, because other programs only make a pass slower.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from appliance.runtime import child_environment
+
+SIZE = 512 * 2**20  # bytes; more than any cache
+SIDE = 1024  # of the matrices
+PASSES = 5
+HOW = (
+    f"PyTorch, best of {PASSES} passes; read: sum of {SIZE >> 20} MiB of float64; copy: as much "
+    f"float32 copied, counted twice; arithmetic: product of two {SIDE} x {SIDE} float32 matrices"
+)
+
+
+def measure(threads: int) -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(threads)
+    source = torch.ones(SIZE // 4)
+    target = torch.empty_like(source)
+    matrix = source[: SIDE * SIDE].view(SIDE, SIDE)
+    doubles = source.view(torch.float64)
+    return {
+        "threads": threads,
+        "read_gb_per_second": round(SIZE / _best(doubles.sum) / 1e9, 1),
+        "copy_gb_per_second": round(2 * SIZE / _best(lambda: target.copy_(source)) / 1e9, 1),
+        "fp32_gflop_per_second": round(2 * SIDE**3 / _best(lambda: matrix @ matrix) / 1e9),
+    }
+
+
+def probe(threads: list[int]) -> list[dict[str, Any]]:
+    """Measure in a process of its own."""
+    command = [sys.executable, "-P", __file__, *map(str, threads)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=child_environment()
+    )
+    rows: list[dict[str, Any]] = json.loads(result.stdout)
+    return rows
+
+
+def _best(run: Callable[[], object]) -> float:
+    run()
+    seconds = []
+    for _ in range(PASSES):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps([measure(int(threads)) for threads in sys.argv[1:]]))

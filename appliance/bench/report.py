@@ -1,0 +1,69 @@
+"""Writes a measurement as a text that a person can read and post."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HEADS = (
+    "at once",
+    "tokens/s, all",
+    "tokens/s, each",
+    "first token p50 / p99, ms",
+    "between tokens p50 / p99, ms",
+)
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Write the report in Markdown; `result` is what `appliance bench --json` prints."""
+    machine, model = result["machine"], result["model"]
+    versions = {"python": machine["python"], **machine["packages"]}
+    facts = [
+        ("appliance", f"{result['version']}, {machine['time']}"),
+        ("machine", f"{machine['cpu']}, {machine['cores']} processors"),
+        ("load", f"{machine['load_average'][0]} before the run, by the system's average"),
+        ("model", "; ".join([model["id"], *(f"{k} {v}" for k, v in model["about"].items())])),
+        ("versions", ", ".join(f"{name} {one}" for name, one in versions.items() if one)),
+    ]
+    if started := result.get("started"):
+        facts.append(
+            (
+                "server",
+                f"ready after {started['ready_seconds']} s, then"
+                f" {started['memory']['pss_mb']} MB in {started['memory']['processes']} processes",
+            )
+        )
+    load = result["load"]
+    facts.append(
+        (
+            "load shape",
+            f"{load['repeats']} bursts at each; answers of {load['max_tokens']} tokens, prompts of"
+            f" {result['levels'][0]['prompt_tokens_mean']:g} that begin differently",
+        )
+    )
+    width = max(len(name) for name, _ in facts) + 2
+    lines = [f"{name:{width}}{text}" for name, text in facts]
+    rows = [_row(level) for level in result["levels"]]
+    table = [f"| {' | '.join(_HEADS)} |", "| ---: " * len(_HEADS) + "|"]
+    table += [f"| {' | '.join(row)} |" for row in rows]
+    prefill = result["prefill"]
+    last = (
+        f"A prompt of {prefill['prompt_tokens']} tokens alone:"
+        f" {_range(prefill['tokens_per_second'])} tokens/s until the first token, which came after"
+        f" {prefill['first_token_ms']['p50']:g} ms."
+    )
+    return "\n".join(["```", *lines, "```", "", *table, "", last])
+
+
+def _row(level: dict[str, Any]) -> tuple[str, ...]:
+    first, between = level["first_token_ms"], level["between_tokens_ms"]
+    return (
+        str(level["streams"]),
+        _range(level["output_tokens_per_second"]),
+        _range(level["decode_tokens_per_second_each"]),
+        f"{first['p50']:g} / {first['p99']:g}",
+        f"{between['p50']:g} / {between['p99']:g}",
+    )
+
+
+def _range(values: dict[str, float]) -> str:
+    return f"{values['median']:,.1f} ({values['min']:,.1f} to {values['max']:,.1f})"

@@ -1,0 +1,100 @@
+"""Measures throughput and latency of an endpoint at several numbers of streams.
+
+Each stream asks for completions of distinct prompts, one after another, with a fixed length, so
+that every server does the same work.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.bench.figures import spread
+from appliance.bench.load import Burst, Endpoint, completion_body, latency, run_burst
+from appliance.bench.prompts import prompt_of
+
+_PREFILL_WORDS = 350
+
+
+@dataclass(frozen=True, slots=True)
+class LoadShape:
+    """The work that each stream asks for.
+
+    Attributes:
+        streams: numbers of clients at once, measured one after another.
+        repeats: bursts at each of them.
+        prompt_words: of each prompt; no two begin alike.
+        max_tokens: of each answer, which is never shorter.
+    """
+
+    streams: tuple[int, ...] = (1, 8)
+    repeats: int = 3
+    prompt_words: int = 56
+    max_tokens: int = 128
+
+
+async def measure(
+    endpoint: Endpoint,
+    model: str,
+    shape: LoadShape,
+    context_length: int | None = None,
+    on_level: Callable[[str], None] = lambda words: None,
+) -> dict[str, Any]:
+    """Run all bursts.
+
+    Args:
+        endpoint: of the server.
+        model: its id there.
+        shape: the work.
+        context_length: tokens; long prompts stay below it.
+        on_level: told what is measured next.
+
+    Returns:
+        `levels`, a dict for each number of streams; and `prefill` of a long prompt alone.
+
+    Raises:
+        LoadError: an answer is an error, or has not as many tokens as were asked for.
+    """
+    seed = secrets.randbelow(2**40)  # so that no prefix cache of an earlier run helps
+
+    async def burst(clients: int, words: int, max_tokens: int) -> Burst:
+        nonlocal seed
+        prompts = [prompt_of(words, 0, seed := seed + 1) for _ in range(clients)]
+        bodies = [[completion_body(prompt, max_tokens, model)] for prompt in prompts]
+        return await run_burst(endpoint, bodies)
+
+    on_level("warming up")
+    await burst(max(shape.streams), shape.prompt_words, 8)
+    levels = []
+    for streams in shape.streams:
+        on_level(f"{streams} at once")
+        bursts = [
+            await burst(streams, shape.prompt_words, shape.max_tokens) for _ in range(shape.repeats)
+        ]
+        levels.append(_level(streams, bursts))
+    on_level("a long prompt")
+    words = min(_PREFILL_WORDS, (context_length or 4 * _PREFILL_WORDS) // 4)
+    long = [(await burst(1, words, 2)).answers[0] for _ in range(shape.repeats)]
+    prefill = {
+        "prompt_tokens": round(sum(one.prompt_tokens for one in long) / len(long)),
+        "tokens_per_second": spread([one.prompt_tokens / one.first_token for one in long]),
+        "first_token_ms": latency([one.first_token for one in long]),
+    }
+    return {"levels": levels, "prefill": prefill}
+
+
+def _level(streams: int, bursts: list[Burst]) -> dict[str, Any]:
+    answers = [answer for burst in bursts for answer in burst.answers]
+    return {
+        "streams": streams,
+        "prompt_tokens_mean": round(sum(a.prompt_tokens for a in answers) / len(answers), 1),
+        "output_tokens_per_second": spread([burst.rate for burst in bursts]),
+        "decode_tokens_per_second_each": spread(
+            [(a.completion_tokens - 1) / max(a.total - a.first_token, 1e-6) for a in answers]
+        ),
+        "first_token_ms": latency([a.first_token for a in answers]),
+        "between_tokens_ms": latency([gap for a in answers for gap in a.gaps]),
+        "client_cores": spread([burst.cpu_seconds / burst.seconds for burst in bursts], 3),
+    }

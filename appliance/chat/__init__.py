@@ -1,0 +1,1 @@
+"""A chat in the terminal with the model of a running server."""

@@ -1,0 +1,96 @@
+"""`appliance connect`: prints how to point a client at the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance.commands.asked_server import Config, Url, asked_server
+from appliance.config import EngineConfig, ServerConfig, load_section, network_url
+from appliance.config.setting import nearest
+from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.connect import Connection, Recipe
+
+_OWN_KEY = "YOUR-KEY"  # where the reader has to fill it in
+
+
+def connect(
+    name: Annotated[
+        str | None, typer.Argument(help="The client; without one, the list of them.")
+    ] = None,
+    url: Url = None,
+    config: Config = None,
+    code: Annotated[
+        bool, typer.Option("--code", help="Only the first text to copy, to write it to a file.")
+    ] = False,
+) -> None:
+    """Print how to point a client at the server, with address, key and model filled in.
+
+    The output holds your API key where one is needed. Model and context come from the server if it
+    runs, otherwise from the settings.
+    """
+    from appliance.connect import RECIPES
+
+    if name is None:
+        width = max(map(len, RECIPES)) + 2
+        for word, recipe in RECIPES.items():
+            typer.echo(f"{word:{width}}{recipe.title}")
+        typer.echo("\nappliance connect NAME prints the set-up of one.")
+        return
+    if name not in RECIPES:
+        raise ConfigError(f"there is no set-up for {name!r}{nearest(name, RECIPES)}")
+    recipe = RECIPES[name]
+    connection, notes = _connection(recipe, url, config)
+    steps = recipe.steps(connection)
+    if code:
+        typer.echo(next((step.code for step in steps if step.code), ""))
+        return
+    for step in steps:
+        typer.echo(f"{step.text}\n" + (f"\n{step.code}\n" if step.code else ""))
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _connection(
+    recipe: Recipe, url: str | None, config: Path | None
+) -> tuple[Connection, list[str]]:
+    """Collect the values to fill in, and what the reader should know of them."""
+    from appliance.connect import Connection
+    from appliance.doctor.server_facts import ask_server
+
+    server = asked_server(url, config)
+    address, notes = str(server.url).rstrip("/"), []
+    if url is None and recipe.is_elsewhere:
+        settings = load_section(ServerConfig, {}, config)
+        network = network_url(settings.host, settings.port, tls=settings.tls_cert is not None)
+        if network is not None:
+            address = network
+        elif server.url.host in ("127.0.0.1", "localhost", "::1"):
+            notes.append(
+                f"{recipe.title} usually runs on another machine, and the server lets none in;"
+                " start it with a key and --host 0.0.0.0"
+            )
+    facts = asyncio.run(ask_server(server))
+    model = facts.models[0] if facts.models else _configured_model(config)
+    if facts.problem:
+        notes.append(f"no answer from {server.url}; the model's name is what the settings say")
+    key = server.headers.get("Authorization", "").removeprefix("Bearer ") or None
+    if facts.status in (401, 403):
+        key, refused = _OWN_KEY, "refuses this key" if key else "wants a key"
+        notes.append(f"the server {refused}: put yours instead of {_OWN_KEY}")
+    return Connection(address, model, key, facts.context_length), notes
+
+
+def _configured_model(config: Path | None) -> str:
+    """Return the id under which a server with these settings would serve its model."""
+    from appliance.hub.packaged import DEFAULT, PACKAGED
+
+    served = load_section(ServerConfig, {}, config).served_model_name
+    model = load_section(EngineConfig, {}, config).model or DEFAULT
+    return served or (PACKAGED[model].title if model in PACKAGED else model)

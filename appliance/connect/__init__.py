@@ -1,0 +1,9 @@
+"""Set-up of other people's clients for our server, with address, key and model filled in."""
+
+from appliance.connect.code import COMMANDS
+from appliance.connect.programs import PROGRAMS
+from appliance.connect.recipe import Connection, Recipe, SetupStep
+
+RECIPES = PROGRAMS | COMMANDS
+
+__all__ = ["RECIPES", "Connection", "Recipe", "SetupStep"]

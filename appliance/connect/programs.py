@@ -1,0 +1,180 @@
+"""Set-up of programs that people chat, write code or run their home with."""
+
+from __future__ import annotations
+
+import shlex
+
+from appliance.connect.recipe import (
+    Connection,
+    Recipe,
+    SetupStep,
+    as_json,
+    as_literal,
+    with_variables,
+)
+
+_KEY_VARIABLE = "APPLIANCE_API_KEY"
+_EXAMPLE_CONTEXT = 32_768  # tokens; where the server does not say
+
+
+def _open_webui(to: Connection) -> tuple[SetupStep, ...]:
+    variables = {
+        "OPENAI_API_BASE_URL": to.api,
+        "OPENAI_API_KEY": to.key_to_send,
+        "ENABLE_OLLAMA_API": "False",
+    }
+    docker = [
+        "docker run --detach --name open-webui --network host --env PORT=3000",
+        *(f"--env {shlex.quote(f'{name}={value}')}" for name, value in variables.items()),
+        "--volume open-webui:/app/backend/data ghcr.io/open-webui/open-webui:main",
+    ]
+    return (
+        SetupStep(
+            "With docker, on this machine; then open http://127.0.0.1:3000:",
+            " \\\n  ".join(docker),
+            "bash",
+        ),
+        SetupStep(
+            "Or without: pip install open-webui, in an environment of its own, and:",
+            with_variables("open-webui serve --port 3000", **variables),
+            "bash",
+        ),
+    )
+
+
+def _opencode(to: Connection) -> tuple[SetupStep, ...]:
+    options = {"baseURL": to.api} | ({"apiKey": to.key} if to.key else {})
+    context = to.context_length
+    limits = {"limit": {"context": context, "output": context // 4}} if context else {}
+    config = {
+        "provider": {
+            "home": {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": options,
+                "models": {to.model: limits},
+            }
+        },
+        "model": f"home/{to.model}",
+    }
+    return (_file_step(as_json(config), "json", "opencode.json", "In the project's folder"),)
+
+
+def _codex(to: Connection) -> tuple[SetupStep, ...]:
+    lines = [
+        f"model = {as_literal(to.model)}",
+        'model_provider = "home"',
+        *([f"model_context_window = {to.context_length}"] if to.context_length else []),
+        "",
+        "[model_providers.home]",
+        'name = "home"',
+        f"base_url = {as_literal(to.api)}",
+        'wire_api = "responses"',
+        *([f'env_key = "{_KEY_VARIABLE}"'] if to.key else []),
+    ]
+    steps = [_file_step("\n".join(lines), "toml", "~/.codex/config.toml")]
+    if to.key:
+        steps.append(SetupStep("Then:", with_variables("codex", **{_KEY_VARIABLE: to.key}), "bash"))
+    return tuple(steps)
+
+
+def _claude_code(to: Connection) -> tuple[SetupStep, ...]:
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
+    variables = {"ANTHROPIC_BASE_URL": to.url, "ANTHROPIC_AUTH_TOKEN": to.key_to_send}
+    variables |= dict.fromkeys(models, to.model)
+    return (SetupStep("In a terminal:", with_variables("claude", **variables), "bash"),)
+
+
+def _aider(to: Connection) -> tuple[SetupStep, ...]:
+    name = f"openai/{to.model}"
+    variables = {"OPENAI_API_BASE": to.api, "OPENAI_API_KEY": to.key_to_send}
+    command = with_variables(f"aider --model {shlex.quote(name)}", **variables)
+    context = to.context_length or _EXAMPLE_CONTEXT
+    limits = {"max_input_tokens": context, "max_output_tokens": context // 4}
+    limits |= {"max_tokens": context // 4}
+    about = {name: {**limits, "litellm_provider": "openai", "mode": "chat"}}
+    return (
+        _file_step(as_json(about), "json", "~/.aider.model.metadata.json"),
+        SetupStep("In the project's folder:", command, "bash"),
+    )
+
+
+def _continue(to: Connection) -> tuple[SetupStep, ...]:
+    lines = [
+        "name: home",
+        "version: 1.0.0",
+        "schema: v1",
+        "models:",
+        f"  - name: {as_literal(to.model)}",
+        "    provider: openai",
+        f"    model: {as_literal(to.model)}",
+        f"    apiBase: {as_literal(to.api)}",
+        f"    apiKey: {as_literal(to.key_to_send)}",
+        "    roles: [chat, edit, apply]",
+    ]
+    if to.context_length:
+        lines += ["    defaultCompletionOptions:", f"      contextLength: {to.context_length}"]
+    return (_file_step("\n".join(lines), "yaml", "~/.continue/config.yaml"),)
+
+
+def _llm(to: Connection) -> tuple[SetupStep, ...]:
+    lines = [
+        "- model_id: home",
+        f"  model_name: {as_literal(to.model)}",
+        f"  api_base: {as_literal(to.api)}",
+        "  api_key_name: home",
+        "  supports_schema: true",
+        "  supports_tools: true",
+    ]
+    file = "extra-openai-models.yaml"
+    where = 'In the folder that `dirname "$(llm logs path)"` names'
+    return (
+        _file_step("\n".join(lines), "yaml", file, where),
+        SetupStep("Once:", f"llm keys set home --value {shlex.quote(to.key_to_send)}", "bash"),
+        SetupStep("Then:", "llm -m home 'Hello!'", "bash"),
+    )
+
+
+def _litellm(to: Connection) -> tuple[SetupStep, ...]:
+    lines = [
+        "model_list:",
+        "  - model_name: home",
+        "    litellm_params:",
+        f"      model: {as_literal(f'openai/{to.model}')}",
+        f"      api_base: {as_literal(to.api)}",
+        f"      api_key: {as_literal(to.key_to_send)}",
+    ]
+    return (
+        _file_step("\n".join(lines), "yaml", "litellm.yaml"),
+        SetupStep("Then:", "litellm --config litellm.yaml", "bash"),
+    )
+
+
+def _home_assistant(to: Connection) -> tuple[SetupStep, ...]:
+    key = f", and as API key {to.key}" if to.key else ""
+    return (
+        SetupStep(
+            "In Home Assistant: Settings, Devices & services, Add integration, Ollama. Give as URL"
+            f" {to.url}{key}; as model choose {to.model}:latest."
+        ),
+        SetupStep(
+            "Assist sends every exposed entity with each question: give the server a context of"
+            " 8,192 tokens or more (--max-model-len), and expose few."
+        ),
+    )
+
+
+def _file_step(code: str, language: str, file: str, where: str = "") -> SetupStep:
+    return SetupStep(f"{where}, in {file}:" if where else f"In {file}:", code, language, file)
+
+
+PROGRAMS = {
+    "open-webui": Recipe("Open WebUI", _open_webui),
+    "opencode": Recipe("opencode", _opencode),
+    "codex": Recipe("codex", _codex),
+    "claude-code": Recipe("Claude Code", _claude_code),
+    "aider": Recipe("aider", _aider),
+    "continue": Recipe("Continue", _continue),
+    "llm": Recipe("llm", _llm),
+    "home-assistant": Recipe("Home Assistant", _home_assistant, is_elsewhere=True),
+    "litellm": Recipe("LiteLLM proxy", _litellm),
+}

@@ -1,0 +1,86 @@
+"""The result and the input of a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from appliance.config import EngineConfig, ServerConfig, TopConfig
+
+if TYPE_CHECKING:
+    from appliance.hub import ResolvedModel
+
+MIB, GIB = 2**20, 2**30
+
+
+class Grade(Enum):
+    """The verdict of a finding."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of the thing, in a word or two.
+        grade: how it is.
+        found: in words; never an API key.
+        fix: what to do about it; empty where nothing is to be done.
+    """
+
+    name: str
+    grade: Grade
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The machine, settings, model and server to be checked.
+
+    Attributes:
+        engine: its settings; defaults where the real ones cannot be read.
+        server: likewise.
+        top: likewise.
+        config: configuration file that a flag names.
+        url: of a server that a flag names.
+        model: on this machine; None if it is not there.
+        model_problem: why it cannot be there.
+        runs_model: run the model in this process if no server answers.
+        is_quick: leave out what takes more than a few seconds.
+        root: of the system's own files.
+        nvml: in place of pynvml.
+    """
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    top: TopConfig = field(default_factory=TopConfig)
+    config: Path | None = None
+    url: str | None = None
+    model: ResolvedModel | None = None
+    model_problem: str | None = None
+    runs_model: bool = False
+    is_quick: bool = False
+    root: Path = Path("/")
+    nvml: Any = None
+
+
+class Check(Protocol):
+    """A check of one kind of thing."""
+
+    def __call__(self, scope: Scope) -> Iterable[Finding]:
+        """Look, and change nothing."""
+        ...
+
+
+def show_gib(count: float) -> str:
+    """Format bytes in GiB."""
+    return f"{count / GIB:,.1f} GiB"

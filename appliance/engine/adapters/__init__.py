@@ -1,0 +1,1 @@
+"""Adapters in the engine: which are loaded, who waits for one, which may make room."""

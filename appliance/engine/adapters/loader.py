@@ -1,0 +1,145 @@
+"""Reads and lays out adapters beside the steps, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.config.named_paths import named_paths
+from appliance.engine.request import AdapterRef
+from appliance.errors import AdapterError, ConfigError
+from appliance.files import stamp_of
+from appliance.model.adapters.reader import read_adapter
+from appliance.model.adapters.targets import adapter_bytes, adapter_targets
+
+if TYPE_CHECKING:
+    import torch
+
+    from appliance.config import EngineConfig
+    from appliance.model.adapters.slots import AdapterSlots, LaidOut
+    from appliance.model.executor import Executor
+    from appliance.model.source import ModelSource
+
+MOST_PARTS = 4  # of a place, whose shrunk numbers lie side by side
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter that is ready for a slot.
+
+    Attributes:
+        digest: of its content.
+        rank: the largest.
+        seconds: that it took.
+    """
+
+    digest: str
+    laid_out: LaidOut
+    rank: int
+    notes: tuple[str, ...]
+    seconds: float
+
+
+class AdapterLoader:
+    """A thread that reads adapters.
+
+    Args:
+        base: the model that they change.
+        slots: lay them out.
+        count: number of slots.
+        most_ranks: largest rank of a linear.
+    """
+
+    def __init__(self, base: ModelSource, slots: AdapterSlots, count: int, most_ranks: int) -> None:
+        self.slots = slots
+        self.count = count
+        self._base = base
+        self._most_ranks = most_ranks
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter")
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, source: ModelSource, executor: Executor[Any]
+    ) -> AdapterLoader | None:
+        """Make room for the adapters that the settings allow; None if they allow none."""
+        if not wants_adapters(config):
+            return None
+        targets = adapter_targets(source.spec, source.family.names)
+        slots = executor.adapter_slots(targets, config.max_loras)
+        return cls(source, slots, config.max_loras, config.max_lora_rank)
+
+    def load(self, ref: AdapterRef) -> LoadedAdapter:
+        """Read an adapter in this thread.
+
+        Raises:
+            AdapterError: it cannot be used, or changes while it is read.
+            MemoryError: the system has too little memory.
+        """
+        begin = time.perf_counter()
+        path = Path(ref.path)
+        adapter = read_adapter(path, self._base, self._most_ranks)
+        if stamp_of(path) != ref.stamp:
+            raise AdapterError(f"{path} has changed while it was read; ask again")
+        laid_out = self.slots.lay_out(adapter)
+        seconds = time.perf_counter() - begin
+        logger.info("loaded adapter %s in %.3f s", ref.name, seconds)
+        for note in adapter.notes:
+            logger.warning("adapter %s: %s", ref.name, note)
+        return LoadedAdapter(adapter.digest, laid_out, adapter.rank, adapter.notes, seconds)
+
+    def begin(self, ref: AdapterRef) -> Future[LoadedAdapter]:
+        """Read an adapter in the thread, while steps run."""
+        return self._thread.submit(self.load, ref)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def wants_adapters(config: EngineConfig) -> bool:
+    """Return True if requests may ask for an adapter."""
+    return bool(config.lora or config.lora_dir)
+
+
+def check_adapters(config: EngineConfig, device: torch.device) -> None:
+    """Refuse adapters where no kernel adds them.
+
+    Raises:
+        ConfigError: the settings allow adapters, and the model goes to a GPU.
+    """
+    if wants_adapters(config) and device.type != "cpu":
+        raise ConfigError(
+            f"--lora and --lora-dir do not work on {device.type} yet: there is no kernel that adds"
+            " adapters. Use --device cpu, or merge the adapter into the model with PEFT's"
+            " merge_and_unload"
+        )
+
+
+def planned_bytes(config: EngineConfig, source: ModelSource, element_bytes: int) -> int:
+    """Return the bytes of all slots, of an adapter that is being read, and of shrunk rows."""
+    if not wants_adapters(config):
+        return 0
+    rank = config.max_lora_rank
+    each = adapter_bytes(source.spec, source.family.names, rank, element_bytes)
+    shrunk = config.max_num_batched_tokens * MOST_PARTS * rank * 4
+    return (config.max_loras + 1) * each + shrunk
+
+
+def configured_adapters(config: EngineConfig) -> list[AdapterRef]:
+    """Return the adapters that the settings name.
+
+    Raises:
+        AdapterError: one of them is not there.
+    """
+    refs = []
+    for name, path in named_paths(config.lora, "lora").items():
+        stamp = stamp_of(Path(path))
+        if not stamp:
+            raise AdapterError(f"the adapter {name!r} is not at {path}; give a folder or file")
+        refs.append(AdapterRef(name, str(Path(path).absolute()), stamp))
+    return refs

@@ -1,0 +1,168 @@
+"""State checkpoints: immutable copies of recurrent state at block boundaries, found by content.
+
+A checkpoint is the state after the last token of a full block and has that block's chained hash: it
+follows from the same tokens. Knows neither sequences nor blocks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+# Of the checkpoints, least recently used first, that are searched for one that can be spared.
+_SEARCHED = 4  # one part in so many
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """One checkpoint.
+
+    Attributes:
+        content: hash of the chain whose last token it follows.
+        row: place of the state.
+        before: the nearest checkpoint on the same chain.
+        behind: those whose nearest one this is.
+        num_restores: sequences that are about to go on from it; it stays as long.
+    """
+
+    content: bytes
+    row: int
+    before: Checkpoint | None
+    behind: set[Checkpoint] = field(default_factory=set)
+    num_restores: int = 0
+
+
+class Checkpoints:
+    """The rows of all checkpoints: free, being written, or found by content.
+
+    Cached blocks are of use only up to a checkpoint behind them. So of the least recently used
+    checkpoints those go first that no block depends on, because another one follows on the same
+    chain; the blocks between the two stay useful to that one.
+
+    Args:
+        rows: places of checkpoints.
+
+    Attributes:
+        on_evict: called with content and row before a checkpoint that was useful is lost.
+        num_evictions: of these, so far.
+    """
+
+    def __init__(self, rows: range) -> None:
+        self.on_evict: Callable[[bytes, int], None] | None = None
+        self.num_evictions = 0
+        self._rows = rows
+        self._free = list(reversed(rows))  # a stack, lowest on top
+        self._found: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._found)
+
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._found
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def get(self, content: bytes) -> Checkpoint | None:
+        """Return the checkpoint of a chain's end."""
+        return self._found.get(content)
+
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """Return the number of leading blocks of a chain up to its last checkpoint."""
+        for depth in range(len(hashes), 0, -1):
+            if hashes[depth - 1] in self._found:
+                return depth
+        return 0
+
+    def take(self) -> int | None:
+        """Take a row to write to, evicting a checkpoint if necessary; None if all are in use."""
+        if not self._free:
+            spared = self._choose()
+            if spared is None:
+                return None
+            self.evict(spared.content)
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        """Return a row that was taken and not added."""
+        self._free.append(row)
+
+    def add(self, hashes: Sequence[bytes], row: int) -> bool:
+        """Make a row that was taken and written the checkpoint of a chain.
+
+        Returns:
+            False if there is one already; then the row is free again.
+        """
+        if hashes[-1] in self._found:
+            self.give_back(row)
+            self.touch(hashes[-1])
+            return False
+        depth = self.depth(hashes[:-1])
+        before = self._found[hashes[depth - 1]] if depth else None
+        added = self._found[hashes[-1]] = Checkpoint(hashes[-1], row, before)
+        if before is not None:
+            # One that lies behind both stays behind `before`: its chain is not known here.
+            before.behind.add(added)
+        return True
+
+    def touch(self, content: bytes) -> None:
+        """Mark a checkpoint as just used."""
+        self._found.move_to_end(content)
+
+    def evict(self, content: bytes) -> None:
+        """Remove a checkpoint that a tier below may keep, if there is one."""
+        found = self._found.get(content)
+        if found is not None:
+            self.num_evictions += 1
+            if self.on_evict is not None:
+                self.on_evict(content, found.row)
+            self.drop(content)
+
+    def drop(self, content: bytes) -> None:
+        """Remove a checkpoint that is of no more use."""
+        gone = self._found.pop(content)
+        assert not gone.num_restores, "a sequence is about to go on from it"
+        if gone.before is not None:
+            gone.before.behind.remove(gone)
+            gone.before.behind |= gone.behind
+        for behind in gone.behind:
+            behind.before = gone.before
+        self._free.append(gone.row)
+
+    def _choose(self) -> Checkpoint | None:
+        """Choose the checkpoint to be evicted; None if sequences are about to use all of them."""
+        idle = (one for one in self._found.values() if not one.num_restores)
+        oldest = list(islice(idle, max(1, len(self._found) // _SEARCHED)))
+        return next((one for one in oldest if one.behind), oldest[0] if oldest else None)
+
+    def check_invariants(self, restored: Collection[int], taken: Collection[int]) -> None:
+        """Recompute the records.
+
+        Args:
+            restored: row of each checkpoint that a sequence is about to go on from; repeated.
+            taken: rows that are being written.
+        """
+        found = [one.row for one in self._found.values()]
+        rows = sorted([*self._free, *found, *taken])
+        assert rows == list(self._rows), "a row is lost, or a checkpoint is shared while written"
+        for content, one in self._found.items():
+            assert one.content == content
+            counted = list(restored).count(one.row)
+            assert one.num_restores == counted, "a checkpoint is not released"
+            assert all(behind.before is one for behind in one.behind)
+            if one.before is not None:
+                assert self._found[one.before.content] is one.before
+                assert one in one.before.behind

@@ -1,0 +1,136 @@
+"""Chooses what executes a model: the CPU library, or torch with a backend's kernels."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from appliance.engine.execution.native_execution import NativeExecution
+from appliance.engine.execution.torch_execution import TorchExecution
+from appliance.errors import ConfigError
+from appliance.kernels.backend import select_backend
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
+from appliance.kernels.cpu.structs import Isa
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
+from appliance.model.native_loader import why_unsupported
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.engine.execution.execution import Execution, Precision
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+SCALAR_NOTE = (
+    "this CPU has none of the vector instructions that the CPU library is written for (AVX2 or "
+    "later): it runs its plain C code, which is many times slower"
+)
+# The library sums in one order whatever the step holds; torch's products have no fixed order.
+TORCH_NOTE = (
+    "torch executes the model, not the CPU library: slower, with dense weights, and a seeded "
+    "answer may change with what else is in the batch"
+)
+
+
+def choose_execution(
+    config: EngineConfig, precision: Precision, source: ModelSource, threads: int
+) -> tuple[Execution, tuple[str, ...]]:
+    """Choose the fastest execution available.
+
+    Returns:
+        The execution, and notes for the user.
+
+    Raises:
+        ConfigError: the settings ask for something this execution cannot do.
+    """
+    notes: list[str] = []
+    num_layers = len(source.spec.cache_layers)
+    _check_block_size(precision, num_layers)
+    _check_latents(source.spec, precision)
+    if precision.device.type == "cpu" and config.kernels == "auto":
+        reason = why_not_native(config, source)
+        if reason is None:
+            library = load_library()
+            isa = select_isa(library, config.cpu_isa)
+            if isa is Isa.SCALAR and config.cpu_isa == "auto":
+                logger.warning("%s", SCALAR_NOTE)
+                notes.append(SCALAR_NOTE)
+            engine = NativeEngine(library, threads)
+            return NativeExecution(precision, engine, isa.name), tuple(notes)
+        if config.cpu_isa != "auto":
+            raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
+        logger.warning("%s: %s", TORCH_NOTE, reason)
+        notes.append(f"{TORCH_NOTE}: {reason}")
+    elif precision.device.type == "cpu":
+        notes.append(TORCH_NOTE)
+    on_pages = not all(layer.format.has_elements for layer in precision.kv_of(num_layers))
+    if on_pages and precision.block_size != PAGE_TOKENS:
+        raise ConfigError(
+            f"{precision.kv_format.value} KV blocks hold {PAGE_TOKENS} tokens where torch executes "
+            f"the model, not {precision.block_size}; leave --block-size out"
+        )
+    choice = "reference" if config.kernels == "reference" else "auto"
+    backend = select_backend(precision.device, choice)
+    if backend.name == "triton":
+        _check_kernels(source.spec, precision)
+    return TorchExecution(precision, backend), tuple(notes)
+
+
+def _check_block_size(precision: Precision, num_layers: int) -> None:
+    if precision.is_sealed(num_layers) and precision.block_size != PAGE_TOKENS:
+        raise ConfigError(
+            f"{precision.kv_format.value} KV blocks share scales between {PAGE_TOKENS} tokens, so "
+            f"--block-size {precision.block_size} cannot be; leave it out"
+        )
+
+
+def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
+    """Refuse KV formats that do not hold latents as they are, and devices without a kernel."""
+    formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
+    for index in spec.latent_layers:
+        format = formats[places[index]].format
+        if not format.has_elements:
+            held = ", ".join(form.value for form in KVFormat if form.has_elements)
+            raise ConfigError(
+                f"layer {index} caches latents, which {format.value} blocks do not hold; choose "
+                f"--kv-cache-dtype among {held}"
+            )
+        if precision.device.type != "cpu":
+            raise ConfigError(
+                f"layer {index} has latent attention, for which there is no kernel on "
+                f"{precision.device.type}; serve the model with --device cpu"
+            )
+
+
+def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
+    """Say why the CPU library cannot execute a model on this machine; None if it can."""
+    if config.block_size is not None and config.block_size % 16:
+        return f"its blocks hold a multiple of 16 tokens, not {config.block_size}"
+    try:
+        select_isa(load_library(), config.cpu_isa)
+    except LibraryError as error:
+        return str(error)
+    return why_unsupported(source)
+
+
+def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
+    from appliance.kernels.norm_rope.launch import check_supported as check_norm
+    from appliance.kernels.paged_attention.launch import check_supported
+    from appliance.kernels.sampling.launch import check_vocabulary
+
+    check_norm(spec.hidden_size, precision.dtype)
+    check_vocabulary(spec.vocab_size)
+    formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
+    for index, attention in spec.attention_layers.items():
+        check_supported(
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            precision.block_size,
+            precision.dtype,
+            formats[places[index]].format,
+            layer=index,
+        )

@@ -1,0 +1,101 @@
+"""The CPU library executes the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.kernels.cpu.cache import bytes_per_token
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.penalties import cpu as penalties_on_cpu
+from appliance.kernels.sampling.cpu import NativeSampling
+from appliance.kernels.token_mask.cpu import NativeMasks
+from appliance.kernels.token_scores.cpu import NativeScores
+from appliance.model.executor import heads_of
+from appliance.model.native_loader import load_native
+from appliance.model.size import estimate_native_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.engine.execution.execution import Precision
+    from appliance.engine.run.sampler import SampleTokens
+    from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.penalties.rows import Penalize
+    from appliance.kernels.token_mask.reference import MaskTokens
+    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.model.executor import Executor
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExecution:
+    precision: Precision
+    engine: NativeEngine
+    isa: str
+
+    @property
+    def name(self) -> str:
+        """Name with the instruction set in use."""
+        return f"cpu library ({self.isa})"
+
+    @property
+    def uses_triton(self) -> bool:
+        return False
+
+    @property
+    def activation_bytes(self) -> int:
+        """4: everything between two weights is float32."""
+        return 4
+
+    def weight_bytes(self, source: ModelSource) -> int:
+        """Count packed weights by their codes, all others in `dtype`."""
+        return estimate_native_bytes(source, self.precision.dtype)
+
+    def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
+        """Divide whole pages of the library by their tokens."""
+        layers = self.precision.kv_of(len(spec.cache_layers))
+        return sum(
+            bytes_per_token(self.engine.library, layer.format, heads, width)
+            for layer, (heads, width) in zip(layers, heads_of(spec), strict=True)
+        )
+
+    def open_page_bytes(self, spec: DecoderSpec) -> int:
+        """Count a block's tokens at 8 bits in the sealed layers."""
+        layers = self.precision.kv_of(len(spec.cache_layers))
+        return self.precision.block_size * sum(
+            bytes_per_token(self.engine.library, KVFormat.INT8, heads, width)
+            for layer, (heads, width) in zip(layers, heads_of(spec), strict=True)
+            if layer.format.is_sealed
+        )
+
+    def load(
+        self,
+        source: ModelSource,
+        on_progress: Callable[[str, int, int], None],
+        context_length: int,
+    ) -> Executor[Any]:
+        """Load the weights into the library's tiles."""
+        return load_native(
+            source,
+            self.engine,
+            self.precision.dtype,
+            on_progress,
+            context_length=context_length,
+        )
+
+    def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
+        return NativeSampling(self.engine)
+
+    @property
+    def penalize(self) -> Penalize:
+        return penalties_on_cpu.penalize
+
+    @property
+    def mask_tokens(self) -> MaskTokens:
+        return NativeMasks(self.engine.library)
+
+    @property
+    def score_tokens(self) -> ScoreTokens:
+        return NativeScores(self.engine)

@@ -1,0 +1,119 @@
+"""Torch executes the model, with the kernels of one backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.penalties import cpu as penalties_on_cpu
+from appliance.kernels.sampling import batched
+from appliance.kernels.token_mask import reference as masks_by_torch
+from appliance.kernels.token_scores import reference as scores_by_torch
+from appliance.model.executor import heads_of
+from appliance.model.loader import load_decoder
+from appliance.model.size import estimate_weight_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.engine.execution.execution import Precision
+    from appliance.engine.run.sampler import SampleTokens
+    from appliance.kernels.backend import Backend
+    from appliance.kernels.penalties.rows import Penalize
+    from appliance.kernels.token_mask.reference import MaskTokens
+    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.model.executor import Executor
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExecution:
+    """The torch decoder with one backend's kernels."""
+
+    precision: Precision
+    backend: Backend
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    @property
+    def uses_triton(self) -> bool:
+        return self.backend.name == "triton"
+
+    @property
+    def activation_bytes(self) -> int:
+        """Size of the dtype."""
+        return self.precision.dtype.itemsize
+
+    def weight_bytes(self, source: ModelSource) -> int:
+        """Estimate the backend's layout of the weights."""
+        return estimate_weight_bytes(source, self.precision.device, self.precision.dtype)
+
+    def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
+        layers = self.precision.kv_of(len(spec.cache_layers))
+        return sum(
+            KVPages.bytes_per_token(layer.format, *heads)
+            if self.uses_triton or not layer.format.has_elements
+            else layer.format.bytes_per_token(*heads)
+            for layer, heads in zip(layers, heads_of(spec), strict=True)
+        )
+
+    def open_page_bytes(self, spec: DecoderSpec) -> int:
+        """Count a block's tokens at 8 bits in the sealed layers."""
+        layers = self.precision.kv_of(len(spec.cache_layers))
+        return self.precision.block_size * sum(
+            KVPages.bytes_per_token(KVFormat.INT8, *heads)
+            for layer, heads in zip(layers, heads_of(spec), strict=True)
+            if layer.format.is_sealed
+        )
+
+    def load(
+        self,
+        source: ModelSource,
+        on_progress: Callable[[str, int, int], None],
+        context_length: int,
+    ) -> Executor[Any]:
+        """Load the weights in the backend's layout."""
+        return load_decoder(
+            source,
+            self.backend,
+            self.precision.device,
+            self.precision.dtype,
+            on_progress,
+            context_length=context_length,
+        )
+
+    def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
+        """Return Triton's sampling, or torch's.
+
+        Raises:
+            UnsupportedModelError: no kernel covers the vocabulary.
+        """
+        if not self.uses_triton:
+            return batched.choose
+        from appliance.kernels.sampling.launch import DeviceSampling
+
+        return DeviceSampling(max_rows, spec.vocab_size, self.precision.device)
+
+    @property
+    def penalize(self) -> Penalize:
+        if not self.uses_triton:
+            return penalties_on_cpu.penalize
+        from appliance.kernels.penalties.launch import penalize
+
+        return penalize
+
+    @property
+    def mask_tokens(self) -> MaskTokens:
+        if not self.uses_triton:
+            return masks_by_torch.mask_tokens
+        from appliance.kernels.token_mask.launch import mask_tokens
+
+        return mask_tokens
+
+    @property
+    def score_tokens(self) -> ScoreTokens:
+        return scores_by_torch.score_tokens

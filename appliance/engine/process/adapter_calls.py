@@ -1,0 +1,58 @@
+"""Passes an administrator's wishes about adapters to the engine, and its answers back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from appliance.engine.messages import AdapterAnswer, LoadAdapter, UnloadAdapter
+from appliance.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from appliance.engine.messages import ToEngine
+    from appliance.engine.request import AdapterRef
+
+
+class AdapterCalls:
+    """Adapters that are being read.
+
+    Args:
+        send: sends a message to the engine.
+    """
+
+    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+        self._send = send
+        self._asked: dict[AdapterRef, asyncio.Future[AdapterAnswer]] = {}
+
+    async def load(self, ref: AdapterRef) -> None:
+        """Have an adapter read ahead of its first request.
+
+        Raises:
+            RequestError: it cannot be used.
+        """
+        asked = self._asked.get(ref)
+        if asked is None:
+            asked = asyncio.get_running_loop().create_future()
+            self._asked[ref] = asked
+            self._send(LoadAdapter(ref))
+        # A caller that leaves must not cancel the answer for others who asked the same.
+        answer = await asyncio.shield(asked)
+        if answer.error:
+            raise RequestError(answer.error, param="lora_path")
+
+    def unload(self, ref: AdapterRef) -> None:
+        """Have an adapter forgotten after the last request that uses it."""
+        self._send(UnloadAdapter(ref))
+
+    def take(self, answers: Iterable[AdapterAnswer]) -> None:
+        """Pass answers on to those who asked."""
+        for answer in answers:
+            asked = self._asked.pop(answer.ref, None)
+            if asked is not None and not asked.done():
+                asked.set_result(answer)
+
+    def forget(self) -> None:
+        """End all calls: the engine that was asked has ended."""
+        self.take([AdapterAnswer(ref, "the engine ended while it read it") for ref in self._asked])

@@ -1,0 +1,97 @@
+"""Starts an engine's process with what it inherits, before there is an event loop to talk to it.
+
+The process imports for a second or more, so `serve` starts it before it imports the server. This
+file imports next to nothing for the same reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from appliance import log
+from appliance.config import cache_dir
+from appliance.engine.process.metadata import create_metadata
+from appliance.errors import EngineError
+from appliance.runtime import ALLOCATOR, OPENMP, child_environment
+
+# -P: import nothing from the current folder.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "appliance.engine.process")
+
+
+class LaunchedProcess:
+    """A started process, the parent's end of its socket and the file of its block metadata.
+
+    As a context manager it ends a process that nothing else has ended.
+
+    Attributes:
+        when: monotonic seconds at which it was started.
+
+    Raises:
+        EngineError: the system is out of processes, descriptors or memory.
+    """
+
+    def __init__(self, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self.when = time.monotonic()
+        try:
+            self._launch(command)
+        except OSError as error:
+            reason = error.strerror or error
+            raise EngineError(f"the engine process cannot be started: {reason}") from error
+
+    def _launch(self, command: Sequence[str]) -> None:
+        level, form = log.configured()
+        with contextlib.ExitStack() as undo:  # release it all if a later call fails
+            self._socket, theirs = socket.socketpair()
+            undo.callback(self._socket.close)
+            with theirs:
+                self._metadata = create_metadata()
+                undo.callback(os.close, self._metadata)
+                self.process = subprocess.Popen(
+                    [
+                        *command,
+                        *("--socket", str(theirs.fileno()), "--metadata", str(self._metadata)),
+                        *("--parent", str(os.getpid()), "--log-level", level),
+                        *("--log-format", form),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # a library's prints belong in the log
+                    pass_fds=(theirs.fileno(), self._metadata),
+                    env=_environment(),
+                    start_new_session=True,  # Ctrl-C in the terminal goes only to the server
+                )
+            self._held = undo.pop_all()
+
+    def take(self) -> tuple[socket.socket, int]:
+        """Hand over the socket and the descriptor of the metadata; once."""
+        self._held.pop_all()
+        return self._socket, self._metadata
+
+    def __enter__(self) -> LaunchedProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._held.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Return the engine's environment: everything but the API key, which it does not need.
+
+    Compiled GPU kernels go beside our other derived files.
+    """
+    kernels = {"TRITON_CACHE_DIR": str(cache_dir() / "triton")}
+    return {**ALLOCATOR, **OPENMP, **kernels, **child_environment()}

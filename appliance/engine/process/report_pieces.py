@@ -1,0 +1,69 @@
+"""Cuts a report that is too long for one frame: scores of long prompts multiply with alternatives.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from appliance.engine.messages import StepReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.engine.messages import SequenceDelta
+
+# Of one report. Each takes up to 15 bytes of MessagePack, so a frame stays below 8 MiB of 16.
+MAX_CANDIDATES = 2**19
+
+
+def pieces_of(report: StepReport, most: int = MAX_CANDIDATES) -> Iterator[StepReport]:
+    """Yield reports that say the same one after the other, nearly always a single one.
+
+    Args:
+        report: of a step.
+        most: log probabilities in each; those of one token stay together.
+    """
+    if sum(map(_num_candidates, report.deltas)) <= most:
+        yield report
+        return
+    held: list[SequenceDelta] = []
+    room = most
+    started = report.started
+    for whole in report.deltas:
+        for delta in _cut(whole, most):
+            if held and room < _num_candidates(delta):
+                yield StepReport(deltas=tuple(held), started=started)
+                held, room, started = [], most, ()
+            held.append(delta)
+            room -= _num_candidates(delta)
+    yield replace(report, deltas=tuple(held), started=started)
+
+
+def _num_candidates(delta: SequenceDelta) -> int:
+    return sum(
+        len(tokens) * (1 + len(tokens[0].top))
+        for tokens in (delta.logprobs, delta.prompt_logprobs)
+        if tokens
+    )
+
+
+def _cut(delta: SequenceDelta, most: int) -> Iterator[SequenceDelta]:
+    """Cut the scores of a prompt; the last part has whatever else the delta says."""
+    scores = delta.prompt_logprobs
+    if not scores or _num_candidates(delta) <= most:
+        yield delta
+        return
+    step = max(1, most // (1 + len(scores[0].top)))
+    last = (len(scores) - 1) // step * step
+    for start in range(0, last, step):
+        yield type(delta)(
+            request_id=delta.request_id,
+            index=delta.index,
+            num_cached_tokens=delta.num_cached_tokens,
+            prompt_logprobs=scores[start : start + step],
+        )
+    yield replace(delta, prompt_logprobs=scores[last:])

@@ -1,0 +1,77 @@
+"""Copies recurrent states: among the rows of a cache, to host memory and back."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.moves import SavedBlock
+from appliance.engine.run.pinned_rows import PinnedRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from appliance.engine.moves import StateCopy, StateLoad
+    from appliance.engine.rates import Rates
+    from appliance.engine.run.device import Copy, Device
+
+
+class StateRows:
+    """The rows of recurrent state on one device; moves are done in the order of the calls.
+
+    Args:
+        rows: (num_rows, state_bytes) uint8, which steps read and write.
+    """
+
+    def __init__(self, rows: Tensor, device: Device, rates: Rates) -> None:
+        self.state_bytes = rows.shape[1]
+        self._rows = rows
+        self._device = device
+        self._rates = rates
+        self._pinned = PinnedRows(device, self.state_bytes)
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Copy rows, in this order."""
+        for source, destination in copies:
+            self._rows[destination].copy_(self._rows[source])
+
+    def save(self, rows: Sequence[int]) -> tuple[SavedBlock, ...]:
+        """Copy rows to host memory; later work waits for it where the device is asynchronous."""
+        return tuple(map(self._save, rows))
+
+    def load(self, loads: Sequence[StateLoad], saved: Sequence[SavedBlock]) -> None:
+        """Fill rows; `saved` is what the same plan has saved."""
+        for load in loads:
+            content = load.content(saved)
+            if not self._device.is_asynchronous:
+                content.read()
+            source = torch.frombuffer(_writable(content.content), dtype=torch.uint8)
+            self._device.send_aside([source], self._rows[load.row : load.row + 1])
+
+    def _save(self, row: int) -> SavedBlock:
+        if not self._device.is_asynchronous:
+            begin = time.perf_counter()
+            content = self._rows[row].numpy().tobytes()
+            self._rates.saw_moves(len(content), time.perf_counter() - begin)
+            return SavedBlock(content)
+        place, view = self._pinned.take()
+        copy = self._device.fetch_aside(self._rows[row : row + 1], [place])
+        self._device.follow(copy)  # a step may write to the row
+        return SavedBlock(view, _Arrived(copy))
+
+
+class _Arrived:
+    def __init__(self, copy: Copy) -> None:
+        self._copy = copy
+
+    def wait(self) -> None:
+        self._copy.wait()
+
+
+def _writable(content: bytes | bytearray | memoryview) -> bytearray | memoryview:
+    """Return the same bytes in memory that torch accepts."""
+    return bytearray(content) if isinstance(content, bytes) else content

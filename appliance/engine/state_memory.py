@@ -1,0 +1,55 @@
+"""Plans the rows of recurrent state: slots of sequences and checkpoints. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.engine.memory_plan import MemoryRequest
+
+# By default a sequence that runs has room for the ends of its prompt and of its answer, and for two
+# older turns; and all checkpoints together have a share of what else would hold keys and values.
+CHECKPOINTS_PER_SLOT = 4
+_SHARE_OF_CACHE = 4  # one part in so many
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """Rows of recurrent state; all are 0 for models without recurrent layers."""
+
+    row_bytes: int = 0
+    num_slots: int = 0
+    num_checkpoints: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.row_bytes * (self.num_slots + self.num_checkpoints)
+
+
+NO_STATES = StateMemory()
+
+
+def needed_states(request: MemoryRequest) -> StateMemory:
+    """Return the rows that the settings ask for; without a setting no checkpoints."""
+    row_bytes = request.spec.state_bytes
+    if not row_bytes:
+        return NO_STATES
+    asked = (request.state_checkpoint_memory or 0) if request.prefix_caching else 0
+    return StateMemory(row_bytes, request.max_num_seqs, asked // row_bytes)
+
+
+def planned_states(request: MemoryRequest, left: int) -> StateMemory:
+    """Return the rows to allocate.
+
+    Args:
+        request: the memory that must fit.
+        left: bytes beside the needed rows and the least KV cache.
+    """
+    needed = needed_states(request)
+    is_planned = request.state_checkpoint_memory is None and request.prefix_caching
+    if not (needed.row_bytes and is_planned):
+        return needed
+    most = left // _SHARE_OF_CACHE // needed.row_bytes
+    count = min(CHECKPOINTS_PER_SLOT * needed.num_slots, max(most, 0))
+    return StateMemory(needed.row_bytes, needed.num_slots, count)

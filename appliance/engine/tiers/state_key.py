@@ -1,0 +1,21 @@
+"""Names state checkpoints in the tiers below: the hash of their block, with a mark."""
+
+from __future__ import annotations
+
+_HASH_BYTES = 16
+_MARK = b"s"
+
+
+def state_key(content: bytes) -> bytes:
+    """Return the key of the checkpoint behind a block, given the block's hash."""
+    return content + _MARK
+
+
+def is_state(key: bytes) -> bool:
+    """Return True if a key is of a checkpoint and not of a block."""
+    return len(key) > _HASH_BYTES
+
+
+def block_of(key: bytes) -> bytes:
+    """Return the hash of the block that a checkpoint follows."""
+    return key[:_HASH_BYTES]

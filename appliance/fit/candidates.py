@@ -1,0 +1,206 @@
+"""Every way to serve a model that is worth a look, each with what it needs and how it would do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.engine.loading import request_memory
+from appliance.engine.memory_plan import plan_memory
+from appliance.errors import ConfigError, MemoryPlanError
+from appliance.model.spec import ExpertsSpec
+from appliance.model.tensors import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.config import EngineConfig
+    from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
+    from appliance.fit.place import ModelPlace
+    from appliance.model.source import ModelSource
+
+KV_WORDS = ("auto", "bf16", "int8", "int4")
+# What `appliance quantize` makes of a layer's matrices: bits with scales of groups of 128.
+_QUANTIZED = {"as it is": None, "int8": 8 + 16 / 128, "int4": 4 + 16 / 128}
+# The engine's process grows by this much while it loads, beside weights and cache; it makes plans
+# come true within 3 % on both packaged models and on one of 1 GB (tests/fit).
+_LOADING_BYTES = 12 * 2**20
+_COMFORT = 10.0  # tokens/s of one stream, faster than most people read
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """One way to serve.
+
+    Attributes:
+        weights: "as it is", or what `appliance quantize` would make.
+        kv: the precision of the KV cache, as `--kv-cache-dtype` takes it.
+        kv_format: what that is here.
+        context_length: tokens.
+        streams: whole contexts that fit at once.
+        plan: of memory; None if it does not fit.
+        refusal: why not, with the nearest that does.
+        rate: most tokens/s of one stream, bytes over bandwidth; None without a bandwidth.
+    """
+
+    weights: str
+    kv: str
+    kv_format: str
+    context_length: int
+    streams: int
+    plan: MemoryPlan | None
+    refusal: str = ""
+    rate: float | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is planned; 0 if it does not fit."""
+        if self.plan is None:
+            return 0
+        plan = self.plan
+        cached = plan.kv_bytes + plan.states.num_bytes
+        return plan.process_bytes + plan.weight_bytes + cached + plan.workspace_bytes
+
+
+def candidates(
+    source: ModelSource,
+    config: EngineConfig,
+    place: ModelPlace,
+    *,
+    context_length: int | None = None,
+    streams: int = 1,
+) -> list[FitRow]:
+    """List the ways to serve, the best first.
+
+    Those that fit come first; among them those that are fast enough to read along, then those that
+    change the model least, then the faster. Weights as they are come before weights to be made.
+
+    Args:
+        source: the model.
+        config: the settings; its KV precision, context and sizes are varied.
+        place: the memory.
+        context_length: tokens; None tries the model's own, and shorter ones where that is too long.
+        streams: whole contexts to hold at once.
+
+    Raises:
+        ConfigError: the context is longer than the model's.
+    """
+    most = source.spec.context_length
+    if context_length is not None and context_length > most:
+        raise ConfigError(f"this model was made for {most:,} tokens; ask for that or less")
+    wanted = context_length or most
+    found: list[FitRow] = []
+    for kv in KV_WORDS:
+        chosen = msgspec.structs.replace(
+            config, kv_cache_dtype=kv, max_num_seqs=max(config.max_num_seqs, streams)
+        )
+        try:
+            _, request = request_memory(chosen, source, place.gpu_bytes)
+        except ConfigError:
+            continue  # not on this device
+        if kv != "auto" and any(one.kv_format == request.kv_format for one in found):
+            continue
+        for weights, bits in _QUANTIZED.items():
+            sized = request
+            if bits is not None:
+                saved = _saved_bytes(source, bits)
+                if saved is None:
+                    continue
+                sized = replace(request, weight_bytes=request.weight_bytes - saved)
+            found.append(_candidate(source, sized, place, weights, kv, wanted, streams))
+    return sorted(found, key=_rank)
+
+
+def _candidate(
+    source: ModelSource,
+    request: MemoryRequest,
+    place: ModelPlace,
+    weights: str,
+    kv: str,
+    wanted: int,
+    streams: int,
+) -> FitRow:
+    process = request.process_bytes + (_LOADING_BYTES if request.process_bytes else 0)
+    refusal = ""
+    for context in _contexts(wanted):
+        blocks = -(-context // request.block_size) * streams
+        asked = replace(
+            request,
+            process_bytes=process,
+            max_model_len=context,
+            kv_cache_memory=blocks * request.block_size * request.kv_bytes_per_token,
+        )
+        try:
+            plan = plan_memory(asked)
+        except MemoryPlanError as error:
+            refusal = refusal or str(error)
+            continue
+        return FitRow(
+            weights,
+            kv,
+            request.kv_format,
+            context,
+            streams,
+            plan,
+            refusal,
+            _rate(source, asked, place, context),
+        )
+    return FitRow(weights, kv, request.kv_format, wanted, streams, None, refusal)
+
+
+def _contexts(wanted: int) -> Iterator[int]:
+    """Yield the wanted context, then powers of two below it."""
+    yield wanted
+    power = 2 ** math.ceil(math.log2(wanted) - 1)
+    while power >= min(wanted, 2048):
+        if power < wanted:
+            yield power
+        power //= 2
+
+
+def _saved_bytes(source: ModelSource, bits: float) -> int | None:
+    """Return what quantizing a 16-bit model's matrices saves; None if they are packed already."""
+    saved = 0.0
+    for slot in source.slots():
+        if not slot.is_linear:
+            continue
+        if source.weights.packed_bits(slot.name) or source.weights.float_bits(slot.name):
+            return None
+        saved += math.prod(slot.shape) * (2 - bits / 8)
+    return int(saved)
+
+
+def _rate(
+    source: ModelSource, request: MemoryRequest, place: ModelPlace, context: int
+) -> float | None:
+    """Return bandwidth over the bytes that a step of one stream reads, at half of its context."""
+    if place.bandwidth is None:
+        return None
+    total, active = 0, 0.0
+    for slot in source.slots():
+        count = math.prod(slot.shape)
+        mlp = None if slot.layer is None else source.spec.layers[slot.layer].mlp
+        share = 1.0
+        if slot.expert is not None and isinstance(mlp, ExpertsSpec):
+            share = mlp.router.top_k / mlp.router.num_experts
+        if slot.role is Role.EMBEDDING and not source.spec.tied_head:
+            share = 0.0
+        total += count
+        active += count * share
+    read = request.weight_bytes * active / total + request.kv_bytes_per_token * context / 2
+    return place.bandwidth * 1e9 / read
+
+
+def _rank(one: FitRow) -> tuple[float, ...]:
+    order = list(_QUANTIZED)
+    is_slow = one.rate is not None and one.rate < _COMFORT
+    return (
+        one.plan is None,
+        is_slow,
+        -one.context_length,
+        order.index(one.weights),
+        KV_WORDS.index(one.kv),
+    )

@@ -1,0 +1,40 @@
+"""Opens a model for a plan: from this machine, or a hub's headers without its weights."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from appliance.errors import ModelError
+from appliance.gguf import GGUFFile
+from appliance.hub import HubName, find_model
+from appliance.hub.headers import fetch_headers
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.model.source import ModelSource
+
+
+@contextmanager
+def opened(model: str, cache_dir: Path) -> Iterator[tuple[str, ModelSource, Path | None]]:
+    """Yield a model's name, its source, and its path if it is on this machine.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be served.
+    """
+    found = find_model(model, cache_dir=cache_dir)
+    if found is not None:
+        yield found.name, open_model(found.path), found.path
+        return
+    name = HubName.parse(model)
+    if name is None:
+        raise ModelError(
+            f"{model or 'the packaged model'} is not here yet; appliance serve fetches it"
+        )
+    with TemporaryDirectory(prefix="appliance-fit-") as folder:
+        path = fetch_headers(name, Path(folder), GGUFFile)
+        yield name.repo, open_model(path), None

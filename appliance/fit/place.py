@@ -1,0 +1,69 @@
+"""The memory that a model would go to: this machine's, or that of a GPU in the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.errors import ConfigError
+from appliance.fit.gpus import GIB, gpu_named
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+
+# A CUDA context with its libraries, which a GPU that is not here cannot tell.
+_CONTEXT_BYTES = GIB // 2
+_STATED = "its maker's figure"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """Memory with a bandwidth.
+
+    Attributes:
+        name: for people.
+        bandwidth: GB/s; None if it was not measured.
+        gpu_bytes: of a GPU that need not be here; None for this machine.
+        how: where the bandwidth comes from.
+    """
+
+    name: str
+    bandwidth: float | None
+    gpu_bytes: int | None = None
+    how: str = ""
+
+
+def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) -> ModelPlace:
+    """Return the place for a model.
+
+    Args:
+        gpu: a name of the table; None takes what `config.device` takes here.
+        config: the engine's settings.
+        measures: run the bandwidth test of this machine's memory, about three seconds.
+
+    Raises:
+        ConfigError: the GPU is not in the table.
+    """
+    if gpu is not None:
+        known = gpu_named(gpu)
+        free = int(known.gib * GIB) - _CONTEXT_BYTES
+        return ModelPlace(
+            f"{known.name}, {known.gib:g} GiB", known.bandwidth, free, "its maker's figure"
+        )
+    import psutil
+    import torch
+
+    if config.device != "cpu" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        try:
+            bandwidth = gpu_named(name.removesuffix(" Laptop GPU")).bandwidth
+        except ConfigError:  # it is not in the table
+            bandwidth = None
+        return ModelPlace(name, bandwidth, None, _STATED)
+    threads = config.threads or psutil.cpu_count(logical=False) or 1
+    if not measures:
+        return ModelPlace("this machine's memory", None)
+    from appliance.bench.bandwidth import HOW, probe
+
+    found = probe([threads])[0]["read_gb_per_second"]
+    return ModelPlace("this machine's memory", found, None, f"measured just now with {HOW}")

@@ -1,0 +1,98 @@
+"""Writes candidates as a table for people, or as data for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.fit.candidates import FitRow
+    from appliance.fit.place import ModelPlace
+
+_HEADS = ("", "weights", "KV cache", "context", "at once", "memory", "tokens/s", "quality")
+# Mean KL divergence of the KV cache's precisions on SmolLM2-135M (benchmark kv_quality).
+_KV_COSTS = {"bf16": "0", "fp16": "0", "int8": "0.0007", "int4-sealed": "0.006"}
+
+
+def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title: str) -> str:
+    """Write the table; the first row is what `serve --auto` takes among weights as they are.
+
+    Args:
+        found: ranked.
+        place: the memory.
+        card: figures of the model's own quality card, if it has one.
+        title: the model.
+    """
+    rows = [_HEADS, *(_row(number, one) for number, one in enumerate(found, 1))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    lines = [f"{title} on {place.name}"]
+    lines += [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.append("")
+    if place.bandwidth is not None:
+        lines.append(
+            f"tokens/s: at most, for one stream at half of the context: {place.bandwidth:,.0f} GB/s"
+            f" ({place.how.partition(';')[0]}) over the bytes that a step reads."
+        )
+    lines.append(
+        "memory: weights, KV cache, the largest step, and the engine's process. quality: mean KL"
+        " divergence of the KV cache on SmolLM2-135M; other models differ."
+    )
+    if card is not None:
+        lines.append(f"these weights, by their card: {card}")
+    if any(one.weights != "as it is" and one.plan for one in found):
+        lines.append(
+            "other weights: appliance quantize makes them, with a card that says the cost."
+        )
+    refused = next((one.refusal for one in found if one.refusal), "")
+    if refused:
+        lines.append(refused)
+    return "\n".join(lines)
+
+
+def as_data(found: Sequence[FitRow], place: ModelPlace) -> dict[str, Any]:
+    """Return the same for JSON."""
+    return {
+        "place": {"name": place.name, "gb_per_second": place.bandwidth, "how": place.how},
+        "candidates": [
+            {
+                "weights": one.weights,
+                "kv_cache_dtype": one.kv,
+                "kv_format": one.kv_format,
+                "context_length": one.context_length,
+                "streams": one.streams,
+                "fits": one.plan is not None,
+                "refusal": one.refusal,
+                "tokens_per_second_at_most": None if one.rate is None else round(one.rate, 1),
+                "bytes": None
+                if one.plan is None
+                else {
+                    "weights": one.plan.weight_bytes,
+                    "kv_cache": one.plan.kv_bytes,
+                    "states": one.plan.states.num_bytes,
+                    "workspace": one.plan.workspace_bytes,
+                    "process": one.plan.process_bytes,
+                    "total": one.total_bytes,
+                    "budget": one.plan.budget_bytes,
+                },
+            }
+            for one in found
+        ],
+    }
+
+
+def _row(number: int, one: FitRow) -> tuple[str, ...]:
+    memory = f"{one.total_bytes / 2**30:.2f} GiB" if one.plan else "does not fit"
+    return (
+        str(number),
+        one.weights,
+        one.kv_format,
+        f"{one.context_length:,}",
+        str(one.streams),
+        memory,
+        "" if one.rate is None else f"{one.rate:,.0f}",
+        _KV_COSTS.get(one.kv_format, ""),
+    )

@@ -1,0 +1,67 @@
+"""Checks model files against hashes that somebody wrote down.
+
+The hub's cache names the content of a file by its SHA-256, or by git's hash of it if it is small;
+the files of packaged models have theirs in our table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from appliance.hub.growth import Progress, ignore_progress
+from appliance.hub.packaged import PACKAGED
+
+SHOWN_FROM = 1 << 30  # bytes; less is hashed before anybody could read of it
+_CHUNK = 1 << 22
+_SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+
+def known_hashes(model: Path) -> dict[Path, str]:
+    """Return the files of a model, a folder or a file, that have a known hash, and the hash."""
+    files = [model] if model.is_file() else sorted(one for one in model.iterdir() if one.is_file())
+    return known_hashes_of(files)
+
+
+def known_hashes_of(files: Iterable[Path]) -> dict[Path, str]:
+    """Return those of the files that have a known hash, and the hash."""
+    packaged = {model.filename: model.sha256 for model in PACKAGED.values()}
+    found = {}
+    for file in files:
+        blob = file.resolve()
+        if file.name in packaged:
+            found[file] = packaged[file.name]
+        elif blob.parent.name == "blobs" and (_SHA256 if len(blob.name) == 64 else _GIT).fullmatch(
+            blob.name
+        ):
+            found[file] = blob.name
+    return found
+
+
+def find_damaged(expected: Mapping[Path, str], progress: Progress = ignore_progress) -> list[Path]:
+    """Hash files and return those that are not what they should be.
+
+    Args:
+        expected: files and their hashes, as `known_hashes` returns them.
+        progress: called with bytes, if there are many.
+    """
+    total, done, damaged = sum(file.stat().st_size for file in expected), 0, []
+    for file, wanted in expected.items():
+        digest = _hasher(file, wanted)
+        with file.open("rb") as content:
+            while chunk := content.read(_CHUNK):
+                digest.update(chunk)
+                done += len(chunk)
+                if total >= SHOWN_FROM:
+                    progress("hash the model", done, total)
+        if digest.hexdigest() != wanted:
+            damaged.append(file)
+    return damaged
+
+
+def _hasher(file: Path, wanted: str) -> hashlib._Hash:
+    if _SHA256.fullmatch(wanted):
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)

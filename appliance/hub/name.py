@@ -1,0 +1,38 @@
+"""The name of a model on a hub: `org/name`, with `@revision`, with `:FILE.gguf`, or both."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_FORM = re.compile(
+    r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>(?!.*\.\.)\w[\w./-]*))?(?::(?P<file>[^:\\]+\.gguf))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model of a hub.
+
+    Attributes:
+        repo: `org/name`.
+        revision: branch, tag or commit; None is the hub's main branch.
+        file: one of its GGUF files; None is the safetensors folder, or the only GGUF file.
+    """
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """Read a name; None if it is none of a hub."""
+        match = _FORM.fullmatch(text)
+        if match is None or match["repo"].endswith(".gguf"):
+            return None
+        return cls(match["repo"], match["revision"], match["file"])
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{self.repo}{revision}" + ("" if self.file is None else f":{self.file}")

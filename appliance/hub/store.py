@@ -1,0 +1,212 @@
+"""The models on this machine that were downloaded: packaged ones, and those of the hub's cache.
+
+The hub's cache belongs to other programs, too, so everything is read from its folders as
+huggingface_hub lays them out: `models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to
+them, and `refs` that name commits. A model is removed link by link, and a blob with its last link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.errors import ModelError
+from appliance.hub.name import HubName
+from appliance.hub.packaged import PACKAGED
+from appliance.hub.remote import folder_name, hub_cache
+
+SAFETENSORS, GGUF = "safetensors", "GGUF"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptModel:
+    """A downloaded model.
+
+    Attributes:
+        name: as `serve` takes it.
+        kind: safetensors or GGUF.
+        files: its files; links into `blobs` in the hub's cache.
+        used: Unix seconds of the latest read or change that the file system knows.
+        complete: False for a packaged model of another size than it should have.
+    """
+
+    name: str
+    kind: str
+    files: tuple[Path, ...]
+    used: float
+    complete: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Incomplete files of a repository, from downloads that broke off."""
+
+    repo: str
+    files: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+
+def kept_models(cache_dir: Path) -> list[KeptModel]:
+    """List the models, the one used last first.
+
+    Args:
+        cache_dir: our folder of derived files, with packaged models in `models`.
+    """
+    return sorted([*_packaged(cache_dir), *_of_hub()], key=lambda model: -model.used)
+
+
+def unfinished_downloads() -> list[Unfinished]:
+    """List the repositories in the hub's cache with files that are not complete."""
+    found = []
+    for folder in _repositories():
+        files = tuple(sorted(folder.glob("blobs/*.incomplete")))
+        if files:
+            found.append(Unfinished(_repo_of(folder), files))
+    return found
+
+
+def find_kept(name: str, cache_dir: Path) -> KeptModel:
+    """Find a model by its name, which may leave out what is clear without.
+
+    Raises:
+        ModelError: there is none, or there are several.
+    """
+    models = kept_models(cache_dir)
+    exact = [model for model in models if model.name == name]
+    wanted = HubName.parse(name)
+    near = [model for model in models if wanted is not None and _matches(wanted, model.name)]
+    found = exact or near
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(model.name for model in (found or models)[:8])
+    if found:
+        raise ModelError(f"{name!r} is several models; name one of {names}")
+    there = f"here are {names}" if names else "none has been downloaded"
+    raise ModelError(f"{name!r} is not among the downloaded models; {there}")
+
+
+def remove_kept(model: KeptModel) -> int:
+    """Remove a model; return the bytes that this frees. A server that runs keeps what it loaded."""
+    if model.name in PACKAGED:
+        size = model.num_bytes
+        for file in model.files:
+            file.unlink()
+        return size
+    snapshot = _snapshot_of(model)
+    folder = snapshot.parents[1]
+    before = _size_of(folder)
+    for file in model.files:
+        file.unlink()
+    if model.kind == SAFETENSORS or not any(file.suffix == ".gguf" for file in _files(snapshot)):
+        shutil.rmtree(snapshot)
+    _drop_unlinked(folder)
+    return before - _size_of(folder)
+
+
+def remove_unfinished(download: Unfinished) -> int:
+    """Remove what is left of a download that broke off; return the bytes that this frees."""
+    size = download.num_bytes
+    for file in download.files:
+        file.unlink()
+    _drop_unlinked(download.files[0].parents[1])
+    return size
+
+
+def _packaged(cache_dir: Path) -> Iterator[KeptModel]:
+    for name, model in PACKAGED.items():
+        path = cache_dir / "models" / model.filename
+        if path.is_file():
+            stat = path.stat()
+            whole = stat.st_size == model.size
+            used = max(stat.st_atime, stat.st_mtime)
+            yield KeptModel(name, GGUF, (path,), used, complete=whole)
+
+
+def _of_hub() -> Iterator[KeptModel]:
+    for folder in _repositories():
+        repo, names = _repo_of(folder), _names_of_commits(folder)
+        for snapshot in sorted(folder.glob("snapshots/*")):
+            files = _files(snapshot)
+            revision = names.get(snapshot.name, snapshot.name)
+            shown = None if revision == "main" else revision
+            weights = [file for file in files if file.suffix == ".safetensors"]
+            ggufs = [file for file in files if file.suffix == ".gguf"]
+            if weights:
+                rest = tuple(file for file in files if file not in ggufs)
+                yield _kept(HubName(repo, shown), SAFETENSORS, rest)
+            for file in ggufs:
+                inside = str(file.relative_to(snapshot))
+                yield _kept(HubName(repo, shown, inside), GGUF, (file,))
+
+
+def _kept(name: HubName, kind: str, files: tuple[Path, ...]) -> KeptModel:
+    stats = [file.stat() for file in files]
+    used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
+    return KeptModel(str(name), kind, files, used)
+
+
+def _matches(wanted: HubName, name: str) -> bool:
+    """Return True if a name says all that is wanted, and maybe more."""
+    found = HubName.parse(name)
+    if found is None or found.repo != wanted.repo:
+        return False
+    revision = (found.revision or "main").startswith(wanted.revision or "")
+    return revision and wanted.file in (None, found.file)
+
+
+def _repositories() -> list[Path]:
+    return sorted(folder for folder in hub_cache().glob("models--*--*") if folder.is_dir())
+
+
+def _repo_of(folder: Path) -> str:
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def _names_of_commits(folder: Path) -> dict[str, str]:
+    """Return the name of each commit that has one; main counts before others."""
+    refs = [path for path in sorted(folder.glob("refs/**/*")) if path.is_file()]
+    named = {path.read_text().strip(): str(path.relative_to(folder / "refs")) for path in refs}
+    main = folder / "refs" / "main"
+    return {**named, main.read_text().strip(): "main"} if main in refs else named
+
+
+def _files(snapshot: Path) -> list[Path]:
+    """List the files of a snapshot that are there, not links to nothing."""
+    return sorted(path for path in snapshot.rglob("*") if path.is_file())
+
+
+def _snapshot_of(model: KeptModel) -> Path:
+    name = HubName.parse(model.name)
+    assert name is not None
+    snapshots = hub_cache() / folder_name(name.repo) / "snapshots"
+    return snapshots / model.files[0].relative_to(snapshots).parts[0]
+
+
+def _drop_unlinked(folder: Path) -> None:
+    """Remove blobs that no snapshot links to, names of commits that are gone, empty folders."""
+    linked = {path.resolve() for path in folder.glob("snapshots/**/*") if path.is_symlink()}
+    for blob in folder.glob("blobs/*"):
+        if blob.suffix != ".incomplete" and blob.resolve() not in linked:
+            blob.unlink()
+    commits = {path.name for path in folder.glob("snapshots/*")}
+    for ref in [path for path in folder.glob("refs/**/*") if path.is_file()]:
+        if ref.read_text().strip() not in commits:
+            ref.unlink()
+    if not commits and not any(folder.glob("blobs/*")):
+        shutil.rmtree(folder)
+
+
+def _size_of(folder: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return sum(path.stat().st_size for path in folder.glob("blobs/*"))
+    return 0

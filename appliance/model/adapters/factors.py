@@ -1,0 +1,143 @@
+"""Pairs the two factors of each linear and checks them against the model's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.errors import AdapterError
+from appliance.model.adapters.adapter import LowRank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from appliance.model.adapters.targets import AdapterTarget
+
+_EXPERT = re.compile(r"\.experts?(\.|$)|_exps\b|\.router\b|\.mlp\.gate$")
+_TABLE = re.compile(r"(embed_tokens|lm_head|token_embd|^output)$")
+
+
+@dataclass(slots=True)
+class Factors:
+    """The factors of an adapter as they are found, by the Hugging Face name of their linear.
+
+    Attributes:
+        path: of the adapter, for messages.
+        targets: the linears that may be changed.
+    """
+
+    path: Path
+    targets: Mapping[str, AdapterTarget]
+    _a: dict[str, Tensor] = field(default_factory=dict)
+    _b: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, stored: str, module: str, *, is_first: bool, factor: Tensor) -> None:
+        """Take one factor.
+
+        Args:
+            stored: the tensor's name in the file, for messages.
+            module: the linear's Hugging Face name.
+            is_first: it is A, (rank, in_features); otherwise B, (out_features, rank).
+            factor: the tensor.
+
+        Raises:
+            AdapterError: no linear of the model can be changed by it.
+        """
+        target = self.targets.get(module)
+        if target is None:
+            raise AdapterError(f"{self.path}: tensor {stored} {self._no_place(module)}")
+        if not factor.is_floating_point():
+            raise self.wrong(stored, f"has type {factor.dtype}; factors are floats")
+        if factor.dim() != 2 or not factor.numel():
+            raise self.wrong(stored, f"has shape {tuple(factor.shape)}; a factor is a matrix")
+        expected = target.slot.shape[1] if is_first else target.slot.shape[0]
+        found = factor.shape[1] if is_first else factor.shape[0]
+        if found != expected:
+            which = "inputs" if is_first else "outputs"
+            raise self.wrong(
+                stored,
+                f"is for {found:,} {which}, but {module} of this model has {expected:,}; the"
+                " adapter belongs to a model of another size",
+            )
+        if not bool(factor.isfinite().all()):
+            raise self.wrong(stored, "holds NaN or infinity; export the adapter again")
+        (self._a if is_first else self._b)[module] = factor
+
+    def paired(self, scale_of: Callable[[str, int], float]) -> dict[str, LowRank]:
+        """Return the parts in the order of the model's linears.
+
+        Args:
+            scale_of: the factor of a linear's change, by its name and rank.
+
+        Raises:
+            AdapterError: a factor is alone, the two do not fit, or there are none.
+        """
+        parts: dict[str, LowRank] = {}
+        for module in self.targets:
+            a, b = self._a.get(module), self._b.get(module)
+            if a is None and b is None:
+                continue
+            if a is None or b is None:
+                raise AdapterError(
+                    f"{self.path}: {module} has one factor, A or B, without the other; download"
+                    " the adapter again"
+                )
+            if a.shape[0] != b.shape[1]:
+                raise AdapterError(
+                    f"{self.path}: the factors of {module} have ranks {a.shape[0]} and"
+                    f" {b.shape[1]}; download the adapter again"
+                )
+            parts[module] = LowRank(a.contiguous(), b.contiguous(), scale_of(module, a.shape[0]))
+        if not parts:
+            raise AdapterError(
+                f"{self.path} changes no linear of this model; it belongs to another one"
+            )
+        return parts
+
+    def notes(self, base: str, model: str) -> tuple[str, ...]:
+        """Build notes on an adapter that may not do what its owner expects.
+
+        Args:
+            base: the model that it names as its own; empty if it names none.
+            model: the one that is served.
+        """
+        notes = []
+        if base and _plain(base) not in _plain(model) and _plain(model) not in _plain(base):
+            notes.append(f"it was trained on {base!r}, and the model served here is {model!r}")
+        if not any(bool(b.any()) for b in self._b.values()):
+            notes.append("all of its B factors are zero, so it changes nothing")
+        return tuple(notes)
+
+    def wrong(self, stored: str, why: str) -> AdapterError:
+        """Return an error about a tensor."""
+        return AdapterError(f"{self.path}: tensor {stored} {why}")
+
+    def _no_place(self, module: str) -> str:
+        if _TABLE.search(module):
+            return (
+                "changes the embedding or the head, which is not supported: train without"
+                " embed_tokens and lm_head, or merge the adapter into the model"
+            )
+        if _EXPERT.search(module):
+            return (
+                "changes experts, which is not supported: train the linears of attention, or merge"
+                " the adapter into the model"
+            )
+        last = module.rpartition(".")[2]
+        alike = sorted({name.rpartition(".")[2] for name in self.targets})
+        if last in alike:
+            return f"is of {module!r}, which this model does not have; it belongs to another one"
+        return (
+            f"is of {module!r}, which no adapter may change in this model; those that one may:"
+            f" {', '.join(alike)}"
+        )
+
+
+def _plain(name: str) -> str:
+    """Return the last part of a model's name, without what tells its formats apart."""
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"\.(gguf|safetensors)$", "", last))

@@ -1,0 +1,120 @@
+"""Reads an adapter that llama.cpp's `convert_lora_to_gguf` wrote."""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import AdapterError, ModelError
+from appliance.gguf import GGUFFile
+from appliance.kernels.weight import dense
+from appliance.model.adapters.adapter import Adapter
+from appliance.model.adapters.factors import Factors
+from appliance.model.adapters.targets import adapter_targets
+from appliance.model.linear import halves_from_pairs
+from appliance.model.recurrent_spec import GatedDeltaSpec
+from appliance.model.tensors import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from appliance.model.adapters.targets import AdapterTarget
+    from appliance.model.families.family import GGUFMapping
+    from appliance.model.source import ModelSource
+
+_FACTOR = re.compile(r"(?P<module>.+)\.weight\.lora_(?P<which>[ab])")
+_HASHED_AT_ONCE = 1 << 20  # bytes
+
+
+def read_gguf(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarget]) -> Adapter:
+    """Read and check an adapter.
+
+    Raises:
+        AdapterError: the file is damaged, of another kind or architecture, or changes what is not
+            supported.
+    """
+    try:
+        return _read(path, GGUFFile(path), base, targets)
+    except AdapterError:
+        raise
+    except (ModelError, OSError) as error:
+        raise AdapterError(str(error)) from None
+
+
+def _read(
+    path: Path, file: GGUFFile, base: ModelSource, targets: Mapping[str, AdapterTarget]
+) -> Adapter:
+    mapping = base.family.gguf
+    if mapping is None:
+        raise AdapterError(
+            f"{path}: adapters in GGUF files are not supported for {base.family.name} models; use"
+            " the folder that PEFT saved"
+        )
+    _check_metadata(path, file, mapping)
+    alpha = float(file.metadata.get("adapter.lora.alpha") or 0.0)
+    stored_targets = adapter_targets(base.spec, mapping.names)
+    renamed = dict(zip(stored_targets, targets.values(), strict=True))
+    factors = Factors(path, targets)
+    for stored in file.tensor_names():
+        found = _FACTOR.fullmatch(stored)
+        if found is None:
+            raise factors.wrong(stored, "is no factor of a LoRA; merge the adapter into the model")
+        target = renamed.get(found["module"])
+        matrix = dense(file.load(stored), torch.float32)
+        is_first = found["which"] == "a"
+        if target is not None and not is_first:
+            rows = _stored_rows(path, base, mapping, target)
+            matrix = matrix if rows is None or len(rows) != len(matrix) else matrix[rows]
+        module = found["module"] if target is None else target.name
+        factors.add(stored, module, is_first=is_first, factor=matrix)
+    parts = factors.paired(lambda module, rank: alpha / rank if alpha else 1.0)
+    named = str(file.metadata.get("general.base_model.0.name") or "")
+    return Adapter(_digest(path), parts, factors.notes(named, base.path.name))
+
+
+def _check_metadata(path: Path, file: GGUFFile, mapping: GGUFMapping) -> None:
+    for field, wanted, fix in (
+        ("general.type", "adapter", "give a model's file as the model"),
+        ("adapter.type", "lora", "only LoRA adapters are supported"),
+        (
+            "general.architecture",
+            mapping.architecture,
+            "the adapter belongs to a model of another architecture",
+        ),
+    ):
+        found = file.metadata.get(field)
+        if found != wanted:
+            raise AdapterError(f"{path}: {field} is {found!r} instead of {wanted!r}; {fix}")
+    if file.metadata.get("adapter.alora.invocation_tokens"):
+        raise AdapterError(
+            f"{path}: adapter.alora.invocation_tokens is set; an activated adapter begins inside a"
+            " prompt, which is not supported: train a plain LoRA"
+        )
+
+
+def _stored_rows(
+    path: Path, base: ModelSource, mapping: GGUFMapping, target: AdapterTarget
+) -> torch.Tensor | None:
+    """Return each output's stored row; None where the order is that of the checkpoint."""
+    mixer = base.spec.layers[target.layer].mixer
+    if isinstance(mixer, GatedDeltaSpec) and mapping.tiled_values:
+        raise AdapterError(
+            f"{path}: {target.name} is a recurrent linear, whose heads GGUF files order"
+            " differently; use the folder that PEFT saved"
+        )
+    if target.slot.role not in (Role.QUERY, Role.KEY) or not mapping.interleaved_rope:
+        return None
+    head_dim = base.spec.attention_layers[target.layer].head_dim
+    return halves_from_pairs(target.slot.shape[0], head_dim)
+
+
+def _digest(path: Path) -> str:
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(_HASHED_AT_ONCE):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,103 @@
+"""Adapters in the CPU library's layout: factors in tiles, and a table of slots."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.kernels.cpu.arena import Arena
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.step_structs import (
+    AdapterPlace,
+    AdapterStruct,
+    ExpansionStruct,
+    LowRankStruct,
+)
+from appliance.kernels.cpu.weights import WeightPacker
+from appliance.model.adapters.targets import place_factors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from appliance.model.adapters.adapter import Adapter
+    from appliance.model.adapters.targets import AdapterTarget, PlacedFactors
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAdapter:
+    """An adapter whose struct points into its arena."""
+
+    struct: AdapterStruct
+    arena: Arena
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes
+
+
+class NativeAdapterSlots:
+    """Slots for the CPU library; see `AdapterSlots`.
+
+    Args:
+        library: the CPU library.
+        targets: the linears that adapters may change.
+        num_layers: of the model.
+        dtype: of the factors.
+        count: number of slots.
+
+    Attributes:
+        table: (count,) ap_adapter.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        targets: Mapping[str, AdapterTarget],
+        num_layers: int,
+        dtype: torch.dtype,
+        count: int,
+    ) -> None:
+        self.table = (AdapterStruct * count)()
+        self._held: list[NativeAdapter | None] = [None] * count
+        self._targets = targets
+        self._num_layers = num_layers
+        self._dtype = dtype
+        # Steps run on the model's engine meanwhile, which one thread may use at a time.
+        self._engine = NativeEngine(library, 1)
+
+    def lay_out(self, adapter: Adapter) -> NativeAdapter:
+        arena = Arena()
+        packer = WeightPacker(self._engine, arena, self._dtype)
+        placed = place_factors(adapter, self._targets)
+        places = [
+            _low_rank(packer, placed.get((layer, place)))
+            for layer in range(self._num_layers)
+            for place in AdapterPlace
+        ]
+        struct = AdapterStruct(
+            places=packer.structs(LowRankStruct, places),
+            most_ranks=max(len(factors.scales) for factors in placed.values()),
+        )
+        return NativeAdapter(struct, arena)
+
+    def put(self, slot: int, laid_out: NativeAdapter | None) -> None:
+        self._held[slot] = laid_out
+        self.table[slot] = AdapterStruct() if laid_out is None else laid_out.struct
+
+
+def _low_rank(packer: WeightPacker, factors: PlacedFactors | None) -> LowRankStruct:
+    if factors is None:
+        return LowRankStruct()
+    expansions = [
+        ExpansionStruct(packer.linear(part.matrix), part.first_output, part.first_rank)
+        for part in factors.expansions
+    ]
+    return LowRankStruct(
+        shrink=packer.linear(factors.shrink),
+        scales=packer.floats(factors.scales),
+        expansions=packer.structs(ExpansionStruct, expansions),
+        num_expansions=len(expansions),
+    )

@@ -1,0 +1,236 @@
+"""Reads the `adapter_config.json` of PEFT, and refuses what changes more than linears' weights.
+
+Format: huggingface/peft, `LoraConfig`; patterns match as in its `tuners_utils`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+CONFIG_NAME = "adapter_config.json"
+_MERGE = "merge it into the model with PEFT's merge_and_unload and serve the result"
+
+# Fields that ask for other arithmetic, or for other weights than linears', with the fix.
+_REFUSED = {
+    "use_dora": f"DoRA norms the changed weights, which packed ones cannot be: {_MERGE}",
+    "modules_to_save": f"it replaces whole modules: {_MERGE}",
+    "trainable_token_indices": f"it replaces rows of the embedding: {_MERGE}",
+    "alora_invocation_tokens": "an activated adapter begins inside a prompt, which is not"
+    " supported: train a plain LoRA",
+    "target_parameters": f"it changes parameters that are no linear of their own: {_MERGE}",
+    "layer_replication": f"it runs layers several times: {_MERGE}",
+    "fan_in_fan_out": "it was trained on transposed weights, which no model served here has",
+    "lora_bias": f"its factors have biases: {_MERGE}",
+    "use_qalora": "QALoRA pools its inputs, which is not supported: train a plain LoRA",
+    "use_bdlora": "block-diagonal factors are not supported: train a plain LoRA",
+    "velora_config": "VeLoRA is not supported: train a plain LoRA",
+    "monteclora_config": "MonteCLoRA is not supported: train a plain LoRA",
+    "arrow_config": "a router between adapters is not supported: load the adapters one by one",
+    "kasa_config": "KaSA is not supported: train a plain LoRA",
+}
+# Initializations that change the base model's weights, too.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_KNOWN = frozenset(
+    {
+        *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern"),
+        *("alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "peft_type"),
+        *("base_model_name_or_path", "init_lora_weights", "task_type", "auto_mapping"),
+        *("revision", "inference_mode", "peft_version", "lora_dropout", "megatron_config"),
+        *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """The settings that an adapter was trained with.
+
+    Attributes:
+        base: the name of the model that it was trained on; empty if unknown.
+        targets: names or endings of names of linears, or one regular expression.
+        excluded: the same, of those that are left out.
+        layers: numbers of layers; None means all.
+        layers_pattern: names before such a number; none mean any.
+    """
+
+    base: str
+    rank: int
+    alpha: float
+    use_rslora: bool
+    targets: tuple[str, ...] | str
+    excluded: tuple[str, ...] | str
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    layers: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+
+    def wants(self, module: str) -> bool:
+        """Return True if the settings name this linear."""
+        if self._matches(self.excluded, module):
+            return False
+        if isinstance(self.targets, str):
+            return self.targets == "all-linear" or self._matches(self.targets, module)
+        if module in self.targets:
+            return True
+        return self._matches(self.targets, module) and self._in_layers(module)
+
+    def rank_of(self, module: str) -> int:
+        return self.rank_pattern.get(_pattern_of(self.rank_pattern, module), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a linear's change."""
+        alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, module), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    @staticmethod
+    def _matches(wanted: tuple[str, ...] | str, module: str) -> bool:
+        if isinstance(wanted, str):
+            return re.fullmatch(wanted, module) is not None
+        return module in wanted or any(module.endswith(f".{ending}") for ending in wanted)
+
+    def _in_layers(self, module: str) -> bool:
+        if self.layers is None:
+            return True
+        patterns = [rf"(?:^|.*?\.){pattern}\." for pattern in self.layers_pattern]
+        for pattern in patterns or [r".*?\.[^.]*\."]:
+            if found := re.match(rf"{pattern}(\d+)\.", module):
+                return int(found[1]) in self.layers
+        return False
+
+
+def _pattern_of(patterns: Mapping[str, object], module: str) -> str:
+    """Return the first pattern that a name ends with."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+
+
+def read_settings(path: Path, text: bytes) -> LoraSettings:
+    """Read and check the settings of an adapter.
+
+    Args:
+        path: the file, for messages.
+        text: its content.
+
+    Raises:
+        AdapterError: a field is wrong, or asks for what is not supported; names it and the fix.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise AdapterError(f"{path} is no JSON: {error}; download the adapter again") from None
+    if not isinstance(config, dict):
+        raise AdapterError(f"{path} is no JSON object; download the adapter again")
+    return _Fields(path, config).settings()
+
+
+class _Fields:
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self._path = path
+        self._config = config
+
+    def settings(self) -> LoraSettings:
+        self._refuse()
+        targets = self._names("target_modules")
+        if not targets:
+            raise self._wrong("target_modules", "it names the linears that the adapter changes")
+        layers = self._config.get("layers_to_transform")
+        numbers = [layers] if isinstance(layers, int) else layers or []
+        if not all(isinstance(number, int) for number in numbers):
+            raise self._wrong("layers_to_transform", "it must be a number or a list of them")
+        settings = LoraSettings(
+            base=str(self._config.get("base_model_name_or_path") or ""),
+            rank=int(self._number("r", self._config.get("r"), 1)),
+            alpha=self._number("lora_alpha", self._config.get("lora_alpha"), 0),
+            use_rslora=bool(self._config.get("use_rslora")),
+            targets=targets,
+            excluded=self._names("exclude_modules"),
+            rank_pattern={key: int(value) for key, value in self._pattern("rank_pattern", 1)},
+            alpha_pattern=dict(self._pattern("alpha_pattern", 0)),
+            layers=tuple(numbers) or None,
+            layers_pattern=self._list("layers_pattern"),
+        )
+        self._check_patterns(settings)
+        return settings
+
+    def _refuse(self) -> None:
+        kind = self._config.get("peft_type")
+        if kind != "LORA":
+            raise self._wrong("peft_type", "only LORA adapters are supported")
+        for field, fix in _REFUSED.items():
+            if self._config.get(field):
+                raise self._wrong(field, fix)
+        if self._config.get("bias", "none") != "none":
+            raise self._wrong("bias", f"it changes biases: {_MERGE}")
+        start = self._config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+            raise self._wrong(
+                "init_lora_weights",
+                "training began by changing the model's own weights: save the adapter with"
+                " save_pretrained(path_initial_model_for_weight_conversion=...), which makes a"
+                " plain one of it",
+            )
+        for field, value in self._config.items():
+            if field not in _KNOWN and field not in _REFUSED and value:
+                raise self._wrong(
+                    field, "no code here knows what it asks for: update appliance, or " + _MERGE
+                )
+
+    def _number(self, field: str, value: object, low: int) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(float(value)) or float(value) < low:  # type: ignore[arg-type]
+            raise self._wrong(field, f"it must be a number of at least {low}")
+        assert isinstance(value, int | float)
+        return value
+
+    def _names(self, field: str) -> tuple[str, ...] | str:
+        value = self._config.get(field)
+        return value if isinstance(value, str) else self._list(field)
+
+    def _list(self, field: str) -> tuple[str, ...]:
+        value = self._config.get(field) or []
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise self._wrong(field, "it must be a list of names")
+        return tuple(items)
+
+    def _pattern(self, field: str, low: int) -> list[tuple[str, float]]:
+        value = self._config.get(field) or {}
+        if not isinstance(value, dict):
+            raise self._wrong(field, "it must map names to numbers")
+        return [
+            (key, self._number(f"{field}[{key!r}]", number, low)) for key, number in value.items()
+        ]
+
+    def _check_patterns(self, settings: LoraSettings) -> None:
+        for field in ("targets", "excluded"):
+            value = getattr(settings, field)
+            self._compile(field, value if isinstance(value, str) else "")
+        for pattern in (
+            *settings.rank_pattern,
+            *settings.alpha_pattern,
+            *settings.layers_pattern,
+        ):
+            self._compile("a pattern", pattern)
+
+    def _compile(self, field: str, pattern: str) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise AdapterError(
+                f"{self._path}: {field} has {pattern!r}, which is no regular expression: {error}"
+            ) from None
+
+    def _wrong(self, field: str, fix: str) -> AdapterError:
+        shown = repr(self._config.get(field.partition("[")[0]))[:200]
+        return AdapterError(f"{self._path}: {field} is {shown}; {fix}")

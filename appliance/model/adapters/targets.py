@@ -1,0 +1,188 @@
+"""Lists the linears of a model that adapters may change, and where their outputs lie.
+
+A place is what both executors run as one: the linears of one input, whose outputs lie one after
+another. Knows no file format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.cpu.step_structs import AdapterPlace
+from appliance.model.recurrent_spec import Mamba2Spec
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.tensors import Role, tensor_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from appliance.model.adapters.adapter import Adapter
+    from appliance.model.names import TensorNames
+    from appliance.model.spec import DecoderSpec, LayerSpec
+    from appliance.model.tensors import TensorSlot
+
+_PLACES = {
+    Role.QUERY: AdapterPlace.INTO_MIXER,
+    Role.KEY: AdapterPlace.INTO_MIXER,
+    Role.VALUE: AdapterPlace.INTO_MIXER,
+    Role.QKV: AdapterPlace.INTO_MIXER,
+    Role.INPUT: AdapterPlace.INTO_MIXER,
+    Role.OUTPUT: AdapterPlace.OUT_OF_MIXER,
+    Role.GATE: AdapterPlace.INTO_MLP,
+    Role.UP: AdapterPlace.INTO_MLP,
+    Role.GATE_UP: AdapterPlace.INTO_MLP,
+    Role.DOWN: AdapterPlace.OUT_OF_MLP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """Some rows of a linear, and where they begin among the outputs of their place."""
+
+    rows: slice | Tensor
+    first_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTarget:
+    """A linear that an adapter may change.
+
+    Attributes:
+        slot: its weight, with its Hugging Face name and shape.
+        pieces: its rows, as the executors order them.
+    """
+
+    slot: TensorSlot
+    place: AdapterPlace
+    pieces: tuple[TargetRows, ...]
+
+    @property
+    def name(self) -> str:
+        return self.slot.name.removesuffix(".weight")
+
+    @property
+    def layer(self) -> int:
+        assert self.slot.layer is not None
+        return self.slot.layer
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """From some of a place's shrunk numbers to some of its outputs.
+
+    Attributes:
+        matrix: (outputs, rank).
+        first_output: of these, among all of the place.
+        first_rank: of these numbers, among all of the place.
+    """
+
+    matrix: Tensor
+    first_output: int
+    first_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFactors:
+    """The factors of a place, which adds expand(scales * shrink(x)) to its outputs.
+
+    Attributes:
+        shrink: (ranks, in_features), of all parts one after another.
+        scales: (ranks,) float32.
+    """
+
+    shrink: Tensor
+    scales: Tensor
+    expansions: tuple[Expansion, ...]
+
+
+def adapter_targets(spec: DecoderSpec, names: TensorNames) -> dict[str, AdapterTarget]:
+    """List the linears that adapters may change, by name; experts are none of them."""
+    found: dict[str, AdapterTarget] = {}
+    taken: dict[tuple[int, AdapterPlace], int] = {}  # outputs so far
+    for slot in tensor_slots(spec, names):
+        if not slot.is_linear or slot.expert is not None or slot.role not in _PLACES:
+            continue
+        assert slot.layer is not None
+        place = _PLACES[slot.role]
+        if not _runs_adapters(spec.layers[slot.layer], place):
+            continue
+        begin = taken.get((slot.layer, place), 0)
+        pieces = _pieces(spec, slot, begin)
+        taken[slot.layer, place] = begin + _own_outputs(spec, slot)
+        target = AdapterTarget(slot, place, pieces)
+        found[target.name] = target
+    return found
+
+
+def _runs_adapters(layer: LayerSpec, place: AdapterPlace) -> bool:
+    """Return False in latent attention, Mamba-2 and MLPs without gates."""
+    if place in (AdapterPlace.INTO_MIXER, AdapterPlace.OUT_OF_MIXER):
+        return not isinstance(layer.mixer, LatentAttentionSpec | Mamba2Spec)
+    mlp = layer.mlp.shared if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
+    return mlp is not None and mlp.gated
+
+
+def _own_outputs(spec: DecoderSpec, slot: TensorSlot) -> int:
+    """Count the outputs before the next linear's; gates of queries come after all others."""
+    return slot.shape[0] // 2 if _has_gates(spec, slot) else slot.shape[0]
+
+
+def _has_gates(spec: DecoderSpec, slot: TensorSlot) -> bool:
+    if slot.role is not Role.QUERY:
+        return False
+    assert slot.layer is not None
+    return spec.attention_layers[slot.layer].output_gate
+
+
+def _pieces(spec: DecoderSpec, slot: TensorSlot, begin: int) -> tuple[TargetRows, ...]:
+    rows = slot.shape[0]
+    if slot.role is Role.GATE_UP:
+        half = rows // 2
+        return TargetRows(slice(0, half), 0), TargetRows(slice(half, rows), half)
+    if not _has_gates(spec, slot):
+        return (TargetRows(slice(0, rows), begin),)
+    assert slot.layer is not None
+    mixer = spec.layers[slot.layer].mixer
+    assert isinstance(mixer, AttentionSpec)
+    heads = torch.arange(rows).view(mixer.num_heads, 2, mixer.head_dim)
+    last = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
+    return TargetRows(heads[:, 0].flatten(), 0), TargetRows(heads[:, 1].flatten(), last)
+
+
+def place_factors(
+    adapter: Adapter, targets: Mapping[str, AdapterTarget]
+) -> dict[tuple[int, AdapterPlace], PlacedFactors]:
+    """Bring an adapter's factors into the order in which they run, by layer and place."""
+    gathered: dict[tuple[int, AdapterPlace], list[str]] = {}
+    for name in targets:
+        if name in adapter.parts:
+            target = targets[name]
+            gathered.setdefault((target.layer, target.place), []).append(name)
+    return {
+        at: _placed(adapter, [targets[name] for name in names]) for at, names in gathered.items()
+    }
+
+
+def _placed(adapter: Adapter, targets: list[AdapterTarget]) -> PlacedFactors:
+    parts = [adapter.parts[target.name] for target in targets]
+    expansions: list[Expansion] = []
+    first = 0
+    for target, part in zip(targets, parts, strict=True):
+        for piece in target.pieces:
+            expansions.append(Expansion(part.b[piece.rows], piece.first_output, first))
+        first += part.rank
+    scales = [torch.full((part.rank,), part.scale) for part in parts]
+    return PlacedFactors(
+        torch.cat([part.a for part in parts]), torch.cat(scales), tuple(expansions)
+    )
+
+
+def adapter_bytes(spec: DecoderSpec, names: TensorNames, rank: int, element_bytes: int) -> int:
+    """Return the bytes of an adapter of one rank that changes everything it may."""
+    widths = (sum(target.slot.shape) for target in adapter_targets(spec, names).values())
+    return rank * element_bytes * sum(widths)

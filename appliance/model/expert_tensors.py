@@ -1,0 +1,175 @@
+"""Presents the experts of a layer one by one, where a checkpoint holds them together.
+
+Checkpoints may stack the weights of all experts in one tensor, put gate and up into one matrix, or
+both: one half after the other or in turns, outputs first or inputs first. Knows no family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from appliance.errors import CheckpointError
+from appliance.kernels.fp4 import Fp4Weight
+from appliance.model.spec import ExpertsSpec
+from appliance.model.tensors import Role, tensor_slots
+from appliance.quant.formats.dense import DenseWeights
+
+if TYPE_CHECKING:
+    from appliance.kernels.weight import Weight
+    from appliance.model.names import ExpertNames, TensorNames
+    from appliance.model.spec import DecoderSpec
+    from appliance.model.tensors import TensorSlot
+    from appliance.quant.formats import WeightReader
+
+
+def separate_experts(
+    weights: WeightReader, spec: DecoderSpec, names: TensorNames, where: str
+) -> WeightReader:
+    """Return a reader that has each expert's own tensors, whatever form they are stored in.
+
+    Raises:
+        CheckpointError: a stored tensor has the wrong shape; `where` names the model.
+    """
+    present = frozenset(weights.tensor_names())
+    parts: dict[str, _Part] = {}
+    for slot in tensor_slots(spec, names):
+        part = None if slot.name in present else _find(slot, spec, names, present)
+        if part is None:
+            continue
+        if weights.shape(part.stored) != part.stored_shape:
+            raise CheckpointError(
+                f"{where}: tensor {part.stored} has shape {weights.shape(part.stored)}, but the "
+                f"model's settings ask for {part.stored_shape}; fetch the model again"
+            )
+        parts[slot.name] = part
+    return SeparatedExperts(weights, parts) if parts else weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The place of an expert's tensor.
+
+    Attributes:
+        stored_shape: what the stored tensor should have.
+        expert: its number in a stack; None where the stored tensor is of one expert.
+        shape: of the expert's tensor.
+        first: its first row among those of the stored matrix, of outputs.
+        step: from one of its rows to the next.
+        transposed: the stored matrix has inputs before outputs.
+    """
+
+    stored: str
+    stored_shape: tuple[int, ...]
+    expert: int | None
+    shape: tuple[int, ...]
+    first: int = 0
+    step: int = 1
+    transposed: bool = False
+
+    def outputs(self, start: int, stop: int) -> slice:
+        """Return the stored rows of rows `start` to `stop`."""
+        last = self.first + (stop - 1) * self.step + 1
+        return slice(self.first + start * self.step, last, self.step)
+
+
+def _find(
+    slot: TensorSlot, spec: DecoderSpec, names: TensorNames, present: frozenset[str]
+) -> _Part | None:
+    """Find an expert's tensor in one that is there; None if it is in none."""
+    if slot.expert is None or slot.layer is None:
+        return None
+    mlp = spec.layers[slot.layer].mlp
+    assert isinstance(mlp, ExpertsSpec)
+    module = names.in_layer(slot.layer, _stack(slot, names.experts))
+    is_bias = len(slot.shape) == 1
+    count, rows = mlp.router.num_experts, slot.shape[0]
+    first, step = 0, 1
+    if slot.role is not Role.DOWN and mlp.gated:
+        rows *= 2
+        turns = names.experts.takes_turns
+        first = (1 if turns else slot.shape[0]) if slot.role is Role.UP else 0
+        step = 2 if turns else 1
+    group, _, linear = module.rpartition(".")
+    suffix = "bias" if is_bias else "weight"
+    if (single := f"{group}.{slot.expert}.{linear}.{suffix}") in present:
+        return _Part(single, (rows, *slot.shape[1:]), None, slot.shape, first, step)
+    stored = f"{module}_bias" if is_bias else module
+    if stored not in present:
+        return None
+    transposed = names.experts.transposed and not is_bias
+    matrix = (*slot.shape[1:], rows) if transposed else (rows, *slot.shape[1:])
+    return _Part(stored, (count, *matrix), slot.expert, slot.shape, first, step, transposed)
+
+
+def _stack(slot: TensorSlot, names: ExpertNames) -> str:
+    return names.stacked_down if slot.role is Role.DOWN else names.stacked_gate_up
+
+
+class SeparatedExperts:
+    """A `WeightReader` that cuts experts' tensors out of those that hold several."""
+
+    def __init__(self, weights: WeightReader, parts: dict[str, _Part]) -> None:
+        self._weights = weights
+        self._parts = parts
+
+    def tensor_names(self) -> list[str]:
+        """List all tensors; each expert's instead of those that hold several."""
+        stored = {part.stored for part in self._parts.values()}
+        rest = [name for name in self._weights.tensor_names() if name not in stored]
+        return [*rest, *self._parts]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        part = self._parts.get(name)
+        return self._weights.shape(name) if part is None else part.shape
+
+    def packed_bits(self, name: str) -> int | None:
+        """Return the bits of a quantized weight's codes, None if it is dense."""
+        return self._weights.packed_bits(self._stored(name))
+
+    def float_bits(self, name: str) -> int | None:
+        """Return the bits of floating-point codes, None of others."""
+        return self._weights.float_bits(self._stored(name))
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the user should know about the tensors loaded so far."""
+        return self._weights.notes()
+
+    def load(self, name: str) -> Weight:
+        """Read one tensor."""
+        part = self._parts.get(name)
+        if part is None:
+            return self._weights.load(name)
+        return self._rows(part, 0, part.shape[0])
+
+    def load_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` of a dense tensor."""
+        part = self._parts.get(name)
+        if part is None:
+            assert isinstance(self._weights, DenseWeights), name
+            return self._weights.load_rows(name, start, stop)
+        rows = self._rows(part, start, stop)
+        assert isinstance(rows, Tensor), name
+        return rows
+
+    def _rows(self, part: _Part, start: int, stop: int) -> Weight:
+        outputs = part.outputs(start, stop)
+        if part.expert is None or len(part.shape) == 1:
+            whole = self._weights.load(part.stored)
+            if isinstance(whole, Fp4Weight):
+                return whole.rows(outputs)
+            assert isinstance(whole, Tensor), part.stored
+            return (whole if part.expert is None else whole[part.expert])[outputs].contiguous()
+        assert isinstance(self._weights, DenseWeights), "a stack of quantized weights"
+        if part.transposed:
+            matrix = self._weights.load_part(part.stored, part.expert, 0, part.shape[1])
+            return matrix[:, outputs].T.contiguous()
+        matrix = self._weights.load_part(part.stored, part.expert, outputs.start, outputs.stop)
+        return matrix[:: part.step].contiguous()
+
+    def _stored(self, name: str) -> str:
+        part = self._parts.get(name)
+        return name if part is None else part.stored

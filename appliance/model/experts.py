@@ -1,0 +1,84 @@
+"""Mixture of experts: a router chooses MLPs for each token, and their outputs are summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+from appliance.kernels.expert_routing import route
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.backend import Backend
+    from appliance.kernels.routing import Router
+    from appliance.model.adapters.torch_slots import LayerAdapters
+    from appliance.model.layer_weights import ExpertNorms
+    from appliance.model.layers import MLP
+    from appliance.model.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Some of the experts for each token, and one for all of them.
+
+    Attributes:
+        router_weight: (num_experts, hidden_size) float32.
+        router_bias: (num_experts,) float32.
+        selection_bias: (num_experts,) float32.
+        shared_gate: (1, hidden_size) float32.
+        expert_scale: (num_experts,) float32.
+        norms: the experts' own; see `ExpertsSpec`.
+    """
+
+    router: Router
+    router_weight: Tensor
+    router_bias: Tensor | None
+    selection_bias: Tensor | None
+    experts: tuple[MLP, ...]
+    shared: MLP | None
+    shared_gate: Tensor | None
+    expert_scale: Tensor | None
+    norms: ExpertNorms | None
+    backend: Backend
+
+    def __call__(
+        self, hidden: Tensor, stream: Tensor, adapters: LayerAdapters | None = None
+    ) -> Tensor:
+        """Map hidden (num_tokens, hidden_size) to the same shape; sums in float32.
+
+        `stream` is what hidden is a norm of.
+        """
+        if self.norms is None:
+            shared = self._shared(hidden, adapters)
+            return (self._chosen(hidden, hidden) + shared).to(hidden.dtype)
+        norms = self.norms
+        chosen = self._chosen(self._norm(stream, norms.router), self._norm(stream, norms.input))
+        shared = self._norm(self._shared(hidden, adapters).to(hidden.dtype), norms.shared)
+        return shared + self._norm(chosen.to(hidden.dtype), norms.output)
+
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self.backend.rms_norm(x, norm.weight, norm.eps)
+
+    def _chosen(self, routed: Tensor, hidden: Tensor) -> Tensor:
+        """Sum what each row's experts say of hidden; float32. The router reads `routed`."""
+        logits = linear(routed.float(), self.router_weight, self.router_bias)
+        ids, weights = route(logits, self.router, self.selection_bias, self.expert_scale)
+        total = torch.zeros_like(hidden, dtype=torch.float32)
+        for expert in ids.unique().tolist():
+            tokens, places = torch.where(ids == expert)
+            added = self.experts[expert](hidden[tokens]).float()
+            total.index_add_(0, tokens, added * weights[tokens, places, None])
+        return total
+
+    def _shared(self, hidden: Tensor, adapters: LayerAdapters | None) -> Tensor:
+        """Return what the MLP of all rows says, float32."""
+        if self.shared is None:
+            return torch.zeros_like(hidden, dtype=torch.float32)
+        said = self.shared(hidden, adapters).float()
+        if self.shared_gate is None:
+            return said
+        return said * linear(hidden.float(), self.shared_gate).sigmoid()

@@ -1,0 +1,111 @@
+"""DeepSeek V2 and V3, and GLM-4.7-Flash: latent attention, experts beside shared ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.kernels.routing import Scoring
+from appliance.model.families.experts import read_experts
+from appliance.model.families.family import Family
+from appliance.model.families.latent import read_latent_attention
+from appliance.model.families.standard import read_decoder, read_layer_kinds
+from appliance.model.names import ExpertNames, TensorNames
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import DecoderSpec, ExpertsSpec
+
+_EPSILON = 1e-20  # of the routers by sigmoids, in transformers
+
+
+def _read_v2(config: ConfigReader) -> DecoderSpec:
+    if config.text("topk_method", "greedy") != "greedy":
+        raise config.refuse("topk_method", "greedy with this architecture")
+    for name in ("n_group", "topk_group", "norm_topk_prob"):
+        config.value(name)  # of no effect with this method
+    dense = config.integer("first_k_dense_replace", 0)
+    experts = read_experts(
+        config,
+        count="n_routed_experts",
+        renormalize=False,
+        scale=config.number("routed_scaling_factor", 1.0),
+        shared_width=_shared_width(config, 2),
+    )
+    return _read(config, "deepseek_v2", experts, dense)
+
+
+def _read_v3(config: ConfigReader) -> DecoderSpec:
+    dense = config.integer("first_k_dense_replace", 3)
+    return _read(config, "deepseek_v3", _read_by_sigmoid(config), dense)
+
+
+def _read_glm(config: ConfigReader) -> DecoderSpec:
+    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 1)
+    kinds = read_layer_kinds(config, {"dense": True, "sparse": False}, layers, "mlp_layer_types")
+    return _read(config, "glm4_moe_lite", _read_by_sigmoid(config), dense, kinds)
+
+
+def _read_by_sigmoid(config: ConfigReader) -> ExpertsSpec:
+    return read_experts(
+        config,
+        count="n_routed_experts",
+        scoring=Scoring.SIGMOID,
+        renormalize=config.flag("norm_topk_prob", True),
+        selection_bias=True,
+        grouped=True,
+        epsilon=_EPSILON,
+        shared_width=_shared_width(config, 1),
+    )
+
+
+def _shared_width(config: ConfigReader, usual: int) -> int:
+    return config.integer("moe_intermediate_size") * config.integer("n_shared_experts", usual)
+
+
+def _read(
+    config: ConfigReader,
+    architecture: str,
+    experts: ExpertsSpec,
+    num_dense: int,
+    kinds: list[bool] | None = None,
+) -> DecoderSpec:
+    layers = config.integer("num_hidden_layers")
+    is_dense = kinds or [index < num_dense for index in range(layers)]
+    config.value("num_key_value_heads")  # one latent serves all heads
+    return read_decoder(
+        config,
+        architecture,
+        [read_latent_attention(config)] * layers,
+        mlp_bias=config.flag("mlp_bias"),
+        experts=[None if dense else experts for dense in is_dense],
+    )
+
+
+_NAMES = TensorNames(
+    experts=ExpertNames(
+        shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        shared_down="mlp.shared_experts.down_proj",
+    )
+)
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    model_type="deepseek_v2",
+    architectures=("DeepseekV2ForCausalLM",),
+    read=_read_v2,
+    names=_NAMES,
+)
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    model_type="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    read=_read_v3,
+    names=_NAMES,
+)
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    model_type="glm4_moe_lite",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    read=_read_glm,
+    names=_NAMES,
+)

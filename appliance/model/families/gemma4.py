@@ -1,0 +1,221 @@
+"""Gemma 4, its text part: 26B-A4B, 31B, 12B, E2B and E4B.
+
+Five layers with a window alternate with one without, whose heads are wider and whose values may be
+its keys. The last layers may read the keys and values of earlier ones. Small models add embeddings
+of each token after each layer; one runs experts beside the MLP.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from appliance.errors import CheckpointError
+from appliance.model.families.experts import read_experts
+from appliance.model.families.family import Family
+from appliance.model.families.reader import ConfigReader
+from appliance.model.families.rope import scaled_rope
+from appliance.model.families.standard import (
+    read_activation,
+    read_attention,
+    read_decoder,
+    read_head_dim,
+    read_layer_types,
+    read_window,
+)
+from appliance.model.names import ExpertNames, TensorNames, TokenInputNames
+from appliance.model.spec import MLPSpec, NormSpec, TokenInputSpec
+
+if TYPE_CHECKING:
+    from appliance.model.spec import DecoderSpec, ExpertsSpec, RopeSpec
+
+_PATTERN = 6  # every sixth layer has no window
+_ACTIVATION = "hidden_activation"
+
+
+def _read(config: ConfigReader) -> DecoderSpec:
+    num_layers = config.integer("num_hidden_layers")
+    slides = read_layer_types(config, [(i + 1) % _PATTERN != 0 for i in range(num_layers)])
+    window = read_window(config, default=512)
+    if any(slides) and window is None:
+        raise config.refuse("sliding_window", "a number, as layers slide")
+    if config.value("use_bidirectional_attention") not in (None, False, "vision"):
+        raise config.refuse(
+            "use_bidirectional_attention", "null, or vision, whose tokens are not read"
+        )
+    first_reader = num_layers - config.integer("num_kv_shared_layers", 0)
+    sources = _sources(config, slides, first_reader)
+    local, full = _heads(config, slides)
+    ropes = _ropes(config, local.head_dim, full.head_dim)
+    norm = NormSpec(config.number("rms_norm_eps"))
+    attention = [
+        read_attention(
+            config,
+            ropes[0] if sliding else ropes[1],
+            (local if sliding else full).head_dim,
+            num_kv_heads=(local if sliding else full).num_kv_heads,
+            window=window if sliding else None,
+            scale=1.0,
+            qkv_bias=config.flag("attention_bias"),
+            output_bias=config.flag("attention_bias"),
+            qk_norm=norm,
+            value_norm=norm,
+            keys_are_values=config.flag("attention_k_eq_v") and not sliding,
+            kv_layer=source,
+        )
+        for sliding, source in zip(slides, sources, strict=True)
+    ]
+    return read_decoder(
+        config,
+        "gemma4",
+        attention,
+        activation=_ACTIVATION,
+        mlps=_mlps(config, sources),
+        post_norms=True,
+        tied_head=True,
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+        logit_softcap=config.optional_number("final_logit_softcapping"),
+        output_scale=True,
+        token_input=_token_input(config, norm),
+    )
+
+
+class _Heads(NamedTuple):
+    """Heads of the layers of one type."""
+
+    head_dim: int
+    num_kv_heads: int
+
+
+def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
+    """Read the heads of layers with a window and of those without.
+
+    Files of transformers hold what differs layer by layer, older ones in settings of their own.
+    """
+    local = _Heads(
+        read_head_dim(config, default=256),
+        config.integer("num_key_value_heads", config.integer("num_attention_heads")),
+    )
+    head_dim = config.integer("global_head_dim", 512)
+    kv_heads = config.integer("num_global_key_value_heads", local.num_kv_heads)
+    if not config.flag("attention_k_eq_v"):
+        kv_heads = local.num_kv_heads
+    if "per_layer_config" not in config:
+        return local, _Heads(head_dim, kv_heads)
+    layers, found = config.section("per_layer_config"), set[_Heads]()
+    for index, sliding in enumerate(slides):
+        own = layers.section(str(index))
+        heads = _Heads(
+            own.integer("head_dim", local.head_dim),
+            own.integer("num_key_value_heads", local.num_kv_heads),
+        )
+        own.refuse_unknown(frozenset())
+        if not sliding:
+            found.add(heads)
+        elif heads != local:
+            raise layers.refuse(str(index), "no change in a layer with a window")
+    layers.refuse_unknown(frozenset())
+    if len(found) > 1:
+        raise config.refuse("per_layer_config", "the same heads in all layers without a window")
+    return local, found.pop() if found else _Heads(head_dim, kv_heads)
+
+
+def _sources(config: ConfigReader, slides: list[bool], first: int) -> list[int | None]:
+    """Return the layer whose keys and values each layer reads: from `first` on, an earlier one's.
+
+    That is the last one before `first` of the same type.
+    """
+    found: list[int | None] = [None] * len(slides)
+    for index in range(max(first, 0), len(slides)):
+        same = [i for i in range(first) if slides[i] == slides[index]]
+        if not same:
+            raise CheckpointError(
+                f"{config.origin}: num_kv_shared_layers is {len(slides) - first}, but must leave "
+                f"layer {index} one of its type to read from; fetch the model again"
+            )
+        found[index] = same[-1]
+    return found
+
+
+def _ropes(config: ConfigReader, local_dim: int, full_dim: int) -> tuple[RopeSpec, RopeSpec]:
+    sections = config.section("rope_parameters")
+    local, full = sections.section("sliding_attention"), sections.section("full_attention")
+    sections.refuse_unknown(frozenset())
+    if "full_attention" not in sections:
+        usual = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        full = ConfigReader(usual, config.origin)
+    return (
+        scaled_rope(config, local, 10000.0, local_dim),
+        scaled_rope(config, full, 1000000.0, full_dim),
+    )
+
+
+def _mlps(config: ConfigReader, sources: list[int | None]) -> list[MLPSpec | ExpertsSpec]:
+    """Read the MLPs; those of layers that read another's keys may have twice the width."""
+    width, act = config.integer("intermediate_size"), read_activation(config, _ACTIVATION)
+    wide = 2 * width if config.flag("use_double_wide_mlp") else width
+    if not config.flag("enable_moe_block"):
+        return [MLPSpec(width if source is None else wide, act) for source in sources]
+    if wide != width:
+        raise config.refuse("use_double_wide_mlp", "false in a model with experts")
+    experts = read_experts(
+        config,
+        count="num_experts",
+        chosen="top_k_experts",
+        activation_key=_ACTIVATION,
+        shared_width=width,
+        expert_scale=True,
+        own_norms=True,
+    )
+    return [experts for _ in sources]
+
+
+def _token_input(config: ConfigReader, norm: NormSpec) -> TokenInputSpec | None:
+    width = config.integer("hidden_size_per_layer_input", 256)
+    if not width:
+        return None
+    rows, vocab_size = (
+        config.integer("vocab_size_per_layer_input", 262144),
+        config.integer("vocab_size"),
+    )
+    if rows < vocab_size:
+        raise CheckpointError(
+            f"{config.origin}: vocab_size_per_layer_input is {rows}, but must be at least "
+            f"vocab_size = {vocab_size}; fetch the model again"
+        )
+    return TokenInputSpec(width, rows, read_activation(config, _ACTIVATION), norm)
+
+
+GEMMA4 = Family(
+    name="gemma4",
+    model_type="gemma4_text",
+    architectures=("Gemma4ForCausalLM",),
+    read=_read,
+    names=TensorNames(
+        mixer_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+        output_scale="layer_scalar",
+        token_input=TokenInputNames(
+            embedding="model.embed_tokens_per_layer",
+            projection="model.per_layer_model_projection",
+            norm="model.per_layer_projection_norm",
+            gate="per_layer_input_gate",
+            up="per_layer_projection",
+            layer_norm="post_per_layer_input_norm",
+        ),
+        experts=ExpertNames(
+            router="router.proj",
+            router_norm="router.scale",
+            expert_scale="router.per_expert_scale",
+            input_norm="pre_feedforward_layernorm_2",
+            shared_norm="post_feedforward_layernorm_1",
+            output_norm="post_feedforward_layernorm_2",
+            gate_up=("experts.{}.gate_proj", "experts.{}.up_proj"),
+            down="experts.{}.down_proj",
+            shared_gate_up=("mlp.gate_proj", "mlp.up_proj"),
+            shared_down="mlp.down_proj",
+            stacked_gate_up="experts.gate_up_proj",
+            stacked_down="experts.down_proj",
+        ),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Reads the settings of multi-head latent attention from a Hugging Face config."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from appliance.model.families.rope import read_rope
+from appliance.model.spec import LatentAttentionSpec, NormSpec
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import RopeSpec
+
+_EPSILON = 1e-6  # of latents' norms, whatever the other norms have
+
+
+def read_latent_attention(
+    config: ConfigReader, rope: RopeSpec | None = None, *, interleaved: bool = True
+) -> LatentAttentionSpec:
+    """Read latent attention; `interleaved` says how what rotates is stored, by default."""
+    rope_dim, plain_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
+    rank = config.value("q_lora_rank")
+    return LatentAttentionSpec(
+        num_heads=config.integer("num_attention_heads"),
+        query_rank=None if rank is None else config.integer("q_lora_rank"),
+        latent=config.integer("kv_lora_rank"),
+        plain_dim=plain_dim,
+        rope_dim=rope_dim,
+        value_dim=config.integer("v_head_dim"),
+        scale=(plain_dim + rope_dim) ** -0.5 * _stretched(config) ** 2,
+        rope=rope or read_rope(config, rope_dim),
+        norm=NormSpec(_EPSILON),
+        bias=config.flag("attention_bias"),
+        interleaved=config.flag("rope_interleave", interleaved),
+    )
+
+
+def _stretched(config: ConfigReader) -> float:
+    """Read what YaRN multiplies queries and keys by, beside what it does to their rotation."""
+    old, new = config.section("rope_scaling"), config.section("rope_parameters")
+    section = old if config.value("rope_scaling") else new
+    kind = section.value("rope_type") or section.value("type") or "default"
+    share = section.optional_number("mscale_all_dim")
+    if kind == "default" or share is None:
+        return 1.0
+    factor = section.number("factor")
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0

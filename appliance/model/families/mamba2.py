@@ -1,0 +1,81 @@
+"""Reads the settings of Mamba-2 layers from a Hugging Face config."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from appliance.errors import CheckpointError
+from appliance.kernels.activation import Activation
+from appliance.model.families.standard import read_activation
+from appliance.model.recurrent_spec import Mamba2Spec
+from appliance.model.spec import NormSpec
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+
+# Names of layers with a state, and of those with attention, in newer and in older configs.
+RECURRENT_NAMES = ("linear_attention", "mamba")
+ATTENTION_NAMES = ("full_attention", "attention")
+_FLOAT = "__float__"  # holds what JSON has no number for, such as Infinity
+
+
+def read_mamba2(
+    config: ConfigReader,
+    *,
+    heads: str = "mamba_n_heads",
+    head_dim: str = "mamba_d_head",
+    groups: str = "mamba_n_groups",
+    state: str = "mamba_d_state",
+    taps: str = "mamba_d_conv",
+    bias: str = "mamba_proj_bias",
+    filter_bias: str = "mamba_conv_bias",
+    activation: str = "hidden_act",
+    eps: str = "rms_norm_eps",
+    expand: str | None = "mamba_expand",
+) -> Mamba2Spec:
+    """Read the settings under these names; with `expand` heads must make up so many hidden sizes.
+
+    Raises:
+        CheckpointError: numbers contradict each other.
+        UnsupportedModelError: a setting asks for other arithmetic.
+    """
+    if read_activation(config, activation) is not Activation.SILU:
+        raise config.refuse(activation, "silu in Mamba-2 layers")
+    limits = config.value("time_step_limit", [0.0, math.inf])
+    if not isinstance(limits, list) or [_as_float(limit) for limit in limits] != [0.0, math.inf]:
+        raise config.refuse("time_step_limit", "[0.0, Infinity]")
+    num_heads, num_groups = config.integer(heads), config.integer(groups, 1)
+    if num_heads % num_groups:
+        raise config.refuse(groups, f"a divisor of {num_heads} heads")
+    width = _read_width(config, head_dim, num_heads, expand)
+    return Mamba2Spec(
+        num_heads=num_heads,
+        num_groups=num_groups,
+        head_dim=width,
+        state_dim=config.integer(state),
+        taps=config.integer(taps, 4),
+        norm=NormSpec(config.number(eps)),
+        bias=config.flag(bias),
+        filter_bias=config.flag(filter_bias, True),
+    )
+
+
+def _read_width(config: ConfigReader, key: str, num_heads: int, expand: str | None) -> int:
+    """Read the values of a head."""
+    if expand is None:
+        return config.integer(key)
+    values = config.integer(expand, 2) * config.integer("hidden_size")
+    width = values // num_heads if config.value(key, "auto") == "auto" else config.integer(key)
+    if width * num_heads != values:
+        raise CheckpointError(
+            f"{config.origin}: {key} is {width}, but {num_heads} heads must have {values} elements "
+            f"as {expand} says; fetch the model again"
+        )
+    return width
+
+
+def _as_float(limit: object) -> object:
+    if isinstance(limit, dict) and limit.get(_FLOAT) == "Infinity":
+        return math.inf
+    return limit

@@ -1,0 +1,165 @@
+"""Nemotron-H and Nemotron 3: layers are a mixer or an MLP, without gates; no positions.
+
+transformers 5 keeps a state's steps above `time_step_min` in prompts, though not in answers. Here
+nothing bounds them, as `time_step_limit` says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.errors import CheckpointError
+from appliance.kernels.routing import Scoring
+from appliance.model.families.experts import read_experts
+from appliance.model.families.family import Family
+from appliance.model.families.limits import RANGES
+from appliance.model.families.mamba2 import ATTENTION_NAMES, RECURRENT_NAMES, read_mamba2
+from appliance.model.families.rope import without_positions
+from appliance.model.families.standard import (
+    read_activation,
+    read_attention,
+    read_decoder,
+    read_head_dim,
+    read_layer_kinds,
+)
+from appliance.model.names import ExpertNames, Mamba2Names, TensorNames
+from appliance.model.spec import MLPSpec
+
+if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.recurrent_spec import Mamba2Spec
+    from appliance.model.spec import DecoderSpec, ExpertsSpec
+
+_EPSILON = 1e-20  # of its router, in transformers
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of the older pattern
+_KINDS = (
+    dict.fromkeys(RECURRENT_NAMES, "mamba")
+    | dict.fromkeys(ATTENTION_NAMES, "attention")
+    | {"mlp": "mlp", "moe": "moe"}
+)
+
+
+def _read(config: ConfigReader) -> DecoderSpec:
+    kinds, head_dim = _read_kinds(config), read_head_dim(config)
+    bias = config.flag("attention_bias")
+    attention = read_attention(
+        config, without_positions(head_dim), head_dim, qkv_bias=bias, output_bias=bias
+    )
+    mixers = {"attention": attention, "mamba": _read_mamba2(config) if "mamba" in kinds else None}
+    mlps: dict[str, MLPSpec | ExpertsSpec | None] = {
+        "mlp": _read_mlp(config, "intermediate_size") if "mlp" in kinds else None,
+        "moe": _read_experts(config) if "moe" in kinds else None,
+    }
+    config.value("n_routed_experts")  # set in models that have none, too
+    return read_decoder(
+        config,
+        "nemotron_h",
+        [mixers.get(kind) for kind in kinds],
+        mlps=[mlps.get(kind) for kind in kinds],
+        norm_eps="layer_norm_epsilon",
+    )
+
+
+def _read_kinds(config: ConfigReader) -> list[str]:
+    """Read each layer's kind from a list, or from a pattern of letters."""
+    listed, pattern = config.value("layers_block_type"), config.value("hybrid_override_pattern")
+    named = pattern if isinstance(pattern, str) else "*"
+    count = config.integer("num_hidden_layers", len(named))
+    count = len(listed) if isinstance(listed, list) else count
+    if count not in RANGES["num_hidden_layers"]:
+        raise CheckpointError(
+            f"{config.origin}: layers_block_type lists {count} layers, but must list from 1 to "
+            f"{RANGES['num_hidden_layers'].most}; fetch the model again"
+        )
+    found = read_layer_kinds(config, _KINDS, count, "layers_block_type")
+    if found is not None:
+        return found
+    letters = config.text("hybrid_override_pattern")
+    if len(letters) != count:
+        raise CheckpointError(
+            f"{config.origin}: hybrid_override_pattern must name {count} layers, but names "
+            f"{len(letters)}; fetch the model again"
+        )
+    if not set(letters) <= _LETTERS.keys():
+        raise config.refuse("hybrid_override_pattern", f"only {' '.join(_LETTERS)}")
+    return [_LETTERS[letter] for letter in letters]
+
+
+def _read_mamba2(config: ConfigReader) -> Mamba2Spec:
+    if config.text("mamba_ssm_cache_dtype", "float32") != "float32":
+        raise config.refuse("mamba_ssm_cache_dtype", "float32")
+    return read_mamba2(
+        config,
+        heads="mamba_num_heads",
+        head_dim="mamba_head_dim",
+        groups="n_groups",
+        state="ssm_state_size",
+        taps="conv_kernel",
+        bias="use_bias",
+        filter_bias="use_conv_bias",
+        activation="mamba_hidden_act",
+        eps="layer_norm_epsilon",
+        expand=None,
+    )
+
+
+def _read_mlp(config: ConfigReader, width: str) -> MLPSpec:
+    activation = read_activation(config, "mlp_hidden_act")
+    bias = config.flag("mlp_bias")
+    return MLPSpec(config.integer(width), activation, bias, gated=False)
+
+
+def _read_experts(config: ConfigReader) -> ExpertsSpec:
+    if config.flag("mlp_bias"):
+        raise config.refuse("mlp_bias", "false in layers with experts")
+    if config.integer("n_shared_experts", 1) != 1:
+        raise config.refuse("n_shared_experts", "1")
+    return read_experts(
+        config,
+        count="n_routed_experts",
+        activation_key="mlp_hidden_act",
+        scoring=Scoring.SIGMOID,
+        renormalize=config.flag("norm_topk_prob", True),
+        selection_bias=True,
+        grouped=True,
+        epsilon=_EPSILON,
+        shared_width=config.integer("moe_shared_expert_intermediate_size"),
+        gated=False,
+    )
+
+
+NEMOTRON_H = Family(
+    name="nemotron_h",
+    model_type="nemotron_h",
+    architectures=("NemotronHForCausalLM",),
+    read=_read,
+    names=TensorNames(
+        embedding="model.embeddings",
+        final_norm="model.norm_f",
+        mixer_norm="norm",
+        mlp_norm="norm",
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        output="mixer.o_proj",
+        gate_up=("mixer.up_proj",),
+        down="mixer.down_proj",
+        experts=ExpertNames(
+            router="mixer.gate",
+            selection_bias="mixer.gate.e_score_correction_bias",
+            gate_up=("mixer.experts.{}.up_proj",),
+            down="mixer.experts.{}.down_proj",
+            shared_gate_up=("mixer.shared_experts.up_proj",),
+            shared_down="mixer.shared_experts.down_proj",
+            stacked_gate_up="mixer.experts.up_proj",
+            stacked_down="mixer.experts.down_proj",
+        ),
+        mamba2=Mamba2Names(
+            input="mixer.in_proj",
+            filter="mixer.conv1d",
+            step_bias="mixer.dt_bias",
+            log_rates="mixer.A_log",
+            skip="mixer.D",
+            norm="mixer.norm",
+            output="mixer.out_proj",
+        ),
+    ),
+)

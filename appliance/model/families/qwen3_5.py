@@ -1,0 +1,138 @@
+"""Qwen 3.5 and 3.6, dense and with experts: Gated DeltaNet, and gated attention in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from appliance.kernels.activation import Activation
+from appliance.model.families.experts import read_experts
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_experts
+from appliance.model.families.rope import read_rope
+from appliance.model.families.standard import (
+    read_activation,
+    read_attention,
+    read_decoder,
+    read_head_dim,
+    read_layer_kinds,
+)
+from appliance.model.recurrent_spec import GatedDeltaSpec
+from appliance.model.spec import NormSpec
+
+if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import DecoderSpec, MixerSpec
+
+_PARTIAL = 0.25  # of a head rotates, by default
+
+
+def _read(config: ConfigReader) -> DecoderSpec:
+    return read_decoder(config, "qwen3_5", _read_mixers(config), norm_offset=1.0)
+
+
+def _read_moe(config: ConfigReader) -> DecoderSpec:
+    mixers = _read_mixers(config)
+    experts = read_experts(
+        config,
+        count="num_experts",
+        shared_width=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return read_decoder(
+        config, "qwen3_5_moe", mixers, experts=[experts] * len(mixers), norm_offset=1.0
+    )
+
+
+def _read_mixers(config: ConfigReader) -> list[MixerSpec]:
+    head_dim, bias = read_head_dim(config, default=256), config.flag("attention_bias")
+    eps = config.number("rms_norm_eps")
+    attention = read_attention(
+        config,
+        read_rope(config, head_dim, partial=True, share=_PARTIAL),
+        head_dim,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=NormSpec(eps, offset=1.0),
+        output_gate=config.flag("attn_output_gate", True),
+    )
+    delta = _read_delta(config, eps)
+    return [attention if attends else delta for attends in _read_attending(config)]
+
+
+def _read_delta(config: ConfigReader, eps: float) -> GatedDeltaSpec:
+    if config.text("mamba_ssm_dtype", "float32") != "float32":
+        raise config.refuse("mamba_ssm_dtype", "float32")
+    if read_activation(config) is not Activation.SILU:
+        raise config.refuse("hidden_act", "silu with this architecture")
+    keys = config.integer("linear_num_key_heads")
+    values = config.integer("linear_num_value_heads")
+    if values % keys:
+        raise config.refuse("linear_num_value_heads", f"a multiple of {keys} key heads")
+    return GatedDeltaSpec(
+        num_key_heads=keys,
+        num_value_heads=values,
+        key_dim=config.integer("linear_key_head_dim"),
+        value_dim=config.integer("linear_value_head_dim"),
+        taps=config.integer("linear_conv_kernel_dim", 4),
+        norm=NormSpec(eps),
+    )
+
+
+def _read_attending(config: ConfigReader) -> list[bool]:
+    """Read which layers have attention: from `layer_types`, or every so many layers."""
+    count = config.integer("num_hidden_layers")
+    interval = config.integer("full_attention_interval", 4)
+    kinds = {"full_attention": True, "linear_attention": False}
+    usual = [(index + 1) % interval == 0 for index in range(count)]
+    return read_layer_kinds(config, kinds, count) or usual
+
+
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "qwen35", _gguf_extra)
+
+
+def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
+    def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+        shared = meta.integer("expert_shared_feed_forward_length")
+        return (
+            _gguf_extra(meta, file)
+            | gguf_experts(meta, "num_experts")
+            | {"shared_expert_intermediate_size": shared}
+        )
+
+    return gguf_config(file, "qwen35moe", extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    heads = meta.integer("ssm.time_step_rank")
+    meta.value("rope.dimension_sections")  # of images; all are the same position in text
+    return {
+        "hidden_act": "silu",
+        "num_hidden_layers": meta.integer("block_count") - meta.integer("nextn_predict_layers", 0),
+        "full_attention_interval": meta.integer("full_attention_interval", 4),
+        "linear_num_key_heads": meta.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": meta.integer("ssm.state_size"),
+        "linear_value_head_dim": meta.integer("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": meta.integer("ssm.conv_kernel"),
+    }
+
+
+_GGUF_NAMES = replace(GGUF_NAMES, mlp_norm="post_attention_norm")
+
+QWEN3_5 = Family(
+    name="qwen3_5",
+    model_type="qwen3_5_text",
+    architectures=("Qwen3_5ForCausalLM",),
+    read=_read,
+    gguf=GGUFMapping("qwen35", _gguf, _GGUF_NAMES, norm_shift=1.0, tiled_values=True),
+)
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe",
+    model_type="qwen3_5_moe_text",
+    architectures=("Qwen3_5MoeForCausalLM",),
+    read=_read_moe,
+    gguf=GGUFMapping("qwen35moe", _gguf_moe, _GGUF_NAMES, norm_shift=1.0, tiled_values=True),
+)

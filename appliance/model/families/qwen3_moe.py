@@ -1,0 +1,51 @@
+"""Qwen 3 with experts: Qwen 3's attention, and softmax routing without a shared expert."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from appliance.model.families.experts import read_experts, read_sparse_layers
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_experts
+from appliance.model.families.qwen3 import read_qwen3_attention
+from appliance.model.families.standard import read_decoder, read_head_dim
+
+if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import DecoderSpec
+
+
+def _read(config: ConfigReader) -> DecoderSpec:
+    sparse = read_sparse_layers(config)
+    # transformers 5 writes num_local_experts; it and older ones read both.
+    count = "num_experts" if "num_experts" in config else "num_local_experts"
+    experts = read_experts(config, count=count, renormalize=config.flag("norm_topk_prob"))
+    return read_decoder(
+        config,
+        "qwen3_moe",
+        # its windows are for all layers, or for none
+        read_qwen3_attention(config, read_head_dim(config), [_window(config)] * len(sparse)),
+        experts=[experts if chosen else None for chosen in sparse],
+    )
+
+
+def _window(config: ConfigReader) -> int | None:
+    slides, window = config.flag("use_sliding_window"), config.value("sliding_window")
+    return config.integer("sliding_window") if slides and window else None
+
+
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+        return {"hidden_act": "silu", "norm_topk_prob": True} | gguf_experts(meta, "num_experts")
+
+    return gguf_config(file, "qwen3moe", extra)
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    model_type="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    read=_read,
+    gguf=GGUFMapping("qwen3moe", _gguf, GGUF_NAMES),
+)

@@ -1,0 +1,61 @@
+"""Puts Gated DeltaNet's tensors of GGUF files back into the order of Hugging Face checkpoints.
+
+llama.cpp stores value heads by their place among those of a key head, and then by key head; the
+negative rates instead of their logarithm. Knows no family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.kernels.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from appliance.kernels.weight import Weight
+    from appliance.model.names import GatedDeltaNames
+    from appliance.model.recurrent_spec import GatedDeltaSpec
+
+
+def stored_rows(part: str, names: GatedDeltaNames, spec: GatedDeltaSpec) -> Tensor | None:
+    """Return the stored row of each row, (out_features,) int64; None where the order is the same.
+
+    `part` is the tensor's name in its layer, without `.weight`.
+    """
+    if part in (names.qkv, names.filter):
+        before = 2 * spec.keys
+        return torch.cat((torch.arange(before), before + _tiled(spec, spec.value_dim)))
+    if part == names.gate:
+        return _tiled(spec, spec.value_dim)
+    if part in (names.share, names.decay, names.log_rates, names.decay_bias):
+        return _tiled(spec, 1)
+    return None
+
+
+def as_in_checkpoints(
+    tensor: Weight, part: str, names: GatedDeltaNames, spec: GatedDeltaSpec
+) -> Weight:
+    """Undo what else differs: the rates, and the order of the last linear's inputs.
+
+    Packed columns stay where they are, with the inputs that they belong to.
+    """
+    if part == names.log_rates:
+        assert isinstance(tensor, Tensor), part
+        return torch.log(-tensor.float())
+    if part != names.output:
+        return tensor
+    stored = _tiled(spec, spec.value_dim)
+    if isinstance(tensor, PackedWeight):
+        return replace(tensor, input_order=stored.argsort().to(torch.int32))
+    assert isinstance(tensor, Tensor), f"{part} has a type of floating-point codes"
+    return tensor[:, stored]
+
+
+def _tiled(spec: GatedDeltaSpec, width: int) -> Tensor:
+    """Return each element's stored place, where a value head has `width` elements."""
+    shared = spec.num_value_heads // spec.num_key_heads
+    stored = torch.arange(spec.num_value_heads * width).view(shared, spec.num_key_heads, width)
+    return stored.transpose(0, 1).flatten()

@@ -1,0 +1,145 @@
+"""The weights of a layer as they are read, before an executor lays them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from appliance.kernels.weight import Weight
+    from appliance.model.linear import LinearPart
+    from appliance.model.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class MLPWeights:
+    """The weights of an MLP."""
+
+    gate_up: list[LinearPart]  # rows of gate, then of up; of up alone without a gate
+    down: LinearPart
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNorms:
+    """Norms of the stream for the router and for the experts, and of what MLP and experts say."""
+
+    router: Norm
+    input: Norm
+    shared: Norm
+    output: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputWeights:
+    """The weights that make the inputs of all layers from tokens; see `TokenInputSpec`."""
+
+    embedding: Weight  # (vocab_size, num_layers * width)
+    projection: LinearPart
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputWeights:
+    """The weights that add a layer's input to the stream."""
+
+    gate: LinearPart
+    up: LinearPart
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """The weights of a layer's experts; those of an expert are read when they are asked for."""
+
+    router: Tensor  # (num_experts, hidden_size) float32
+    router_bias: Tensor | None  # (num_experts,) float32
+    selection_bias: Tensor | None  # (num_experts,) float32
+    expert: Callable[[int], MLPWeights]
+    shared: MLPWeights | None
+    shared_gate: Tensor | None  # (1, hidden_size) float32
+    expert_scale: Tensor | None  # (num_experts,) float32
+    norms: ExpertNorms | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """The weights of grouped-query attention."""
+
+    inputs: list[LinearPart]  # rows of query heads, key heads, value heads, gates, in this order
+    output: LinearPart
+    query_norm: Norm | None
+    key_norm: Norm | None
+    value_norm: Norm | None  # its weight is 1
+    sinks: Tensor | None  # (num_heads,) float32
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of latent attention; what rotates is in halves."""
+
+    inputs: list[LinearPart]  # of queries, or of what they are made of; of tokens
+    queries: LinearPart | None  # makes query heads of the first, under their norm
+    query_norm: Norm | None
+    norm: Norm  # of latents
+    keys: Tensor  # (num_heads, plain_dim, latent)
+    values: Tensor  # (num_heads, value_dim, latent)
+    output: LinearPart
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """The weights of a gated short convolution."""
+
+    inputs: list[LinearPart]
+    output: LinearPart
+    filters: Tensor  # (width, taps) float32
+    bias: Tensor | None  # (width,) float32, of the filters
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    """The weights of Gated DeltaNet."""
+
+    inputs: list[LinearPart]  # rows of queries, keys and values; gates; shares; decays
+    output: LinearPart
+    filters: Tensor  # (channels, taps) float32
+    rates: Tensor  # (num_value_heads,) float32
+    decay_bias: Tensor  # (num_value_heads,) float32
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """The weights of Mamba-2."""
+
+    inputs: list[LinearPart]  # rows of gates; values, keys and queries; steps
+    output: LinearPart
+    filters: Tensor  # (channels, taps) float32
+    filter_bias: Tensor | None  # (channels,) float32
+    step_bias: Tensor  # (num_heads,) float32
+    rates: Tensor  # (num_heads,) float32
+    skip: Tensor  # (num_heads,) float32
+    norm: Norm  # of all heads side by side
+
+
+MixerWeights: TypeAlias = (
+    AttentionWeights | LatentWeights | ShortConvWeights | GatedDeltaWeights | Mamba2Weights
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """All weights of one layer; linears of one input are split as in the checkpoint."""
+
+    mixer: MixerWeights | None
+    mlp: MLPWeights | ExpertsWeights | None
+    first_norm: Norm  # before the mixer, or before the MLP of a layer without
+    mixer_post_norm: Norm | None
+    mlp_norm: Norm | None  # between mixer and MLP
+    mlp_post_norm: Norm | None
+    token_input: LayerInputWeights | None
+    output_scale: float | None

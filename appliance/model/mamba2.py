@@ -1,0 +1,81 @@
+"""Mamba-2 as a layer's mixer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import silu, softplus
+
+from appliance.kernels.selective_scan import selective_scan
+from appliance.kernels.short_conv import short_conv
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.backend import Linear
+    from appliance.model.norm import Norm
+    from appliance.model.recurrent_spec import Mamba2Spec
+    from appliance.model.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """The selective scan between a short convolution and a gated norm.
+
+    Attributes:
+        inputs: maps hidden to gates; values, keys and queries; steps, in this order.
+        filters: (channels, taps) float32, of values, keys and queries.
+        filter_bias: (channels,) float32.
+        step_bias: (num_heads,) float32.
+        rates: (num_heads,) float32, of the states' decay.
+        skip: (num_heads,) float32, the share of a row's values that goes by the state.
+        norm: of each group's gated output; its weight is (num_heads * head_dim,).
+    """
+
+    spec: Mamba2Spec
+    inputs: Linear
+    filters: Tensor
+    filter_bias: Tensor | None
+    step_bias: Tensor
+    rates: Tensor
+    skip: Tensor
+    norm: Norm
+    output: Linear
+
+    def __call__(self, hidden: Tensor, step: Step, state: tuple[Tensor, ...]) -> Tensor:
+        """Map hidden (num_tokens, hidden_size) to the same shape; the scan runs in float32.
+
+        `state` holds the filters' latest inputs and what the scan carries on, in all slots.
+        """
+        spec, (tail, held) = self.spec, state
+        assert step.spans is not None
+        gate, mixed, sizes = self.inputs(hidden).split(
+            [spec.values, spec.channels, spec.num_heads], dim=-1
+        )
+        mixed = silu(short_conv(mixed, self.filters, self.filter_bias, tail, step.spans))
+        value, key, query = mixed.split([spec.values, spec.keys, spec.keys], dim=-1)
+        value = value.unflatten(-1, (spec.num_heads, spec.head_dim))
+        read = selective_scan(
+            value,
+            key.unflatten(-1, (spec.num_groups, spec.state_dim)),
+            query.unflatten(-1, (spec.num_groups, spec.state_dim)),
+            softplus(sizes.float() + self.step_bias),
+            self.rates,
+            held,
+            step.spans,
+        )
+        out = (read + self.skip.unsqueeze(1) * value).flatten(1)
+        return self.output(self._normed(out * silu(gate.float())).to(hidden.dtype))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Norm each group of (num_tokens, num_heads * head_dim) float32."""
+        groups = x.unflatten(-1, (self.spec.num_groups, -1))
+        mean_square = groups.square().mean(dim=-1, keepdim=True)
+        normed: Tensor = groups * torch.rsqrt(mean_square + self.norm.eps)
+        return normed.flatten(1) * self.norm.weight
+
+    def fresh_state(self, num_slots: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Allocate state slots of this layer alone."""
+        return tuple(torch.empty((num_slots, *shape), device=device) for shape in self.spec.state)

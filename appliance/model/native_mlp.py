@@ -1,0 +1,81 @@
+"""Lays MLPs and experts out for the CPU library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.cpu.structs import ExpertsStruct, LinearStruct, RouterStruct, ScoringCode
+from appliance.kernels.cpu.weights import WeightPacker
+from appliance.kernels.routing import Scoring
+
+if TYPE_CHECKING:
+    from appliance.model.layer_weights import ExpertsWeights, MLPWeights
+    from appliance.model.linear import LinearPart
+    from appliance.model.spec import ExpertsSpec
+
+_SCORINGS = {scoring: ScoringCode[scoring.name] for scoring in Scoring}
+
+
+def lay_out_mlp(
+    packer: WeightPacker, weights: MLPWeights, *, gated: bool
+) -> tuple[LinearStruct, LinearStruct, LinearStruct]:
+    """Lay out gate, up and down; without a gate up, nothing and down, as the library has it."""
+    down = packer.linear(weights.down.weight, weights.down.bias)
+    if not gated:
+        (up,) = weights.gate_up
+        return packer.linear(up.weight, up.bias), LinearStruct(), down
+    gate, up = _gate_and_up(weights.gate_up)
+    return packer.linear(gate.weight, gate.bias), packer.linear(up.weight, up.bias), down
+
+
+def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: ExpertsSpec) -> int:
+    """Lay out all experts, one at a time, and their router.
+
+    Returns:
+        The address of their struct, in the arena.
+    """
+    router = spec.router
+    linears = [
+        lay_out_mlp(packer, weights.expert(i), gated=spec.gated) for i in range(router.num_experts)
+    ]
+    gates, ups, downs = zip(*linears, strict=True)
+    # Routers decide, so theirs are the only weights that are never rounded.
+    exact = WeightPacker(packer.engine, packer.arena, torch.float32)
+    bias, scale, norms = weights.selection_bias, weights.expert_scale, weights.norms
+    struct = ExpertsStruct(
+        router=RouterStruct(
+            num_experts=router.num_experts,
+            top_k=router.top_k,
+            scoring=_SCORINGS[router.scoring],
+            renormalize=router.renormalize,
+            num_groups=router.num_groups,
+            top_groups=router.top_groups,
+            scale=router.scale,
+            epsilon=router.epsilon,
+            selection_bias=None if bias is None else packer.floats(bias),
+            expert_scale=None if scale is None else packer.floats(scale),
+        ),
+        logits=exact.linear(weights.router, weights.router_bias),
+        shared_gate=LinearStruct()
+        if weights.shared_gate is None
+        else exact.linear(weights.shared_gate),
+        gate=packer.structs(LinearStruct, gates),
+        up=packer.structs(LinearStruct, ups) if spec.gated else None,
+        down=packer.structs(LinearStruct, downs),
+    )
+    if norms is not None:
+        for name in ("router", "input", "shared", "output"):
+            norm = getattr(norms, name)
+            setattr(struct, f"{name}_norm", packer.norm(norm.weight, norm.eps))
+    return packer.structs(ExpertsStruct, [struct])
+
+
+def _gate_and_up(parts: list[LinearPart]) -> tuple[LinearPart, LinearPart]:
+    """Return gate and up, which some checkpoints hold in one weight."""
+    if len(parts) == 1:
+        width = parts[0].weight.shape[0] // 2
+        return parts[0].rows(slice(0, width)), parts[0].rows(slice(width, None))
+    gate, up = parts
+    return gate, up

@@ -1,0 +1,61 @@
+"""A gated short convolution as a layer's mixer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.cpu.step_structs import AdapterPlace
+from appliance.kernels.short_conv import short_conv
+from appliance.model.adapters.torch_slots import run_adapted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.backend import Linear
+    from appliance.model.adapters.torch_slots import LayerAdapters
+    from appliance.model.recurrent_spec import ShortConvSpec
+    from appliance.model.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """out(c * conv(b * x)), where one linear yields b, c and x.
+
+    Attributes:
+        filters: (width, taps) float32.
+        bias: (width,) float32.
+    """
+
+    spec: ShortConvSpec
+    inputs: Linear  # hidden to b, c and x, in this order
+    filters: Tensor
+    bias: Tensor | None
+    output: Linear
+
+    def fresh_state(self, num_slots: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Allocate state slots of this layer alone."""
+        return tuple(torch.empty((num_slots, *shape), device=device) for shape in self.spec.state)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        step: Step,
+        state: tuple[Tensor, ...],
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:
+        """Map hidden (num_tokens, hidden_size) to the same shape.
+
+        `state` holds the latest inputs of the filters: (num_slots, taps - 1, width) float32.
+        """
+        (tail,) = state
+        assert step.spans is not None
+        gate_in, gate_out, x = run_adapted(
+            self.inputs, hidden, adapters, AdapterPlace.INTO_MIXER
+        ).chunk(3, dim=-1)
+        mixed = short_conv(gate_in * x, self.filters, self.bias, tail, step.spans)
+        return run_adapted(
+            self.output, gate_out * mixed.to(hidden.dtype), adapters, AdapterPlace.OUT_OF_MIXER
+        )

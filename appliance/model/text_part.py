@@ -1,0 +1,94 @@
+"""Finds the text part of a checkpoint that has other parts, such as a vision tower.
+
+Its settings are nested under `text_config`, and its tensors have a longer prefix. Knows no family.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from appliance.kernels.weight import Weight
+    from appliance.model.names import TensorNames
+    from appliance.quant.formats import WeightReader
+
+_SECTION = "text_config"
+# Of the names of a decoder's tensors: of its own checkpoint, of an embedding model, of the text
+# part in newer and in older files, of Nemotron-H.
+PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "backbone.")
+
+
+def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the text part; those of the whole model apply to it too."""
+    section = config.get(_SECTION)
+    if not isinstance(section, dict):
+        return dict(config)
+    others = {
+        key: value
+        for key, value in config.items()
+        if key not in (_SECTION, "model_type") and not key.endswith("_config")
+    }
+    kept = {key: config[key] for key in ("quantization_config",) if key in config}
+    return section | others | kept
+
+
+def has_other_parts(config: Mapping[str, Any]) -> bool:
+    """Return True if the text is only a part of the model."""
+    return isinstance(config.get(_SECTION), dict)
+
+
+def names_in(weights: WeightReader, names: TensorNames) -> TensorNames:
+    """Return the names under the prefix that the checkpoint has; as they are if it has none."""
+    present = set(weights.tensor_names())
+    for prefix in PREFIXES:
+        found = names.under(prefix)
+        if f"{found.embedding}.weight" in present:
+            return found
+    return names
+
+
+class TextPart:
+    """A `WeightReader` of the tensors that belong to the text part."""
+
+    def __init__(self, weights: WeightReader, names: TensorNames) -> None:
+        self._weights = weights
+        stored = weights.tensor_names()
+        prefix = names.layer.removesuffix("layers.{}.")
+        self._names = [name for name in stored if name.startswith((prefix, f"{names.head}."))]
+        self._left = sorted(set(stored) - set(self._names))
+
+    def tensor_names(self) -> list[str]:
+        """List the tensors of the text part."""
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return self._weights.shape(name)
+
+    def packed_bits(self, name: str) -> int | None:
+        """Return the bits of a quantized weight's codes, None if it is dense."""
+        return self._weights.packed_bits(name)
+
+    def float_bits(self, name: str) -> int | None:
+        """Return the bits of floating-point codes, None of others."""
+        return self._weights.float_bits(name)
+
+    def load(self, name: str) -> Weight:
+        """Read one tensor."""
+        return self._weights.load(name)
+
+    def load_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` of a dense tensor."""
+        rows: Tensor = self._weights.load_rows(name, start, stop)  # type: ignore[attr-defined]
+        return rows
+
+    def notes(self) -> tuple[str, ...]:
+        """Say what is left out, beside the notes of the tensors loaded so far."""
+        if not self._left:
+            return self._weights.notes()
+        note = f"text only: {len(self._left)} tensors of other parts, such as vision, are left out"
+        return (note, *self._weights.notes())

@@ -1,0 +1,239 @@
+"""Reads from a checkpoint's files how it embeds texts and judges relevance.
+
+A folder says it in the files of sentence-transformers (`modules.json` and what that names) or in
+`config.json`; a GGUF file in `ARCHITECTURE.pooling_type`, as llama.cpp writes it. Most decoders say
+nothing; what then counts is the default here. All of it is untrusted and checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from appliance.engine.request import Pooling
+from appliance.errors import CheckpointError
+from appliance.files import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+_MAX_MODULES = 16
+_MAX_README = 64 * 1024  # bytes that are looked at
+_FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+# As the model cards of Qwen3-Reranker give it; the answer is "yes" or "no".
+QWEN3_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+_OLD_POOLING = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_POOLING = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
+_GGUF_NONE, _GGUF_MEAN, _GGUF_CLS, _GGUF_LAST, _GGUF_RANK = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRecipe:
+    """The steps from a text to its vector.
+
+    Attributes:
+        pooling: which hidden states stand for it. Where nothing says so, the last token's, as vLLM
+            has it: the prefix cache serves it, and of 16 paraphrases SmolLM2 finds 15 by it and 14
+            by the mean, Gemma 3 270M all by either.
+        normalize: to length 1.
+        source: file that says so; empty if none does.
+        prompts: texts that come before others, by their names, such as query and document.
+        default_prompt: name of the one that comes before texts of which nothing else is said.
+        refused: why there are no vectors; empty if there are.
+    """
+
+    pooling: Pooling = Pooling.LAST
+    normalize: bool = True
+    source: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRecipe:
+    """The prompt and tokens by which a model judges if a document answers a query.
+
+    Attributes:
+        source: file that says so.
+        template: with `{query}` and `{document}`, perhaps `{instruction}`; empty for the chat
+            template, which knows both as roles.
+        labels: the token that means relevant and, if there is one, the token that does not: as
+            texts, or ids.
+        instruction: where a request gives none.
+    """
+
+    source: str
+    template: str
+    labels: tuple[str | int, ...]
+    instruction: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalRecipe:
+    """Both; without a way to rerank, vectors are compared."""
+
+    embedding: EmbeddingRecipe = field(default_factory=EmbeddingRecipe)
+    rerank: RerankRecipe | None = None
+
+
+NOTHING_SAID = RetrievalRecipe()
+
+
+def recipe_of_folder(path: Path) -> RetrievalRecipe:
+    """Read what a Hugging Face folder says.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    config = _optional(path / "config.json")
+    embedding, rerank = _of_modules(path)
+    if rerank is None:
+        rerank = _of_readme(path, config)
+    for name, usual in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.get(name, usual) is not usual:
+            embedding = _refusing(f"config.json says {name} {config[name]!r:.40}: its tokens look")
+    return RetrievalRecipe(embedding, rerank)
+
+
+def recipe_of_gguf(metadata: Mapping[str, Any], name: str) -> RetrievalRecipe:
+    """Read what a GGUF file says.
+
+    Args:
+        metadata: of its header.
+        name: of the file.
+    """
+    architecture = metadata.get("general.architecture", "")
+    if metadata.get(f"{architecture}.attention.causal") is False:
+        return RetrievalRecipe(_refusing(f"{name} says attention.causal false: its tokens look"))
+    kind = metadata.get(f"{architecture}.pooling_type")
+    template = metadata.get("tokenizer.chat_template.rerank")
+    source = f"the metadata of {name}"
+    if kind == _GGUF_RANK and isinstance(template, str) and "{document}" in template:
+        labels = metadata.get(f"{architecture}.classifier.output_labels")
+        if isinstance(labels, list) and len(labels) == 2 and all(type(x) is str for x in labels):
+            return RetrievalRecipe(rerank=RerankRecipe(source, template, tuple(labels)))
+    if kind in (None, _GGUF_NONE):
+        return NOTHING_SAID
+    if kind in (_GGUF_MEAN, _GGUF_LAST):
+        pooling = Pooling.MEAN if kind == _GGUF_MEAN else Pooling.LAST
+        return RetrievalRecipe(EmbeddingRecipe(pooling, source=source))
+    what = f"of type {kind!r:.40}"
+    if kind in (_GGUF_CLS, _GGUF_RANK):
+        what = "of a class token" if kind == _GGUF_CLS else "by a head for ranking"
+    return RetrievalRecipe(EmbeddingRecipe(refused=f"{name} asks for pooling {what}"))
+
+
+def _refusing(why: str) -> EmbeddingRecipe:
+    return EmbeddingRecipe(refused=f"{why} ahead too, and this server runs causal attention only")
+
+
+def _of_modules(path: Path) -> tuple[EmbeddingRecipe, RerankRecipe | None]:
+    """Read a chain of modules; the first one, the model itself, is what is served."""
+    modules = _modules(path / MODULES)
+    if not modules:
+        return EmbeddingRecipe(), None
+    recipe = EmbeddingRecipe(normalize=False, source=MODULES, pooling=Pooling.MEAN)
+    recipe = _with_prompts(recipe, _optional(path / PROMPTS))
+    rerank = None
+    for kind, folder in modules:
+        if kind == "Transformer":
+            if _optional(path / folder / "sentence_bert_config.json").get("do_lower_case"):
+                recipe = replace(recipe, refused=f"{MODULES} asks for texts in lower case")
+        elif kind == "Pooling":
+            recipe = _pooled(recipe, _optional(path / folder / "config.json"))
+        elif kind == "Normalize":
+            recipe = replace(recipe, normalize=True)
+        elif kind == "LogitScore":
+            rerank = _of_logits(_optional(path / folder / "config.json"), recipe)
+        else:
+            recipe = replace(recipe, refused=f"{MODULES} has a module of type {kind[:40]!r}")
+    if rerank is not None:
+        recipe = EmbeddingRecipe(refused=f"{MODULES} makes a reranker of it, without vectors")
+    return recipe, rerank
+
+
+def _modules(file: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module."""
+    if not file.is_file():
+        return []
+    try:
+        entries = json.loads(file.read_bytes())
+        found = [(entry["type"].rpartition(".")[2], entry.get("path", "")) for entry in entries]
+        sound = all(not folder or _FOLDER.fullmatch(folder) for _, folder in found)
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}; download it again") from error
+    if not sound or len(found) > _MAX_MODULES:
+        raise CheckpointError(f"{file} names folders that are none; download it again")
+    return found
+
+
+def _with_prompts(recipe: EmbeddingRecipe, config: Mapping[str, Any]) -> EmbeddingRecipe:
+    given = config.get("prompts")
+    prompts = {
+        name: text
+        for name, text in (given.items() if isinstance(given, dict) else ())
+        if isinstance(text, str)
+    }
+    default = config.get("default_prompt_name")
+    return replace(recipe, prompts=prompts, default_prompt=default if default in prompts else None)
+
+
+def _pooled(recipe: EmbeddingRecipe, config: Mapping[str, Any]) -> EmbeddingRecipe:
+    mode = config.get("pooling_mode")
+    if mode is None:
+        modes = [name for key, name in _OLD_POOLING.items() if config.get(key) is True]
+        mode = modes[0] if len(modes) == 1 else modes
+    if not isinstance(mode, str) or mode not in _POOLING:
+        return replace(recipe, refused=f"its Pooling module asks for {mode!r:.80}")
+    if config.get("include_prompt") is False and any(recipe.prompts.values()):
+        return replace(recipe, refused="its Pooling module leaves prompts out")
+    return replace(recipe, pooling=_POOLING[mode])
+
+
+def _of_logits(config: Mapping[str, Any], recipe: EmbeddingRecipe) -> RerankRecipe | None:
+    ids = [config.get(name) for name in ("true_token_id", "false_token_id")]
+    labels = tuple(one for one in ids if type(one) is int and one >= 0)
+    if not labels or labels[0] != ids[0]:
+        return None
+    instruction = recipe.prompts.get(recipe.default_prompt or "", "")
+    return RerankRecipe(MODULES, "", labels, instruction)
+
+
+def _of_readme(path: Path, config: Mapping[str, Any]) -> RerankRecipe | None:
+    """Recognize Qwen3-Reranker, of which at first nothing but the card said what it is."""
+    file = path / "README.md"
+    if config.get("model_type") != "qwen3" or not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        text = stream.read(_MAX_README).decode(errors="replace")
+    card = re.match(r"---\n(.*?)\n---\n(.*)", text, re.DOTALL)
+    if card is None or not re.search(r"^pipeline_tag: *text-ranking *$", card[1], re.MULTILINE):
+        return None
+    if not re.search(r"^# Qwen3-Reranker", card[2], re.MULTILINE):
+        return None
+    return RerankRecipe("README.md", QWEN3_RERANKER, ("yes", "no"), QWEN3_INSTRUCTION)
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}

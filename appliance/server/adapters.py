@@ -1,0 +1,133 @@
+"""The routes that load and unload adapters; they are vLLM's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from appliance.adapter_names import NAME
+from appliance.api_keys import BARE_NAME
+from appliance.engine.request import AdapterRef
+from appliance.errors import RequestError
+from appliance.files import stamp_of
+from appliance.server.body import read_json
+from appliance.server.door import key_name
+from appliance.server.openapi import describes
+
+if TYPE_CHECKING:
+    from appliance.adapter_names import AdapterRegistry
+    from appliance.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False  # the name may exist, and stands for these files from now on
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class AdapterDoorError(RequestError):
+    """The key may not load and unload adapters, or this file may not be loaded."""
+
+    status = 403
+    type = "permission_error"
+
+
+class UnknownAdapterError(RequestError):
+    """No adapter has this name."""
+
+    status = 404
+    type = "not_found_error"
+
+
+def adapters_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+
+    @router.post("/v1/load_lora_adapter", **describes(LoadAdapterRequest, None))
+    async def load_lora_adapter(request: Request) -> Response:
+        """Load an adapter from the allowed folder."""
+        _check_key(state, request)
+        body, _ = await read_json(
+            request, LoadAdapterRequest, max_bytes=state.config.max_body_bytes
+        )
+        ref = _asked_for(state.adapters, body)
+        known = state.adapters.find(body.lora_name)
+        if body.lora_name == state.model_id or (
+            known is not None and known.path != ref.path and not body.load_inplace
+        ):
+            raise RequestError(
+                f"the name {body.lora_name[:100]!r} is taken; take another one, or set"
+                " load_inplace",
+                param="lora_name",
+            )
+        state.serving()
+        await state.engine.adapters.load(ref)
+        state.adapters.add(ref.name, Path(ref.path))
+        logger.info("adapter %s is loaded from %s", ref.name, ref.path)
+        return Response(f"Success: LoRA adapter '{ref.name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", **describes(UnloadAdapterRequest, None))
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Forget an adapter; those who use it are served to their end."""
+        _check_key(state, request)
+        body, _ = await read_json(
+            request, UnloadAdapterRequest, max_bytes=state.config.max_body_bytes
+        )
+        ref = state.adapters.find(body.lora_name)
+        if ref is None:
+            raise UnknownAdapterError(
+                f"no adapter is named {body.lora_name[:100]!r}; there are:"
+                f" {', '.join(state.adapters.names()) or 'none'}",
+                param="lora_name",
+            )
+        state.adapters.remove(ref.name)
+        state.engine.adapters.unload(ref)
+        used = [one.adapter for one, _ in state.engine.open_requests() if one.adapter is not None]
+        users = sum((one.path, one.stamp) == (ref.path, ref.stamp) for one in used)
+        left = f" {users} open requests go on with it." if users else ""
+        return Response(f"Success: LoRA adapter '{ref.name}' removed successfully.{left}")
+
+    return router
+
+
+def _check_key(state: ServerState, request: Request) -> None:
+    if state.several_keys and key_name(request.scope) != BARE_NAME:
+        raise AdapterDoorError("only the key without a name loads and unloads adapters")
+
+
+def _asked_for(adapters: AdapterRegistry, body: LoadAdapterRequest) -> AdapterRef:
+    """Return the adapter that is to be loaded.
+
+    Raises:
+        AdapterDoorError: it is not in the allowed folder, or there is none.
+        RequestError: there is nothing, or the name cannot be.
+    """
+    if adapters.folder is None:
+        raise AdapterDoorError("no folder of adapters is allowed; start the server with --lora-dir")
+    if not NAME.fullmatch(body.lora_name):
+        raise RequestError(
+            "a name has letters, digits, and . _ - inside, at most 128", param="lora_name"
+        )
+    path = (adapters.folder / body.lora_path).resolve()
+    if not path.is_relative_to(adapters.folder) or path == adapters.folder:
+        raise AdapterDoorError(
+            f"adapters are loaded from inside {adapters.folder} only", param="lora_path"
+        )
+    stamp = stamp_of(path)
+    if not stamp:
+        raise RequestError(f"there is no adapter at {body.lora_path[:200]!r}", param="lora_path")
+    return AdapterRef(body.lora_name, str(path), stamp)

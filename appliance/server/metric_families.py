@@ -1,0 +1,58 @@
+"""Short ways to make metric families, for collectors that read numbers kept elsewhere."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.utils import floatToGoString
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from prometheus_client.core import Metric
+
+    Samples = Iterable[tuple[Mapping[str, str], float]]
+
+
+def gauge(name: str, text: str, samples: Samples) -> Metric:
+    """A gauge with a sample for each set of labels."""
+    family = GaugeMetricFamily(name, text)
+    for labels, value in samples:
+        family.add_sample(name, dict(labels), value)
+    return family
+
+
+def counter(name: str, text: str, samples: Samples) -> Metric:
+    """A counter; its samples end in `_total`."""
+    family = CounterMetricFamily(name, text)
+    for labels, value in samples:
+        family.add_sample(f"{name}_total", dict(labels), value)
+    return family
+
+
+def histogram(
+    name: str,
+    text: str,
+    model_name: str,
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    total: float,
+) -> Metric:
+    """A histogram of one model.
+
+    Args:
+        model_name: value of its only label.
+        bounds: rising upper bounds of the buckets.
+        counts: of each bucket by itself, and of all that is larger.
+        total: of all values.
+    """
+    family = HistogramMetricFamily(name, text, labels=["model_name"])
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    family.add_metric([model_name], list(zip(names, accumulate(counts), strict=True)), total)
+    return family

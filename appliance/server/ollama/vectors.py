@@ -1,0 +1,68 @@
+"""POST /api/embed and /api/embeddings: vectors of texts as Ollama answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from appliance.server.answer_size import FLOAT_BYTES
+from appliance.server.ollama.answers import Embedded
+from appliance.server.ollama.lines import NANOSECONDS
+from appliance.server.ollama.models import check_name
+from appliance.server.retrieval.embedding import Wanted, embed, embedding_recipe, with_prompt
+from appliance.server.schema import TermsFields
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+    from appliance.server.state import ServerState
+
+
+async def embedded(
+    state: ServerState,
+    request: Request,
+    model: str,
+    texts: list[str],
+    param: str,
+    dimensions: int | None = None,
+) -> Embedded:
+    """The vectors of texts; none for none.
+
+    Args:
+        state: the server.
+        request: of the client.
+        model: as it named it.
+        texts: to embed.
+        param: their field.
+        dimensions: to cut vectors to.
+
+    Raises:
+        RequestError: something of it cannot be done, or there is no room.
+    """
+    begin = time.monotonic()
+    recipe = embedding_recipe(state)
+    if not texts:
+        return Embedded(model=model, embeddings=[])
+    wanted = Wanted(
+        with_prompt([*texts], recipe, None),
+        TermsFields(model=check_name(state, model)),
+        request.scope,
+        param=param,
+        dimensions=dimensions,
+        bytes_per_value=FLOAT_BYTES,
+    )
+    vectors, num_tokens = await embed(state, request, wanted)
+
+    def build() -> list[list[float]]:
+        from appliance.server.retrieval.vectors import floats_of  # slow to import
+
+        return floats_of(vectors())
+
+    embeddings = await asyncio.to_thread(build)
+    return Embedded(
+        model=model,
+        embeddings=embeddings,
+        total_duration=round((time.monotonic() - begin) * NANOSECONDS),
+        prompt_eval_count=num_tokens,
+    )

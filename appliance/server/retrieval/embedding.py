@@ -1,0 +1,174 @@
+"""From texts to their vectors, by the model that is served; every protocol takes this path."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.engine.request import SamplingParams
+from appliance.errors import RequestError
+from appliance.server.answer_size import check_vectors
+from appliance.server.door import key_name
+from appliance.server.errors import request_id_of
+from appliance.server.prompt import completion_prompts
+from appliance.server.retrieval.readings import Readings
+from appliance.server.sampling import completion_budget
+from appliance.server.stream import unless_disconnected
+from appliance.server.terms import Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from fastapi import Request
+    from numpy.typing import NDArray
+    from starlette.types import Scope
+
+    from appliance.engine.request import Pooling
+    from appliance.retrieval_recipe import EmbeddingRecipe
+    from appliance.server.schema import TermsFields
+    from appliance.server.state import ServerState
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+
+Inputs = str | list[str | int | list[int]]
+
+# The answer of a request that reads and generates nothing.
+READ_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Vectors that a client wants.
+
+    Attributes:
+        inputs: texts or token ids, as in `completion_prompts`.
+        terms: of the body.
+        scope: of the HTTP request, with its key and id.
+        param: field of the inputs.
+        dimensions: None for all that there are.
+        bytes_per_value: of the answer.
+    """
+
+    inputs: Inputs
+    terms: TermsFields
+    scope: Scope
+    param: str = "input"
+    dimensions: int | None = None
+    bytes_per_value: float = 0.0
+
+
+def embedding_recipe(state: ServerState) -> EmbeddingRecipe:
+    """Return the served model's recipe of embedding.
+
+    Raises:
+        RequestError: it does not, and why.
+    """
+    recipe = state.serving()[1].retrieval.embedding
+    if recipe.refused:
+        raise RequestError(
+            f"this model makes no embeddings here: {recipe.refused}", code="embeddings_unsupported"
+        )
+    return recipe
+
+
+async def embed(
+    state: ServerState, request: Request, wanted: Wanted
+) -> tuple[Callable[[], NDArray[np.float32]], int]:
+    """Read texts, unless the client goes away.
+
+    Returns:
+        What makes the vectors, (number of inputs, dimensions), which takes too long for the event
+        loop; and the tokens that were read.
+
+    Raises:
+        RequestError: something of it cannot be done, or there is no room.
+    """
+    readings = await begin_embedding(state, wanted)
+    try:
+        pooled = await unless_disconnected(request.receive, readings.pooled())
+    finally:
+        readings.close()
+
+    def vectors() -> NDArray[np.float32]:
+        from appliance.server.retrieval.vectors import matrix_of  # slow to import
+
+        normalize = embedding_recipe(state).normalize
+        return matrix_of(pooled, dimensions=wanted.dimensions, normalize=normalize)
+
+    return vectors, readings.prompt_tokens
+
+
+async def begin_embedding(state: ServerState, wanted: Wanted) -> Readings:
+    """Check everything, so that only the engine is left to be asked; close what it returns.
+
+    Raises:
+        RequestError: something of it cannot be done, or there is no room.
+    """
+    info, _ = state.serving()
+    recipe = embedding_recipe(state)
+    if wanted.dimensions is not None and wanted.dimensions > info.hidden_size:
+        raise RequestError(
+            f"dimensions is {wanted.dimensions}; this model's vectors have {info.hidden_size}",
+            param="dimensions",
+        )
+    prompts = await completion_prompts(state, wanted.inputs, param=wanted.param, most=MAX_INPUTS)
+    dimensions = wanted.dimensions or info.hidden_size
+    check_vectors(len(prompts), dimensions, wanted.bytes_per_value, param=wanted.param)
+    return begin_reading(state, wanted.terms, wanted.scope, prompts, wanted.param, recipe.pooling)
+
+
+def begin_reading(
+    state: ServerState,
+    fields: TermsFields,
+    scope: Scope,
+    prompts: Sequence[list[int]],
+    param: str,
+    pooling: Pooling,
+    labels: tuple[int, ...] = (),
+) -> Readings:
+    """Hand prompts to the engine, to be read only.
+
+    Raises:
+        ContextLengthError: one of them does not fit.
+        RequestError: there is no room.
+    """
+    info, _ = state.serving()
+    terms, name = Terms.of(fields, state, key_name(scope)), f"read-{secrets.token_hex(12)}"
+    for prompt in prompts:
+        completion_budget(len(prompt), 0, info, param=param)
+    return Readings(
+        state,
+        [
+            terms.request(f"{name}-{number}", prompt, READ_ONLY, pooling, labels)
+            for number, prompt in enumerate(prompts)
+        ],
+        request_id=request_id_of(scope),
+    )
+
+
+def with_prompt(inputs: Inputs, recipe: EmbeddingRecipe, name: str | None) -> Inputs:
+    """Put one of the checkpoint's prompts in front of texts; token ids stay as they are.
+
+    Args:
+        inputs: texts or token ids.
+        recipe: has the prompts.
+        name: of one; None for the default, if there is one.
+
+    Raises:
+        RequestError: there is none of that name.
+    """
+    if name is not None and name not in recipe.prompts:
+        known = ", ".join(sorted(recipe.prompts)) or "none"
+        raise RequestError(
+            f"this model has no prompt {name[:100]!r}; those it has: {known}", param="prompt_name"
+        )
+    if isinstance(inputs, str):
+        return prompted(inputs, recipe, name)
+    return [prompted(one, recipe, name) if isinstance(one, str) else one for one in inputs]
+
+
+def prompted(text: str, recipe: EmbeddingRecipe, name: str | None) -> str:
+    """Put the prompt of a known name, or else the default one, in front of a text."""
+    return recipe.prompts.get(name or recipe.default_prompt or "", "") + text

@@ -1,0 +1,139 @@
+"""The prompts of one API request that are only read: a few at a time, whatever their number.
+
+Knows nothing of any wire format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from appliance.engine.request import FinishReason
+from appliance.errors import EngineDiedError, QueueTimeoutError, RequestError
+from appliance.server.answer import how_ended
+from appliance.server.metrics import RequestTimer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.engine.request import Request
+    from appliance.server.state import ServerState
+
+WINDOW = 32  # most requests that the engine has at once, to run or queue beside others'
+
+logger = logging.getLogger(__name__)
+
+
+class Readings:
+    """Reads prompts; close it in every case.
+
+    Args:
+        state: the server.
+        requests: one for each prompt, all of the same API key.
+        request_id: of the HTTP request, for the log.
+
+    Raises:
+        QueueFullError: too many requests wait.
+        RateLimitError: the API key has used up what it may have.
+    """
+
+    def __init__(self, state: ServerState, requests: Sequence[Request], *, request_id: str) -> None:
+        self._state = state
+        self._request_id = request_id
+        self._requests = requests
+        self._owner = requests[0].owner
+        self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        state.queue.check(self._owner, 1, len(requests[0].prompt_token_ids))
+        self._window = self._fitting()
+        self._use = state.use.begin(self._owner, self.prompt_tokens)
+        self._timer = RequestTimer(state.metrics)
+        self._complete = False
+
+    async def pooled(self) -> list[bytes]:
+        """Return the pooled states of each prompt, float32 in the machine's byte order.
+
+        Raises:
+            RequestError: the engine refused one, or it took too long.
+            EngineError: it failed on one, or died twice.
+        """
+        found: list[bytes | None] = [None] * len(self._requests)
+        numbered = iter(enumerate(self._requests))
+
+        async def work() -> None:
+            for number, request in numbered:
+                found[number] = await self._read(number, request)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._window):
+                    group.create_task(work())
+        except ExceptionGroup as group_of:
+            raise group_of.exceptions[0] from None
+        self._complete = True
+        return [content for content in found if content is not None]
+
+    def close(self) -> None:
+        """It is over, well or not."""
+        self._use.end()
+        self._timer.end(complete=self._complete)
+        logger.info(
+            "%s: %s, %d prompts of %d tokens read",
+            self._requests[0].request_id,
+            how_ended(self._request_id, complete=self._complete),
+            len(self._requests),
+            self.prompt_tokens,
+        )
+
+    def _fitting(self) -> int:
+        """As many requests at once as the queue has room for now."""
+        window = min(WINDOW, len(self._requests))
+        while window > 1:
+            tokens = sum(len(one.prompt_token_ids) for one in self._requests[:window])
+            if self._state.queue.has_room(window, tokens):
+                break
+            window //= 2
+        return window
+
+    async def _read(self, number: int, request: Request) -> bytes:
+        self._state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
+        try:
+            return await self._once(number, request)
+        except EngineDiedError:
+            await self._state.engine.ready()
+            logger.warning("%s is begun again, since the engine died", request.request_id)
+            return await self._once(number, request)
+
+    async def _once(self, number: int, request: Request) -> bytes:
+        metrics = self._state.metrics
+        content = b""
+        generation = self._state.engine.generate(request)
+        try:
+            async for delta in generation:
+                content = delta.pooled or content
+                if delta.queue_seconds is not None:
+                    metrics.observe_wait(self._owner, delta.queue_seconds)
+                if delta.finish_reason is None:
+                    continue
+                if delta.finish_reason is FinishReason.TIMEOUT:
+                    metrics.count_expired(self._owner, "running")
+                    raise _late()
+                self._timer.tokens(number, 0, delta.queue_seconds)
+                metrics.count_choice(delta.finish_reason.value)
+        except QueueTimeoutError:
+            metrics.count_expired(self._owner, "waiting")
+            own, most = request.timeout, request.max_queue_seconds
+            if own is not None and (most is None or own <= most):
+                raise _late() from None
+            raise
+        finally:
+            generation.close()
+        return content
+
+
+def _late() -> RequestError:
+    return RequestError(
+        "the timeout passed before all texts were read; allow more or send fewer",
+        param="timeout",
+        code="timeout",
+    )

@@ -1,0 +1,168 @@
+"""Scores pairs of texts, by a reranker's next token or the cosine of two vectors."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.engine.request import Pooling
+from appliance.errors import ChatTemplateError, RequestError
+from appliance.server.prompt import off_loop
+from appliance.server.retrieval.embedding import (
+    MAX_INPUTS,
+    Wanted,
+    begin_embedding,
+    begin_reading,
+    embedding_recipe,
+    prompted,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from starlette.types import Scope
+
+    from appliance.retrieval_recipe import RerankRecipe
+    from appliance.server.retrieval.readings import Readings
+    from appliance.server.schema import TermsFields
+    from appliance.server.state import ServerState
+    from appliance.tokenizer import Tokenizer
+
+QUERY_PROMPTS = ("query", "Retrieval-query")  # names of a checkpoint's own prompts, first wins
+DOCUMENT_PROMPTS = ("document", "passage", "Retrieval-document")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Pairs of a query and a document that the engine is asked about.
+
+    Attributes:
+        readings: of the engine; close them in every case.
+        scorer: what the scores are, for people.
+        pairs: places of the two vectors of each pair; None where each pair is one prompt.
+    """
+
+    readings: Readings
+    scorer: str
+    pairs: list[tuple[int, int]] | None
+
+    async def scores(self) -> list[float]:
+        """The score of each pair; errors as for `Readings.pooled`."""
+        pooled = await self.readings.pooled()
+        if self.pairs is None:
+            return [_probability(array("f", content)) for content in pooled]
+        from appliance.server.retrieval.vectors import cosines, matrix_of  # slow to import
+
+        return cosines(matrix_of(pooled, dimensions=None, normalize=True), self.pairs)
+
+
+async def begin_judging(
+    state: ServerState,
+    fields: TermsFields,
+    scope: Scope,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    param: str,
+) -> Judged:
+    """Ask about pairs as the checkpoint wants it.
+
+    Args:
+        state: the server.
+        fields: of the body.
+        scope: of the HTTP request, with its key and id.
+        pairs: query and document of each.
+        instruction: what makes a document relevant.
+        param: field of the documents.
+
+    Raises:
+        RequestError: something of it cannot be done, or there is no room.
+    """
+    _, tokenizer = state.serving()
+    if len(pairs) > MAX_INPUTS:
+        raise RequestError(
+            f"the request has {len(pairs)} pairs; at most {MAX_INPUTS} are accepted", param=param
+        )
+    recipe = tokenizer.retrieval.rerank
+    if recipe is None:
+        return await _compare(state, fields, scope, pairs, instruction, param)
+    if instruction is not None and not (recipe.instruction or "{instruction}" in recipe.template):
+        raise RequestError("this reranker takes no instruction", param="instruction")
+    labels = _labels(tokenizer, recipe)
+    wanted = recipe.instruction if instruction is None else instruction
+    prompts = await off_loop(
+        state, lambda: [_prompt(tokenizer, recipe, wanted, *pair) for pair in pairs]
+    )
+    readings = begin_reading(state, fields, scope, prompts, param, Pooling.LAST, labels)
+    said = " against ".join(repr(tokenizer.token_text(label)) for label in labels)
+    return Judged(readings, f"probability of the next token {said} ({recipe.source})", None)
+
+
+async def _compare(
+    state: ServerState,
+    fields: TermsFields,
+    scope: Scope,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    param: str,
+) -> Judged:
+    if instruction is not None:
+        raise RequestError(
+            "this model is no reranker, so vectors are compared, which takes no instruction",
+            param="instruction",
+        )
+    recipe = embedding_recipe(state)
+    names = [_first(own, recipe.prompts) for own in (QUERY_PROMPTS, DOCUMENT_PROMPTS)]
+    texts: dict[str, int] = {}
+
+    def place(text: str, name: str | None) -> int:
+        return texts.setdefault(prompted(text, recipe, name), len(texts))
+
+    numbers = [(place(query, names[0]), place(document, names[1])) for query, document in pairs]
+    readings = await begin_embedding(state, Wanted([*texts], fields, scope, param))
+    how = f"{recipe.pooling.value} pooling, {recipe.source or 'the default here'}"
+    return Judged(readings, f"cosine of embeddings ({how})", numbers)
+
+
+def _first(names: Sequence[str], known: Mapping[str, str]) -> str | None:
+    return next((name for name in names if name in known), None)
+
+
+def _labels(tokenizer: Tokenizer, recipe: RerankRecipe) -> tuple[int, ...]:
+    labels = []
+    for label in recipe.labels:
+        ids = [label]
+        if isinstance(label, str):
+            ids = list(tokenizer.encode(label, add_special_tokens=False))
+        if len(ids) != 1 or not isinstance(ids[0], int) or ids[0] >= tokenizer.vocab_size:
+            raise RequestError(
+                f"{recipe.source} says that this reranker answers with {label!r:.40}, which is no "
+                "token of its vocabulary; the checkpoint is damaged",
+                code="rerank_unsupported",
+            )
+        labels.append(ids[0])
+    return tuple(labels)
+
+
+def _prompt(
+    tokenizer: Tokenizer, recipe: RerankRecipe, instruction: str, query: str, document: str
+) -> list[int]:
+    if recipe.template:
+        values = {"instruction": instruction, "query": query, "document": document}
+        return tokenizer.encode_filled(recipe.template, values, add_special_tokens=False)
+    turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    if instruction:
+        turns.insert(0, {"role": "system", "content": instruction})
+    if tokenizer.chat_template is None:
+        raise ChatTemplateError(
+            f"{recipe.source} makes a reranker of this model, but it has no chat template that "
+            "says how a query and a document are put together; use the whole checkpoint"
+        )
+    return tokenizer.encode_chat(turns)
+
+
+def _probability(logits: array[float]) -> float:
+    """Of the first label: against the second, or as the logit itself says without one."""
+    logit = logits[0] - (logits[1] if len(logits) > 1 else 0.0)
+    return 1.0 / (1.0 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))

@@ -1,0 +1,198 @@
+"""The routes about texts: embeddings, relevance, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+
+from appliance.errors import RequestError
+from appliance.server.answer_size import BASE64_BYTES, FLOAT_BYTES
+from appliance.server.door import key_name
+from appliance.server.errors import json_response
+from appliance.server.intake import take_body
+from appliance.server.openapi import describes
+from appliance.server.retrieval.answers import (
+    Detokenized,
+    EmbeddingList,
+    FoundDocument,
+    Ranked,
+    ReadUsage,
+    RerankAnswer,
+    Score,
+    ScoreList,
+    Tokenized,
+    TokenizerInfo,
+)
+from appliance.server.retrieval.embedding import (
+    Wanted,
+    embed,
+    embedding_recipe,
+    with_prompt,
+)
+from appliance.server.retrieval.relevance import begin_judging
+from appliance.server.retrieval.schema import (
+    EMBEDDINGS,
+    HARMLESS,
+    RELEVANCE,
+    TOKENS,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
+from appliance.server.retrieval.tokens import detokenized, tokenized, tokenizer_info
+from appliance.server.stream import unless_disconnected
+
+if TYPE_CHECKING:
+    from appliance.server.retrieval.readings import Readings
+    from appliance.server.retrieval.relevance import Judged
+    from appliance.server.state import ServerState
+
+
+def retrieval_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+
+    @router.post("/v1/embeddings", **describes(EmbeddingRequest, EmbeddingList))
+    async def embeddings(request: Request) -> Response:
+        body = await take_body(state, request, EmbeddingRequest, EMBEDDINGS, HARMLESS)
+        state.check_model(body.model)
+        base64 = body.encoding_format == "base64"
+        wanted = Wanted(
+            with_prompt(body.input, embedding_recipe(state), body.prompt_name),
+            body,
+            request.scope,
+            dimensions=body.dimensions,
+            bytes_per_value=BASE64_BYTES if base64 else FLOAT_BYTES,
+        )
+        vectors, num_tokens = await embed(state, request, wanted)
+
+        def build() -> Response:
+            from appliance.server.retrieval.vectors import embeddings_of
+
+            return json_response(
+                EmbeddingList(
+                    data=embeddings_of(vectors(), base64=base64),
+                    model=state.model_id,
+                    usage=ReadUsage(num_tokens, num_tokens),
+                )
+            )
+
+        return await asyncio.to_thread(build)
+
+    async def rerank(request: Request) -> Response:
+        body = await take_body(state, request, RerankRequest, RELEVANCE, HARMLESS)
+        state.check_model(body.model)
+        texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        judged = await begin_judging(
+            state,
+            body,
+            request.scope,
+            [(body.query, text) for text in texts],
+            body.instruction,
+            "documents",
+        )
+        scores = await _judge(request, judged)
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])
+        results = [Ranked(index=place, relevance_score=scores[place]) for place in order]
+        if body.return_documents is not False:
+            for one in results:
+                one.document = FoundDocument(texts[one.index])
+        return json_response(
+            RerankAnswer(
+                id=f"rerank-{secrets.token_hex(12)}",
+                model=state.model_id,
+                usage=_usage(judged.readings),
+                results=results[: body.top_n or None],
+                scorer=judged.scorer,
+            )
+        )
+
+    async def score(request: Request) -> Response:
+        body = await take_body(state, request, ScoreRequest, RELEVANCE, HARMLESS)
+        state.check_model(body.model)
+        pairs, param = _pairs(body)
+        judged = await begin_judging(state, body, request.scope, pairs, body.instruction, param)
+        scores = await _judge(request, judged)
+        return json_response(
+            ScoreList(
+                id=f"score-{secrets.token_hex(12)}",
+                created=int(time.time()),
+                model=state.model_id,
+                data=[Score(index=number, score=one) for number, one in enumerate(scores)],
+                usage=_usage(judged.readings),
+                scorer=judged.scorer,
+            )
+        )
+
+    # Jina's path, Cohere's and vLLM's.
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        router.post(path, **describes(RerankRequest, RerankAnswer))(rerank)
+    for path in ("/v1/score", "/score"):
+        router.post(path, **describes(ScoreRequest, ScoreList))(score)
+
+    @router.post("/tokenize", **describes(TokenizeRequest, Tokenized))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text or a chat; nothing is computed."""
+        body = await take_body(state, request, TokenizeRequest, TOKENS, HARMLESS)
+        state.check_model(body.model)
+        return json_response(await tokenized(state, body, key_name(request.scope)))
+
+    @router.get("/tokenizer_info", **describes(None, TokenizerInfo))
+    async def info() -> Response:
+        """Describe the tokenizer to evaluation harnesses, which ask before they send token ids."""
+        return json_response(tokenizer_info(state))
+
+    @router.post("/detokenize", **describes(DetokenizeRequest, Detokenized))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, control tokens included."""
+        body = await take_body(state, request, DetokenizeRequest, {}, set())
+        state.check_model(body.model)
+        return json_response(await detokenized(state, body))
+
+    return router
+
+
+async def _judge(request: Request, judged: Judged) -> list[float]:
+    try:
+        return await unless_disconnected(request.receive, judged.scores())
+    finally:
+        judged.readings.close()
+
+
+def _usage(readings: Readings) -> ReadUsage:
+    return ReadUsage(readings.prompt_tokens, readings.prompt_tokens)
+
+
+def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
+    """The pairs, and the field that has the second text of each.
+
+    Raises:
+        RequestError: there are none, or their numbers do not go together.
+    """
+    by_number, by_role = (body.text_1, body.text_2), (body.queries, body.documents)
+    names = ("text_1", "text_2")
+    if any(by_role):
+        names = ("queries", "documents")
+        if any(by_number):
+            raise RequestError(
+                "give the texts as text_1 and text_2 or as queries and documents", param="text_1"
+            )
+    given = by_role if any(by_role) else by_number
+    for name, texts in zip(names, given, strict=True):
+        if texts is None:
+            raise RequestError(f"{name} is missing; a score is of two texts", param=name)
+    first, second = ([one] if isinstance(one, str) else list(one or ()) for one in given)
+    if len(first) not in (1, len(second)):
+        raise RequestError(
+            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}; send one, or as many",
+            param=names[0],
+        )
+    if len(first) == 1:
+        first *= len(second)
+    return list(zip(first, second, strict=True)), names[1]

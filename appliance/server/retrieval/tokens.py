@@ -1,0 +1,98 @@
+"""Token ids of texts and chats, and back, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from appliance.errors import RequestError
+from appliance.server.conversation import Conversation
+from appliance.server.prompt import chat_prompt, off_loop
+from appliance.server.retrieval.answers import Detokenized, Tokenized, TokenizerInfo
+from appliance.server.schema import ChatRequest
+from appliance.server.terms import salt_of
+from appliance.server.thinking import template_options
+from appliance.server.turns import tools_of, turns_of
+
+if TYPE_CHECKING:
+    from appliance.server.retrieval.schema import DetokenizeRequest, TokenizeRequest
+    from appliance.server.state import ServerState
+
+
+async def tokenized(state: ServerState, body: TokenizeRequest, owner: str) -> Tokenized:
+    """The tokens of a prompt or a chat.
+
+    Args:
+        state: the server.
+        body: of the request.
+        owner: name of the key.
+
+    Raises:
+        RequestError: there is neither, or both.
+        ChatTemplateError: the template does not render this chat.
+    """
+    info, tokenizer = state.serving()
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("send a prompt or messages, one of them", param="prompt")
+    if body.prompt is not None:
+        add = body.add_special_tokens is not False
+        encode = partial(tokenizer.encode, body.prompt, add_special_tokens=add)
+        ids = await off_loop(state, encode)
+    else:
+        if body.add_special_tokens:
+            raise RequestError(
+                "a chat has the special tokens of its template and no others; leave "
+                "add_special_tokens out",
+                param="add_special_tokens",
+            )
+        ids = await _chat_ids(state, body, owner)
+    strings = None
+    if body.return_token_strs:
+        strings = await off_loop(state, lambda: list(map(tokenizer.token_text, ids)))
+    return Tokenized(
+        count=len(ids), max_model_len=info.context_length, tokens=ids, token_strs=strings
+    )
+
+
+async def _chat_ids(state: ServerState, body: TokenizeRequest, owner: str) -> list[int]:
+    chat = ChatRequest(messages=body.messages or [], tools=body.tools)
+    conversation = Conversation(
+        sampling=chat,
+        turns=partial(turns_of, chat.messages),
+        tools=tools_of(chat),
+        options=template_options(None, body.chat_template_kwargs),
+        begins_answer=body.add_generation_prompt is not False,
+    )
+    return (await chat_prompt(state, conversation, salt_of(state, chat, owner))).ids
+
+
+def tokenizer_info(state: ServerState) -> TokenizerInfo:
+    """Describe the tokenizer."""
+    info, tokenizer = state.serving()
+    bos, eos = tokenizer.bos_token_id, next(iter(tokenizer.eos_token_ids), None)
+    template = tokenizer.chat_template
+    return TokenizerInfo(
+        vocab_size=info.vocab_size,
+        model_max_length=info.context_length,
+        add_bos_token=tokenizer.add_bos,
+        bos_token=None if bos is None else tokenizer.token_text(bos),
+        eos_token=None if eos is None else tokenizer.token_text(eos),
+        chat_template=None if template is None else template.source,
+    )
+
+
+async def detokenized(state: ServerState, body: DetokenizeRequest) -> Detokenized:
+    """The text of tokens.
+
+    Raises:
+        RequestError: one of them is not of this model.
+    """
+    info, tokenizer = state.serving()
+    largest = max(body.tokens, default=0)
+    if largest >= info.vocab_size:
+        raise RequestError(
+            f"tokens has the token id {largest}; this model has {info.vocab_size} tokens",
+            param="tokens",
+        )
+    decode = partial(tokenizer.decode, body.tokens, with_control=True)
+    return Detokenized(await off_loop(state, decode))

@@ -1,0 +1,78 @@
+"""Tells systemd how the service is: progress of loading, ready, stopping, signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.config import ServiceSocket
+
+# A start may take hours, such as a download, as long as something moves within this time.
+START_PATIENCE = 600.0  # seconds
+_INTERVAL = 1.0  # seconds between two lines of progress
+_PATIENCE = 5.0  # seconds for a manager that is behind; signs of life wait for nobody
+
+logger = logging.getLogger(__name__)
+
+
+class ServiceNotice:
+    """Sends datagrams to the service manager; without one nothing happens.
+
+    Args:
+        manager: that started this process; None if none wants to be told.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, manager: ServiceSocket | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._manager = manager
+        self._clock = clock
+        self._stage = ""
+        self._next = 0.0
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Show a stage of the start in the status, and ask for more time."""
+        now = self._clock()
+        if self._manager is None or (stage == self._stage and now < self._next):
+            return
+        self._stage, self._next = stage, now + _INTERVAL
+        share = f" {100 * done // total} %" if total else ""
+        self._send(0.0, STATUS=f"{stage}{share}", EXTEND_TIMEOUT_USEC=f"{START_PATIENCE * 1e6:.0f}")
+
+    def ready(self, words: str) -> None:
+        """Say that requests are accepted; `words` are the status."""
+        self._send(_PATIENCE, READY="1", STATUS=words)
+
+    def stopping(self) -> None:
+        """Say that no more requests are accepted."""
+        self._send(_PATIENCE, STOPPING="1", STATUS="finishing requests in flight")
+
+    async def watch(self, is_alive: Callable[[], bool]) -> None:
+        """Send signs of life for as long as there are some; without a watchdog, return."""
+        if self._manager is None or self._manager.watchdog_seconds is None:
+            return
+        while True:
+            if is_alive():
+                self._send(0.0, WATCHDOG="1")
+            await asyncio.sleep(self._manager.watchdog_seconds / 4)
+
+    def _send(self, patience: float, **fields: str) -> None:
+        if self._manager is None:
+            return
+        address = self._manager.address
+        if address.startswith("@"):
+            address = "\0" + address[1:]
+        lines = (f"{name}={' '.join(value.split())}" for name, value in fields.items())
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+                sock.settimeout(patience)
+                sock.connect(address)
+                sock.send("\n".join(lines).encode())
+        except OSError as error:
+            logger.warning("the service manager cannot be told: %s", error.strerror or error)

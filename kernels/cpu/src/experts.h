@@ -1,0 +1,257 @@
+/* The experts of a layer: each row through those that it chooses.
+ *
+ * Rows and their chosen experts are pairs, sorted by expert, so that an expert's weights are read
+ * once for all of its rows, and weights that no row chose are not touched. A pair's result does not
+ * depend on its neighbours, and a row adds its pairs' in an order of its own, so that no bit of a
+ * row depends on the others. */
+#ifndef AP_EXPERTS_H
+#define AP_EXPERTS_H
+
+#include "route.h"
+#include "step_state.h"
+
+/* ---- choosing ---- */
+
+static void route_row(void *context, int32_t row) {
+    step_state *s = context;
+    const ap_router *r = &s->layer->experts->router;
+    int64_t at = (int64_t)row * r->top_k;
+    route(r, s->chosen.logits + (int64_t)row * r->num_experts, s->chosen.ids + at,
+          s->chosen.weights + at);
+}
+
+static void sort_pairs(chosen_experts *c, const ap_router *r, int32_t rows) {
+    int32_t pairs = rows * r->top_k, next = 0;
+    memset(c->counts, 0, (size_t)r->num_experts * sizeof(int32_t));
+    for (int32_t i = 0; i < pairs; i++) c->counts[c->ids[i]]++;
+    c->num_used = 0;
+    for (int32_t e = 0; e < r->num_experts; e++) {
+        int32_t count = c->counts[e];
+        if (!count) continue;
+        for (int32_t i = 0; i < count; i++) c->place_in[next + i] = c->num_used;
+        c->used[c->num_used] = e;
+        c->first[c->num_used++] = next;
+        c->counts[e] = next; /* where its next pair goes */
+        next += count;
+    }
+    c->first[c->num_used] = next;
+    for (int32_t i = 0; i < pairs; i++) {
+        int32_t pair = c->counts[c->ids[i]]++;
+        c->pair_of[i] = pair;
+        c->row_of[pair] = i / r->top_k;
+    }
+}
+
+/* ---- a linear of each expert ---- */
+
+typedef struct {
+    step_state *state;
+    const ap_linear *linears[2]; /* (num_experts,) each; the second may be NULL */
+    float *out[2];
+    int32_t out_stride;
+    bool activates; /* out[0] becomes act(out[0]) * out[1] */
+    int64_t work_per_chunk;
+} expert_section;
+
+static int32_t rows_of(const chosen_experts *c, int32_t place) {
+    return c->first[place + 1] - c->first[place];
+}
+
+/* How the tiles and rows of one expert are cut into chunks. */
+typedef struct {
+    int32_t tiles, rows, row_chunks, chunks;
+} expert_cut;
+
+static expert_cut cut_of(const expert_section *section, int32_t place) {
+    const ap_linear *linear = &section->linears[0][section->state->chosen.used[place]];
+    int32_t num_tiles = ceil_div(linear->out_features, AP_LANES);
+    expert_cut cut = {.rows = rows_of(&section->state->chosen, place)};
+    cut.row_chunks = ceil_div(cut.rows, ROW_BLOCK);
+    cut.rows = ceil_div(cut.rows, cut.row_chunks);
+    int64_t tile_work = (int64_t)linear->in_features * AP_LANES * cut.rows;
+    if (section->linears[1]) tile_work *= 2;
+    int64_t tiles = (section->work_per_chunk + tile_work - 1) / tile_work;
+    cut.tiles = tiles < num_tiles ? (int32_t)tiles : num_tiles;
+    cut.chunks = ceil_div(num_tiles, cut.tiles) * cut.row_chunks;
+    return cut;
+}
+
+static void expert_chunk(void *context, int32_t chunk, int32_t worker) {
+    (void)worker;
+    const expert_section *section = context;
+    step_state *s = section->state;
+    const chosen_experts *c = &s->chosen;
+    int32_t place = 0, above = c->num_used;
+    while (above - place > 1) { /* the last expert whose first chunk is not above this one */
+        int32_t middle = (place + above) / 2;
+        if (c->first_chunk[middle] <= chunk) place = middle;
+        else above = middle;
+    }
+    expert_cut cut = cut_of(section, place);
+    chunk -= c->first_chunk[place];
+    const ap_linear *linear = &section->linears[0][c->used[place]];
+    int32_t first_tile = chunk / cut.row_chunks * cut.tiles;
+    int32_t last_tile = smaller(first_tile + cut.tiles, num_tiles(linear));
+    int32_t first_row = chunk % cut.row_chunks * cut.rows;
+    int32_t last_row = smaller(first_row + cut.rows, rows_of(c, place));
+    int64_t at = (int64_t)c->first[place] * section->out_stride;
+    for (int32_t i = 0; i < 2 && section->linears[i]; i++) {
+        linear = &section->linears[i][c->used[place]];
+        linear_tiles(linear, form_of(&c->inputs[place], linear), first_row, last_row, first_tile,
+                     last_tile, section->out[i] + at, section->out_stride, false);
+    }
+    if (!section->activates) return;
+    int32_t first = first_tile * AP_LANES;
+    int32_t last = smaller(last_tile * AP_LANES, linear->out_features);
+    for (int32_t row = first_row; row < last_row; row++) {
+        int64_t begin = at + (int64_t)row * section->out_stride + first;
+        const float *up = section->linears[1] ? section->out[1] + begin : NULL;
+        gated_row(section->out[0] + begin, up, &s->layer->gating, last - first,
+                  section->out[0] + begin);
+    }
+}
+
+static void run_expert_linears(expert_section *section) {
+    step_state *s = section->state;
+    chosen_experts *c = &s->chosen;
+    const ap_linear *linear = section->linears[0];
+    int64_t work = (int64_t)c->first[c->num_used] * linear->in_features * linear->out_features;
+    if (section->linears[1]) work *= 2;
+    section->work_per_chunk = work / (PIECES_PER_THREAD * ap_pool_threads(s->engine->pool));
+    if (section->work_per_chunk < LEAST_WORK) section->work_per_chunk = LEAST_WORK;
+    c->first_chunk[0] = 0;
+    for (int32_t i = 0; i < c->num_used; i++)
+        c->first_chunk[i + 1] = c->first_chunk[i] + cut_of(section, i).chunks;
+    ap_pool_run(s->engine->pool, expert_chunk, section, c->first_chunk[c->num_used]);
+}
+
+/* ---- the experts' inputs ---- */
+
+/* Make room for each expert's rows in the forms that its linears want. Rows of x are the pairs', or
+ * where `rows_of_x` says. */
+static void place_inputs(step_state *s, const ap_linear *first, const ap_linear *second,
+                         const float *x, const int32_t *rows_of_x) {
+    chosen_experts *c = &s->chosen;
+    char *memory = c->codes;
+    for (int32_t i = 0; i < c->num_used; i++) {
+        const ap_linear *linears[2] = {&first[c->used[i]]};
+        if (second) linears[1] = &second[c->used[i]];
+        int32_t rows = rows_of(c, i), count = second ? 2 : 1;
+        int64_t at = rows_of_x ? 0 : (int64_t)c->first[i] * first->in_features;
+        input *in = &c->inputs[i];
+        *in = input_of(linears, count, x + at, rows, memory);
+        for (int32_t f = 0; f < in->num_forms; f++) {
+            if (in->forms[f].group)
+                in->forms[f].rows_of_x = rows_of_x ? rows_of_x + c->first[i] : NULL;
+            else if (rows_of_x) /* floats are multiplied where they lie: one after another */
+                in->forms[f].x = c->out + (int64_t)c->first[i] * first->in_features;
+        }
+        memory += input_bytes(linears, count, rows);
+    }
+}
+
+static void prepare_pair(void *context, int32_t pair) {
+    step_state *s = context;
+    chosen_experts *c = &s->chosen;
+    int32_t place = c->place_in[pair];
+    prepare_row(&c->inputs[place], pair - c->first[place]);
+}
+
+/* The same of a row of the stream, which floats are copied from. */
+static void gather_pair(void *context, int32_t pair) {
+    step_state *s = context;
+    chosen_experts *c = &s->chosen;
+    int32_t width = s->model->hidden_size;
+    const input *in = &c->inputs[c->place_in[pair]];
+    prepare_pair(context, pair);
+    for (int32_t f = 0; f < in->num_forms; f++)
+        if (!in->forms[f].group)
+            memcpy(c->out + (int64_t)pair * width, s->normed + (int64_t)c->row_of[pair] * width,
+                   (size_t)width * sizeof(float));
+}
+
+/* ---- adding up ---- */
+
+/* What the chosen experts and the shared one add to a row: into the stream, or for a post norm. */
+static void combine_row(void *context, int32_t row) {
+    step_state *s = context;
+    const chosen_experts *c = &s->chosen;
+    const ap_experts *experts = s->layer->experts;
+    int32_t width = s->model->hidden_size, top_k = experts->router.top_k;
+    bool has_shared = has_linear(&s->layer->gate), waits = s->layer->mlp_post_norm.weight;
+    float shared = 1.0f;
+    if (has_linear(&experts->shared_gate)) shared = 1.0f / (1.0f + expf(-c->shared_gate[row]));
+    float *stream = s->stream + (int64_t)row * width, *added = s->added + (int64_t)row * width;
+    float *normed = s->normed + (int64_t)row * width; /* of what the experts have read */
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat sum = vf_zero();
+        for (int32_t k = 0; k < top_k; k++) {
+            int64_t choice = (int64_t)row * top_k + k;
+            const float *out = c->out + (int64_t)c->pair_of[choice] * width + i;
+            sum = vf_fma(load_next(out, left), vf_set(c->weights[choice]), sum);
+        }
+        if (experts->output_norm.weight) {
+            store_next(normed + i, sum, left);
+            continue;
+        }
+        if (has_shared) sum = vf_fma(load_next(added + i, left), vf_set(shared), sum);
+        if (waits)
+            store_next(added + i, sum, left);
+        else
+            store_next(stream + i, vf_add(load_next(stream + i, left), sum), left);
+    }
+    if (!experts->output_norm.weight) return;
+    rms_norm_row(normed, &experts->output_norm, width, normed);
+    add_row(added, normed, width);
+}
+
+/* Router's logits are there, and in `added` what the shared expert says. */
+static void run_experts(step_state *s) {
+    const ap_experts *experts = s->layer->experts;
+    chosen_experts *c = &s->chosen;
+    int32_t pairs = s->rows * experts->router.top_k;
+    for_rows(s->engine, route_row, s, s->rows);
+    sort_pairs(c, &experts->router, s->rows);
+    place_inputs(s, experts->gate, experts->up, s->normed, c->row_of);
+    for_rows(s->engine, gather_pair, s, pairs);
+    expert_section inward = {
+        .state = s,
+        .linears = {experts->gate, experts->up},
+        .out = {s->gate, s->up},
+        .out_stride = experts->gate->out_features,
+        .activates = true,
+    };
+    run_expert_linears(&inward);
+    ap_advance(s->engine);
+    place_inputs(s, experts->down, NULL, s->gate, NULL);
+    for_rows(s->engine, prepare_pair, s, pairs);
+    expert_section outward = {
+        .state = s,
+        .linears = {experts->down},
+        .out = {c->out},
+        .out_stride = s->model->hidden_size,
+    };
+    run_expert_linears(&outward);
+    for_rows(s->engine, combine_row, s, s->rows);
+}
+
+/* Whether all experts' shapes are what the buffers are made for. */
+static bool experts_supported(const ap_model *model, const ap_layer *layer) {
+    const ap_experts *e = layer->experts;
+    if (!e) return true;
+    if (!router_supported(&e->router) || is_quantized(&e->logits)) return false;
+    if (e->logits.out_features != e->router.num_experts) return false;
+    if (has_linear(&e->shared_gate) &&
+        (is_quantized(&e->shared_gate) || e->shared_gate.out_features != 1))
+        return false;
+    bool own = e->input_norm.weight, waits = layer->mlp_post_norm.weight;
+    if (own != (e->router_norm.weight != NULL) || own != (e->shared_norm.weight != NULL) ||
+        own != (e->output_norm.weight != NULL) || (own && !(waits && has_linear(&layer->gate))))
+        return false;
+    return e->gate->in_features == model->hidden_size &&
+           e->down->out_features == model->hidden_size &&
+           e->gate->out_features == e->down->in_features;
+}
+
+#endif

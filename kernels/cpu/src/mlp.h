@@ -1,0 +1,183 @@
+/* The second half of a layer: an MLP, experts, or both beside each other. */
+#ifndef AP_MLP_H
+#define AP_MLP_H
+
+#include "adapter.h"
+#include "experts.h"
+
+/* Take what the last linear added into the stream, if it waits for a norm; norm the stream. */
+static void norm_row(void *context, int32_t row) {
+    step_state *s = context;
+    int32_t width = s->model->hidden_size;
+    float *stream = s->stream + (int64_t)row * width;
+    if (s->post_norm->weight) {
+        float *added = s->added + (int64_t)row * width;
+        rms_norm_row(added, s->post_norm, width, added);
+        add_row(stream, added, width);
+    }
+    rms_norm_row(stream, s->norm, width, s->normed + (int64_t)row * width);
+    prepare_row(&s->in, row);
+}
+
+/* Norm the stream and bring it into the forms that some linears want. */
+static void run_norm(step_state *s, const ap_norm *post_norm, const ap_norm *norm,
+                     const ap_linear *const *linears, int32_t count) {
+    s->post_norm = post_norm;
+    s->norm = norm;
+    s->in = input_of(linears, count, s->normed, s->rows, s->codes);
+    for_rows(s->engine, norm_row, s, s->rows);
+}
+
+/* Norm the stream and multiply it by the linears of a mixer's input. */
+static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
+    const ap_linear *linears[MOST_FORMS];
+    int32_t count = mixer_linears(s->layer, linears);
+    run_norm(s, post_norm, &s->layer->mixer_norm, linears, count);
+    run_shrink(s, AP_INTO_MIXER, s->normed, s->model->hidden_size);
+    float *out = s->inputs;
+    for (int32_t i = 0; i < count; i++) {
+        linear_section section = {
+            .linears = {linears[i]},
+            .in = {form_of(&s->in, linears[i])},
+            .out = {out},
+            .out_stride = inputs_width(s->layer),
+            .adapted = &s->adapted,
+            .place = AP_INTO_MIXER,
+            .first_output = (int32_t)(out - s->inputs),
+        };
+        run_linear(s->engine, &section);
+        out += linears[i]->out_features;
+    }
+    ap_advance(s->engine);
+}
+
+static void prepare_input_row(void *context, int32_t row) {
+    step_state *s = context;
+    prepare_row(&s->in, row);
+}
+
+/* Multiply rows x, which are made into the form that the linear wants, into `out`; it is alone at
+ * its place, or AP_NUM_PLACES: no adapter may change it. */
+static void run_from(step_state *s, const ap_linear *linear, ap_place place, const float *x,
+                     float *out, bool add) {
+    const ap_linear *linears[] = {linear};
+    s->in = input_of(linears, 1, x, s->rows, s->codes);
+    if (is_quantized(linear)) for_rows(s->engine, prepare_input_row, s, s->rows);
+    linear_section section = {
+        .linears = {linear},
+        .in = {form_of(&s->in, linear)},
+        .out = {out},
+        .out_stride = linear->out_features,
+        .add = add,
+    };
+    if (place != AP_NUM_PLACES) {
+        run_shrink(s, place, x, linear->in_features);
+        section.adapted = &s->adapted;
+        section.place = place;
+    }
+    run_linear(s->engine, &section);
+}
+
+/* The linear that leads back into the stream: at once, or after a post norm. */
+static void run_into_stream(step_state *s, const ap_linear *linear, ap_place place,
+                            const float *x, const ap_norm *post_norm) {
+    bool waits = post_norm->weight != NULL;
+    run_from(s, linear, place, x, waits ? s->added : s->stream, !waits);
+}
+
+static void activate(void *context, int32_t row, int32_t first, int32_t last) {
+    step_state *s = context;
+    int64_t place = (int64_t)row * s->layer->gate.out_features + first;
+    const float *up = has_linear(&s->layer->up) ? s->up + place : NULL;
+    gated_row(s->gate + place, up, &s->layer->gating, last - first, s->gate + place);
+}
+
+static void run_gate_up(step_state *s) {
+    const ap_layer *layer = s->layer;
+    bool is_gated = has_linear(&layer->up);
+    run_shrink(s, AP_INTO_MLP, s->normed, s->model->hidden_size);
+    linear_section section = {
+        .linears = {&layer->gate, is_gated ? &layer->up : NULL},
+        .in = {form_of(&s->in, &layer->gate), is_gated ? form_of(&s->in, &layer->up) : NULL},
+        .out = {s->gate, s->up},
+        .out_stride = layer->gate.out_features,
+        .finish = activate,
+        .context = s,
+        .adapted = &s->adapted,
+        .place = AP_INTO_MLP,
+    };
+    run_linear(s->engine, &section);
+}
+
+/* A linear of the router: floats of the normed rows to a few outputs. */
+static void run_router(step_state *s, const ap_linear *linear, float *out) {
+    linear_section section = {
+        .linears = {linear},
+        .in = {form_of(&s->in, linear)},
+        .out = {out},
+        .out_stride = linear->out_features,
+    };
+    run_linear(s->engine, &section);
+}
+
+/* ---- experts with norms of their own ---- */
+
+/* What the layer's MLP says is normed; then the router's norm of the stream. */
+static void norm_for_router_row(void *context, int32_t row) {
+    step_state *s = context;
+    int32_t width = s->model->hidden_size;
+    float *added = s->added + (int64_t)row * width;
+    rms_norm_row(added, &s->layer->experts->shared_norm, width, added);
+    rms_norm_row(s->stream + (int64_t)row * width, &s->layer->experts->router_norm, width,
+                 s->normed + (int64_t)row * width);
+}
+
+static void norm_for_experts_row(void *context, int32_t row) {
+    step_state *s = context;
+    int32_t width = s->model->hidden_size;
+    rms_norm_row(s->stream + (int64_t)row * width, &s->layer->experts->input_norm, width,
+                 s->normed + (int64_t)row * width);
+}
+
+static void run_experts_beside(step_state *s, const ap_norm *post_norm) {
+    const ap_layer *layer = s->layer;
+    const ap_linear *linears[] = {&layer->gate, &layer->up}, *logits = &layer->experts->logits;
+    run_norm(s, post_norm, &layer->mlp_norm, linears, 2);
+    run_gate_up(s);
+    run_from(s, &layer->down, AP_OUT_OF_MLP, s->gate, s->added, false);
+    ap_advance(s->engine);
+    for_rows(s->engine, norm_for_router_row, s, s->rows);
+    s->in = input_of(&logits, 1, s->normed, s->rows, s->codes);
+    run_router(s, logits, s->chosen.logits);
+    for_rows(s->engine, norm_for_experts_row, s, s->rows);
+    run_experts(s);
+}
+
+static bool has_mlp(const ap_layer *layer) { return layer->experts || has_linear(&layer->gate); }
+
+static void run_mlp(step_state *s, const ap_norm *post_norm) {
+    const ap_layer *layer = s->layer;
+    if (layer->experts && layer->experts->input_norm.weight) {
+        run_experts_beside(s, post_norm);
+        return;
+    }
+    const ap_linear *linears[MOST_FORMS];
+    int32_t count = mlp_linears(layer, linears);
+    run_norm(s, post_norm, &layer->mlp_norm, linears, count);
+    if (layer->experts) {
+        run_router(s, &layer->experts->logits, s->chosen.logits);
+        if (has_linear(&layer->experts->shared_gate))
+            run_router(s, &layer->experts->shared_gate, s->chosen.shared_gate);
+    }
+    if (has_linear(&layer->gate)) run_gate_up(s);
+    if (!layer->experts) {
+        run_into_stream(s, &layer->down, AP_OUT_OF_MLP, s->gate, &layer->mlp_post_norm);
+        return;
+    }
+    if (has_linear(&layer->gate))
+        run_from(s, &layer->down, AP_OUT_OF_MLP, s->gate, s->added, false);
+    ap_advance(s->engine);
+    run_experts(s);
+}
+
+#endif

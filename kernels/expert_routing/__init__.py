@@ -1,0 +1,5 @@
+"""The choice of experts for each token from a router's logits."""
+
+from appliance.kernels.expert_routing.reference import route
+
+__all__ = ["route"]

@@ -1,0 +1,67 @@
+"""The choice of experts as the model's authors define it, in float32.
+
+Softmax: Mixtral (arXiv 2401.04088) and Qwen (arXiv 2505.09388). Sigmoid, selection bias and groups:
+DeepSeek-V3 (arXiv 2412.19437). Softmax of the chosen: gpt-oss (arXiv 2508.10925).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.routing import Scoring
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.routing import Router
+
+BEST_OF_GROUP = 2  # experts whose scores are a group's
+
+
+def route(
+    logits: Tensor,
+    router: Router,
+    selection_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose experts.
+
+    Of experts with the same score it takes those that `torch.topk` takes on the device.
+
+    Args:
+        logits: (num_tokens, num_experts) float32.
+        router: the rules.
+        selection_bias: (num_experts,) float32, where the router has one.
+        expert_scale: the same.
+
+    Returns:
+        Ids (num_tokens, top_k) int64 and weights (num_tokens, top_k) float32.
+    """
+    if router.scoring is Scoring.SOFTMAX:
+        scores = torch.softmax(logits, dim=-1)
+    elif router.scoring is Scoring.SIGMOID:
+        scores = logits.sigmoid()
+    else:
+        scores = logits
+    choice = scores if selection_bias is None else scores + selection_bias
+    if router.num_groups > 1:
+        choice = _in_best_groups(choice, router)
+    ids = torch.topk(choice, router.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if router.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        weights = torch.softmax(weights, dim=-1)
+    if router.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + router.epsilon)
+    weights = weights * router.scale
+    return ids, weights if expert_scale is None else weights * expert_scale[ids]
+
+
+def _in_best_groups(choice: Tensor, router: Router) -> Tensor:
+    """Return the scores, those outside of the best groups -inf."""
+    groups = choice.view(len(choice), router.num_groups, -1)
+    worth = groups.topk(BEST_OF_GROUP, dim=-1).values.sum(dim=-1)
+    best = torch.topk(worth, router.top_groups, dim=-1).indices
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)

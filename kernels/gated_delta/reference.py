@@ -1,0 +1,63 @@
+"""The gated delta rule (Gated Delta Networks, arXiv 2412.06464), row after row, in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.state_spans import StateSpans
+
+_EPSILON = 1e-6  # of the keys' and queries' length, as in the authors' kernels
+
+
+def gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    spans: StateSpans,
+) -> Tensor:
+    """Read a state that maps keys to values, after each row has corrected it.
+
+    With k and q of length 1: S = exp(log_decay) S; S += k (beta (v - S^T k))^T; out = S^T q. Value
+    heads in turn share a key head.
+
+    Args:
+        query: (num_tokens, num_key_heads, key_dim) float32.
+        key: the same.
+        value: (num_tokens, num_value_heads, value_dim) float32.
+        log_decay: (num_tokens, num_value_heads) float32, at most 0.
+        beta: (num_tokens, num_value_heads) float32, the share of an error that is corrected.
+        state: (num_slots, num_value_heads, key_dim, value_dim) float32, updated.
+        spans: the rows of each sequence.
+
+    Returns:
+        (num_tokens, num_value_heads, value_dim) float32.
+    """
+    shared = value.shape[1] // key.shape[1]
+    query = _unit(query).repeat_interleave(shared, dim=1) * key.shape[2] ** -0.5
+    key = _unit(key).repeat_interleave(shared, dim=1)
+    # Zeros behind a sequence's last row leave its state as it is.
+    q, k, v = (spans.side_by_side(x).unsqueeze(-2) for x in (query, key, value))
+    share, decay = (spans.side_by_side(x)[..., None, None] for x in (beta, log_decay))
+    decay = decay.exp()
+    held = spans.read(state)  # (num_spans, num_value_heads, key_dim, value_dim)
+    outputs = []
+    for row in range(spans.rows.shape[1]):
+        held = held * decay[:, row]
+        error = v[:, row] - k[:, row] @ held  # (num_spans, num_value_heads, 1, value_dim)
+        held = held + k[:, row].mT @ (error * share[:, row])
+        outputs.append(q[:, row] @ held)
+    spans.write(state, held)
+    return spans.in_turn(torch.stack(outputs, dim=1).squeeze(-2))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Scale vectors to length 1."""
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _EPSILON)

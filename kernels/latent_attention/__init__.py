@@ -1,0 +1,5 @@
+"""Attention over latents of tokens, which all heads share."""
+
+from appliance.kernels.latent_attention.reference import latent_attention
+
+__all__ = ["latent_attention"]

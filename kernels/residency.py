@@ -1,0 +1,120 @@
+"""Counts the programs of a compiled kernel that a multiprocessor executes at a time, from facts.
+
+The facts are the card's and the compiled kernel's: nothing is assumed of either. Imports no triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+WARP = 32
+REGISTERS = 65536  # of a multiprocessor, on every architecture from 8.0 on
+REGISTER_UNIT = 256  # a warp's registers come in multiples of this
+WARP_UNIT = 4  # of a multiprocessor's parts, each with a share of its registers
+RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each program
+MOST_PROGRAMS = 16  # of a multiprocessor, on the architecture with the fewest
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Resources of one program of a compiled kernel.
+
+    Attributes:
+        registers: per thread; 0 where nobody knows.
+        shared_bytes: of shared memory.
+        num_warps: of 32 threads.
+    """
+
+    registers: int
+    shared_bytes: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessors:
+    """Resources that the programs on a GPU share.
+
+    Attributes:
+        num_sms: multiprocessors.
+        shared_bytes: of a multiprocessor.
+        threads: that a multiprocessor has at most.
+    """
+
+    num_sms: int
+    shared_bytes: int
+    threads: int
+
+    def resident(self, program: Footprint) -> int:
+        """Programs of one kernel that a multiprocessor executes at a time, at least one."""
+        warps = self.threads // WARP
+        if program.registers:
+            each = -(-program.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
+            warps = min(warps, REGISTERS // each // WARP_UNIT * WARP_UNIT)
+        by_shared = self.shared_bytes // (program.shared_bytes + RESERVED_SHARED)
+        return max(1, min(warps // program.num_warps, by_shared, MOST_PROGRAMS))
+
+
+# The largest card of each compute capability, from NVIDIA's tables: for compiling with no card.
+LARGEST = {
+    80: Multiprocessors(108, 164 << 10, 2048),
+    86: Multiprocessors(84, 100 << 10, 1536),
+    89: Multiprocessors(128, 100 << 10, 1536),
+    90: Multiprocessors(132, 228 << 10, 2048),
+    120: Multiprocessors(170, 100 << 10, 1536),
+}
+
+
+@lru_cache
+def multiprocessors_of(device: torch.device, capability: int) -> Multiprocessors:
+    """A device's; where there is no GPU, the largest of a compute capability (86 is 8.6)."""
+    if device.type != "cuda":
+        return LARGEST[max(known for known in LARGEST if known <= capability)]
+    found = torch.cuda.get_device_properties(device)
+    return Multiprocessors(
+        found.multi_processor_count,
+        found.shared_memory_per_multiprocessor,
+        found.max_threads_per_multi_processor,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Footprints:
+    """Of one kernel's variants, each read once, when it has been compiled.
+
+    Attributes:
+        kernel: of Triton.
+        found: by what tells the variants apart.
+    """
+
+    kernel: Any
+    found: dict[Hashable, Footprint] = field(default_factory=dict)
+
+    def of(
+        self, device: torch.device, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Footprint | None:
+        """Compile and load what a launch needs, if that is still to be done; launch nothing.
+
+        Args:
+            device: of the launch.
+            arguments: its tensors and numbers.
+            options: its compile-time arguments, and how it is compiled.
+
+        Returns:
+            None where kernels are only noted, to be compiled later.
+        """
+        kinds = (getattr(argument, "dtype", type(argument)) for argument in arguments)
+        variant = (device, *kinds, *options.values())
+        if variant not in self.found:
+            compiled = self.kernel.warmup(*arguments, grid=(1,), **options)
+            if compiled is None:
+                return None
+            compiled._init_handles()
+            self.found[variant] = Footprint(
+                compiled.n_regs, compiled.metadata.shared, compiled.metadata.num_warps
+            )
+        return self.found[variant]

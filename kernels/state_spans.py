@@ -1,0 +1,77 @@
+"""The rows of a step that go through each sequence's recurrent state. Imports nothing of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.ragged import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpans:
+    """The rows that each sequence runs in a step, side by side, and the slot of its state.
+
+    A sequence whose rows begin at position 0 begins from zeros, whatever its slot holds; all
+    others go on from their slots. What follows the last row goes back there.
+    """
+
+    slots: Tensor  # (num_spans,) int64
+    goes_on: Tensor  # (num_spans,) bool, false where a sequence begins
+    lens: Tensor  # (num_spans,) int64, rows
+    rows: Tensor  # (num_spans, longest) int64, the row at each place; 0 behind a span's last
+    is_row: Tensor  # (num_spans, longest) bool
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> StateSpans:
+        """Find the spans; pieces of one sequence, as sealed blocks cut it, are joined again."""
+        assert batch.host_state_slots is not None, "the batch names no state slots"
+        slots: list[int] = []
+        lens: list[int] = []
+        goes_on: list[bool] = []
+        parts = zip(
+            batch.host_state_slots, batch.host_query_lens, batch.host_context_lens, strict=True
+        )
+        for slot, rows, context in parts:
+            if slots and slots[-1] == slot:
+                lens[-1] += rows
+                continue
+            slots.append(slot)
+            lens.append(rows)
+            goes_on.append(context > rows)
+        device = batch.query_start.device
+        counts = torch.tensor(lens, device=device)
+        starts = torch.tensor([0, *accumulate(lens)][:-1], device=device)
+        places = torch.arange(max(lens), device=device)
+        is_row = places < counts.unsqueeze(1)
+        return cls(
+            slots=torch.tensor(slots, device=device),
+            goes_on=torch.tensor(goes_on, device=device),
+            lens=counts,
+            rows=torch.where(is_row, starts.unsqueeze(1) + places, 0),
+            is_row=is_row,
+        )
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """Lay rows (num_tokens, ...) out as (num_spans, longest, ...), with zeros behind each."""
+        is_row = self.is_row.view(*self.is_row.shape, *(1,) * (x.dim() - 1))
+        return torch.where(is_row, x[self.rows], 0)
+
+    def in_turn(self, x: Tensor) -> Tensor:
+        """Undo `side_by_side`."""
+        return x[self.is_row]
+
+    def read(self, state: Tensor) -> Tensor:
+        """Read the states (num_slots, ...) that the spans go on from: (num_spans, ...)."""
+        goes_on = self.goes_on.view(-1, *(1,) * (state.dim() - 1))
+        return torch.where(goes_on, state[self.slots], 0)
+
+    def write(self, state: Tensor, value: Tensor) -> None:
+        """Write the states after the spans' last rows, (num_spans, ...), back to their slots."""
+        state[self.slots] = value

@@ -1,0 +1,238 @@
+"""Reads folders of e2m1 weights: MXFP4 of gpt-oss, NVFP4 of ModelOpt and compressed-tensors.
+
+Each form is a table of what its parts are called and what they hold; the number formats belong to
+OCP (Microscaling Formats, v1.0) and NVIDIA. Activations keep 16 bits, whatever a folder asks for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.fp4 import GROUPS, Fp4Weight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from appliance.checkpoint import SafetensorsFolder
+
+MXFP4 = "mxfp4"  # quant_method of gpt-oss
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+_WEIGHT = ".weight"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Form:
+    """A form in which a weight M.weight is stored.
+
+    Attributes:
+        name: for people.
+        codes: suffix of M for codes, two in a byte, the low nibble first.
+        scale: suffix for scales, one for each group.
+        scale_dtype: what a byte of scale means.
+        tensor_scale: suffix for one float32 for the whole weight, or None.
+        is_divisor: the weight is divided by that one, not multiplied.
+        ignored: suffixes of parts that serve activations of 4 bits.
+        by_expert: M is N.experts.I.L, stored as N.experts.L with I as its first axis, and codes by
+            group on one more.
+    """
+
+    name: str
+    codes: str
+    scale: str
+    scale_dtype: torch.dtype
+    tensor_scale: str | None = None
+    is_divisor: bool = False
+    ignored: tuple[str, ...] = ()
+    by_expert: bool = False
+
+
+GPT_OSS = Fp4Form("MXFP4", "_blocks", "_scales", E8M0, by_expert=True)
+MODELOPT_NVFP4 = Fp4Form(
+    "NVFP4", ".weight", ".weight_scale", E4M3, ".weight_scale_2", ignored=(".input_scale",)
+)
+PACKED_NVFP4 = Fp4Form(
+    "NVFP4",
+    ".weight_packed",
+    ".weight_scale",
+    E4M3,
+    ".weight_global_scale",
+    is_divisor=True,
+    ignored=(".input_global_scale",),
+)
+PACKED_MXFP4 = Fp4Form("MXFP4", ".weight_packed", ".weight_scale", E8M0)
+# compressed-tensors: by the format of its config.
+PACKED = {"nvfp4-pack-quantized": PACKED_NVFP4, "mxfp4-pack-quantized": PACKED_MXFP4}
+MODELOPT_ALGORITHM = "NVFP4"
+
+
+def declared_form(config: Mapping[str, Any]) -> Fp4Form | None:
+    """Return the form that a `quantization_config` declares; None if its weights are not e2m1.
+
+    Raises:
+        UnsupportedModelError: another group size, or formats that differ by module.
+    """
+    if config.get("quant_method") == MXFP4:
+        return GPT_OSS
+    nested = config.get("quantization")
+    nested = nested if isinstance(nested, dict) else {}
+    if config.get("quant_algo", nested.get("quant_algo")) == MODELOPT_ALGORITHM:
+        size = config.get("group_size", nested.get("group_size", GROUPS[E4M3]))
+        return _checked(MODELOPT_NVFP4, size)
+    groups = config.get("config_groups")
+    groups = groups if isinstance(groups, dict) else {}
+    names = {str(_format_of(group, config)) for group in groups.values()}
+    if not names & PACKED.keys():
+        return None
+    if len(names) > 1:
+        raise _unsupported(f"weights in {' and '.join(sorted(names))}")
+    form = PACKED[names.pop()]
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        size = weights.get("group_size") if isinstance(weights, dict) else None
+        _checked(form, size or GROUPS[form.scale_dtype])
+    return form
+
+
+def decode(
+    name: str, form: Fp4Form, codes: Tensor, scale: Tensor, tensor_scale: Tensor | None
+) -> Fp4Weight:
+    """Build a weight from its stored parts.
+
+    Args:
+        name: the weight's, for errors.
+        form: what they mean.
+        codes: (out_features, in_features / 2), or (out_features, groups, 16) by group, uint8.
+        scale: (out_features, groups), bytes or the form's type.
+        tensor_scale: one element, if the form has one.
+
+    Raises:
+        CheckpointError: types or shapes do not belong together, or a scale is not finite.
+    """
+    if codes.dtype != torch.uint8 or scale.dtype not in (torch.uint8, form.scale_dtype):
+        raise _damaged(name, form, f"codes of {codes.dtype} and scales of {scale.dtype}")
+    codes = codes.flatten(1)
+    rows, width = codes.shape
+    if tuple(scale.shape) != (rows, 2 * width // GROUPS[form.scale_dtype]):
+        found = f"codes of {(rows, width)} and scales of {tuple(scale.shape)}"
+        raise _damaged(name, form, found)
+    factor = torch.ones(1)
+    if tensor_scale is not None:
+        factor = tensor_scale.float().flatten()
+        if factor.numel() != 1 or not bool(torch.isfinite(factor).all()) or not bool(factor.all()):
+            raise _damaged(name, form, f"a scale of the whole weight of {factor.tolist()[:4]}")
+    factor = (1 / factor if form.is_divisor else factor).expand(rows).contiguous()
+    weight = Fp4Weight(codes.contiguous(), scale.contiguous().view(form.scale_dtype), factor)
+    if not weight.is_finite():
+        raise _damaged(name, form, "a scale that is NaN")
+    return weight
+
+
+class Fp4Weights:
+    """Reads a folder of one form, one tensor at a time; what has no codes is dense.
+
+    Args:
+        folder: its config.json has a `quantization_config` that declares the form.
+        form: how weights are stored.
+    """
+
+    def __init__(self, folder: SafetensorsFolder, form: Fp4Form) -> None:
+        self._folder = folder
+        self._form = form
+        self._stored = frozenset(folder.tensor_names())
+        self._modules: dict[str, tuple[str, int | None]] = {}  # weight -> where it lies, expert
+        parts = set[str]()
+        for name in self._stored:
+            module = name.removesuffix(form.codes)
+            if name == module or folder.dtype(name) is not torch.uint8:
+                continue
+            parts |= {module + suffix for suffix in self._suffixes()}
+            if not form.by_expert:
+                self._modules[module + _WEIGHT] = module, None
+                continue
+            experts, _, linear = module.rpartition(".")
+            for expert in range(folder.shape(name)[0]):
+                self._modules[f"{experts}.{expert}.{linear}{_WEIGHT}"] = module, expert
+        self._names = sorted(self._modules.keys() | (self._stored - parts))
+
+    def tensor_names(self) -> list[str]:
+        """List every tensor; a quantized weight has the name of its unquantized form."""
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape; a quantized weight's is the unpacked one."""
+        if name not in self._modules:
+            return self._folder.shape(name)
+        module, expert = self._modules[name]
+        shape = self._folder.shape(module + self._form.codes)
+        rows, *inputs = shape if expert is None else shape[1:]
+        return rows, 2 * int(torch.Size(inputs).numel())
+
+    def packed_bits(self, name: str) -> int | None:
+        """Return None: these codes are not integers."""
+        return None
+
+    def float_bits(self, name: str) -> int | None:
+        """Return 4 for a quantized weight."""
+        return 4 if name in self._modules else None
+
+    def notes(self) -> tuple[str, ...]:
+        """Return nothing: nothing is lost."""
+        return ()
+
+    def load(self, name: str) -> Tensor | Fp4Weight:
+        """Read one tensor."""
+        if name not in self._modules:
+            return self._folder.load(name)
+        module, expert = self._modules[name]
+        form = self._form
+        codes = self._part(name, module + form.codes, expert)
+        scale = self._part(name, module + form.scale, expert)
+        whole = None
+        if form.tensor_scale is not None:
+            whole = self._part(name, module + form.tensor_scale, None)
+        return decode(name, form, codes, scale, whole)
+
+    def _part(self, name: str, part: str, expert: int | None) -> Tensor:
+        if part not in self._stored:
+            raise CheckpointError(f"{part} is missing, a part of {name}; download the model again")
+        if expert is None:
+            return self._folder.load(part)
+        if expert >= self._folder.shape(part)[0]:
+            raise CheckpointError(f"{part} has nothing of {name}; download the model again")
+        return self._folder.load_rows(part, expert, expert + 1)[0]
+
+    def _suffixes(self) -> tuple[str, ...]:
+        form = self._form
+        whole = () if form.tensor_scale is None else (form.tensor_scale,)
+        return (form.codes, form.scale, *whole, *form.ignored)
+
+
+def _format_of(group: object, config: Mapping[str, Any]) -> object:
+    return (group.get("format") if isinstance(group, dict) else None) or config.get("format")
+
+
+def _checked(form: Fp4Form, group_size: object) -> Fp4Form:
+    if group_size != GROUPS[form.scale_dtype]:
+        raise _unsupported(f"{form.name} in groups of {group_size}")
+    return form
+
+
+def _unsupported(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"this model has {what}; supported are MXFP4 in groups of {GROUPS[E8M0]} and NVFP4 in"
+        f" groups of {GROUPS[E4M3]}, the same for all quantized modules"
+    )
+
+
+def _damaged(name: str, form: Fp4Form, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} has {found}, which is no weight in {form.name}; download the model again"
+    )

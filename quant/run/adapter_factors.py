@@ -1,0 +1,116 @@
+"""Keeps what quantizing folded into a model, so that adapters of the original can be served on it.
+
+AWQ's scales go into norms, values and up; the factors of even keys into queries and keys.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from appliance.checkpoint import write_safetensors
+from appliance.model.adapters.base_factors import FACTORS_NAME, INPUTS, OUTPUTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.formats.kv_plan import KVLayer
+
+SCALES = "input_scales"  # of a layer's four linears, in the facts of its record
+
+
+def scales_as_facts(scales: Sequence[Tensor | None]) -> dict[str, Any]:
+    """Return the input scales of a layer's linears, (in_features,) each, as JSON."""
+    if not any(one is not None for one in scales):
+        return {}
+    return {SCALES: [None if one is None else _encoded(one) for one in scales]}
+
+
+def write_adapter_factors(
+    source: ModelSource,
+    facts: Iterable[tuple[int, Mapping[str, Any]]],
+    kv_layers: Sequence[KVLayer],
+    folder: Path,
+) -> None:
+    """Write all factors into a model's folder; nothing if there are none.
+
+    Args:
+        source: the model that was quantized.
+        facts: of each layer's record, with its index.
+        kv_layers: the KV plan, whose key factors the weights have.
+        folder: the result.
+    """
+    factors: dict[str, Tensor] = {}
+    for index, found in facts:
+        scales = [None if one is None else _decoded(one) for one in found.get(SCALES, ())]
+        if scales:
+            factors |= _of_scales(source, index, scales)
+    for index, layer in enumerate(kv_layers):
+        if layer.key_factors is not None:
+            for name, outputs in _of_keys(source, index, layer.key_factors):
+                before = factors.get(name + OUTPUTS)
+                factors[name + OUTPUTS] = outputs if before is None else before * outputs
+    if factors:
+        tensors = {name: factor.float().clone() for name, factor in factors.items()}
+        write_safetensors(folder / FACTORS_NAME, tensors)
+
+
+def _of_scales(
+    source: ModelSource, index: int, scales: Sequence[Tensor | None]
+) -> dict[str, Tensor]:
+    """Return the factors of a layer's linears from the scales of their inputs."""
+    attention = source.spec.attention_layers[index]
+    stored = source.family.names.linears(index)
+    found: dict[str, Tensor] = {}
+    for names, inputs in zip(stored, scales, strict=True):
+        if inputs is not None:
+            found |= {_module(name) + INPUTS: inputs for name in names}
+    _, of_heads, _, of_middle = scales
+    if of_heads is not None:
+        # Query heads share a value head, and so its scale.
+        heads = of_heads.view(attention.num_kv_heads, -1, attention.head_dim)
+        values = heads[:, 0].reshape(-1)
+        found |= _last_rows(source, stored[0], values)
+    if of_middle is not None:
+        found |= _last_rows(source, stored[2], of_middle)
+    return found
+
+
+def _last_rows(source: ModelSource, names: Sequence[str], divisors: Tensor) -> dict[str, Tensor]:
+    """Return the factors where the last rows of linears, seen as one, are divided."""
+    name = names[-1]
+    rows = source.weights.shape(name)[0]
+    outputs = torch.ones(rows)
+    outputs[rows - len(divisors) :] = divisors
+    return {_module(name) + OUTPUTS: outputs}
+
+
+def _of_keys(source: ModelSource, index: int, factors: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Yield what divides the outputs of the linears that make queries and keys."""
+    attention = source.spec.attention_layers[index]
+    queries = factors.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
+    every = torch.cat((1 / queries, factors, torch.ones_like(factors))).flatten()
+    start = 0
+    for name in source.family.names.linears(index)[0]:
+        rows = source.weights.shape(name)[0]
+        yield _module(name), every[start : start + rows]
+        start += rows
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _encoded(scales: Tensor) -> str:
+    return b64encode(scales.float().cpu().numpy().astype("<f4").tobytes()).decode()
+
+
+def _decoded(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(b64decode(text), dtype="<f4").copy())

@@ -1,0 +1,133 @@
+"""Time a mixture of experts of Qwen3-30B-A3B's shape beside llama.cpp, on the same random GGUF.
+
+    scripts/benchmark cpu_experts --layers 4 --threads 1
+    scripts/benchmark cpu_experts --peer FOLDER  # where the package xllamacpp is installed
+
+The two take turns: decode of one stream and of several, then the prefill of one prompt. llama.cpp's
+numbers are those that its own server takes, ours are of the library's whole steps, without HTTP and
+sampling. The peer is built for AVX2; `--isa avx2` keeps ours to that. Threads that wait for each
+other suffer from other programs: look at the load that the result names.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library, select_isa
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.native_loader import load_native
+from appliance.model.source import open_model
+from bench.cpu.models import decode_seconds, prefill_seconds
+from bench.lib.command import parser_of, write_result
+from bench.lib.conditions import conditions
+from bench.lib.llama_peer import Peer
+from bench.lib.model_shapes import QWEN_30B_A3B
+from bench.lib.synthetic_gguf import write_qwen3_moe
+
+if TYPE_CHECKING:
+    import argparse
+
+    from appliance.model.native import NativeDecoder
+
+
+def ours(decoder: NativeDecoder, options: argparse.Namespace) -> dict[str, float]:
+    """Measure tokens per second of decode by streams, and of the prefill."""
+    context, found = options.prompt_tokens, {}
+    for streams in options.streams:
+        seconds = decode_seconds(decoder, KVFormat.BF16, streams, context, options.tokens)
+        found[f"decode_{streams}"] = streams * len(seconds) / sum(seconds)
+    seconds = prefill_seconds(decoder, KVFormat.BF16, options.prefill_tokens, 1)
+    found["prefill"] = options.prefill_tokens * len(seconds) / sum(seconds)
+    return found
+
+
+def asked(prompt: int, tokens: int, streams: int) -> dict[str, Any]:
+    return {"prompt": list(range(prompt)), "tokens": tokens, "streams": streams}
+
+
+def theirs(peer: Peer, options: argparse.Namespace) -> dict[str, float]:
+    """Measure the same of llama.cpp."""
+    found = {}
+    for streams in options.streams:
+        timings = peer.ask(asked(options.prompt_tokens, options.tokens, streams))
+        found[f"decode_{streams}"] = sum(each["predicted_per_second"] for each in timings)
+    (timing,) = peer.ask(asked(options.prefill_tokens, 1, 1))
+    found["prefill"] = timing["prompt_per_second"]
+    return found
+
+
+def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    library = load_library()
+    isa = select_isa(library, options.isa)
+    decoder = load_native(open_model(model), NativeEngine(library, options.threads), torch.bfloat16)
+    peer = None
+    if options.peer is not None:
+        peer = Peer(options.peer, model, options.threads, max(options.streams))
+    runs: dict[str, list[dict[str, float]]] = {"ours": [], "llama.cpp": []}
+    load = []
+    for _ in range(options.repeats):
+        load.append(round(os.getloadavg()[0], 2))
+        runs["ours"].append(ours(decoder, options))
+        if peer is not None:
+            runs["llama.cpp"].append(theirs(peer, options))
+    result: dict[str, Any] = {
+        "isa": isa.name.lower(),
+        "weights": decoder.weight_format,
+        "weight_bytes": decoder.weight_bytes,
+        "load": load,
+        "runs": runs,
+    }
+    if peer is not None:
+        result |= {"peer": peer.about, "ratios": ratios(runs)}
+        peer.close()
+    return result
+
+
+def ratios(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Compare turn by turn: what ours does over what llama.cpp does right after it."""
+    pairs = list(zip(runs["ours"], runs["llama.cpp"], strict=True))
+    found = {}
+    for name in pairs[0][0]:
+        each = [mine[name] / other[name] for mine, other in pairs]
+        found[name] = {"median": round(median(each), 2), "least": round(min(each), 2)}
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--peer", type=Path, help="folder with the package xllamacpp")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prefill-tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", default="auto")
+    options = parser.parse_args()
+    shape = QWEN_30B_A3B | {"num_hidden_layers": options.layers}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "experts.gguf"
+        write_qwen3_moe(model, shape)
+        found = measure(model, options)
+    result = {
+        "benchmark": "cpu_experts",
+        "conditions": conditions(),
+        "threads": options.threads,
+        "shape": shape,
+        "prompt_tokens": options.prompt_tokens,
+        "prefill_tokens": options.prefill_tokens,
+        **found,
+    }
+    write_result(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Measure what speculation saves and costs: one trace with it and without, in alternation.
+
+    scripts/benchmark speculation                        # the packaged default model
+    scripts/benchmark speculation --streams 8 --max-tokens 200
+
+The trace is replayed: the model is made to say an answer that is written down, since a small model
+copies badly. Its logits decide nothing then, and cost what they cost. Kinds of answers:
+
+- `rewrite`: a file of this project before a change is the prompt, and the file after it the answer.
+- `summary`: an answer that quotes sentences of its prompt.
+- `tool_call`: calls of functions as JSON, each like the one before.
+- `prose`: text that copies nothing.
+
+Each run has a cache salt of its own, so that no run copies the answers of an earlier one.
+
+`steps_ratio` and `rows_per_token` are counts, which a busy machine changes little (the controller
+learns from times); `speed_ratio` is tokens a second with speculation over without. The answers of
+both are compared, token for token.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+from appliance import LLM, SamplingParams
+from appliance.bench.figures import spread
+from appliance.engine.request import Request
+from bench.lib.command import parser_of, write_result
+from bench.lib.conditions import conditions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from appliance.engine.run.sampler import Sampler
+    from appliance.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+MAX_PROMPT = 1200  # tokens
+CALLS = ("search_documents", "read_calendar", "send_message")
+WORDS = [
+    *("the", "a", "of", "and", "to", "in", "that", "it", "was", "he"),
+    *("for", "on", "are", "with", "as", "his", "they", "at", "be", "this"),
+    *("from", "have", "or", "by", "one", "had"),
+]
+
+
+class Turn(NamedTuple):
+    """A prompt, and the answer that the model is made to give."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Counts(NamedTuple):
+    """What a run came to."""
+
+    tokens: int
+    steps: int
+    rows: int  # that sampled
+    drafted: int
+    accepted: int
+    seconds: float
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return a text's tokens, without those that a tokenizer puts around it."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def rewrites(tokenizer: Tokenizer, count: int) -> Iterator[Turn]:
+    """Yield changes of files from this project's history; without one, edits of its files."""
+    found = 0
+    for path in sorted((ROOT / "appliance" / "engine").rglob("*.py")):
+        new = path.read_text()
+        old = before_last_change(path) or edited(new)
+        prompt = encode(tokenizer, f"Rewrite this file.\n\n{old}\n\nThe file:\n\n")
+        if old != new and 200 < len(prompt) < MAX_PROMPT:
+            yield Turn(prompt, encode(tokenizer, new))
+            found += 1
+            if found == count:
+                return
+
+
+def before_last_change(path: Path) -> str:
+    """Return a file's text before the last commit that changed it; empty if there is none."""
+    log = ["git", "-C", str(ROOT), "log", "-2", "--format=%h", "--", str(path)]
+    commits = subprocess.run(log, capture_output=True, text=True, check=False).stdout.split()
+    if len(commits) < 2:
+        return ""
+    show = ["git", "-C", str(ROOT), "show", f"{commits[1]}:{path.relative_to(ROOT)}"]
+    return subprocess.run(show, capture_output=True, text=True, check=False).stdout
+
+
+def edited(text: str) -> str:
+    """Leave out a line in ten."""
+    noise = random.Random(len(text))
+    return "".join(line for line in text.splitlines(keepends=True) if noise.random() > 0.1)
+
+
+def summaries(tokenizer: Tokenizer, count: int) -> Iterator[Turn]:
+    """Yield answers of which every second sentence stands in the prompt."""
+    pages = (ROOT / "appliance" / "docs").glob("*.md")
+    for page in sorted(pages)[:count]:
+        sentences = page.read_text().replace("\n", " ").split(". ")[:30]
+        own = (" ".join(random.Random(at).choices(WORDS, k=12)) for at in range(30))
+        answer = ". ".join(part for pair in zip(sentences[::3], own, strict=False) for part in pair)
+        prompt = encode(tokenizer, "Summarize:\n\n" + ". ".join(sentences))[:MAX_PROMPT]
+        yield Turn(prompt, encode(tokenizer, answer))
+
+
+def tool_calls(tokenizer: Tokenizer, count: int) -> Iterator[Turn]:
+    """Yield JSON with the same names and other values."""
+    for seed in range(count):
+        noise = random.Random(seed)
+        calls = [
+            f'{{"name": "{noise.choice(CALLS)}", "arguments": {{"query": '
+            f'"{" ".join(noise.choices(WORDS, k=3))}", "limit": {noise.randrange(99)}}}}}'
+            for _ in range(30)
+        ]
+        yield Turn(encode(tokenizer, "Call the tools."), encode(tokenizer, "\n".join(calls)))
+
+
+def prose(tokenizer: Tokenizer, count: int) -> Iterator[Turn]:
+    """Yield words in a random order."""
+    for seed in range(count):
+        text = " ".join(random.Random(seed).choices(WORDS, k=600))
+        yield Turn(encode(tokenizer, "Tell me something."), encode(tokenizer, text))
+
+
+KINDS = {"rewrite": rewrites, "summary": summaries, "tool_call": tool_calls, "prose": prose}
+
+
+@contextmanager
+def replaying(sampler: Sampler, answers: dict[str, list[int]]) -> Iterator[None]:
+    """Make every row draw the token of its answer, after all that sampling costs."""
+    draw, stage = sampler._draw, sampler.stage
+    wanted: list[int] = []
+
+    def staged(entries: Any, arrays: Any) -> Any:
+        wanted[:] = [
+            answers[entry.sequence.request.request_id][entry.end - entry.sequence.num_prompt_tokens]
+            for entry in entries
+        ]
+        return stage(entries, arrays)
+
+    def drawn(logits: Tensor, tensors: Any, latest: Tensor) -> Tensor:
+        tokens = draw(logits, tensors, latest)
+        tokens.copy_(tokens.new_tensor(wanted))
+        return tokens
+
+    with patch.object(sampler, "_draw", drawn), patch.object(sampler, "stage", staged):
+        yield
+
+
+def run(llm: LLM, turns: list[Turn], max_tokens: int, salt: str) -> tuple[Counts, list[list[int]]]:
+    """Answer all turns at once; count and time the steps that hold no prompt.
+
+    Answers of another `salt` are not copied.
+    """
+    engine = llm.engine
+    found: dict[str, list[int]] = {}
+    answers = {f"{number}": turn.answer for number, turn in enumerate(turns)}
+    for number, turn in enumerate(turns):
+        most = min(max_tokens, len(turn.answer) - 16)
+        sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        engine.submit(
+            Request(
+                request_id=f"{number}",
+                prompt_token_ids=tuple(turn.prompt),
+                sampling=sampling,
+                cache_salt=salt,
+            )
+        )
+    before, seconds, steps, tokens, rows = engine.stats(), 0.0, 0, 0, 0
+    sampler: Sampler = engine._runner._sampler  # type: ignore[attr-defined]
+    with replaying(sampler, answers):
+        while engine.has_work:
+            begin = time.perf_counter()
+            report = engine.step()
+            took, stats = time.perf_counter() - begin, engine.stats()
+            for delta in report.deltas:
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if stats.step_prefill_tokens == 0 and report.deltas:
+                seconds += took
+                steps += 1
+                tokens += sum(len(delta.token_ids) for delta in report.deltas)
+                rows += stats.step_decode_tokens
+    after = engine.stats()
+    drafted = after.draft_tokens_total - before.draft_tokens_total
+    accepted = after.accepted_tokens_total - before.accepted_tokens_total
+    return Counts(tokens, steps, rows, drafted, accepted, seconds), [found[key] for key in answers]
+
+
+def compare(llm: LLM, turns: list[Turn], max_tokens: int, repeats: int) -> dict[str, Any]:
+    """Run turns with speculation and without, in alternation."""
+    scheduler = llm.engine._scheduler
+    speculator = scheduler._speculator
+    assert speculator is not None, "this engine does not speculate"
+    runs: dict[bool, list[Counts]] = {True: [], False: []}
+    ratios = []
+    for repeat in range(repeats + 1):
+        said = []
+        for on, counts in runs.items():
+            scheduler._speculator = speculator if on else None
+            found, answers = run(llm, turns, max_tokens, f"{on} {repeat}")
+            said.append(answers)
+            if repeat:  # the first one warms up
+                counts.append(found)
+        assert said[0] == said[1], "speculation changed an answer"
+        if repeat:
+            with_, without = runs[True][-1], runs[False][-1]
+            ratios.append(with_.tokens / with_.seconds * without.seconds / without.tokens)
+    scheduler._speculator = speculator
+    with_, without = runs[True][-1], runs[False][-1]
+    return {
+        "tokens": with_.tokens,
+        "steps_ratio": round(without.steps / with_.steps, 3),
+        "rows_per_token": round(with_.rows / with_.tokens, 3),
+        "drafted": with_.drafted,
+        "accepted": with_.accepted,
+        "tokens_per_second": spread([one.tokens / one.seconds for one in runs[True]]),
+        "tokens_per_second_off": spread([one.tokens / one.seconds for one in runs[False]]),
+        "speed_ratio": round(statistics.median(ratios), 3),
+    }
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default="", help="default: the packaged model")
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    options = parser.parse_args()
+    llm = LLM(
+        options.model, threads=options.threads, max_model_len=4096, max_num_seqs=options.streams
+    )
+    result: dict[str, Any] = {
+        "benchmark": "speculation",
+        "conditions": conditions(),
+        "model": llm.engine.info.model,
+        "streams": options.streams,
+    }
+    for kind in options.kinds:
+        turns = list(KINDS[kind](llm.tokenizer, options.streams))
+        result[kind] = compare(llm, turns, options.max_tokens, options.repeats)
+    write_result(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Time the stages of a start, and fail if one takes twice as long as it did.
+
+    scripts/benchmark start
+
+Each stage of `appliance serve` on the packaged default model, of `appliance --help`, and the memory
+of both processes once they are idle. A machine's speed is taken out by a yardstick: the time of
+importing torch in the same run, between the starts. `BASE` holds what each stage took as a multiple
+of that; a stage beyond twice its own, and the slack, makes this end with code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+
+from appliance.bench.figures import spread
+from bench.lib.command import parser_of, write_result
+from bench.lib.conditions import conditions
+
+APPLIANCE = (sys.executable, "-P", "-m", "appliance")
+# Multiples of the yardstick, medians of five runs of this benchmark.
+BASE = {
+    "help": 0.06,
+    "command": 0.13,
+    "imports": 1.1,
+    "header and plan": 0.05,
+    "weights": 0.7,
+    "KV cache": 0.02,
+    "server": 0.05,
+}
+SLACK = 0.05  # of the yardstick; the smallest stages take as long as a page fault or two
+
+
+def yardstick() -> float:
+    """Return the seconds of importing torch in a process of its own."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-P", "-c", "import torch"], check=True)
+    return time.perf_counter() - begin
+
+
+def time_help() -> float:
+    """Return the seconds of `appliance --help`."""
+    begin = time.perf_counter()
+    subprocess.run([*APPLIANCE, "--help"], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begin
+
+
+def one_start(port: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Start the server once; return its stages in seconds and its memory in MB, idle."""
+    command = [*APPLIANCE, "serve", "--port", str(port), "--kv-disk", "off"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            line = next(one for one in server.stderr if one.strip().startswith("started in"))
+            time.sleep(1)
+            memory = memory_of(psutil.Process(server.pid))
+        finally:
+            server.terminate()
+            server.communicate()
+    return read_stages(line), memory
+
+
+def read_stages(line: str) -> dict[str, float]:
+    """Read the banner's line about the start."""
+    listed = line.partition(": ")[2]
+    return {name: float(took) for name, took in re.findall(r"([A-Za-z][\w ]*?) ([\d.]+)", listed)}
+
+
+def memory_of(server: psutil.Process) -> dict[str, float]:
+    """Return the resident memory of the server's process and the engine's, in MB."""
+    engine = server.children()[0]
+    each = {"server": server.memory_info().rss, "engine": engine.memory_info().rss}
+    return {name: round(size / 1e6, 1) for name, size in each.items()}
+
+
+def slower(multiples: dict[str, float]) -> list[str]:
+    """Describe the stages that take more than twice their base."""
+    return [
+        f"{name} takes {multiples[name]:.2f} times the yardstick; it was {base:.2f}"
+        for name, base in BASE.items()
+        if multiples[name] > 2 * base + SLACK
+    ]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    yards, stages, memories = [], [], []
+    for _ in range(options.repeats):
+        yards.append(yardstick())
+        helped = time_help()
+        found, memory = one_start(options.port)
+        stages.append({"help": helped, **found})
+        memories.append(memory)
+    yard = statistics.median(yards)
+    seconds = {name: [one[name] for one in stages] for name in stages[0]}
+    return {
+        "benchmark": "start",
+        "conditions": conditions(),
+        "yardstick_seconds": spread(yards),
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "multiples": {
+            name: round(statistics.median(values) / yard, 3) for name, values in seconds.items()
+        },
+        "idle_megabytes": memories[-1],
+    }
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--port", type=int, default=8092)
+    options = parser.parse_args()
+    result = run(options)
+    write_result(options.out, result)
+    if late := slower(result["multiples"]):
+        sys.exit("\n".join(["the start has become slower:", *late]))

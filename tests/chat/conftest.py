@@ -1,0 +1,7 @@
+"""The server of tests/server, in front of the engine that repeats its prompt."""
+
+from __future__ import annotations
+
+from tests.server.conftest import byte_tokenizer, serve, tokenizer_folder, tokenizer_with
+
+__all__ = ["byte_tokenizer", "serve", "tokenizer_folder", "tokenizer_with"]

@@ -1,0 +1,60 @@
+"""Ports and servers that are not ours; ours are in tests/e2e/test_doctor.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from appliance.config import ServerConfig
+from appliance.doctor.finding import Check, Finding, Grade, Scope
+from appliance.doctor.serving import check_port, check_sample, check_server
+
+Look = Callable[[Check, Scope], dict[str, Finding]]
+
+
+class Foreign(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where another program listens."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_a_port_that_another_program_has(
+    look: Look, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APPLIANCE_PORT", str(port))
+    scope = Scope(server=ServerConfig(port=port))
+    found = look(check_port, scope)["port"]
+    assert (found.grade, f"port {port} is in use by python" in found.found) == (Grade.FAIL, True)
+    assert "--port" in found.fix
+    server = look(check_server, scope)["server"]
+    assert (server.grade, "is no appliance" in server.found) == (Grade.FAIL, True)
+
+
+def test_an_address_that_cannot_be_listened_on(look: Look) -> None:
+    assert look(check_port, Scope(server=ServerConfig(port=0)))["port"].grade is Grade.OK
+    found = look(check_port, Scope(server=ServerConfig(host="0.0.0.0", port=0)))["port"]
+    assert (found.grade, "an API key is needed" in found.found) == (Grade.FAIL, True)
+
+
+def test_a_server_that_is_not_there(look: Look) -> None:
+    """Port 9 of loopback: nobody listens there."""
+    assert look(check_server, Scope(url="127.0.0.1:9"))["server"].grade is Grade.FAIL
+    found = look(check_sample, Scope(url="127.0.0.1:9"))["sample"]
+    assert (found.grade, "--model" in found.found) == (Grade.UNKNOWN, True)

@@ -1,0 +1,19 @@
+"""What the tests of engines share."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.engine.plan import StepLoad
+from appliance.engine.speculation.speculator import Speculator
+
+
+@pytest.fixture(autouse=True)
+def _durations_follow_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts depend on how long steps take, and what is preempted on them: not in these tests."""
+    observe = Speculator.observe
+
+    def price(self: Speculator, load: StepLoad, seconds: float) -> None:
+        observe(self, load, (load.num_answers + load.draft_rows) ** 0.5)
+
+    monkeypatch.setattr(Speculator, "observe", price)

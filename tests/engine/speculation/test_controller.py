@@ -1,0 +1,164 @@
+"""Drafts are run where they pay, by counted rows on a machine whose costs are known."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from appliance.engine.grammars.matchers import Matchers
+from appliance.engine.plan import StepLoad
+from appliance.engine.request import Request, SamplingParams
+from appliance.engine.sequence import Sequence
+from appliance.engine.speculation.acceptance import Acceptance
+from appliance.engine.speculation.proposal import Proposal
+from appliance.engine.speculation.row_costs import RowCosts
+from appliance.engine.speculation.speculator import Speculator
+from appliance.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as Ordered
+
+# Milliseconds of a step by rows, `benchmarks/results/cpu/models.json`.
+SMALL = {1: 2.31, 4: 4.35, 8: 8.45, 16: 15.5}
+LARGE = {1: 12.4, 4: 16.0, 8: 21.7, 16: 35.3}
+
+
+def cost_of(table: dict[int, float], rows: int) -> float:
+    """Seconds; beyond the table they grow as at its end."""
+    known = sorted(table)
+    high = next((one for one in known if one >= rows), known[-1])
+    low = max((one for one in known if one < high), default=1)
+    if low == high:
+        return table[high] / 1000
+    slope = (table[high] - table[low]) / (high - low)
+    return (table[low] + slope * (rows - low)) / 1000
+
+
+class Oracle:
+    """Proposes tokens of which a known share comes true."""
+
+    def __init__(self, share: Callable[[int], float], noise: random.Random, support: int) -> None:
+        self.share, self.noise, self.support = share, noise, support
+
+    def propose(self, answers: Ordered[tuple[Sequence, int]]) -> dict[Sequence, Proposal]:
+        """A right token is 1; each answer's next ones are all 1."""
+        found = {}
+        for sequence, most in answers:
+            share = self.share(sequence.num_output_tokens)
+            tokens = tuple(int(self.noise.random() < share) for _ in range(most))
+            found[sequence] = Proposal(tokens, "suffix", self.support)
+        return found
+
+    def end(self, sequence: Sequence) -> None:
+        """See `Proposer`."""
+
+
+def sequence(**sampling: object) -> Sequence:
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    return Sequence(Request(request_id="r", prompt_token_ids=(1,), sampling=params))
+
+
+def tokens_per_second(
+    table: dict[int, float],
+    share: Callable[[int], float],
+    batch: int,
+    *,
+    steps: int = 600,
+    support: int = 3,
+    on: bool = True,
+) -> float:
+    noise = random.Random(batch)
+    matchers = Matchers(8, ())
+    speculator = Speculator([Oracle(share, noise, support)], matchers, most=15)
+    running = [sequence() for _ in range(batch)]
+    seconds, tokens = 0.0, 0
+    for _ in range(steps):
+        asked = [(one, 1, 15) for one in running]
+        drafts = speculator.propose(asked, room=64) if on else {}
+        rows = batch + sum(map(len, drafts.values()))
+        taken = cost_of(table, rows) * noise.uniform(0.9, 1.3)
+        for one in running:
+            accepted = next((at for at, x in enumerate(drafts.get(one, ())) if x != 1), None)
+            accepted = len(drafts.get(one, ())) if accepted is None else accepted
+            one.token_ids += [1] * (1 + accepted)
+            tokens += 1 + accepted
+        speculator.observe(StepLoad(batch, 10, draft_rows=rows - batch), taken)
+        seconds += taken
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("table", [SMALL, LARGE], ids=["135M", "0.5B"])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_what_comes_true_seldom_costs_nothing(table: dict[int, float], batch: int) -> None:
+    for share in (0.0, 0.2):
+        on = tokens_per_second(table, lambda _, share=share: share, batch)  # type: ignore[misc]
+        off = tokens_per_second(table, lambda _: 0.0, batch, on=False)
+        assert on >= 0.97 * off
+
+
+def test_what_copies_is_faster_as_far_as_rows_allow() -> None:
+    for table, least in ((SMALL, 1.6), (LARGE, 3.0)):
+        on = tokens_per_second(table, lambda _: 0.97, 1, support=20)
+        off = tokens_per_second(table, lambda _: 0.0, 1, on=False)
+        assert on >= least * off
+
+
+def test_a_part_that_copies_is_noticed_although_nothing_was_run_before() -> None:
+    """And what was bad for long is tried again once it comes true."""
+
+    def share(position: int) -> float:
+        return 0.05 if position < 400 else 0.97
+
+    on = tokens_per_second(LARGE, share, 1, steps=700)
+    off = tokens_per_second(LARGE, lambda _: 0.0, 1, steps=700, on=False)
+    assert on > 1.3 * off
+
+
+def test_costs_follow_what_was_measured() -> None:
+    costs = RowCosts()
+    assert costs.seconds(3) == 0
+    for _ in range(30):
+        costs.observe(1, 0.002)
+    assert 0.004 < costs.seconds(4) < 0.008, "a guess"
+    costs.observe(4, 0.5)
+    costs.observe(4, 0.003)
+    costs.observe(0, 1.0)
+    assert costs.seconds(4) == 0.003, "the first one was an outlier"
+    assert 0.002 < costs.seconds(2) < 0.003 < costs.seconds(8)
+    for _ in range(5000):
+        costs.observe(1, 0.002)
+    costs.observe(9, 0.02)
+    assert costs.seconds(4) != 0.003, "so old that it says nothing"
+
+
+def test_acceptance_is_learned_by_length_of_match_and_by_sequence() -> None:
+    acceptance = Acceptance()
+    good, bad = sequence(), sequence()
+    for _ in range(60):
+        for one, token in ((good, 1), (bad, 0)):
+            acceptance.watch(one, Proposal((1, 1), "suffix", 3))
+            one.token_ids += [token, token]
+            acceptance.learn(one)
+    likely = acceptance.expected(good, Proposal((1, 1, 1), "suffix", 3))
+    assert likely[0] > 0.7
+    assert likely == sorted(likely, reverse=True)
+    assert not acceptance.expected(bad, Proposal((1, 1, 1), "suffix", 3))
+    assert acceptance.expected(sequence(), Proposal((1,), "forced"))[0] > 0.9
+    acceptance.end(bad)
+    assert acceptance.expected(bad, Proposal((1,), "suffix", 3)), "it was forgotten"
+
+
+def test_beams_are_refused_where_speculation_was_asked_for() -> None:
+    beams = Request(
+        request_id="b",
+        prompt_token_ids=(1,),
+        sampling=SamplingParams(use_beam_search=True, n=2, temperature=0.0),
+    )
+    Speculator([], Matchers(8, ()), 15).check(beams)
+    asked = Speculator([], Matchers(8, ()), 15, asked_for="--speculate suffix")
+    with pytest.raises(RequestError, match="--speculate suffix; leave use_beam_search out"):
+        asked.check(beams)
+    asked.check(sequence().request)

@@ -1,0 +1,131 @@
+"""Models with experts, windows, sinks or growing queries through the whole engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_models import EXPERTS
+from sure_models import write_sure_model
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.request import Request, SamplingParams
+from appliance.errors import ConfigError
+
+TOKENS = 50
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
+
+# Queries grow every 32 positions.
+MINISTRAL3 = {
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 32,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+MODELS = EXPERTS | {"ministral3": ("ministral3", MINISTRAL3)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_moe", "glm4_moe", "gpt_oss", "gemma4", "ministral3", "deepseek_v3"],
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model of transformers, and the folder that it was written to."""
+    model_type, settings = MODELS[request.param]
+    folder, kinds = tmp_path_factory.mktemp(request.param), settings.get("layer_types", [1, 2])
+    sizes = SIZES | settings | {"num_hidden_layers": len(kinds)}
+    return write_sure_model(model_type, folder, **sizes), folder
+
+
+def load(folder: Path, **options: Any) -> LLMEngine:
+    usual: dict[str, Any] = {
+        "threads": 1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 48,
+        "dtype": "float32",
+    }
+    return LLMEngine.load(
+        EngineConfig(**{"model": str(folder), "kv_cache_dtype": "fp32", **usual, **options}),
+        eos_token_ids=(),
+        metadata=None,
+        on_progress=lambda stage, done, total: None,
+    )
+
+
+def run(engine: LLMEngine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.submit(
+            Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling)
+        )
+    answers: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            answers[int(delta.request_id)].extend(delta.token_ids)
+    return answers
+
+
+def by_transformers(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    found = model.generate(
+        torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+    )
+    answer: list[int] = found[0, len(prompt) :].tolist()
+    return answer
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
+    model: Any, kernels: str
+) -> None:
+    made, folder = model
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 97, (40 + 7 * i,), generator=generator).tolist() for i in range(4)]
+    expected = [by_transformers(made, prompt, TOKENS) for prompt in prompts]
+    assert len({token for answer in expected for token in answer}) > 5
+    roomy = load(folder, kernels=kernels)
+    assert run(roomy, prompts, TOKENS) == expected  # prompts longer than a step, beside each other
+    hits = roomy.stats().prefix_hits_total
+    assert run(roomy, prompts[3:], TOKENS) == expected[3:]
+    assert roomy.stats().prefix_hits_total > hits
+    small = load(
+        folder,
+        kernels=kernels,
+        kv_cache_memory=14 * (roomy.info.kv_bytes // roomy.info.num_blocks),
+        prefix_caching=False,
+        max_model_len=128,
+    )
+    assert run(small, prompts, TOKENS) == expected
+    assert small.stats().preemptions_total > 0
+
+
+def test_kv_formats_that_do_not_hold_latents_are_refused_by_name(tmp_path: Path) -> None:
+    """Latents are held where a block has elements; 8 bits of them answer nearly as 32."""
+    model_type, settings = MODELS["deepseek_v3"]
+    made = write_sure_model(model_type, tmp_path, **SIZES | settings)
+    prompt = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    expected = by_transformers(made, prompt, 8)
+    engine = load(tmp_path, kv_cache_dtype="int8")
+    width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
+    assert engine.info.kv_bytes // engine.info.num_blocks == 2 * (16 * width + 64)  # two layers
+    assert run(engine, [prompt], 8)[0][:4] == expected[:4]
+    with pytest.raises(ConfigError, match="layer 0 caches latents, which int4 blocks do not hold"):
+        load(tmp_path, kv_cache_dtype="int4-rotated")

@@ -1,0 +1,220 @@
+"""Models with recurrent layers through the whole engine: whatever happens to their states."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from late_device import LateDevice
+from recurrent_models import RECURRENT
+from sure_models import write_sure_model
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.loading import load_parts
+from appliance.engine.request import Request, SamplingParams
+from appliance.errors import MemoryPlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from appliance.engine.run.device import Device
+
+TOKENS = 50
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+PROMPTS = [
+    torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (40, 61, 75, 133)
+]
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "nemotron_h"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model of transformers, and the folder that it was written to."""
+    model_type, settings = RECURRENT[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_sure_model(model_type, folder, **SIZES | settings), folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        found = model[0].generate(
+            torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
+        )
+        answers.append(found[0, len(prompt) :].tolist())
+    assert len({token for answer in answers for token in answer}) > 10
+    return answers
+
+
+@contextmanager
+def running(folder: Path, device: Device | None = None, **options: Any) -> Iterator[LLMEngine]:
+    usual: dict[str, Any] = {
+        "threads": 1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 48,
+        "dtype": "float32",
+        "kv_cache_dtype": "fp32",
+        "max_model_len": 256,
+    }
+    config = EngineConfig(**{"model": str(folder), **usual, **options})
+    parts = load_parts(config, (), None, lambda stage, done, total: None, device=device)
+    engine = LLMEngine(*parts)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def run(
+    engine: LLMEngine, prompts: Sequence[list[int]], n: int = 1, tokens: int = TOKENS
+) -> list[list[int]]:
+    """Greedy answers, those of one prompt behind each other."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, n=n)
+    for number, prompt in enumerate(prompts):
+        engine.submit(
+            Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling)
+        )
+    answers: list[list[int]] = [[] for _ in range(n * len(prompts))]
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            assert delta.error is None
+            answers[n * int(delta.request_id) + delta.index].extend(delta.token_ids)
+    return answers
+
+
+def block_bytes(folder: Path) -> int:
+    with running(folder) as engine:
+        return engine.info.kv_bytes // engine.info.num_blocks
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_greedy_answers_equal_transformers_fresh_and_from_checkpoints(
+    model: Any, expected: list[list[int]], kernels: str
+) -> None:
+    with running(model[1], kernels=kernels) as engine:
+        assert run(engine, PROMPTS) == expected
+        before = engine.stats()
+        assert before.state_saves_total > 0
+        longer = [*PROMPTS[2], *expected[2], 5, 6, 7]
+        (first,) = run(engine, [longer])
+        after = engine.stats()
+        assert after.prefix_hits_total - before.prefix_hits_total == 112
+        assert run(engine, PROMPTS[2:]) == expected[2:]
+        assert after.state_slots == 8
+        assert engine.stats().state_restores_total >= 3
+    with running(model[1], kernels=kernels, prefix_caching=False) as engine:
+        assert run(engine, [longer]) == [first]
+        assert engine.stats().state_checkpoints == 0
+
+
+def test_siblings_each_go_on_from_the_prompts_checkpoint(
+    model: Any, expected: list[list[int]]
+) -> None:
+    with running(model[1]) as engine:
+        answers = run(engine, PROMPTS, n=4)
+        assert answers == [answer for answer in expected for _ in range(4)]
+        assert engine.stats().state_restores_total >= 12
+
+
+@pytest.mark.parametrize("host_memory", [0, 1 << 24], ids=["computed again", "swapped"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_sequences_answer_as_if_they_were_not(
+    model: Any, expected: list[list[int]], host_memory: int, caching: bool
+) -> None:
+    with running(
+        model[1],
+        kv_cache_memory=16 * block_bytes(model[1]),
+        kv_host_memory=host_memory,
+        prefix_caching=caching,
+    ) as engine:
+        assert run(engine, PROMPTS) == expected
+        stats = engine.stats()
+        assert stats.preemptions_total > 0
+        assert (stats.swaps_total > 0) == (host_memory > 0)
+        assert stats.kv_host_blocks == 0
+
+
+def test_a_runner_that_looks_ahead_answers_the_same(model: Any, expected: list[list[int]]) -> None:
+    device = LateDevice()
+    small = 16 * block_bytes(model[1])
+    with running(model[1], device, kernels="torch", kv_cache_memory=small) as engine:
+        assert run(engine, PROMPTS) == expected
+        assert engine.stats().preemptions_total > 0
+        for _ in range(2):
+            assert run(engine, PROMPTS[1:2]) == expected[1:2]
+        assert engine.stats().state_restores_total > 0
+
+
+def test_the_next_engine_goes_on_from_the_disk(model: Any, tmp_path: Path) -> None:
+    prompt = torch.randint(3, 97, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    options: dict[str, Any] = {"kv_disk": str(tmp_path), "max_model_len": 512}
+    with running(model[1], **options) as first:
+        (right,) = run(first, [prompt])
+        assert run(first, [prompt]) == [right]
+    written = len(list(tmp_path.rglob("*.kv")))
+    assert written == 399 // 16 + 1, "the blocks, and the state behind them"
+    with running(model[1], **options) as second:
+        assert run(second, [prompt]) == [right]
+        stats = second.stats()
+        assert stats.prefix_hits_disk_total == 399 // 16 * 16
+        assert stats.kv_disk_read_total == written
+        assert run(second, [prompt]) == [right], "and from the checkpoint that was read"
+        assert second.stats().state_restores_total == 1
+
+
+def test_beams_in_a_small_cache_are_the_same(model: Any) -> None:
+    sampling = SamplingParams(
+        n=2, best_of=3, use_beam_search=True, temperature=0.0, max_tokens=41, ignore_eos=True
+    )
+
+    def search(engine: LLMEngine) -> list[list[int]]:
+        request = Request(
+            request_id="b", prompt_token_ids=tuple(PROMPTS[0]), sampling=sampling, priority=1
+        )
+        engine.submit(request)
+        answers: list[list[int]] = [[], []]
+        steps = 0
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                if delta.request_id == "b":
+                    answers[delta.index].extend(delta.token_ids)
+            steps += 1
+            if steps == 10:
+                plain = SamplingParams(temperature=0.0, max_tokens=145, ignore_eos=True)
+                other = Request(
+                    request_id="o", prompt_token_ids=tuple(PROMPTS[3][:110]), sampling=plain
+                )
+                engine.submit(other)
+        return answers
+
+    with running(model[1]) as roomy:
+        right = search(roomy)
+        assert roomy.stats().preemptions_total == 0
+    for caching in (True, False):
+        with running(
+            model[1],
+            kv_cache_memory=16 * block_bytes(model[1]),
+            kv_host_memory=0,
+            prefix_caching=caching,
+        ) as small:
+            assert search(small) == right
+
+
+def test_states_that_do_not_fit_are_refused_before_the_weights_are_read(model: Any) -> None:
+    refused = pytest.raises(MemoryPlanError, match="of recurrent states for 8 sequences")
+    with refused, running(model[1], state_checkpoint_memory=1 << 50):
+        pass

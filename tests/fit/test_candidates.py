@@ -1,0 +1,140 @@
+"""Plans against what engines really take, and against GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from large_model import write_large_model
+
+from appliance.config import EngineConfig
+from appliance.errors import ConfigError
+from appliance.fit.candidates import candidates
+from appliance.fit.gpus import gpu_named
+from appliance.fit.place import ModelPlace, place_of
+from appliance.fit.table import as_data, as_table
+from appliance.model.source import open_model
+from appliance.runtime import ALLOCATOR, OPENMP
+
+HERE = ModelPlace("here", None)
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def predicted(model: Path, context: int) -> dict[str, Any]:
+    """The plan of the command, in a process as fresh as an engine's."""
+    words = ["fit", str(model), "--json", "--no-speed", "--context", str(context)]
+    ran = subprocess.run(
+        [sys.executable, "-m", "appliance", *words],
+        env={**os.environ, **ALLOCATOR, **OPENMP, "APPLIANCE_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(ran.stdout)["candidates"][0]
+    return found
+
+
+def measured(model: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Memory of an engine with that plan."""
+    settings = {
+        "threads": 1,
+        "max_model_len": found["context_length"],
+        "kv_cache_dtype": found["kv_cache_dtype"],
+        "kv_cache_memory": found["bytes"]["kv_cache"],
+    }
+    ran = subprocess.run(
+        [sys.executable, SUPPORT / "resident_engine.py", model, json.dumps(settings), "--idle"],
+        env={**os.environ, **ALLOCATOR, **OPENMP},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    full: dict[str, Any] = json.loads(ran.stdout)
+    return full
+
+
+def check_prediction(model: Path, context: int) -> None:
+    found = predicted(model, context)
+    taken = measured(model, found)
+    parts = found["bytes"]
+    steady = parts["weights"] + parts["kv_cache"] + parts["process"]
+    assert taken["filled"] == pytest.approx(steady, rel=0.03), (parts, taken)
+    assert parts["weights"] == pytest.approx(taken["parts"]["weights"], rel=0.03)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2_gguf", "gemma3_gguf"])
+def test_packaged_models_take_what_was_predicted(name: str, request: pytest.FixtureRequest) -> None:
+    check_prediction(request.getfixturevalue(name), 4096)
+
+
+@pytest.mark.slow
+def test_a_model_of_a_gigabyte_takes_what_was_predicted(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    assert write_large_model(model, hidden=1024, middle=4096, layers=26, vocab=40960) > 10**9
+    check_prediction(model, 2048)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in 16 bits with the shapes of one of 8 billion numbers; the disk stores none."""
+    model = tmp_path_factory.mktemp("models") / "eight"
+    write_large_model(model, hidden=4096, middle=14336, layers=32, vocab=32000)
+    return model
+
+
+def test_a_gpu_that_is_not_here(dense: Path) -> None:
+    source = open_model(dense)
+    found = candidates(source, EngineConfig(), place_of("rtx 3090", EngineConfig()))
+    by_name = {(one.weights, one.kv): one for one in found}
+    as_it_is, int4 = by_name["as it is", "auto"], by_name["int4", "auto"]
+    assert as_it_is.plan is not None
+    assert int4.plan is not None
+    saved = as_it_is.plan.weight_bytes - int4.plan.weight_bytes
+    linears = 32 * (4 * 4096**2 + 3 * 4096 * 14336)
+    assert saved == pytest.approx(linears * (16 - 4.125) / 8)
+    assert as_it_is.rate is not None
+    assert int4.rate is not None
+    assert 2 < int4.rate / as_it_is.rate < 4
+    assert as_it_is.kv_format == "bf16"
+    assert as_it_is.total_bytes < 24 * 2**30 * 0.9
+    on_8_gib = candidates(source, EngineConfig(), place_of("RTX 4060", EngineConfig()))
+    refused = next(one for one in on_8_gib if one.weights == "as it is")
+    assert refused.plan is None
+    assert "does not fit" in refused.refusal
+    assert on_8_gib[0].weights == "int4"  # what fits comes first
+    text = as_table(on_8_gib, HERE, "mean KLD 0.1", "eight")
+    assert "does not fit" in text
+    assert "appliance quantize makes them" in text
+    assert json.dumps(as_data(on_8_gib, HERE))
+
+
+def test_more_at_once_takes_more_memory_and_a_shorter_context_is_found(dense: Path) -> None:
+    source, place = open_model(dense), place_of("RTX 3090", EngineConfig())
+    one, many = (
+        candidates(source, EngineConfig(), place, streams=streams)[0] for streams in (1, 4)
+    )
+    assert one.plan is not None
+    assert many.plan is not None
+    assert many.plan.kv_bytes > one.plan.kv_bytes
+    tight = candidates(source, EngineConfig(), place, streams=64)
+    shorter = [one for one in tight if one.plan and one.context_length < 2048]
+    assert not any(one.context_length == 2048 and one.refusal for one in tight if one.plan)
+    assert all("Nearest settings" in one.refusal for one in shorter)
+    with pytest.raises(ConfigError, match="2,048 tokens"):
+        candidates(source, EngineConfig(), place, context_length=4096)
+
+
+@pytest.mark.parametrize("name", ["RTX 3090", "NVIDIA GeForce RTX 3090", "rtx3090"])
+def test_a_name_may_be_written_in_any_way(name: str) -> None:
+    assert gpu_named(name).bandwidth == 936
+
+
+def test_an_unknown_gpu_has_a_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'RTX 4090'"):
+        gpu_named("RTX 4091")

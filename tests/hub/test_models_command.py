@@ -1,0 +1,100 @@
+"""`appliance models` against a stand-in for the hub, in processes of its own as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FILES = {"a-Q4_0.gguf": b"GGUF" + bytes(5000), "b-Q8_0.gguf": b"GGUF" + bytes(200)}
+
+# All commands of a test in one process: each costs a second of imports otherwise.
+RUN = """
+import json, sys
+from typer.testing import CliRunner
+from appliance.cli import app
+for arguments in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, arguments)
+    error = "" if result.exception is None else str(result.exception)
+    code = getattr(result.exception, "exit_code", result.exit_code)
+    print(json.dumps([code, result.stdout, error]))
+"""
+
+
+def run(hub: Any, home: Path, *commands: str) -> list[tuple[int, str, str]]:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUN, json.dumps([one.split() for one in commands])],
+        env={
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(home),
+            "APPLIANCE_CACHE_DIR": str(home / "own"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    answers = map(json.loads, result.stdout.splitlines())
+    return [(code, out, error) for code, out, error in answers]
+
+
+def test_pull_list_check_and_remove(hub: Any, tmp_path: Path) -> None:
+    hub.repos["org/model"] = FILES
+    pulled, listed, known, used, checked, removed, empty, none = run(
+        hub,
+        tmp_path,
+        "models pull org/model:a-Q4_0.gguf org/model@main:b-Q8_0.gguf",
+        "models ls",
+        "models ls --json",
+        "models du",
+        "models verify",
+        "models rm org/model:a-Q4_0.gguf org/model:b-Q8_0.gguf",
+        "models ls",
+        "models rm org/model",
+    )
+    assert pulled[0] == 0
+    assert "1 hash right" in pulled[1]
+    assert listed[1].splitlines()[0].split() == ["model", "kind", "size", "last", "used"]
+    names = {model["model"] for model in json.loads(known[1])["models"]}
+    assert names == {"org/model:a-Q4_0.gguf", "org/model:b-Q8_0.gguf"}
+    assert "in 2 files" in used[1]
+    assert checked[1].count("1 file right") == 2
+    assert removed[1].startswith("removed 2 models; ")
+    assert "no model has been downloaded" in empty[1]
+    assert (none[0], "none has been downloaded" in none[2]) == (3, True)
+
+
+def test_a_damaged_file_is_named_with_what_to_do(hub: Any, tmp_path: Path) -> None:
+    hub.repos["org/model"] = FILES
+    run(hub, tmp_path, "models pull org/model:a-Q4_0.gguf")
+    (file,) = tmp_path.glob("hub/models--org--model/snapshots/*/a-Q4_0.gguf")
+    file.resolve().write_bytes(b"GGUF" + bytes(4999) + b"\1")
+    checked, pulled = run(hub, tmp_path, "models verify", "models pull org/model:a-Q4_0.gguf")
+    assert "1 of 1 file damaged" in checked[1]
+    for code, _, error in (checked, pulled):
+        assert code == 3
+        assert "`appliance models rm org/model:a-Q4_0.gguf` and fetch it again" in error
+
+
+def test_a_download_that_broke_off_goes_on_and_a_revision_must_exist(
+    hub: Any, tmp_path: Path
+) -> None:
+    hub.repos["org/model"] = FILES
+    hub.shortened.add("a-Q4_0.gguf")
+    broken, none, nothing = run(
+        hub,
+        tmp_path,
+        "models pull org/model:a-Q4_0.gguf",
+        "models pull org/model@none:a-Q4_0.gguf",
+        "models rm",
+    )
+    assert "start again, what is complete is kept" in broken[2]
+    assert "org/model has no revision 'none'" in none[2]
+    assert "name models from `appliance models ls`, or --unfinished" in nothing[2]
+    hub.shortened.clear()
+    ((code, out, _),) = run(hub, tmp_path, "models pull org/model:a-Q4_0.gguf")
+    assert (code, "1 hash right" in out) == (0, True)

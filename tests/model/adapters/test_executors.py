@@ -1,0 +1,180 @@
+"""Adapters on every form of weights equal PEFT's, in both executors; base rows keep their bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from checkpoint_forms import FORMS, SHAPES, write_both
+from lora import write_adapter
+from native_models import native
+from teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
+
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.ragged import RaggedBatch
+from appliance.model.adapters.reader import read_adapter
+from appliance.model.adapters.targets import adapter_targets
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.kernels.cpu.structs import Isa
+    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.executor import Executor
+    from appliance.model.source import ModelSource
+
+# PEFT asks for a property of transformers that is going away.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+CPU_DEVICE = torch.device("cpu")
+ALL = {
+    f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()
+}
+
+
+def slots_with(
+    executor: Executor[Any], source: ModelSource, folders: list[Path], *, most_ranks: int = 64
+) -> AdapterSlots:
+    """Lay adapters out in slots 0, 1, ..."""
+    targets = adapter_targets(source.spec, source.family.names)
+    slots = executor.adapter_slots(targets, len(folders))
+    for slot, folder in enumerate(folders):
+        slots.put(slot, slots.lay_out(read_adapter(folder, source, most_ranks)))
+    return slots
+
+
+def of_peft(model: Path, adapter: Path, token_ids: list[int]) -> torch.Tensor:
+    """Return the logits that PEFT and transformers compute in float32."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(adapter)).eval()
+    with torch.no_grad():
+        logits: torch.Tensor = adapted(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_on_each_form_of_weights_is_that_of_peft(
+    form: str, tmp_path: Path, token_ids: list[int]
+) -> None:
+    quantized, dense = write_both(tmp_path, FORMS[form])
+    folder = write_adapter(tmp_path / "adapter", ALL, rank=5)
+    expected = of_peft(dense.path, folder, token_ids)
+    decoder = load_decoder(quantized, REFERENCE, CPU_DEVICE, torch.float32)
+    base = logits_of(decoder, token_ids)
+    change = float((expected - base).norm() / base.norm())
+    assert change > 0.1, "an adapter that says something"
+    slots = slots_with(decoder, quantized, [folder])
+    found = logits_of(decoder, token_ids, adapters=slots)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    held = native(quantized.path)
+    found = logits_of(held, token_ids, adapters=slots_with(held, quantized, [folder]))
+    share = float((found - expected).norm() / expected.norm())
+    assert share < (1e-5 if form.startswith("fp8") else 0.04)  # inputs of 8 bits
+
+
+def test_kld_against_merged_weights(tmp_path: Path, token_ids: list[int]) -> None:
+    """In bfloat16, as by default: factors are rounded once, and nothing else is."""
+    _, dense = write_both(tmp_path, FORMS["fp8"])
+    folder = write_adapter(tmp_path / "adapter", ALL, rank=16, dtype=torch.bfloat16)
+    expected = of_peft(dense.path, folder, token_ids).log_softmax(-1)
+    executor = native(dense.path)
+    found = logits_of(executor, token_ids, adapters=slots_with(executor, dense, [folder]))
+    divergence = torch.nn.functional.kl_div(
+        found.log_softmax(-1), expected, log_target=True, reduction="none"
+    ).sum(-1)
+    assert float(divergence.mean()) <= 1e-5
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> tuple[ModelSource, list[Path]]:
+    quantized, _ = write_both(tmp_path, FORMS["awq"])
+    some = {name: shape for name, shape in ALL.items() if "o_proj" in name or "up_proj" in name}
+    folders = [
+        write_adapter(tmp_path / "wide", ALL, rank=20),
+        write_adapter(tmp_path / "narrow", some, rank=3, seed=9),
+    ]
+    return quantized, folders
+
+
+def run_together(
+    executor: Executor[Any], slots: list[int], table: AdapterSlots, rows: list[int]
+) -> list[torch.Tensor]:
+    """Run sequences of so many rows in one step; return the logits of each."""
+    random = torch.Generator().manual_seed(4)
+    tokens = [torch.randint(3, 97, (count,), generator=random) for count in rows]
+    cache = executor.allocate_cache(KVFormat.FP32, num_blocks=len(rows), block_size=BLOCK_SIZE)
+    batch = RaggedBatch.of(
+        rows, rows, [[i] for i in range(len(rows))], block_size=BLOCK_SIZE, device=CPU_DEVICE
+    )
+    if any(slot >= 0 for slot in slots):
+        batch = with_adapters(batch, slots, table)
+    positions = torch.cat([torch.arange(count) for count in rows])
+    # The last row of each, as when tokens are sampled: the last layer goes on with these alone.
+    ends = torch.tensor(rows).cumsum(0) - 1
+    logits = executor.forward(torch.cat(tokens), positions, batch, cache, ends)
+    return list(logits)
+
+
+ROWS = [1, 1, 7, 1, 30, 2]
+SLOTS = [0, -1, 1, 1, 0, -1]
+
+
+def test_a_mix_in_one_step_keeps_every_bit(mixed: tuple[ModelSource, list[Path]], isa: Isa) -> None:
+    """Base rows are those without adapters beside them, adapted rows those of adapters alone."""
+    source, folders = mixed
+    executor = native(source.path, threads=2)
+    table = slots_with(executor, source, folders)
+    together = run_together(executor, SLOTS, table, ROWS)
+    plain = run_together(executor, [-1] * len(ROWS), table, ROWS)
+    for slot in range(-1, 2):
+        alone = run_together(executor, [slot] * len(ROWS), table, ROWS)
+        for i, own in enumerate(SLOTS):
+            if own == slot:
+                assert torch.equal(together[i], alone[i])
+                assert torch.equal(together[i], plain[i]) == (slot < 0)
+
+
+def test_torch_mixes_the_same(mixed: tuple[ModelSource, list[Path]]) -> None:
+    source, folders = mixed
+    exact = load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32)
+    table = slots_with(exact, source, folders)
+    together = run_together(exact, SLOTS, table, ROWS)
+    plain = run_together(exact, [-1] * len(ROWS), table, ROWS)
+    held = native(source.path)
+    beside = run_together(held, SLOTS, slots_with(held, source, folders), ROWS)
+    for i, slot in enumerate(SLOTS):
+        assert torch.equal(together[i], plain[i]) == (slot < 0)
+        assert float((beside[i] - together[i]).norm() / together[i].norm()) < 0.04
+
+
+def test_a_slot_is_emptied_and_filled_anew(mixed: tuple[ModelSource, list[Path]]) -> None:
+    source, folders = mixed
+    executor = native(source.path)
+    table = slots_with(executor, source, folders)
+    first, second = (run_together(executor, [slot], table, [9])[0] for slot in range(2))
+    table.put(0, None)
+    with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
+        run_together(executor, [0], table, [9])
+    table.put(0, table.lay_out(read_adapter(folders[1], source, 64)))
+    assert torch.equal(run_together(executor, [0], table, [9])[0], second)
+    assert not torch.equal(first, second)
+
+
+def test_no_rows_of_the_last_layer_are_left(mixed: tuple[ModelSource, list[Path]]) -> None:
+    """A step that only fills the cache has no row to select."""
+    source, folders = mixed
+    assert open_model(source.path).spec == source.spec
+    executor = native(source.path)
+    table = slots_with(executor, source, folders)
+    cache = executor.allocate_cache(KVFormat.FP32, num_blocks=1, block_size=BLOCK_SIZE)
+    batch = RaggedBatch.of([5], [5], [[0]], block_size=BLOCK_SIZE, device=CPU_DEVICE)
+    tokens, positions = torch.arange(3, 8), torch.arange(5)
+    none = torch.empty(0, dtype=torch.int64)
+    step = (tokens, positions, with_adapters(batch, [0], table), cache)
+    assert executor.forward(*step, none).shape == (0, 97)

@@ -1,0 +1,231 @@
+"""GGUF files of families with recurrent layers, under the names of gguf's own tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from recurrent_models import RECURRENT, SIZES, logits_in_steps
+from safetensors.torch import load_file
+
+from appliance.errors import CheckpointError
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library
+from appliance.kernels.packed import PackedWeight
+from appliance.model.loader import load_decoder
+from appliance.model.native_loader import load_native
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+CPU_DEVICE = torch.device("cpu")
+# GGUF architecture, and settings that its files can say
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("lfm2", {}),
+    "lfm2_moe": ("lfm2moe", {"routed_scaling_factor": 1.0}),
+    "qwen3_5": ("qwen35", {"full_attention_interval": 2, "layer_types": None}),
+    "qwen3_5_moe": ("qwen35moe", {"full_attention_interval": 2, "layer_types": None}),
+}
+OF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "leading_dense_block_count": "num_dense_layers",
+}
+
+
+def metadata(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    found = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.dimension_count": int(16 * rope.get("partial_rotary_factor", 1.0)),
+    }
+    found |= {key: getattr(config, name) for key, name in OF_EXPERTS.items() if name in config}
+    if config.model_type.startswith("lfm2"):
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        return found | {
+            "attention.head_count_kv": [config.num_key_value_heads * on for on in attends],
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "shortconv.l_cache": config.conv_L_cache,
+        }
+    return found | {
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_sections": [2, 1, 1, 0],
+        "full_attention_interval": 2,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+    }
+
+
+def tiled(tensor: Tensor, keys: int, width: int) -> Tensor:
+    """Value heads in llama.cpp's order: the first of each key head, then the second of each."""
+    heads = tensor.reshape(keys, -1, width, *tensor.shape[1:])
+    return heads.transpose(0, 1).reshape(tensor.shape)
+
+
+def converted(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """A tensor as llama.cpp's converter writes it."""
+    if config.model_type.startswith("lfm2"):
+        return tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return tensor + 1
+    if "shared_expert_gate" in name:
+        return tensor.squeeze(0)
+    part = name.partition("linear_attn.")[2].removesuffix(".weight")
+    keys, width = config.linear_num_key_heads, config.linear_value_head_dim
+    if part in ("in_proj_qkv", "conv1d"):
+        before = 2 * keys * config.linear_key_head_dim
+        values = tiled(tensor[before:], keys, width)
+        return torch.cat((tensor[:before], values)).squeeze(1 if part == "conv1d" else ())
+    if part == "in_proj_z":
+        return tiled(tensor, keys, width)
+    if part in ("in_proj_a", "in_proj_b", "dt_bias"):
+        return tiled(tensor, keys, 1)
+    if part == "A_log":
+        return -tiled(tensor, keys, 1).exp()
+    return tiled(tensor.T.contiguous(), keys, width).T if part == "out_proj" else tensor
+
+
+def stored_name(name: str, table: Any) -> str:
+    # The converter renames these before it looks in the table.
+    known = {
+        "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
+        "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
+    }
+    for ours, theirs in known.items():
+        name = name.replace(ours, theirs)
+    if ".experts.w" in name:
+        name = name.removeprefix("model.")
+    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
+
+
+def write_gguf(
+    folder: Path, model: Any, architecture: str, *, quantize: bool = False, **changes: Any
+) -> Path:
+    model.save_pretrained(folder / "original", save_original_format=False)
+    path, config = folder / "model.gguf", model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    tensors = load_file(folder / "original/model.safetensors")
+    of_dense = [name for name in tensors if name.endswith(("w1.weight", "mlp.gate_proj.weight"))]
+    width = tensors[of_dense[0]].shape[0] if of_dense else 1
+    for key, value in ({"feed_forward_length": width} | metadata(config) | changes).items():
+        is_list, is_real = isinstance(value, list), isinstance(value, float)
+        add = writer.add_float32 if is_real else writer.add_array if is_list else writer.add_uint32
+        add(f"{architecture}.{key}", value)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
+    for name, tensor in tensors.items():
+        layer, is_stack, _ = name.partition("experts.gate_up_proj")
+        parts = {name: tensor}
+        if is_stack:
+            halves = tensor.chunk(2, dim=1)
+            both = zip(("gate_proj", "up_proj"), halves, strict=True)
+            if "lfm2" in architecture:
+                both = zip(("w1", "w3"), halves, strict=True)
+            parts = {f"{layer}experts.{part}.weight": half for part, half in both}
+        elif name.endswith("experts.down_proj"):
+            part = "w2" if "lfm2" in architecture else "down_proj"
+            parts = {f"{name.removesuffix('down_proj')}{part}.weight": tensor}
+        for part, whole in parts.items():
+            data = np.ascontiguousarray(converted(part, whole, config).float().numpy())
+            if quantize and data.ndim > 1 and data.shape[-1] % 32 == 0:
+                kind = gguf.GGMLQuantizationType.Q8_0
+                packed = gguf.quants.quantize(data, kind)
+                writer.add_tensor(stored_name(part, table), packed, raw_dtype=kind)
+            else:
+                writer.add_tensor(stored_name(part, table), data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> tuple[Any, str]:
+    architecture, changes = CASES[request.param]
+    model_type, settings = RECURRENT[request.param]
+    kept = {key: value for key, value in (settings | changes).items() if value is not None}
+    return make_model(model_type, **SIZES | kept), architecture
+
+
+def test_a_gguf_file_reads_as_the_checkpoint_it_was_made_from(
+    case: tuple[Any, str], tmp_path: Path, token_ids: list[int]
+) -> None:
+    model, architecture = case
+    source = open_model(write_gguf(tmp_path, model, architecture))
+    original = open_model(tmp_path / "original")
+    assert source.family.model_type == model.config.model_type
+    for slot in original.slots():
+        theirs, ours = original.weights.load(slot.name), source.weights.load(slot.name)
+        torch.testing.assert_close(ours, theirs, atol=3e-7, rtol=0)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    decoder = load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32)
+    logits = logits_in_steps(decoder, token_ids, [45])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_packed_weights_keep_their_codes_and_run_in_the_library(
+    case: tuple[Any, str], tmp_path: Path, token_ids: list[int]
+) -> None:
+    """The order of a mixer's values is that of its packed columns, whose codes stay in place."""
+    model, architecture = case
+    source = open_model(write_gguf(tmp_path, model, architecture, quantize=True))
+    packed = [slot for slot in source.slots() if source.weights.packed_bits(slot.name) == 8]
+    assert {slot.role.value for slot in packed} >= {"query", "input", "output"}
+    weights = [source.weights.load(slot.name) for slot in packed]
+    assert all(isinstance(weight, PackedWeight) for weight in weights)
+    exact = load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32)
+    ours = load_native(source, NativeEngine(load_library(), 2), torch.float32)
+    expected = logits_in_steps(exact, token_ids, [45])
+    found = logits_in_steps(ours, token_ids, [45])
+    # Activations are rounded in the library, which may turn a close choice of experts at a token;
+    # another order of the values would make errors of 1.
+    errors = (found - expected).pow(2).mean(dim=-1).sqrt() / expected.std()
+    assert errors.median() < 0.05, errors
+    assert torch.equal(logits_in_steps(ours, token_ids, [1] * 45), found)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, "head_count_kv is .*list of 3 whole numbers"),
+        ("lfm2", {"attention.head_count_kv": [0, 0, 0]}, "none of 3 layers has attention"),
+        ("lfm2", {"shortconv.l_cache": 5}, r"conv\.weight has shape \(64, 3\).*\(64, 1, 5\)"),
+        ("qwen3_5", {"ssm.time_step_rank": 5}, "linear_num_value_heads = 5"),
+        ("qwen3_5", {"ssm.state_size": 48}, "in_proj_qkv.weight has shape"),
+        ("qwen3_5", {"ssm.conv_kernel": 1}, "ssm.conv_kernel is 1"),
+    ],
+)
+def test_state_sizes_that_do_not_fit_are_refused_by_name(
+    name: str, change: dict[str, Any], said: str, make_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    architecture, changes = CASES[name]
+    model_type, settings = RECURRENT[name]
+    kept = {key: value for key, value in (settings | changes).items() if value is not None}
+    path = write_gguf(tmp_path, make_model(model_type, **SIZES | kept), architecture, **change)
+    error = CheckpointError if "is " in said or "shape" in said else Exception
+    with pytest.raises(error, match=rf"model\.gguf.*{said}"):
+        open_model(path)

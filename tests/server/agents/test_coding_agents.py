@@ -1,0 +1,118 @@
+"""Coding agents that really edit a file, and instructor's third way of asking.
+
+Real are the server, its protocols, the chat template, the reading of calls, the agent, its tools
+and the file. No model so small could do this, so what the engine says is written down here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fetched import agent, python_clients
+from waiting import LIMIT
+
+from appliance.connect import RECIPES, Connection
+from tests.server.agents.conftest import Play, Rules, call
+
+OUTCOME = "the number is 42"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a file whose number is wrong."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "number.txt").write_text("the number is 17\n")
+    return folder
+
+
+async def run(command: Sequence[str | Path], folder: Path, home: Path, **environment: str) -> str:
+    """What an agent prints; it knows nothing of whoever runs the tests."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(2 * LIMIT):
+            said, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        said, _ = await process.communicate()
+        pytest.fail(said.decode())
+    assert process.returncode == 0, said.decode()
+    return said.decode()
+
+
+async def test_codex_edits_a_file(play: Play, project: Path, home: Path) -> None:
+    codex = agent("codex")
+    edit = "sed -i s/17/42/ number.txt && echo edited: && cat number.txt"
+    rules: Rules = [
+        {"contains": [f"edited:\\n{OUTCOME}"], "says": "It is 42 now."},
+        {"contains": [f"edited:\n{OUTCOME}"], "says": "It is 42 now."},
+        {"contains": ["Mend the number"], "says": call("exec_command", cmd=edit)},
+    ]
+    async with play(rules) as running:
+        step, *_ = RECIPES["codex"].steps(Connection(running.url, "echo"))
+        (home / "config.toml").write_text(step.code)
+        said = await run(
+            [
+                codex, "exec", "--skip-git-repo-check",
+                "--dangerously-bypass-approvals-and-sandbox",
+                "Mend the number",
+            ],
+            project, home, CODEX_HOME=str(home),
+        )  # fmt: skip
+        assert "It is 42 now." in said
+        assert running.idle()
+    assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
+
+
+async def test_opencode_reads_and_edits_a_file(play: Play, project: Path, home: Path) -> None:
+    opencode = agent("opencode")
+    path = str(project / "number.txt")
+    rules: Rules = [
+        {"contains": ["Mend the number", "Edit applied successfully"], "says": "It is 42 now."},
+        {
+            "contains": ["Mend the number", "the number is 17"],
+            "says": call("edit", filePath=path, oldString="17", newString="42"),
+        },
+        {"contains": ["Mend the number", '"edit"'], "says": call("read", filePath=path)},
+        {"says": "A number"},  # it also asks for a title
+    ]
+    async with play(rules) as running:
+        (step,) = RECIPES["opencode"].steps(Connection(running.url, "echo"))
+        alone = {"permission": "allow", "autoupdate": False, "share": "disabled"}
+        (project / step.file).write_text(json.dumps(json.loads(step.code) | alone))
+        said = await run([opencode, "run", "Mend the number"], project, home)
+        assert "It is 42 now." in said
+        assert running.idle()
+    assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
+
+
+@pytest.mark.model  # fetched as such are
+async def test_instructor_reads_json_that_only_the_prompt_describes(
+    play: Play, tmp_path: Path, home: Path
+) -> None:
+    python = await asyncio.to_thread(python_clients)
+    clients = Path(__file__).parents[2] / "e2e" / "clients" / "programs"
+    program = shutil.copy(clients / "instructor_modes.py", tmp_path)
+    place = {"city": "Paris", "inhabitants": 2_100_000}
+    rules: Rules = [{"contains": ["inhabitants", "Eiffel"], "says": json.dumps(place)}]
+    async with play(rules) as running:
+        said = await run(
+            [python / "python", program, f"{running.url}/v1", "JSON", "MD_JSON"],
+            tmp_path,
+            home,
+        )
+    for answer in json.loads(said).values():
+        assert answer == {"given": place, "reason": "stop"}

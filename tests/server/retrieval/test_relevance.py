@@ -1,0 +1,115 @@
+"""Rerank and score, by vectors and by what a reranker would say, with numbers that are foretold."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from waiting import until
+
+from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe, RetrievalRecipe
+from tests.server.retrieval.test_embeddings import vector
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Serve
+
+DOCUMENTS = ["ggg", "aab", "ab"]
+YES_NO = RerankRecipe("README.md", "<|im_start|>{instruction}|{query}|{document}|", ("y", "n"), "i")
+
+
+def cosine(one: str, other: str) -> float:
+    return sum(a * b for a, b in zip(vector(one), vector(other), strict=True))
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+@pytest.fixture
+def says(byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def say(recipe: RetrievalRecipe) -> None:
+        monkeypatch.setattr(byte_tokenizer, "retrieval", recipe)
+
+    return say
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+async def test_documents_come_in_the_order_of_their_cosines(serve: Serve, path: str) -> None:
+    async with serve() as running:
+        body: dict[str, Any] = {"query": "aab", "documents": DOCUMENTS}
+        answer = (await running.http.post(path, json=body)).json()
+        assert [one["index"] for one in answer["results"]] == [1, 2, 0]
+        for one in answer["results"]:
+            text = DOCUMENTS[one["index"]]
+            assert one["document"] == {"text": text}
+            assert one["relevance_score"] == pytest.approx(cosine("aab", text), abs=1e-6)
+        assert answer["scorer"] == "cosine of embeddings (last pooling, the default here)"
+        assert answer["usage"]["total_tokens"] == 3 + 3 + 2, "equal texts are read once"
+        objects = [{"text": text} for text in DOCUMENTS]
+        short = {"documents": objects, "top_n": 1, "return_documents": False}
+        (best,) = (await running.http.post(path, json=body | short)).json()["results"]
+        assert best == {"index": 1, "relevance_score": pytest.approx(1.0)}
+        await until(running.idle)
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+async def test_one_text_or_as_many_are_scored_in_their_order(serve: Serve, path: str) -> None:
+    async with serve() as running:
+        for names in (("text_1", "text_2"), ("queries", "documents")):
+            for first in ("aab", ["aab"], ["aab", "g", "ba"]):
+                body = dict(zip(names, (first, DOCUMENTS), strict=True))
+                answer = (await running.http.post(path, json=body)).json()
+                left = first if len(first) == 3 and isinstance(first, list) else ["aab"] * 3
+                expected = [cosine(*pair) for pair in zip(left, DOCUMENTS, strict=True)]
+                found = [one["score"] for one in answer["data"]]
+                assert found == pytest.approx(expected, abs=1e-6)
+                assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+                assert answer["object"] == "list"
+
+
+async def test_a_reranker_is_asked_as_its_checkpoint_says(serve: Serve, says: Any) -> None:
+    says(RetrievalRecipe(EmbeddingRecipe(refused="no vectors"), YES_NO))
+    async with serve() as running:
+        body: dict[str, Any] = {"query": "any", "documents": ["yyy", "nn", "yn <|im_end|>"]}
+        answer = (await running.http.post("/v1/rerank", json=body)).json()
+        found = {one["index"]: one["relevance_score"] for one in answer["results"]}
+        # "any" has one of each; the engine of these tests counts labels in the prompt.
+        assert found == pytest.approx({0: sigmoid(3), 1: sigmoid(-2), 2: sigmoid(-1)})
+        assert answer["scorer"] == "probability of the next token 'y' against 'n' (README.md)"
+        lengths = [len(f"i|any|{text}|") + 1 for text in body["documents"]]
+        assert answer["usage"]["prompt_tokens"] == sum(lengths), "a mark in a document is text"
+        instructed = (
+            await running.http.post("/v1/rerank", json=body | {"instruction": "yyyy"})
+        ).json()
+        assert instructed["results"][-1]["relevance_score"] == pytest.approx(sigmoid(2))
+        refused = await running.http.post("/v1/embeddings", json={"input": "a"})
+        assert "no vectors" in refused.json()["error"]["message"]
+
+
+async def test_a_chat_template_with_query_and_document_is_used(
+    serve: Serve, says: Any, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(RetrievalRecipe(rerank=RerankRecipe("modules.json", "", (121,), "")))
+    async with serve() as running:
+        body = {"text_1": "y", "text_2": ["yy", "n"]}
+        answer = (await running.http.post("/v1/score", json=body)).json()
+        # The template names roles: "query" has a y, as the first text does.
+        expected = [sigmoid(4), sigmoid(2)]
+        assert [one["score"] for one in answer["data"]] == pytest.approx(expected)
+        refused = await running.http.post("/v1/score", json=body | {"instruction": "x"})
+        assert refused.json()["error"]["param"] == "instruction"
+        monkeypatch.setattr(byte_tokenizer, "chat_template", None)
+        bare = await running.http.post("/v1/score", json=body)
+        assert bare.status_code == 400
+        assert "chat template" in bare.json()["error"]["message"]
+
+
+async def test_prompts_for_queries_and_documents_are_used(serve: Serve, says: Any) -> None:
+    prompts = {"query": "aaa", "passage": "b"}
+    says(RetrievalRecipe(EmbeddingRecipe(source="modules.json", prompts=prompts)))
+    async with serve() as running:
+        body = {"text_1": "c", "text_2": "d"}
+        answer = (await running.http.post("/v1/score", json=body)).json()
+        assert answer["data"][0]["score"] == pytest.approx(cosine("aaac", "bd"), abs=1e-6)
+        assert "modules.json" in answer["scorer"]

@@ -1,0 +1,34 @@
+"""The document at /openapi.json against the server, by schemathesis: neither says too much."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from fetched import python_clients
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Serve
+
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+# scripts/soak has more of each kind.
+EXAMPLES = ("--phases", "fuzzing", "--max-examples", "4", "--no-shrink", "--seed", "17")
+
+
+@pytest.mark.model  # it is fetched, too
+async def test_the_document_and_the_server_agree(serve: Serve, tmp_path: Path) -> None:
+    program = await asyncio.to_thread(python_clients)
+    async with serve("num_blocks=2048") as running:
+        pid = running.state.engine.pid
+        judge = await asyncio.create_subprocess_exec(
+            program / "python", "-m", "schemathesis.cli", "--config-file", CONFIG,
+            "run", f"{running.url}/openapi.json", *EXAMPLES,
+            cwd=tmp_path, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        said, _ = await judge.communicate()
+        assert judge.returncode == 0, said.decode()
+        assert "passed" in said.decode()
+        assert running.state.engine.pid == pid
+        assert running.idle()

@@ -1,0 +1,164 @@
+"""Small models whose weights others quantized, beside the dense weights they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from appliance.checkpoint import write_safetensors
+from appliance.kernels.fp8 import BLOCK, Fp8Weight
+from appliance.model.source import ModelSource, open_model
+from appliance.quant.formats import awq, compressed_tensors, gptq
+from appliance.quant.formats.awq import AwqLayout
+from appliance.quant.formats.compressed_tensors_config import quantization_config
+from appliance.quant.formats.gptq import V1, V2, GptqLayout
+from appliance.quant.formats.pack import bytes_to_words, pack_codes, unpack_codes, words_to_bytes
+from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.formats.word_packed import G_IDX, QWEIGHT
+from appliance.quant.methods import rtn
+
+DEVICE = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SHAPES = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (192, 128),
+    "mlp.up_proj": (192, 128),
+    "mlp.down_proj": (128, 192),
+}
+Stored = dict[str, Tensor]
+Quantize = Callable[[str, Tensor], tuple[Stored, Tensor]]  # parts by suffix, and the dense weight
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a test's checkpoint stores its linears."""
+
+    config: dict[str, Any]
+    quantize: Quantize
+    weight_format: str
+
+
+def in_awq(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    packed = rtn.quantize(weight, WeightScheme(4, 64, symmetric=False), torch.float16)
+    return AwqLayout(64).encode(name, packed), packed.dequantize()
+
+
+def in_gptq(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    packed = rtn.quantize(weight, WeightScheme(8, 32, symmetric=True), torch.float16)
+    return GptqLayout(8, 32, V1).encode(name, packed), packed.dequantize()
+
+
+def in_act_order(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """Every input of a layer has an order, but the value projection one of its own."""
+    packed = rtn.quantize(weight, WeightScheme(4, 64, symmetric=False), torch.float16)
+    parts = GptqLayout(4, 64, V2).encode(name, packed)
+    seed = 1 if "v_proj" in name else weight.shape[1]
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+    codes = unpack_codes(words_to_bytes(parts[QWEIGHT].T.contiguous(), weight.shape[1] // 2), 4)
+    parts[QWEIGHT] = bytes_to_words(pack_codes(codes[:, order], 4)).T.contiguous()
+    parts[G_IDX] = parts[G_IDX][order]
+    return parts, packed.dequantize()[:, order]
+
+
+def in_fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    rows, columns = weight.shape
+    scale = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    dense = torch.empty(weight.shape)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            block = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scale[i, j] = weight[block].abs().max() / 448
+            codes[block] = (weight[block] / scale[i, j]).to(torch.float8_e4m3fn)
+            dense[block] = codes[block].float() * scale[i, j]
+    return {".weight": codes, ".weight_scale_inv": scale}, dense
+
+
+def in_channel_fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    scale = (weight.abs().amax(dim=1) / 448).bfloat16().float()
+    codes = (weight / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    fp8 = Fp8Weight(codes, scale)
+    parts = compressed_tensors.encode(name + ".weight", fp8, Fp8Scheme())
+    return {key.removeprefix(name): part for key, part in parts.items()}, fp8.dequantize()
+
+
+FORMS = {
+    "fp8-channel": Form(
+        quantization_config({"model.layers.0.mlp.up_proj": Fp8Scheme()}, ["lm_head"]),
+        in_channel_fp8,
+        "fp8 (held as fp32)",
+    ),
+    "awq": Form(
+        awq.quantization_config(AwqLayout(64), ["lm_head"]), in_awq, "4 bits (groups of 64)"
+    ),
+    "gptq": Form(
+        gptq.quantization_config(GptqLayout(8, 32, V1), []), in_gptq, "8 bits (groups of 32)"
+    ),
+    "act-order": Form(
+        gptq.quantization_config(GptqLayout(4, 64, V2), []) | {"desc_act": True},
+        in_act_order,
+        "4 bits (groups of 64)",
+    ),
+    "fp8": Form(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        in_fp8,
+        "fp8 (held as fp32)",
+    ),
+}
+
+
+def write(folder: Path, tensors: Stored, quantization: dict[str, Any] | None) -> ModelSource:
+    folder.mkdir()
+    config = CONFIG if quantization is None else CONFIG | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", tensors)
+    return open_model(folder)
+
+
+def write_both(path: Path, form: Form) -> tuple[ModelSource, ModelSource]:
+    """A quantized model, and one with the weights that it stands for, dense."""
+    random = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int, gain: float = 1.5) -> Tensor:
+        return torch.randn(rows, columns, generator=random).mul(gain * columns**-0.5)
+
+    quantized = {
+        "model.embed_tokens.weight": matrix(97, 128, 12),
+        "lm_head.weight": matrix(97, 128),
+        "model.norm.weight": torch.ones(128),
+    }
+    dense = dict(quantized)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            quantized[f"{prefix}{norm}.weight"] = dense[f"{prefix}{norm}.weight"] = torch.ones(128)
+        for name, shape in SHAPES.items():
+            parts, weight = form.quantize(prefix + name, matrix(*shape))
+            quantized |= {prefix + name + suffix: part for suffix, part in parts.items()}
+            dense[f"{prefix}{name}.weight"] = weight
+    return write(path / "quantized", quantized, form.config), write(path / "dense", dense, None)

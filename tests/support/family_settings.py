@@ -1,0 +1,226 @@
+"""Settings of a small model of each family: of config.json, and of GGUF metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CONVOLUTIONS = {"norm_eps": 1e-5, "layer_types": ["conv", "full_attention"], "conv_L_cache": 4}
+DELTA = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 3,
+    "mamba_ssm_dtype": "float32",
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 2.0,
+}
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 3,
+}
+NEMOTRON_H = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 3,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+# What each family reads beyond the sizes, under its model_type.
+OF_FAMILY: dict[str, list[dict[str, Any]]] = {
+    "llama": [{"rope_scaling": LLAMA3}, {"rope_scaling": YARN}, {"rope_theta": 1e4}],
+    "mistral": [{"sliding_window": 3}],
+    "ministral3": [
+        {"sliding_window": 3, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
+    ],
+    "qwen2": [{"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}],
+    "qwen3": [{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}],
+    "gemma3_text": [
+        {
+            "sliding_window": 3,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        }
+    ],
+    "gemma4_text": [
+        {
+            "sliding_window": 3,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 97,
+            "final_logit_softcapping": 3.0,
+        },
+        {
+            "sliding_window": 3,
+            "layer_types": ["full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ],
+    "phi3": [
+        {"partial_rotary_factor": 0.5, "rope_scaling": LONG},
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    ],
+    "qwen3_moe": [
+        EXPERTS | {"num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        EXPERTS | {"num_local_experts": 4, "mlp_only_layers": [1]},
+    ],
+    "mixtral": [EXPERTS | {"num_local_experts": 4}],
+    "qwen2_moe": [EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}],
+    "glm4_moe": [
+        EXPERTS
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "first_k_dense_replace": 1,
+        }
+    ],
+    "gpt_oss": [
+        EXPERTS
+        | {
+            "num_local_experts": 4,
+            "sliding_window": 3,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.7,
+            "rope_scaling": YARN | {"truncate": False},
+        }
+    ],
+    "qwen3_5_text": [DELTA, DELTA | {"layer_types": ["linear_attention", "full_attention"]}],
+    "qwen3_5_moe_text": [
+        EXPERTS | DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 16}
+    ],
+    "lfm2": [CONVOLUTIONS | {"block_ff_dim": 64}, {"norm_eps": 1e-5, "full_attn_idxs": [1]}],
+    "lfm2_moe": [EXPERTS | CONVOLUTIONS | {"num_experts": 4, "num_dense_layers": 1}],
+    "granite": [MULTIPLIERS],
+    "granitemoe": [MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4}],
+    "granitemoehybrid": [
+        MULTIPLIERS
+        | MAMBA2
+        | {
+            "layer_types": ["mamba", "attention"],
+            "position_embedding_type": "nope",
+            "num_experts_per_tok": 2,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 16,
+        },
+    ],
+    "nemotron_h": [
+        NEMOTRON_H | {"hybrid_override_pattern": "*-"},
+        EXPERTS
+        | NEMOTRON_H
+        | {
+            "layers_block_type": ["linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ],
+    "bamba": [MAMBA2 | {"attn_layer_indices": [1]}],
+    "deepseek_v2": [
+        EXPERTS | LATENT | {"n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": None}
+    ],
+    "deepseek_v3": [
+        EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_scaling": YARN | {"mscale_all_dim": 1.0},
+        }
+    ],
+    "glm4_moe_lite": [
+        EXPERTS | LATENT | {"n_routed_experts": 4, "mlp_layer_types": ["dense", "sparse"]}
+    ],
+}
+GGUF_SIZES: dict[str, Any] = {
+    "block_count": 2,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 48,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.dimension_count": 16,
+    "rope.freq_base": 1e4,
+}
+GGUF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16}
+GGUF_DELTA = {
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 3,
+    "ssm.state_size": 16,
+    "ssm.group_count": 1,
+    "ssm.time_step_rank": 2,
+    "ssm.inner_size": 32,
+}
+GGUF_CONVOLUTIONS = {"attention.head_count_kv": [0, 1], "shortconv.l_cache": 3}
+OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
+    "llama": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    "qwen2": {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0,
+              "rope.scaling.original_context_length": 32},
+    "qwen3": {},
+    "gemma3": {"attention.sliding_window": 3, "attention.sliding_window_pattern": 2},
+    "phi3": {"attention.sliding_window": 3, "rope.scaling.attn_factor": 1.0,
+             "rope.scaling.original_context_length": 32},
+    "qwen3moe": GGUF_EXPERTS,
+    "qwen2moe": GGUF_EXPERTS | {"expert_shared_feed_forward_length": 16},
+    "glm4moe": GGUF_EXPERTS | {"expert_shared_count": 1, "expert_group_count": 2,
+                               "expert_group_used_count": 1, "expert_weights_scale": 2.0,
+                               "leading_dense_block_count": 1, "expert_gating_func": 2},
+    "gpt-oss": GGUF_EXPERTS | {"attention.sliding_window": 3, "rope.scaling.type": "yarn",
+                               "rope.scaling.factor": 2.0,
+                               "rope.scaling.original_context_length": 32},
+    "qwen35": GGUF_DELTA,
+    "qwen35moe": GGUF_DELTA | GGUF_EXPERTS | {"expert_shared_feed_forward_length": 16},
+    "lfm2": GGUF_CONVOLUTIONS,
+    "lfm2moe": GGUF_CONVOLUTIONS | GGUF_EXPERTS | {"leading_dense_block_count": 1},
+}  # fmt: skip

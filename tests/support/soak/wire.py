@@ -1,0 +1,107 @@
+"""A client that costs little: HTTP/1.1 over a socket that is kept, or left as strangers would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back.
+
+    Attributes:
+        status: of HTTP.
+        body: all of it.
+        first: seconds to the first byte of the body.
+    """
+
+    status: int
+    body: bytes
+    first: float
+
+
+class Connection:
+    """One connection to a server, opened when it is needed and again when it was closed.
+
+    Args:
+        url: http://HOST:PORT.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._address = (parts.hostname or "", parts.port or 80)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect, unless that is done."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._address)
+        return self._streams
+
+    def close(self) -> None:
+        """Break it off."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+            self._streams = None
+
+    async def post(self, path: str, body: bytes | dict[str, Any]) -> Reply:
+        """Send JSON, or what passes for it."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.ask("POST", path, content)
+
+    async def ask(self, method: str, path: str, content: bytes = b"") -> Reply:
+        """One request and its whole reply; once more, if the server had closed the connection.
+
+        Raises:
+            ConnectionError: there is no reply.
+        """
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n"
+        ).encode()
+        was_open = self._streams is not None
+        try:
+            return await self._exchange(head + content)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.close()
+            if not was_open:
+                raise ConnectionError("the server closed the connection") from None
+        return await self._exchange(head + content)
+
+    async def _exchange(self, request: bytes) -> Reply:
+        reader, writer = await self.open()
+        begin = time.perf_counter()
+        writer.write(request)
+        status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = {
+            name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)
+        }
+        if headers.get("transfer-encoding") == "chunked":
+            body, first = await _chunks(reader)
+        else:
+            length = int(headers.get("content-length", 0))
+            body, first = await reader.readexactly(length), time.perf_counter()
+        if headers.get("connection") == "close":
+            self.close()
+        return Reply(int(status.split()[1]), body, first - begin)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> tuple[bytes, float]:
+    """A body in chunks, and when its first byte was there."""
+    pieces, first = [], 0.0
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        pieces.append((await reader.readexactly(size + 2))[:-2])
+        first = first or time.perf_counter()
+    await reader.readexactly(2)
+    return b"".join(pieces), first

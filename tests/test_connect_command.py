@@ -1,0 +1,60 @@
+"""`appliance connect` as a person calls it; each set-up is tested in tests/connect."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from own_config import WriteConfig, clean_environment, write_config
+from typer.testing import CliRunner, Result
+
+from appliance.cli import app
+from appliance.connect import RECIPES
+
+__all__ = ["clean_environment", "write_config"]
+KEY = "0123456789abcdef"
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["connect", *arguments])
+
+
+def test_without_a_name_all_are_listed() -> None:
+    listed = call().stdout
+    assert all(f"{name} " in listed for name in RECIPES)
+
+
+def test_an_unknown_name_has_a_nearest() -> None:
+    assert "did you mean 'open-webui'" in str(call("openwebui").exception)
+
+
+def test_address_key_and_model_are_those_of_the_settings(write_config: WriteConfig) -> None:
+    write_config(f"[server]\nport = 9\napi_key = '{KEY}'\nserved_model_name = 'mine'\n")
+    result = call("opencode", "--code")
+    provider = json.loads(result.stdout)["provider"]["home"]
+    assert provider["options"] == {"baseURL": "http://127.0.0.1:9/v1", "apiKey": KEY}
+    assert provider["models"] == {"mine": {}}
+    result = call("opencode")
+    assert "note: no answer" in result.stderr
+    assert result.exit_code == 0
+
+
+def test_the_key_is_not_for_a_server_elsewhere(write_config: WriteConfig) -> None:
+    write_config(f"[server]\nport = 9\napi_key = '{KEY}'\n")
+    assert KEY in call("curl").stdout
+    assert KEY not in call("curl", "--url", "http://192.0.2.1:9").stdout
+
+
+def test_a_client_elsewhere_gets_an_address_that_it_can_reach(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config("[server]\nport = 9\n")
+    assert "usually runs on another machine" in call("home-assistant").stderr
+    write_config(f"[server]\nport = 9\nhost = '0.0.0.0'\napi_key = '{KEY}'\n")
+    monkeypatch.setattr(
+        "appliance.commands.connect.network_url", lambda host, port, tls: "http://192.0.2.7:9"
+    )
+    result = call("home-assistant")
+    assert "http://192.0.2.7:9" in result.stdout
+    assert "another machine" not in result.stderr

@@ -1,0 +1,50 @@
+"""How a parallel run shares the tests out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from file_scheduling import BY_TEST, ONE_UNIT, SECONDS, longest_first, unit_of
+
+COPY = f"{ONE_UNIT}/test_block_copy.py::test_copy"
+MEMORY = "tests/quant/run/test_memory.py::test_peak"
+
+
+def test_a_unit_is_a_file_or_what_one_child_runs_or_a_long_test() -> None:
+    assert unit_of("tests/test_log.py::test_it[interpreter]") == "tests/test_log.py"
+    assert unit_of(f"{COPY}[interpreter-int8]") == ONE_UNIT
+    assert unit_of(f"{COPY}[sm_86-int8]") == f"{ONE_UNIT}/test_block_copy.py"
+    assert unit_of(f"{MEMORY}[awq]") == f"{MEMORY}[awq]"
+
+
+def test_what_is_named_is_there(pytestconfig: pytest.Config) -> None:
+    assert all((pytestconfig.rootpath / name).exists() for name in (*SECONDS, *BY_TEST))
+
+
+def test_the_longest_come_first_and_slow_files_before_others() -> None:
+    def item(nodeid: str, *, slow: bool = False) -> Any:
+        path = Path(nodeid.split("::")[0])
+        marker = object() if slow else None
+        return SimpleNamespace(nodeid=nodeid, path=path, get_closest_marker=lambda _: marker)
+
+    wanted = [
+        f"{COPY}[interpreter]",
+        "tests/kernels/cpu/test_sanitizers.py::test_c",
+        f"{MEMORY}[awq]",
+        f"{COPY}[sm_86]",  # of a file with a slow one
+        "tests/test_slow.py::test_slow",
+        "tests/test_slow.py::test_quick",
+        "tests/test_a.py::test_b",
+    ]
+    slow = {f"{COPY}[interpreter]", "tests/test_slow.py::test_slow"}
+    items = [item(name, slow=name in slow) for name in (*wanted[4:], *wanted[:4])]
+    items.sort(key=lambda one: "test_a" not in one.nodeid)
+    longest_first(cast("list[pytest.Item]", items))
+    found = [one.nodeid for one in items]
+    assert found[:3] == wanted[:3]
+    assert set(found[3:6]) == set(wanted[3:6])
+    assert found[6] == wanted[6]
+    assert found.index(wanted[4]) + 1 == found.index(wanted[5]), "a file stays together"

@@ -1,0 +1,89 @@
+"""One name, one thing; and docstrings are sentences with a verb, not indirect questions."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+OPENING = re.compile(r"(What|Whether|How|Which|Where|Who|When|Why)\b")
+ROOT = Path(__file__).parent.parent
+ROOMS = ("appliance", "kernels", "quant", "tui")
+
+MEANT_TWICE = {
+    "TextDelta": "a wire message of the Responses API, and one of the Messages API",
+}
+
+
+def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the product under a root, by its path from there."""
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            inside = path.relative_to(root / room).parts
+            # The package reaches the other rooms through symlinks as well.
+            if not any((root / room / part).is_symlink() for part in inside):
+                yield str(path.relative_to(root)), ast.parse(path.read_text())
+
+
+def exported_classes(root: Path) -> dict[str, set[str]]:
+    """The modules that define each public class at their top level, by name of the class."""
+    found = defaultdict(set)
+    for where, module in modules(root):
+        for node in module.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].add(where)
+    return found
+
+
+def indirect_questions(root: Path) -> list[str]:
+    """Docstrings that open with a question word."""
+    found = []
+    for where, module in modules(root):
+        for node in ast.walk(module):
+            if isinstance(node, DOCUMENTED) and OPENING.match(ast.get_docstring(node) or ""):
+                found.append(f"{where}: {getattr(node, 'name', 'the module')}")
+    return found
+
+
+def duplicates(root: Path) -> dict[str, set[str]]:
+    return {name: where for name, where in exported_classes(root).items() if len(where) > 1}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found = duplicates(ROOT)
+    unexplained = {name: where for name, where in found.items() if name not in MEANT_TWICE}
+    assert not unexplained, f"rename one of each, or give a reason in MEANT_TWICE: {unexplained}"
+    assert not MEANT_TWICE.keys() - found.keys(), "MEANT_TWICE explains names that occur once"
+
+
+def test_every_room_is_searched() -> None:
+    rooms = {Path(where).parts[0] for places in exported_classes(ROOT).values() for where in places}
+    assert rooms == set(ROOMS)
+
+
+def test_a_second_class_of_a_name_is_found(tmp_path: Path) -> None:
+    planted = {
+        "appliance/engine/plan.py": "class Plan: ...",
+        "quant/run/plan.py": "class Plan:\n    class Inner: ...",
+        "kernels/work.py": "class _Plan: ...\nclass Inner: ...",
+    }
+    for name, text in planted.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "appliance" / "quant").symlink_to("../quant")
+    assert duplicates(tmp_path) == {"Plan": {"appliance/engine/plan.py", "quant/run/plan.py"}}
+
+
+def test_no_docstring_is_an_indirect_question() -> None:
+    assert not indirect_questions(ROOT), "say it with a verb: Return, Count, Check"
+
+
+def test_an_indirect_question_is_found(tmp_path: Path) -> None:
+    (tmp_path / "tui").mkdir()
+    planted = 'class Row:\n    """A row."""\n    def f(self):\n        """Whether it is."""'
+    (tmp_path / "tui" / "row.py").write_text(planted)
+    assert indirect_questions(tmp_path) == ["tui/row.py: f"]
