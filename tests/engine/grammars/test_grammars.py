@@ -122,7 +122,11 @@ def test_sequences_that_make_room_go_on_where_they_were(tiny_llama: Path) -> Non
     requests = [request(str(n), long, seed=n, prompt=tuple(range(9 + n, 29))) for n in range(6)]
     expected = run(load(tiny_llama), *requests)
     for host in (0, 2**20):
-        limits = {"kv_cache_memory": 2**16, "max_model_len": 100, "kv_host_memory": host}
+        limits: dict[str, Any] = {
+            "kv_cache_memory": 2**16,
+            "max_model_len": 100,
+            "kv_host_memory": host,
+        }
         small = load(tiny_llama, speculate="off", **limits)  # else some end too soon
         assert run(small, *requests) == expected
         assert small.stats().preemptions_total > 0
