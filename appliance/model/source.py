@@ -81,7 +81,7 @@ def _open_folder(path: Path) -> ModelSource:
     if is_read(quantization):
         check_quantization(quantization, origin)
     weights = open_weights(folder)
-    family = replace(family, names=names_in(weights, family.names))
+    family = replace(family, names=names_in(weights, family.names, family.other_names))
     if spec.has_experts:
         weights = separate_experts(weights, spec, family.names, path.name)
     if is_part:

@@ -84,9 +84,7 @@ class Variants:
         for start in range(0, tokens, HEAD_ROWS):
 
             def answers(stream: Tensor, start: int = start) -> Tensor:
-                hidden = self._backend.rms_norm(
-                    stream[start : start + HEAD_ROWS], norm.weight, norm.eps
-                )
+                hidden = norm.of(stream[start : start + HEAD_ROWS], self._backend)
                 logits = hidden @ head.T
                 if softcap is not None:
                     logits = self._backend.soft_cap(logits, softcap)

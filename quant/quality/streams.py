@@ -130,7 +130,7 @@ class Streams:
     def hidden(self, variant: ModelVariant, window: int, rows: slice, norm: Norm) -> Tensor:
         """Return the normed stream of some rows of a window, (num_rows, hidden_size)."""
         stream = self._streams[variant.name][window, rows].to(self._device)
-        return self._backend.rms_norm(stream, norm.weight, norm.eps)
+        return norm.of(stream, self._backend)
 
     def _weight_sets(self) -> Iterator[WeightSet]:
         yield from {id(variant.weights): variant.weights for variant in self.variants}.values()
@@ -162,7 +162,7 @@ class Streams:
             before = stream[rows].flatten(0, 1).to(self._device)
             kv = LayerPrecision(KVFormat.FP32) if variant.kv is None else variant.kv[cached]
             step, cache = self._step(variant, kv, layer, rows.stop - rows.start)
-            hidden = self._backend.rms_norm(before, norm.weight, norm.eps)
+            hidden = norm.of(before, self._backend)
             _, after = layer(hidden, before, step, cache, None)
             nothing = torch.zeros_like(after)
             mixed = nothing if layer.mixer is None else _result(layer.mixer.output)

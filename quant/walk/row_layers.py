@@ -38,13 +38,14 @@ class RowLayers:
     def block(self, index: int) -> TransformerBlock:
         weights = self.reader.layer(index)
         norm = weights.first_norm
+        assert norm is not None, "refused before"
         layer = self._builder.layer(index, weights, self._specs[index], norm)
         return TransformerBlock(layer, norm)
 
     def run(self, block: TransformerBlock, stream: Tensor) -> Tensor:
         """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the stream after."""
         norm = block.mixer_norm
-        hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
+        hidden = norm.of(stream, self._backend)
         step, cache = self._step(len(stream) // self._row_tokens, block)
         return block.layer(hidden, stream, step, cache, None)[1]
 

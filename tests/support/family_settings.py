@@ -134,6 +134,7 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_moe_text": [
         EXPERTS | DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 16}
     ],
+    "qwen3_next": [EXPERTS | DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 16}],
     "lfm2": [CONVOLUTIONS | {"block_ff_dim": 64}, {"norm_eps": 1e-5, "full_attn_idxs": [1]}],
     "lfm2_moe": [EXPERTS | CONVOLUTIONS | {"num_experts": 4, "num_dense_layers": 1}],
     "granite": [MULTIPLIERS],
@@ -163,7 +164,34 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     ],
     "bamba": [MAMBA2 | {"attn_layer_indices": [1]}],
     "deepseek_v2": [
-        EXPERTS | LATENT | {"n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": None}
+        EXPERTS | LATENT | {"n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": None},
+        EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ],
+    "mistral4": [
+        EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN
+            | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+        }
+    ],
+    "opt": [
+        {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        {"ffn_dim": 48, "enable_bias": False},
+    ],
+    "falcon": [
+        {"ffn_hidden_size": 48, "num_kv_heads": 1, "new_decoder_architecture": True},
+        {"layer_norm_epsilon": 1e-5, "multi_query": True, "rope_theta": 1e4},
     ],
     "deepseek_v3": [
         EXPERTS

@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec, ExpertsSpec
 
 _EPSILON = 1e-20  # of the routers by sigmoids, in transformers
+_IN_GROUPS = "group_limited_greedy"
 
 
 def _read_v2(config: ConfigReader) -> DecoderSpec:
-    if config.text("topk_method", "greedy") != "greedy":
-        raise config.refuse("topk_method", "greedy with this architecture")
+    method = config.text("topk_method", "greedy")
+    if method not in ("greedy", _IN_GROUPS):
+        raise config.refuse("topk_method", f"greedy and {_IN_GROUPS} with this architecture")
     for name in ("n_group", "topk_group", "norm_topk_prob"):
-        config.value(name)  # of no effect with this method
+        config.value(name)  # of no effect with the other method
     dense = config.integer("first_k_dense_replace", 0)
     experts = read_experts(
         config,
         count="n_routed_experts",
         renormalize=False,
+        grouped=method == _IN_GROUPS,
+        best_of_group=1,
         scale=config.number("routed_scaling_factor", 1.0),
         shared_width=_shared_width(config, 2),
     )

@@ -50,6 +50,7 @@ class Family:
         architectures: `architectures` of its Hugging Face configs.
         read: builds the spec from a config.
         names: Hugging Face names of the tensors.
+        other_names: those of checkpoints whose first layer has its norm under another name.
         gguf: reads its GGUF files; None if it cannot.
     """
 
@@ -58,6 +59,7 @@ class Family:
     architectures: tuple[str, ...]
     read: Callable[[ConfigReader], DecoderSpec]
     names: TensorNames = field(default_factory=TensorNames)
+    other_names: TensorNames | None = None
     gguf: GGUFMapping | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:

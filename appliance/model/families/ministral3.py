@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.model.families.family import Family
-from appliance.model.families.rope import scaled_rope
+from appliance.model.families.rope import read_growing_rope
 from appliance.model.families.standard import (
     read_attention,
     read_decoder,
@@ -21,16 +20,9 @@ if TYPE_CHECKING:
 
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim = read_head_dim(config, default=128)
-    section = config.section("rope_parameters")
-    beta = section.number("llama_4_scaling_beta", 0.0)
-    context = section.integer(
-        "original_max_position_embeddings", config.integer("max_position_embeddings")
-    )
-    section.value("max_position_embeddings")  # the config's own, once more
-    rope = scaled_rope(config, section, 1000000.0, head_dim)
     attention = read_attention(
         config,
-        replace(rope, query_beta=beta, original_context=context),
+        read_growing_rope(config, head_dim, head_dim),
         head_dim,
         window=read_window(config),
     )

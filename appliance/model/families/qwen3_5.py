@@ -29,11 +29,11 @@ _PARTIAL = 0.25  # of a head rotates, by default
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    return read_decoder(config, "qwen3_5", _read_mixers(config), norm_offset=1.0)
+    return read_decoder(config, "qwen3_5", read_mixers(config), norm_offset=1.0)
 
 
 def _read_moe(config: ConfigReader) -> DecoderSpec:
-    mixers = _read_mixers(config)
+    mixers = read_mixers(config)
     experts = read_experts(
         config,
         count="num_experts",
@@ -45,7 +45,8 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
     )
 
 
-def _read_mixers(config: ConfigReader) -> list[MixerSpec]:
+def read_mixers(config: ConfigReader) -> list[MixerSpec]:
+    """Read Gated DeltaNet in most layers, and gated attention in every so many."""
     head_dim, bias = read_head_dim(config, default=256), config.flag("attention_bias")
     eps = config.number("rms_norm_eps")
     attention = read_attention(

@@ -121,6 +121,13 @@ class ConfigReader:
             raise wrong(self.origin, key, value, "an object")
         return ConfigReader(value, f"{self.origin}: {key}")
 
+    def without(self, key: str) -> ConfigReader:
+        """Return the settings without one; those read so far count as read."""
+        left = {name: value for name, value in self._values.items() if name != key}
+        reader = ConfigReader(left, self.origin)
+        reader._read |= self._read
+        return reader
+
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
         """Build the error for a value that no code here covers."""
         return UnsupportedModelError(

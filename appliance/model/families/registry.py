@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import UnsupportedModelError
 from appliance.model.families.bamba import BAMBA
 from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from appliance.model.families.falcon import FALCON
 from appliance.model.families.gemma3 import GEMMA3
 from appliance.model.families.gemma4 import GEMMA4
 from appliance.model.families.glm4_moe import GLM4_MOE
@@ -16,14 +17,17 @@ from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.llama import LLAMA
 from appliance.model.families.ministral3 import MINISTRAL3
 from appliance.model.families.mistral import MISTRAL
+from appliance.model.families.mistral4 import MISTRAL4
 from appliance.model.families.mixtral import MIXTRAL
 from appliance.model.families.nemotron_h import NEMOTRON_H
+from appliance.model.families.opt import OPT
 from appliance.model.families.phi3 import PHI3
 from appliance.model.families.qwen2 import QWEN2
 from appliance.model.families.qwen2_moe import QWEN2_MOE
 from appliance.model.families.qwen3 import QWEN3
 from appliance.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from appliance.model.families.qwen3_moe import QWEN3_MOE
+from appliance.model.families.qwen3_next import QWEN3_NEXT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     LFM2_MOE,
     QWEN3_5,
     QWEN3_5_MOE,
+    QWEN3_NEXT,
     GRANITE,
     GRANITE_MOE,
     GRANITE_HYBRID,
@@ -56,6 +61,9 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
+    MISTRAL4,
+    OPT,
+    FALCON,
 )
 
 
