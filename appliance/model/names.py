@@ -56,7 +56,12 @@ class TokenInputNames:
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Names of latent attention's parts, without `.weight` or `.bias`; `query` stands alone."""
+    """Names of latent attention's parts, without `.weight` or `.bias`; `query` stands alone.
+
+    Attributes:
+        keys: with `values` stands for `heads`, where each head's linear of keys, inputs before
+            outputs, and each head's linear of values are stacks of their own.
+    """
 
     query: str = "self_attn.q_proj"
     query_down: str = "self_attn.q_a_proj"
@@ -65,6 +70,8 @@ class LatentNames:
     token: str = "self_attn.kv_a_proj_with_mqa"
     norm: str = "self_attn.kv_a_layernorm"
     heads: str = "self_attn.kv_b_proj"
+    keys: str = ""
+    values: str = ""
 
 
 @dataclass(frozen=True, slots=True)

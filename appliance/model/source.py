@@ -91,9 +91,9 @@ def _open_folder(path: Path) -> ModelSource:
 
 def _open_gguf(path: Path) -> ModelSource:
     file = GGUFFile(path)
-    architecture = str(file.metadata.get("general.architecture"))
-    experts = file.metadata.get(f"{architecture}.expert_count")
-    family = family_of_gguf(architecture, has_experts=bool(experts))
+    family = family_of_gguf(file.metadata)
+    assert family.gguf is not None
+    family = replace(family, names=family.gguf.own_names or family.names)
     assert family.gguf is not None
     config = family.gguf.config(file)
     config |= {"architectures": list(family.architectures[:1]), "model_type": family.model_type}

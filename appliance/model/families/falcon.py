@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from appliance.model.families.family import Family
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_activation, read_attention, read_decoder
 from appliance.model.names import TensorNames
 from appliance.model.spec import MLPSpec, NormSpec
 
 if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
@@ -72,6 +74,25 @@ def _has_two_norms(config: ConfigReader, is_new: bool) -> bool:
     return count == 2
 
 
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "falcon", _gguf_extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    """Read the rest; files do not say more of the architecture than their tensors do."""
+    heads, names = meta.integer("attention.head_count_kv"), file.tensor_names()
+    two_norms = "blk.0.attn_norm_2.weight" in names
+    return {
+        "activation": "gelu",
+        "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
+        "ffn_hidden_size": meta.integer("feed_forward_length"),
+        "num_kv_heads": heads,
+        "new_decoder_architecture": two_norms or heads > 1,
+        "num_ln_in_parallel_attn": 2 if two_norms else 1,
+        "bias": "blk.0.attn_qkv.bias" in names,
+    }
+
+
 _NAMES = TensorNames(
     embedding="transformer.word_embeddings",
     final_norm="transformer.ln_f",
@@ -83,6 +104,8 @@ _NAMES = TensorNames(
     down="mlp.dense_4h_to_h",
 )
 
+_GGUF_NAMES = replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
+
 FALCON = Family(
     name="falcon",
     model_type="falcon",
@@ -90,4 +113,11 @@ FALCON = Family(
     read=_read,
     names=_NAMES,
     other_names=replace(_NAMES, mixer_norm="ln_attn", mlp_norm="ln_mlp"),
+    gguf=GGUFMapping(
+        "falcon",
+        _gguf,
+        _GGUF_NAMES,
+        other_names=replace(_GGUF_NAMES, mixer_norm="attn_norm_2", mlp_norm="attn_norm"),
+        own_names=replace(_NAMES, qkv_by_key_head=False),
+    ),
 )

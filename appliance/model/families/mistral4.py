@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from appliance.model.families.deepseek import gguf_deepseek_experts
 from appliance.model.families.experts import read_experts
-from appliance.model.families.family import Family
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_config,
+    gguf_growing_rope,
+    gguf_latent,
+)
 from appliance.model.families.latent import read_latent_attention
 from appliance.model.families.rope import read_growing_rope
 from appliance.model.families.standard import read_decoder
 from appliance.model.names import ExpertNames, TensorNames
 
 if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
@@ -40,6 +48,18 @@ def _read(config: ConfigReader) -> DecoderSpec:
     )
 
 
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "mistral4", _gguf_extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    return (
+        {"hidden_act": "silu", "rope_scaling": None, "rope_parameters": gguf_growing_rope(meta)}
+        | gguf_latent(meta)
+        | gguf_deepseek_experts(meta)
+    )
+
+
 MISTRAL4 = Family(
     name="mistral4",
     model_type="mistral4",
@@ -51,4 +71,5 @@ MISTRAL4 = Family(
             shared_down="mlp.shared_experts.down_proj",
         )
     ),
+    gguf=GGUFMapping("mistral4", _gguf, GGUF_NAMES),
 )

@@ -91,14 +91,14 @@ def _read_attending(config: ConfigReader) -> list[bool]:
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:
-    return gguf_config(file, "qwen35", _gguf_extra)
+    return gguf_config(file, "qwen35", gguf_delta)
 
 
 def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         shared = meta.integer("expert_shared_feed_forward_length")
         return (
-            _gguf_extra(meta, file)
+            gguf_delta(meta, file)
             | gguf_experts(meta, "num_experts")
             | {"shared_expert_intermediate_size": shared}
         )
@@ -106,7 +106,8 @@ def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
     return gguf_config(file, "qwen35moe", extra)
 
 
-def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+def gguf_delta(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    """Read the settings of a GGUF file's mixers."""
     heads = meta.integer("ssm.time_step_rank")
     meta.value("rope.dimension_sections")  # of images; all are the same position in text
     return {

@@ -19,7 +19,7 @@ from appliance.model.families.ministral3 import MINISTRAL3
 from appliance.model.families.mistral import MISTRAL
 from appliance.model.families.mistral4 import MISTRAL4
 from appliance.model.families.mixtral import MIXTRAL
-from appliance.model.families.nemotron_h import NEMOTRON_H
+from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from appliance.model.families.opt import OPT
 from appliance.model.families.phi3 import PHI3
 from appliance.model.families.qwen2 import QWEN2
@@ -57,6 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_HYBRID,
     NEMOTRON_H,
+    NEMOTRON_H_MOE,
     BAMBA,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -99,15 +100,21 @@ def family_of_text(config: Mapping[str, Any]) -> Family:
     )
 
 
-def family_of_gguf(architecture: str, *, has_experts: bool = False) -> Family:
-    """Find the family of a GGUF file by its `general.architecture` and whether it has experts.
+def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
+    """Find the family of a GGUF file by its `general.architecture` and its settings.
 
     Raises:
         UnsupportedModelError: no family covers it.
     """
+    architecture = str(metadata.get("general.architecture"))
+    prefix = f"{architecture}."
+    settings = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
     named = [f for f in FAMILIES if f.gguf is not None and f.gguf.architecture == architecture]
-    for family in named:
-        if len(named) == 1 or (family.gguf is not None and family.gguf.has_experts == has_experts):
+    # Those that look at settings come before one that takes every file.
+    for family in reversed(named):
+        if family.gguf is not None and family.gguf.is_of(settings):
             return family
     known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
     supported = ", ".join(known)
