@@ -276,9 +276,14 @@ class DecoderSpec:
 
     @property
     def goes_layer_by_layer(self) -> bool:
-        """True if a layer needs nothing but the stream and its own cache."""
+        """True if a layer needs nothing but the stream and its own cache.
+
+        And if the stream before the first one is rows of the embedding.
+        """
         mixers = self.attention_layers.values()
-        return self.token_input is None and all(mixer.kv_layer is None for mixer in mixers)
+        from_embedding = self.positions is None and self.embedding_width is None
+        own_inputs = self.token_input is None and all(mixer.kv_layer is None for mixer in mixers)
+        return own_inputs and from_embedding and not self.norms_replace
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:

@@ -181,8 +181,11 @@ def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
     parts = {
         "recurrent layers": source.spec.state_bytes > 0,
         "latent attention": bool(source.spec.latent_layers),
-        "embeddings of each layer, or layers that share keys": not source.spec.goes_layer_by_layer,
+        "embeddings of each layer or of positions, or layers that share keys": (
+            not source.spec.goes_layer_by_layer
+        ),
         "norms of values": any(a.value_norm for a in source.spec.attention_layers.values()),
+        "norms that center": source.spec.final_norm.centered,
     }
     found = [what for what, is_there in parts.items() if is_there]
     if asked and found:
