@@ -74,17 +74,37 @@ def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
 
     The order depends only on the spec, so that lists with two sets of names can be zipped.
     """
-    matrix = (spec.vocab_size, spec.embedding_width or spec.hidden_size)
-    slots = [TensorSlot(f"{names.embedding}.weight", matrix, Role.EMBEDDING)]
-    slots += _stream_slots(spec, names)
-    slots += _token_input_slots(spec, names.token_input)
+    slots = list(_first_slots(spec, names))
     for index, layer in enumerate(spec.layers):
         slots += _layer_slots(spec, names, index, layer)
+    return [*slots, *_last_slots(spec, names)]
+
+
+def slots_beside(spec: DecoderSpec, names: TensorNames, slot: TensorSlot) -> list[TensorSlot]:
+    """List the tensors of a slot's layer, or those outside of the layers."""
+    if slot.layer is None:
+        return [*_first_slots(spec, names), *_last_slots(spec, names)]
+    if slot.layer >= len(spec.layers):
+        return []
+    return list(_layer_slots(spec, names, slot.layer, spec.layers[slot.layer]))
+
+
+def _first_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
+    yield _matrix_slot(spec, names.embedding, Role.EMBEDDING)
+    yield from _stream_slots(spec, names)
+    yield from _token_input_slots(spec, names.token_input)
+
+
+def _last_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
     if not spec.norms_replace:
-        slots += norm_slots(names.final_norm, spec.hidden_size, spec.final_norm)
+        yield from norm_slots(names.final_norm, spec.hidden_size, spec.final_norm)
     if not spec.tied_head:
-        slots.append(TensorSlot(f"{names.head}.weight", matrix, Role.HEAD))
-    return slots
+        yield _matrix_slot(spec, names.head, Role.HEAD)
+
+
+def _matrix_slot(spec: DecoderSpec, name: str, role: Role) -> TensorSlot:
+    width = spec.embedding_width or spec.hidden_size
+    return TensorSlot(f"{name}.weight", (spec.vocab_size, width), role)
 
 
 def norm_slots(

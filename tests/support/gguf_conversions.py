@@ -88,7 +88,8 @@ def gguf_settings(whole: Any) -> dict[str, Any]:
         }
         if "llama_4_scaling_beta" in rope:
             found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-    return found | _OF_FAMILY.get(kind, lambda config, found: {})(config, found)
+    of_family = _OF_FAMILY.get(kind)
+    return found if of_family is None else found | of_family(config, found)
 
 
 def _latent(config: Any, found: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def _gemma4(config: Any, found: dict[str, Any]) -> dict[str, Any]:
 def _full_head_dim(config: Any) -> int:
     """Elements of a head in layers without a window."""
     found = {layer.get("head_dim", config.head_dim) for layer in config.per_layer_config.values()}
-    return max(found, default=config.head_dim)
+    return int(max(found, default=config.head_dim))
 
 
 def _falcon(config: Any, found: dict[str, Any]) -> dict[str, Any]:

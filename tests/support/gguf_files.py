@@ -10,15 +10,13 @@ import gguf
 import numpy as np
 from torch import Tensor
 
-Kind = gguf.GGMLQuantizationType
-
 
 def write_gguf_file(
     path: Path,
     architecture: str,
     settings: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    packed: Callable[[str, Any], Kind | None] = lambda name, data: None,
+    packed: Callable[[str, Any], Any] = lambda name, data: None,
     others: Mapping[str, int] | None = None,
 ) -> Path:
     """Write a file.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _EPSILON = 1e-20  # of the routers by sigmoids, in transformers
 _SIGMOID = 2  # `expert_gating_func` of GGUF
 _IN_GROUPS = "group_limited_greedy"
+_BY_BIAS = "noaux_tc"
 
 
 def _read_v2(config: ConfigReader) -> DecoderSpec:
@@ -61,6 +62,8 @@ def _read_glm(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_by_sigmoid(config: ConfigReader) -> ExpertsSpec:
+    if config.text("topk_method", _BY_BIAS) != _BY_BIAS:
+        raise config.refuse("topk_method", f"{_BY_BIAS} with this architecture")
     return read_experts(
         config,
         count="n_routed_experts",
@@ -106,6 +109,8 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         scaling["mscale"] = scaling["mscale_all_dim"] = 10 * scaling["mscale"]
     settings = gguf_deepseek_experts(meta)
     method = _IN_GROUPS if settings["n_group"] > 1 else "greedy"
+    if meta.value("expert_gating_func") == _SIGMOID:
+        method = _BY_BIAS
     rest = {"hidden_act": "silu", "rope_scaling": scaling, "topk_method": method}
     return rest | gguf_latent(meta) | settings
 

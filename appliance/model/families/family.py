@@ -90,5 +90,7 @@ class Family:
         reader = ConfigReader(config, origin)
         spec = self.read(reader)
         reader.refuse_unread()
+        if spec.has_experts:
+            reader.refuse_unknown_routing()
         check_spec(spec, origin)
         return spec

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from causal_models import random_model
-from recurrent_models import BLOCK_SIZE, RECURRENT, Running, advance
+from recurrent_models import RECURRENT, Running, advance
+from teacher_forcing import BLOCK_SIZE
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
