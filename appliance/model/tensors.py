@@ -84,9 +84,12 @@ def slots_beside(spec: DecoderSpec, names: TensorNames, slot: TensorSlot) -> lis
     """List the tensors of a slot's layer, or those outside of the layers."""
     if slot.layer is None:
         return [*_first_slots(spec, names), *_last_slots(spec, names)]
-    if slot.layer >= len(spec.layers):
-        return []
-    return list(_layer_slots(spec, names, slot.layer, spec.layers[slot.layer]))
+    return layer_slots(spec, names, slot.layer) if slot.layer < len(spec.layers) else []
+
+
+def layer_slots(spec: DecoderSpec, names: TensorNames, index: int) -> list[TensorSlot]:
+    """List the tensors of one layer."""
+    return list(_layer_slots(spec, names, index, spec.layers[index]))
 
 
 def _first_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import pytest
-import teacher_forcing
 import torch
 from centered_models import CENTERED
 from expert_models import EXPERTS
@@ -105,9 +104,7 @@ def write(folder: Path, model: Any, packed: Any = None, **changes: Any) -> Path:
 
 def logits_of(path: Path, token_ids: list[int]) -> Tensor:
     decoder = load_decoder(open_model(path), REFERENCE, torch.device("cpu"), torch.float32)
-    if decoder.spec.state_bytes:
-        return logits_in_steps(decoder, token_ids, [45])
-    return teacher_forcing.logits_of(decoder, token_ids)
+    return logits_in_steps(decoder, token_ids, [45])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -141,7 +141,8 @@ def allocate(decoder: Any, *, num_blocks: int, num_states: int) -> Any:
     cache = decoder.allocate_cache(
         KVFormat.FP32, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_states=num_states
     )
-    cache.states.view(torch.float32).fill_(1e4)
+    if cache.states.numel():
+        cache.states.view(torch.float32).fill_(1e4)
     return cache
 
 

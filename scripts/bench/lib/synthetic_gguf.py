@@ -83,11 +83,13 @@ def _kind_of(slot: TensorSlot) -> gguf.GGMLQuantizationType | None:
 def _floats(random: np.random.Generator, slot: TensorSlot) -> np.ndarray[Any, Any]:
     """Make a tensor that is not quantized, as a converter would shape it."""
     if slot.role is Role.RATE and len(slot.shape) == 1 and not slot.name.endswith(".bias"):
-        return -np.exp(random.standard_normal(slot.shape))  # how fast a state decays
+        decay: np.ndarray[Any, Any] = -np.exp(random.standard_normal(slot.shape))
+        return decay  # how fast a state forgets
     if slot.role in (Role.ROUTER, Role.RATE, Role.FILTER):
         shape = tuple(size for size in slot.shape if size != 1)
-        return random.standard_normal(shape) * shape[-1] ** -0.5
-    return np.ones(slot.shape)
+        found: np.ndarray[Any, Any] = random.standard_normal(shape) * shape[-1] ** -0.5
+        return found
+    return np.ones(slot.shape, dtype=np.float32)
 
 
 def _write_settings(writer: gguf.GGUFWriter, architecture: str, shape: dict[str, Any]) -> None:
