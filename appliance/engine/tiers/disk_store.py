@@ -51,7 +51,7 @@ class StoredModel:
 
 
 class Removed(NamedTuple):
-    """What `remove_models` removed."""
+    """Counts of what `remove_models` removed."""
 
     blocks: int
     states: int
