@@ -12,6 +12,8 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     RELU_SQUARED = "relu_squared"  # arXiv 2109.08668
+    RELU = "relu"
+    GELU = "gelu"  # by the error function
 
 
 @dataclass(frozen=True, slots=True)

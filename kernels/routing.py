@@ -20,7 +20,7 @@ class Router:
 
     Experts are chosen by their scores, plus a bias where there is one; the weights are the scores
     themselves. Of groups of experts only the `top_groups` best remain, where a group is as good
-    as the sum of its two best.
+    as the sum of its `best_of_group` best.
 
     Attributes:
         bias: the checkpoint holds a bias of the logits.
@@ -39,6 +39,7 @@ class Router:
     selection_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    best_of_group: int = 2  # 1 or 2
     scale: float = 1.0
     epsilon: float = 0.0
     expert_scale: bool = False

@@ -14,17 +14,23 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.engine.tiers.disk_store import DiskStore
+from appliance.engine.tiers.state_key import state_key
 from appliance.errors import ConfigError
 
 DAY = 86400
 
 
-def store_of(root: Path, model: str, *, blocks: int, age: float = 0.0) -> DiskStore:
-    store = DiskStore(root, model.encode().ljust(16, b"-"), 1 << 16, 1 << 40, {"model": model})
+def store_of(
+    root: Path, model: str, *, blocks: int, states: int = 0, age: float = 0.0
+) -> DiskStore:
+    fingerprint = model.encode().ljust(16, b"-")
+    store = DiskStore(root, fingerprint, 1 << 16, 1 << 40, {"model": model}, state_bytes=1 << 12)
     store.open()
     for number in range(blocks):
         stamp = int((time.time() - age - number * DAY) * 1e9)
         store.write(number.to_bytes(16, "big"), bytes(1 << 16), stamp)
+        if number < states:
+            store.write(state_key(number.to_bytes(16, "big")), bytes(1 << 12), stamp)
     return store
 
 
@@ -46,13 +52,23 @@ def test_what_is_kept_is_listed_and_counted(root: Path) -> None:
     store_of(root, "old", blocks=2, age=9 * DAY)
     store_of(root, "young", blocks=16)
     header, young, old = call("ls").splitlines()
-    assert header.split() == ["id", "model", "KV", "cache", "blocks", "size", "last", "used"]
+    columns = ["id", "model", "KV", "cache", "blocks", "states", "size", "last", "used"]
+    assert header.split() == columns
     assert young.split()[:2] == [b"young".ljust(16, b"-").hex()[:12], "young"]
     assert "1.0 MiB" in young
     assert old.endswith("1w ago")
     assert "1.1 MiB in 18 blocks of 2 models" in call("du")
     listed = json.loads(call("ls", "--json"))
     assert [(model["model"], model["blocks"]) for model in listed] == [("young", 16), ("old", 2)]
+
+
+def test_states_are_counted_beside_the_blocks(root: Path) -> None:
+    store_of(root, "hybrid", blocks=4, states=1)
+    (listed,) = json.loads(call("ls", "--json"))
+    assert (listed["blocks"], listed["states"]) == (4, 1)
+    assert call("ls").splitlines()[1].split()[2:5] == ["?", "4", "1"]
+    assert "in 4 blocks and 1 state checkpoint of 1 model:" in call("du")
+    assert "in 4 blocks and 1 state checkpoint\n" in call("rm", "--all")
 
 
 def test_one_model_all_or_the_oldest_blocks_are_removed(root: Path) -> None:

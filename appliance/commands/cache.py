@@ -40,7 +40,9 @@ def ls(
     if not models:
         typer.echo(f"nothing is kept in {root}")
         return
-    rows: list[tuple[str, ...]] = [("id", "model", "KV cache", "blocks", "size", "last used")]
+    rows: list[tuple[str, ...]] = [
+        ("id", "model", "KV cache", "blocks", "states", "size", "last used")
+    ]
     rows += [_row(model) for model in models]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -55,9 +57,11 @@ def du(kv_disk: Folder = None) -> None:
 
     root = _root(kv_disk)
     models = stored_models(root)
-    blocks = sum(model.num_blocks for model in models)
+    files = _in_words(
+        sum(model.num_blocks for model in models), sum(model.num_states for model in models)
+    )
     size = size_in_words(sum(model.num_bytes for model in models))
-    typer.echo(f"{size} in {counted(blocks, 'block')} of {counted(len(models), 'model')}: {root}")
+    typer.echo(f"{size} in {files} of {counted(len(models), 'model')}: {root}")
 
 
 @cache.command()
@@ -82,10 +86,17 @@ def rm(
     since = None if older_than is None else time.time() - parse_duration(older_than)
     chosen = _chosen(root, ids) if ids else None
     try:
-        blocks, num_bytes = remove_models(root, chosen, older_than=since)
+        removed = remove_models(root, chosen, older_than=since)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from None
-    typer.echo(f"removed {size_in_words(num_bytes)} in {counted(blocks, 'block')}")
+    files = _in_words(removed.blocks, removed.states)
+    typer.echo(f"removed {size_in_words(removed.num_bytes)} in {files}")
+
+
+def _in_words(blocks: int, states: int) -> str:
+    """Count blocks, and state checkpoints where there are some."""
+    found = counted(blocks, "block")
+    return f"{found} and {counted(states, 'state checkpoint')}" if states else found
 
 
 def _root(kv_disk: Path | None) -> Path:
@@ -114,6 +125,7 @@ def _as_dict(model: StoredModel) -> dict[str, object]:
         "id": model.fingerprint,
         **{key: model.about.get(key) for key in ("model", "kv_format", "block_size", "backend")},
         "blocks": model.num_blocks,
+        "states": model.num_states,
         "bytes": model.num_bytes,
         "used": model.used,
     }
@@ -125,6 +137,7 @@ def _row(model: StoredModel) -> tuple[str, ...]:
         str(model.about.get("model", "?")),
         str(model.about.get("kv_format", "?")),
         f"{model.num_blocks:,}",
+        f"{model.num_states:,}" if model.num_states else "-",
         size_in_words(model.num_bytes),
-        age_in_words(time.time() - model.used) if model.num_blocks else "-",
+        age_in_words(time.time() - model.used) if model.num_bytes else "-",
     )

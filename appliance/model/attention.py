@@ -101,7 +101,7 @@ class Attention:
         if norm is None:
             return heads
         rows = heads.reshape(-1, self.spec.head_dim)
-        return self.backend.rms_norm(rows, norm.weight, norm.eps).view(heads.shape)
+        return norm.of(rows, self.backend).view(heads.shape)
 
     def _norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:

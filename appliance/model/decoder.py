@@ -44,7 +44,8 @@ class Decoder:
         dtype: of activations.
         token_inputs: what tokens add after each layer.
         ropes: the distinct kinds of RoPE, in the order of the layers' indices.
-        first_norm: of the embedding, before the first layer.
+        first_norm: of the embedding, before the first layer; None: the stream as it is.
+        positions: embeddings of positions, which are added to those of tokens.
         weight_bytes: bytes of the weights as laid out.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
         on_layer: called after each layer, to show progress in a long step.
@@ -56,10 +57,11 @@ class Decoder:
     device: torch.device
     embedding: Embedding
     ropes: tuple[Rope, ...]
-    first_norm: Norm
+    first_norm: Norm | None
     layers: tuple[DecoderLayer, ...]
     head: Linear
     token_inputs: TokenInputs | None
+    positions: Embedding | None
     weight_bytes: int
     weight_format: str
     on_layer: Callable[[], None] = _ignore
@@ -97,6 +99,8 @@ class Decoder:
     ) -> Tensor:
         """Run one step up to the head; see `Executor.hidden`."""
         stream = self.embedding(token_ids)  # (num_tokens, hidden_size)
+        if self.positions is not None:
+            stream = stream + self.positions(positions)
         step = Step(
             batch=batch,
             attention_work=self.backend.plan_attention(batch, cache.block_size),
@@ -108,7 +112,8 @@ class Decoder:
             spans=StateSpans.of(batch) if cache.recurrent else None,
             adapted=AdaptedRows.of(batch),
         )
-        hidden = self.backend.rms_norm(stream, self.first_norm.weight, self.first_norm.eps)
+        first = self.first_norm
+        hidden = stream if first is None else first.of(stream, self.backend)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             kept: MixerCache | None = None

@@ -61,7 +61,7 @@ class Experts:
         return shared + self._norm(chosen.to(hidden.dtype), norms.output)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return self.backend.rms_norm(x, norm.weight, norm.eps)
+        return norm.of(x, self.backend)
 
     def _chosen(self, routed: Tensor, hidden: Tensor) -> Tensor:
         """Sum what each row's experts say of hidden; float32. The router reads `routed`."""

@@ -72,7 +72,7 @@ class GatedDelta:
             step.spans,
         )
         rows = out.reshape(-1, spec.value_dim)
-        normed = self.backend.rms_norm(rows, self.norm.weight, self.norm.eps)
+        normed = self.norm.of(rows, self.backend)
         gated = normed.view(gate.shape) * silu(gate.float())
         return run_adapted(self.output, gated.to(hidden.dtype), adapters, AdapterPlace.OUT_OF_MIXER)
 

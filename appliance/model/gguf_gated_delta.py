@@ -1,7 +1,7 @@
 """Puts Gated DeltaNet's tensors of GGUF files back into the order of Hugging Face checkpoints.
 
-llama.cpp stores value heads by their place among those of a key head, and then by key head; the
-negative rates instead of their logarithm. Knows no family.
+llama.cpp stores value heads by their place among those of a key head, and then by key head. Knows
+no family.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ def stored_rows(part: str, names: GatedDeltaNames, spec: GatedDeltaSpec) -> Tens
 def as_in_checkpoints(
     tensor: Weight, part: str, names: GatedDeltaNames, spec: GatedDeltaSpec
 ) -> Weight:
-    """Undo what else differs: the rates, and the order of the last linear's inputs.
+    """Undo what else differs: the order of the last linear's inputs.
 
     Packed columns stay where they are, with the inputs that they belong to.
     """
-    if part == names.log_rates:
-        assert isinstance(tensor, Tensor), part
-        return torch.log(-tensor.float())
     if part != names.output:
         return tensor
     stored = _tiled(spec, spec.value_dim)

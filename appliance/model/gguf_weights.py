@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from appliance.gguf.types import FLOAT_BITS, held_bits, held_scale_bytes
+from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
 from appliance.model.linear import halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
@@ -16,7 +19,8 @@ from appliance.model.tensors import Role, TensorSlot, tensor_slots
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
     from appliance.kernels.weight import Weight
-    from appliance.model.families.family import Family
+    from appliance.model.families.family import Family, GGUFMapping
+    from appliance.model.names import TensorNames
     from appliance.model.spec import DecoderSpec
 
 
@@ -34,15 +38,16 @@ class GGUFWeights:
         self._file = file
         self._mapping = family.gguf
         self._names = family.names
+        self._gguf_names = names_in_gguf(family.gguf, set(file.tensor_names()))
         self._spec = spec
         slots = tensor_slots(spec, family.names)
-        stored = tensor_slots(spec, family.gguf.names)
+        stored = tensor_slots(spec, self._gguf_names)
         present = set(file.tensor_names())
-        self._slots: dict[str, tuple[TensorSlot, str]] = {
-            slot.name: (slot, source.name)
-            for slot, source in zip(slots, stored, strict=True)
-            if source.name in present
-        }
+        self._slots: dict[str, tuple[TensorSlot, str]] = {}
+        for slot, source in zip(slots, stored, strict=True):
+            name = self._stored_name(slot, source.name, present)
+            if name is not None:
+                self._slots[slot.name] = (slot, name)
 
     def tensor_names(self) -> list[str]:
         """List the Hugging Face names of the tensors in the file."""
@@ -52,16 +57,24 @@ class GGUFWeights:
         """Return a tensor's shape, (out_features, in_features) of a linear."""
         slot, stored = self._slots[name]
         shape = tuple(self._file.shape(stored))
-        if slot.role in (Role.FILTER, Role.ROUTER) and shape == squeezed(slot.shape):
-            return slot.shape
+        if slot.role in (Role.FILTER, Role.ROUTER, Role.RATE):
+            return slot.shape if squeezed(shape) == squeezed(slot.shape) else shape
+        if slot.role is Role.HEAD_NORM:  # heads of a group in a row
+            return slot.shape if prod(shape) == prod(slot.shape) else shape
+        if self._is_halved(slot, stored):
+            return slot.shape if self._halves_fit(slot) else shape
         if slot.expert is None:
             return shape
+        if self._is_merged(slot, stored):
+            shape = (*shape[:1], *(shape[1] // 2, *shape[2:])) if len(shape) == 3 else shape
         # One tensor holds all experts; with more or fewer of them no expert's shape fits.
         return shape[1:] if shape[:1] == (self._num_experts(slot),) else shape
 
     def packed_bits(self, name: str) -> int | None:
         """Return the bits of a packed weight's codes; None for a tensor that loads dense."""
-        stored = self._slots[name][1]
+        slot, stored = self._slots[name]
+        if self._is_halved(slot, stored):
+            return None
         return held_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
 
     def scale_bytes(self, name: str) -> float:
@@ -70,7 +83,10 @@ class GGUFWeights:
 
     def float_bits(self, name: str) -> int | None:
         """Return the bits of floating-point codes, None of others."""
-        return FLOAT_BITS.get(self._file.type_name(self._slots[name][1]))
+        slot, stored = self._slots[name]
+        if self._is_halved(slot, stored):
+            return None
+        return FLOAT_BITS.get(self._file.type_name(stored))
 
     def notes(self) -> tuple[str, ...]:
         """Report the loss in types that the packed form does not hold exactly."""
@@ -86,11 +102,21 @@ class GGUFWeights:
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
         """Read rows `start` to `stop` of a tensor."""
         slot, stored_name = self._slots[name]
+        if self._is_halved(slot, stored_name):
+            return latent_heads(self._file, *self._halves(slot))[start:stop]
         if slot.expert is not None:
+            if self._is_merged(slot, stored_name) and slot.role is Role.UP:
+                start, stop = start + slot.shape[0], stop + slot.shape[0]
             return self._file.load_rows(stored_name, start, stop, part=slot.expert)
         tensor = self._ordered_rows(slot, stored_name, start, stop)
         if slot.role in (Role.FILTER, Role.ROUTER) and isinstance(tensor, Tensor):
             return tensor.view(-1, *slot.shape[1:])
+        if slot.role is Role.RATE and isinstance(tensor, Tensor) and len(slot.shape) == 1:
+            tensor = tensor.view(-1)
+            is_rate = stored_name.endswith(f".{self._gguf_names.mamba2.log_rates}")
+            return torch.log(-tensor.float()) if is_rate else tensor
+        if slot.role is Role.HEAD_NORM and isinstance(tensor, Tensor):
+            return tensor.reshape(-1)
         delta, part = self._delta(slot)
         if delta is not None:
             tensor = as_in_checkpoints(tensor, part, self._names.gated_delta, delta)
@@ -101,7 +127,8 @@ class GGUFWeights:
 
     def _ordered_rows(self, slot: TensorSlot, stored_name: str, start: int, stop: int) -> Weight:
         order, shape = self._stored_rows(slot), self._file.shape(stored_name)
-        if slot.shape[0] == 1 and len(shape) < len(slot.shape):  # the only row, without its number
+        # the only row, without its number, or rows of groups of heads
+        if slot.role is Role.HEAD_NORM or (slot.shape[0] == 1 and len(shape) < len(slot.shape)):
             return self._file.load_rows(stored_name, 0, shape[0])
         if order is None:
             return self._file.load_rows(stored_name, start, stop)
@@ -110,6 +137,48 @@ class GGUFWeights:
         tensor = self._file.load_rows(stored_name, first, int(rows.max()) + 1)
         rows = rows - first
         return tensor[rows] if isinstance(tensor, Tensor) else tensor.rows(rows)
+
+    def _stored_name(self, slot: TensorSlot, usual: str, present: set[str]) -> str | None:
+        """Return the tensor that holds a slot's; None if the file has none."""
+        if usual in present:
+            return usual
+        if slot.layer is None:
+            return None
+        names = self._gguf_names
+        if slot.expert is not None and slot.role in (Role.GATE, Role.UP):
+            merged = f"{names.in_layer(slot.layer, names.experts.stacked_gate_up)}.weight"
+            return merged if merged in present else None
+        if slot.role is Role.LATENT_HEADS and set(self._halves(slot)) <= present:
+            return self._halves(slot)[0]
+        return None
+
+    def _is_merged(self, slot: TensorSlot, stored: str) -> bool:
+        """Return True if a stack holds rows of gate and then of up."""
+        merged = f".{self._gguf_names.experts.stacked_gate_up}.weight"
+        return slot.role in (Role.GATE, Role.UP) and stored.endswith(merged)
+
+    def _is_halved(self, slot: TensorSlot, stored: str) -> bool:
+        """Return True if keys and values of latents are tensors of their own."""
+        return slot.role is Role.LATENT_HEADS and stored == self._halves(slot)[0]
+
+    def _halves(self, slot: TensorSlot) -> tuple[str, str]:
+        assert slot.layer is not None
+        names = self._gguf_names
+        keys, values = (
+            f"{names.in_layer(slot.layer, part)}.weight"
+            for part in (names.latent.keys, names.latent.values)
+        )
+        return keys, values
+
+    def _halves_fit(self, slot: TensorSlot) -> bool:
+        assert slot.layer is not None
+        spec = self._spec.latent_layers[slot.layer]
+        keys, values = (tuple(self._file.shape(name)) for name in self._halves(slot))
+        return keys == (spec.num_heads, spec.latent, spec.plain_dim) and values == (
+            spec.num_heads,
+            spec.value_dim,
+            spec.latent,
+        )
 
     def _stored_rows(self, slot: TensorSlot) -> Tensor | None:
         """Return each row's stored row; None where the order is the same."""
@@ -136,6 +205,25 @@ class GGUFWeights:
     def _head_dim(self, slot: TensorSlot) -> int:
         assert slot.layer is not None
         return self._spec.attention_layers[slot.layer].head_dim
+
+
+def latent_heads(file: GGUFFile, keys: str, values: str) -> Tensor:
+    """Read each head's linears of keys and of values, and put its rows one after the other."""
+    rows = []
+    for head in range(file.shape(keys)[0]):
+        for name in (keys, values):
+            part = file.load_rows(name, 0, file.shape(name)[1], part=head)
+            matrix = dense(part, torch.float32)
+            rows.append(matrix.T if name == keys else matrix)
+    return torch.cat(rows)
+
+
+def names_in_gguf(mapping: GGUFMapping, present: set[str]) -> TensorNames:
+    """Return a mapping's names, or the others if the first layer's norm has its name there."""
+    others = mapping.other_names
+    if others is not None and f"{others.in_layer(0, others.mixer_norm)}.weight" in present:
+        return others
+    return mapping.names
 
 
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class LatentAttention:
         self.backend.write_kv(first.contiguous(), second.contiguous(), cache, slots)
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        return self.backend.rms_norm(x, norm.weight, norm.eps)
+        return norm.of(x, self.backend)
 
     def _rotated(self, heads: Tensor, step: Step) -> Tensor:
         cos, sin = step.rotations[self.rope]

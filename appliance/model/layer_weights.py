@@ -137,9 +137,10 @@ class LayerWeights:
 
     mixer: MixerWeights | None
     mlp: MLPWeights | ExpertsWeights | None
-    first_norm: Norm  # before the mixer, or before the MLP of a layer without
+    # Before the mixer, or before the MLP of a layer without; None: the stream as it is.
+    first_norm: Norm | None
     mixer_post_norm: Norm | None
-    mlp_norm: Norm | None  # between mixer and MLP
+    mlp_norm: Norm | None  # between mixer and MLP; None beside one that is its own too
     mlp_post_norm: Norm | None
     token_input: LayerInputWeights | None
     output_scale: float | None

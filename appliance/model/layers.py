@@ -108,13 +108,15 @@ class DecoderLayer:
 
     Attributes:
         mixer_post_norm: of the mixer's output; set together with `mlp_post_norm`.
-        mlp_norm: of the stream between mixer and MLP.
+        mlp_norm: of the stream between mixer and MLP, or before both if they are parallel.
         mlp_post_norm: of the MLP's output.
         next_norm: of the stream after this layer: the next layer's, or the decoder's last.
         index: of the layer.
         cache_place: of the cache that it reads among those of all layers; None without a mixer.
         token_input: adds what the tokens add after the layer.
         output_scale: multiplies the stream at the end.
+        is_parallel: the MLP reads the stream before the mixer; without `mlp_norm`, what that reads.
+        replaces: the stream goes on as a norm of it.
     """
 
     backend: Backend
@@ -128,6 +130,8 @@ class DecoderLayer:
     cache_place: int | None
     token_input: LayerInput | None = None
     output_scale: float | None = None
+    is_parallel: bool = False
+    replaces: bool = False
 
     def __call__(
         self,
@@ -151,6 +155,7 @@ class DecoderLayer:
         """
         adapted = step.adapted
         adapters = None if adapted is None else adapted.at(self.index)
+        of_mlp = hidden
         if self.mixer is not None:
             assert cache is not None
             hidden = self._mix(self.mixer, hidden, step, cache, adapters)
@@ -158,21 +163,39 @@ class DecoderLayer:
             hidden, stream = hidden.index_select(0, rows), stream.index_select(0, rows)
             if not rows.shape[0]:
                 return hidden, stream
+        if self.is_parallel:
+            read = of_mlp if rows is None else of_mlp.index_select(0, rows)
+            return self._add_both(hidden, read, stream, adapters)
         if self.mixer is not None:
             norm = self.mlp_norm or self.next_norm
             hidden, stream = self._add(hidden, stream, self.mixer_post_norm, norm)
         if self.mlp is not None:
             if adapted is not None and rows is not None:
                 adapters = adapted.select(rows).at(self.index)
-            if isinstance(self.mlp, MLP):
-                added = self.mlp(hidden, adapters)
-            else:
-                added = self.mlp(hidden, stream, adapters)
+            added = self._run_mlp(self.mlp, hidden, stream, adapters)
             hidden, stream = self._add(added, stream, self.mlp_post_norm, self.next_norm)
         if self.token_input is None and self.output_scale is None:
             return hidden, stream
         stream = self._end(stream, step, rows)
-        return self.backend.rms_norm(stream, self.next_norm.weight, self.next_norm.eps), stream
+        return self.next_norm.of(stream, self.backend), stream
+
+    def _add_both(
+        self, mixed: Tensor, read: Tensor, stream: Tensor, adapters: LayerAdapters | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add what the mixer says and the MLP beside it; `read` is what the mixer reads."""
+        assert self.mlp is not None
+        if self.mlp_norm is not None:
+            read = self.mlp_norm.of(stream, self.backend)
+        added = self._run_mlp(self.mlp, read, stream, adapters)
+        return self._add(mixed + added, stream, None, self.next_norm)
+
+    @staticmethod
+    def _run_mlp(
+        mlp: MLP | Experts, hidden: Tensor, stream: Tensor, adapters: LayerAdapters | None
+    ) -> Tensor:
+        if isinstance(mlp, MLP):
+            return mlp(hidden, adapters)
+        return mlp(hidden, stream, adapters)
 
     @staticmethod
     def _mix(
@@ -204,5 +227,6 @@ class DecoderLayer:
         self, added: Tensor, stream: Tensor, post_norm: Norm | None, norm: Norm
     ) -> tuple[Tensor, Tensor]:
         if post_norm is not None:
-            added = self.backend.rms_norm(added, post_norm.weight, post_norm.eps)
-        return self.backend.add_rms_norm(added, stream, norm.weight, norm.eps)
+            added = post_norm.of(added, self.backend)
+        hidden, total = norm.of_sum(added, stream, self.backend)
+        return hidden, hidden if self.replaces else total

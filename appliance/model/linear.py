@@ -137,6 +137,10 @@ def with_gates(parts: list[LinearPart], spec: AttentionSpec) -> list[LinearPart]
     if not spec.output_gate:
         return parts
     queries, *others = parts
-    heads = torch.arange(queries.weight.shape[0]).view(spec.num_heads, 2, spec.head_dim)
-    own, gates = (queries.rows(heads[:, half].flatten()) for half in range(2))
-    return [own, *others, gates]
+    count = 2 * spec.num_heads * spec.head_dim
+    heads = torch.arange(count).view(spec.num_heads, 2, spec.head_dim)
+    own, gates = (heads[:, half].flatten() for half in range(2))
+    if others:
+        return [queries.rows(own), *others, queries.rows(gates)]
+    rest = torch.arange(count, queries.weight.shape[0])  # of keys and values in the same part
+    return [queries.rows(torch.cat((own, rest, gates)))]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.weight import Weight
     from appliance.model.layer_weights import (
         ExpertsWeights,
         LayerInputWeights,
@@ -87,13 +88,16 @@ def load_decoder(
     builder = LayerBuilder(backend, dtype, spec)
     total = len(spec.layers) + 1
     report("weights", 0, total)
-    first_norm = builder.counted(reader.first_norm(0))
+    first_norm = builder.optional(reader.first_norm(0))
     layers: list[DecoderLayer] = []
     for index, layer_spec in enumerate(spec.layers):
-        next_norm = builder.counted(reader.first_norm(index + 1))
+        next_norm = reader.first_norm(index + 1)
+        assert next_norm is not None, "only the first layer may have none"
+        next_norm = builder.counted(next_norm)
         layers.append(builder.layer(index, reader.layer(index), layer_spec, next_norm))
         report("weights", index + 1, total)
     token_inputs = builder.token_inputs(reader.token_input())
+    positions = builder.positions(reader.positions())
     matrix, head_matrix = reader.embedding_and_head()
     embedding = Embedding.of(matrix, spec.embedding_scale, dtype)
     if head_matrix is matrix and isinstance(embedding.weight, Tensor):
@@ -112,6 +116,7 @@ def load_decoder(
         first_norm=first_norm,
         layers=tuple(layers),
         token_inputs=token_inputs,
+        positions=positions,
         head=head,
         weight_bytes=builder.nbytes + head.nbytes + (0 if is_shared else embedding.nbytes),
         weight_format=reader.weight_format(),
@@ -140,14 +145,16 @@ class LayerBuilder:
             mlp=None
             if weights.mlp is None or spec.mlp is None
             else self._mlp_or_experts(weights.mlp, spec.mlp),
-            mlp_norm=self._optional(weights.mlp_norm),
+            mlp_norm=self.optional(weights.mlp_norm),
             next_norm=next_norm,
-            mixer_post_norm=self._optional(weights.mixer_post_norm),
-            mlp_post_norm=self._optional(weights.mlp_post_norm),
+            mixer_post_norm=self.optional(weights.mixer_post_norm),
+            mlp_post_norm=self.optional(weights.mlp_post_norm),
             index=index,
             cache_place=self._places.get(index),
             token_input=self._layer_input(weights.token_input),
             output_scale=weights.output_scale,
+            is_parallel=spec.parallel,
+            replaces=self._spec.norms_replace,
         )
 
     def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:
@@ -163,6 +170,14 @@ class LayerBuilder:
             projection=self._linear([weights.projection]),
             norm=self.counted(weights.norm),
         )
+
+    def positions(self, table: Weight | None) -> Embedding | None:
+        """Build what positions add to embeddings."""
+        if table is None:
+            return None
+        embedding = Embedding.of(table, 1.0, self._dtype)
+        self.nbytes += embedding.nbytes
+        return embedding
 
     def _layer_input(self, weights: LayerInputWeights | None) -> LayerInput | None:
         spec = self._spec.token_input
@@ -236,7 +251,7 @@ class LayerBuilder:
             rope=self._ropes.index(spec.rope),
             inputs=self._linear(weights.inputs),
             queries=None if weights.queries is None else self._linear([weights.queries]),
-            query_norm=self._optional(weights.query_norm),
+            query_norm=self.optional(weights.query_norm),
             norm=self.counted(weights.norm),
             keys=weights.keys,
             values=weights.values,
@@ -265,8 +280,8 @@ class LayerBuilder:
             rope=self._ropes.index(spec.rope),
             qkv=self._linear(weights.inputs),
             output=self._linear([weights.output]),
-            query_norm=self._optional(weights.query_norm),
-            key_norm=self._optional(weights.key_norm),
+            query_norm=self.optional(weights.query_norm),
+            key_norm=self.optional(weights.key_norm),
             value_norm=weights.value_norm,
             sinks=weights.sinks,
         )
@@ -316,10 +331,11 @@ class LayerBuilder:
 
     def counted(self, norm: Norm) -> Norm:
         """Count a norm's bytes and return it."""
-        self.nbytes += norm.weight.nbytes
+        self.nbytes += norm.nbytes
         return norm
 
-    def _optional(self, norm: Norm | None) -> Norm | None:
+    def optional(self, norm: Norm | None) -> Norm | None:
+        """Count a norm's bytes, if there is one."""
         return None if norm is None else self.counted(norm)
 
     def _linear(self, parts: list[LinearPart]) -> Linear:

@@ -56,7 +56,12 @@ class TokenInputNames:
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Names of latent attention's parts, without `.weight` or `.bias`; `query` stands alone."""
+    """Names of latent attention's parts, without `.weight` or `.bias`; `query` stands alone.
+
+    Attributes:
+        keys: with `values` stands for `heads`, where each head's linear of keys, inputs before
+            outputs, and each head's linear of values are stacks of their own.
+    """
 
     query: str = "self_attn.q_proj"
     query_down: str = "self_attn.q_a_proj"
@@ -65,6 +70,8 @@ class LatentNames:
     token: str = "self_attn.kv_a_proj_with_mqa"
     norm: str = "self_attn.kv_a_layernorm"
     heads: str = "self_attn.kv_b_proj"
+    keys: str = ""
+    values: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,12 @@ class ShortConvNames:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNames:
-    """Names of Gated DeltaNet's parts; full ones of `log_rates` and `decay_bias`."""
+    """Names of Gated DeltaNet's parts; full ones of `log_rates` and `decay_bias`.
+
+    Attributes:
+        joined: stands for `qkv` and `gate`, where rows of a key head lie together.
+        joined_rates: the same for `share` and `decay`.
+    """
 
     qkv: str = "linear_attn.in_proj_qkv"
     gate: str = "linear_attn.in_proj_z"
@@ -89,6 +101,8 @@ class GatedDeltaNames:
     decay_bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm"
     output: str = "linear_attn.out_proj"
+    joined: str = ""
+    joined_rates: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +129,14 @@ class TensorNames:
 
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
+    positions: str = ""
+    into_stream: str = ""  # from embeddings of another width, and back
+    out_of_stream: str = ""
     head: str = "lm_head"
     layer: str = "model.layers.{}."
     mixer_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_by_key_head: bool = False  # rows of one key head and of its queries lie together
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # in full
@@ -151,6 +169,9 @@ class TensorNames:
             self,
             embedding=moved(self.embedding),
             final_norm=moved(self.final_norm),
+            positions=moved(self.positions),
+            into_stream=moved(self.into_stream),
+            out_of_stream=moved(self.out_of_stream),
             head=outside + self.head,
             layer=moved(self.layer),
             token_input=replace(

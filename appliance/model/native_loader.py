@@ -46,7 +46,13 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec, RopeSpec
 
-_ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.RELU_SQUARED: 3}
+_ACTIVATIONS = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.RELU_SQUARED: 3,
+    Activation.RELU: 4,
+    Activation.GELU: 5,
+}
 _CLAMPED_SWIGLU = 2
 HEAD_WIDTH_STEP = 16  # the library's vectors
 MOST_HEAD_WIDTH = 512
@@ -122,6 +128,7 @@ def load_native(
     embedding = packer.linear(matrix)
     head = embedding if head_matrix is matrix else packer.linear(head_matrix)
     length = spec.context_length if context_length is None else context_length
+    positions = reader.positions()
     model = ModelStruct(
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
@@ -138,6 +145,8 @@ def load_native(
         logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap or 0.0,
         token_inputs=_token_inputs(packer, spec, reader.token_input()),
+        positions=LinearStruct() if positions is None else packer.linear(positions),
+        norms_replace=spec.norms_replace,
     )
     report("weights", total, total)
     return NativeDecoder(
@@ -175,7 +184,8 @@ def _layer(
     first = _norm(packer, weights.first_norm)
     struct.mixer_norm = first if spec.mixer is not None else NormStruct()
     struct.mixer_post_norm = _norm(packer, weights.mixer_post_norm)
-    struct.mlp_norm = _norm(packer, weights.mlp_norm) if spec.mixer is not None else first
+    own = first if spec.mixer is None or spec.one_norm else _norm(packer, weights.mlp_norm)
+    struct.mlp_norm, struct.is_parallel = own, spec.parallel
     struct.mlp_post_norm = _norm(packer, weights.mlp_post_norm)
     struct.token_input = _layer_input(packer, weights.token_input)
     struct.output_scale = weights.output_scale or 0.0
@@ -261,7 +271,7 @@ def _token_inputs(
 
 
 def _norm(packer: WeightPacker, norm: Norm | None) -> NormStruct:
-    return NormStruct() if norm is None else packer.norm(norm.weight, norm.eps)
+    return NormStruct() if norm is None else packer.norm(norm.weight, norm.eps, norm.bias)
 
 
 def _rope(packer: WeightPacker, spec: RopeSpec, rope: Rope) -> RopeStruct:

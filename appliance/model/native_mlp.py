@@ -52,6 +52,7 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
             renormalize=router.renormalize,
             num_groups=router.num_groups,
             top_groups=router.top_groups,
+            best_of_group=router.best_of_group,
             scale=router.scale,
             epsilon=router.epsilon,
             selection_bias=None if bias is None else packer.floats(bias),

@@ -1,17 +1,41 @@
-"""A norm's weight, ready to multiply."""
+"""A norm of the stream or of heads, ready to compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch.nn import functional
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from appliance.kernels.backend import Backend
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm in the form that backends take."""
+    """An RMS norm in the form that backends take; with a bias, a LayerNorm."""
 
     weight: Tensor  # (dim,) float32, the spec's offset already added
     eps: float
+    bias: Tensor | None = None  # (dim,) float32
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def of(self, x: Tensor, backend: Backend) -> Tensor:
+        """Norm x (num_tokens, dim)."""
+        if self.bias is None:
+            return backend.rms_norm(x, self.weight, self.eps)
+        shape = (x.shape[-1],)
+        normed = functional.layer_norm(x.float(), shape, self.weight, self.bias, self.eps)
+        return normed.to(x.dtype)
+
+    def of_sum(self, added: Tensor, stream: Tensor, backend: Backend) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of two (num_tokens, dim), and the sum."""
+        if self.bias is None:
+            return backend.add_rms_norm(added, stream, self.weight, self.eps)
+        total = added + stream
+        return self.of(total, backend), total

@@ -32,7 +32,9 @@ from appliance.model.layer_weights import (
 from appliance.model.linear import LinearPart, turning_in_halves, with_gates
 from appliance.model.norm import Norm
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.row_orders import attention_rows, delta_rate_rows, delta_rows
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.weight_format import DTYPE_NAMES, format_of, formats_in_words
 
 if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.spec import LayerSpec, MixerSpec, MLPSpec, NormSpec
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _DENSE_DTYPES = frozenset({*DTYPE_NAMES, torch.float64})
 
 
@@ -76,9 +77,7 @@ class ModelReader:
             mlp=None if spec.mlp is None else self._mlp_or_experts(index, spec.mlp),
             first_norm=self.first_norm(index),
             mixer_post_norm=self._post_norm(index, names.mixer_post_norm, spec) if mixer else None,
-            mlp_norm=self._norm(names.in_layer(index, names.mlp_norm), spec.norm)
-            if mixer and mlp
-            else None,
+            mlp_norm=self._inner_norm(index) if mixer and mlp and not spec.one_norm else None,
             mlp_post_norm=self._post_norm(index, names.mlp_post_norm, spec) if mlp else None,
             token_input=self._layer_input(index, spec.norm),
             output_scale=self._exact(index, names.output_scale).item()
@@ -86,32 +85,59 @@ class ModelReader:
             else None,
         )
 
-    def first_norm(self, index: int) -> Norm:
-        """Read the norm at the start of a layer; past the last layer, the decoder's own."""
+    def first_norm(self, index: int) -> Norm | None:
+        """Read the norm at the start of a layer; past the last layer, the decoder's own.
+
+        None where there is none: before the first layer, if norms follow additions.
+        """
         spec = self._source.spec
+        if spec.norms_replace:
+            name = self._names.in_layer(index - 1, self._names.mlp_norm)
+            return self._norm(name, spec.final_norm) if index else None
         if index == len(spec.layers):
             return self._norm(self._names.final_norm, spec.final_norm)
         layer, names = spec.layers[index], self._names
         first = names.mlp_norm if layer.mixer is None else names.mixer_norm
         return self._norm(names.in_layer(index, first), layer.norm)
 
+    def _inner_norm(self, index: int) -> Norm:
+        """Read the norm between mixer and MLP."""
+        names, spec = self._names, self._source.spec
+        part = names.mixer_norm if spec.norms_replace else names.mlp_norm
+        return self._norm(names.in_layer(index, part), spec.layers[index].norm)
+
     def embedding_and_head(self) -> tuple[Weight, Weight]:
-        """Read embedding and head, (vocab_size, hidden_size); the same object if they are tied."""
-        embedding = self._load(f"{self._names.embedding}.weight")
+        """Read embedding and head, (vocab_size, hidden_size); the same object if they are tied.
+
+        Embeddings of another width are multiplied here by what brings them to this one.
+        """
+        names = self._names
+        embedding = self._load(f"{names.embedding}.weight")
         head = embedding
         if not self._source.spec.tied_head:
-            head = self._load(f"{self._names.head}.weight")
+            head = self._load(f"{names.head}.weight")
+        if self._source.spec.embedding_width is not None:
+            into, out = (
+                self._dense(f"{name}.weight").float()
+                for name in (names.into_stream, names.out_of_stream)
+            )
+            embedding, head = (dense(matrix, torch.float32) for matrix in (embedding, head))
+            embedding, head = (embedding @ into.T).to(self._dtype), (head @ out).to(self._dtype)
         self._head_format = self._format(head)
         return embedding, head
+
+    def positions(self) -> Weight | None:
+        """Read learned embeddings of positions, (count, hidden_size), from that of position 0."""
+        spec = self._source.spec.positions
+        if spec is None:
+            return None
+        table = LinearPart(self._load(f"{self._names.positions}.weight"), None)
+        return table.rows(slice(spec.skipped, None)).weight
 
     def weight_format(self) -> str:
         """Describe the formats of the weights read: layers by frequency, then the head."""
         formats = [name for name, _ in self._layer_formats.most_common()]
-        if formats == [self._head_format]:
-            return self._head_format
-        _, bracket, group = formats[0].partition(" (")
-        head = self._head_format.removesuffix(bracket + group)
-        return f"{' + '.join(formats)}, head {head}"
+        return formats_in_words(formats, self._head_format)
 
     def _mixer(self, index: int, spec: MixerSpec) -> MixerWeights:
         match spec:
@@ -130,7 +156,7 @@ class ModelReader:
         names, reads = self._names, spec.kv_layer is not None
         sources = names.qkv[: 1 if reads else 2 if spec.keys_are_values else 3]
         return AttentionWeights(
-            inputs=with_gates(self._parts(index, sources, spec.qkv_bias), spec),
+            inputs=self._heads(index, sources, spec),
             output=self._parts(index, (names.output,), spec.output_bias)[0],
             query_norm=self._head_norm(index, names.query_norm, spec.qk_norm),
             key_norm=None if reads else self._head_norm(index, names.key_norm, spec.qk_norm),
@@ -139,6 +165,12 @@ class ModelReader:
             else self._plain_norm(spec.head_dim, spec.value_norm),
             sinks=self._exact(index, names.sinks) if spec.sinks else None,
         )
+
+    def _heads(self, index: int, sources: tuple[str, ...], spec: AttentionSpec) -> list[LinearPart]:
+        parts = self._parts(index, sources, spec.qkv_bias)
+        if self._names.qkv_by_key_head:
+            return [part.rows(attention_rows(spec)) for part in parts]
+        return with_gates(parts, spec)
 
     def _latent(self, index: int, spec: LatentAttentionSpec) -> LatentWeights:
         names, bias = self._names.latent, spec.bias
@@ -179,13 +211,26 @@ class ModelReader:
         filters, _ = self._filters(index, names.filter, bias=False)
         log_rates, decay_bias = self._rates(index, names.log_rates, names.decay_bias)
         return GatedDeltaWeights(
-            inputs=self._parts(index, (names.qkv, names.gate, names.share, names.decay), False),
+            inputs=self._delta_inputs(index, spec),
             output=self._parts(index, (names.output,), bias=False)[0],
             filters=filters,
             rates=log_rates.exp(),
             decay_bias=decay_bias,
             norm=self._norm(self._names.in_layer(index, names.norm), spec.norm),
         )
+
+    def _delta_inputs(self, index: int, spec: GatedDeltaSpec) -> list[LinearPart]:
+        names = self._names.gated_delta
+        inputs = (names.joined,) if names.joined else (names.qkv, names.gate)
+        rates = (names.joined_rates,) if names.joined_rates else (names.share, names.decay)
+        if not names.joined and not names.joined_rates:
+            return self._parts(index, (*inputs, *rates), bias=False)
+        first, last = self._parts(index, inputs, False), self._parts(index, rates, False)
+        if names.joined:
+            first = [part.rows(delta_rows(spec)) for part in first]
+        if names.joined_rates:
+            last = [part.rows(delta_rate_rows(spec)) for part in last]
+        return [*first, *last]
 
     def _mamba2(self, index: int, spec: Mamba2Spec) -> Mamba2Weights:
         names = self._names.mamba2
@@ -300,7 +345,10 @@ class ModelReader:
         return self._norm(self._names.in_layer(index, part), layer.norm)
 
     def _norm(self, name: str, spec: NormSpec) -> Norm:
-        return Norm(self._dense(f"{name}.weight").float() + spec.offset, spec.eps)
+        weight = self._dense(f"{name}.weight").float() + spec.offset
+        return Norm(
+            weight, spec.eps, self._dense(f"{name}.bias").float() if spec.centered else None
+        )
 
     def _exact(self, index: int, part: str) -> Tensor:
         """Read a tensor that is never rounded below float32."""
@@ -338,19 +386,7 @@ class ModelReader:
         return tensor
 
     def _format(self, weight: Weight) -> str:
-        if isinstance(weight, PackedWeight):
-            if weight.group_size == weight.shape[1]:
-                return f"{weight.bits} bits (a scale per row)"
-            return f"{weight.bits} bits (groups of {weight.group_size})"
-        dense = DTYPE_NAMES[self._dtype]
-        if isinstance(weight, Tensor):
-            return dense
-        # Torch on a CPU multiplies none of these, and float32 activations are for checking.
-        is_held = self._device.type == "cuda" and self._dtype != torch.float32
-        if isinstance(weight, Fp8Weight):
-            return "fp8" if is_held else f"fp8 (held as {dense})"
-        name = "mxfp4" if weight.scale.dtype == torch.float8_e8m0fnu else "nvfp4"
-        return name if is_held or self._native else f"{name} (held as {dense})"
+        return format_of(weight, self._dtype, self._device, native=self._native)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
 from appliance.errors import CheckpointError
 from appliance.gguf import GGUFFile
+from appliance.model.deciding_settings import deciding_settings
 from appliance.model.expert_tensors import separate_experts
 from appliance.model.families.limits import check_quantization
 from appliance.model.families.registry import (
@@ -81,7 +82,7 @@ def _open_folder(path: Path) -> ModelSource:
     if is_read(quantization):
         check_quantization(quantization, origin)
     weights = open_weights(folder)
-    family = replace(family, names=names_in(weights, family.names))
+    family = replace(family, names=names_in(weights, family.names, family.other_names))
     if spec.has_experts:
         weights = separate_experts(weights, spec, family.names, path.name)
     if is_part:
@@ -91,9 +92,9 @@ def _open_folder(path: Path) -> ModelSource:
 
 def _open_gguf(path: Path) -> ModelSource:
     file = GGUFFile(path)
-    architecture = str(file.metadata.get("general.architecture"))
-    experts = file.metadata.get(f"{architecture}.expert_count")
-    family = family_of_gguf(architecture, has_experts=bool(experts))
+    family = family_of_gguf(file.metadata)
+    assert family.gguf is not None
+    family = replace(family, names=family.gguf.own_names or family.names)
     assert family.gguf is not None
     config = family.gguf.config(file)
     config |= {"architectures": list(family.architectures[:1]), "model_type": family.model_type}
@@ -114,7 +115,7 @@ def _check(source: ModelSource) -> None:
         if shape != slot.shape:
             raise CheckpointError(
                 f"{where}tensor {slot.name} has shape {shape}, but the model's settings ask for "
-                f"{slot.shape}; fetch the model again"
+                f"{slot.shape}{_named(source, slot)}; fetch the model again"
             )
         present.discard(slot.name)
     if source.spec.tied_head:
@@ -128,13 +129,24 @@ def _check(source: ModelSource) -> None:
             )
 
 
+def _named(source: ModelSource, slot: TensorSlot) -> str:
+    """Name the settings that a shape comes from; a GGUF file has them under other names."""
+    if source.path.is_file():
+        return ""
+    settings = deciding_settings(source.family, source.config, slot)
+    return f" with {settings} in {CONFIG_NAME}" if settings else ""
+
+
 def _asked_for(source: ModelSource, slot: TensorSlot) -> str:
     """Say why an expert's tensor should be there."""
     if slot.expert is None or slot.layer is None:
         return ""
     mlp = source.spec.layers[slot.layer].mlp
     assert isinstance(mlp, ExpertsSpec)
-    return f", but the model's settings ask for {mlp.router.num_experts} experts in this layer"
+    count = mlp.router.num_experts
+    keys = [key for key, value in source.config.items() if "expert" in key and value == count]
+    named = f" with {keys[0]} = {count}" if keys and source.path.is_dir() else ""
+    return f", but the model's settings ask for {count} experts in this layer{named}"
 
 
 def _unread_keys(source: ModelSource) -> tuple[str, ...]:

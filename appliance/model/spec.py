@@ -58,10 +58,14 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMSNorm: x / sqrt(mean(x^2) + eps) * (weight + offset)."""
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * (weight + offset).
+
+    With `centered` it is LayerNorm: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
+    """
 
     eps: float
     offset: float = 0.0
+    centered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +187,21 @@ class LayerSpec:
 
     A mixer brings positions together: attention through the KV cache, others through a state.
     Either may be missing (Nemotron-H), and its norms with it.
+
+    Attributes:
+        post_norms: Gemma: norm the output of mixer and MLP before adding.
+        output_scale: the checkpoint has a factor of the stream after the layer.
+        parallel: x += mixer(norm(x)) + mlp(norm(x)), with a norm each (Falcon).
+        one_norm: of parallel mixer and MLP.
     """
 
     mixer: MixerSpec | None
     mlp: MLPSpec | ExpertsSpec | None
     norm: NormSpec
-    post_norms: bool = False  # Gemma: norm the output of mixer and MLP before adding
-    output_scale: bool = False  # the checkpoint has a factor of the stream after the layer
+    post_norms: bool = False
+    output_scale: bool = False
+    parallel: bool = False
+    one_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +224,31 @@ class TokenInputSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """A whole decoder-only model."""
+class PositionSpec:
+    """Learned embeddings of positions, added to those of tokens.
 
-    architecture: str  # family name, for people
+    Attributes:
+        count: of positions.
+        skipped: rows of the checkpoint's table before that of position 0.
+    """
+
+    count: int
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A whole decoder-only model.
+
+    Attributes:
+        architecture: family name, for people.
+        norms_replace: a norm follows each addition to the stream and takes its place, as in the
+            first Transformer; there is none before the first layer, and none of the decoder.
+        embedding_width: of the matrix of embeddings, which linears bring to `hidden_size` and back
+            before the head; None is `hidden_size` without them.
+    """
+
+    architecture: str
     hidden_size: int
     vocab_size: int
     context_length: int
@@ -226,6 +259,9 @@ class DecoderSpec:
     logit_scale: float = 1.0  # multiplies the logits
     logit_softcap: float | None = None  # logits become cap * tanh(logits / cap)
     token_input: TokenInputSpec | None = None
+    positions: PositionSpec | None = None
+    norms_replace: bool = False
+    embedding_width: int | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -240,9 +276,14 @@ class DecoderSpec:
 
     @property
     def goes_layer_by_layer(self) -> bool:
-        """True if a layer needs nothing but the stream and its own cache."""
+        """True if a layer needs nothing but the stream and its own cache.
+
+        And if the stream before the first one is rows of the embedding.
+        """
         mixers = self.attention_layers.values()
-        return self.token_input is None and all(mixer.kv_layer is None for mixer in mixers)
+        from_embedding = self.positions is None and self.embedding_width is None
+        own_inputs = self.token_input is None and all(mixer.kv_layer is None for mixer in mixers)
+        return own_inputs and from_embedding and not self.norms_replace
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.model.names import TensorNames, TokenInputNames
-    from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec
+    from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec, NormSpec
 
 
 class Role(Enum):
     """A tensor's part in the decoder."""
 
     EMBEDDING = "embedding"
+    POSITIONS = "positions"  # learned embeddings of them
+    WIDTH = "width"  # between embeddings of another width and the stream
     HEAD = "head"
     NORM = "norm"
     QUERY = "query"
@@ -72,15 +74,59 @@ def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
 
     The order depends only on the spec, so that lists with two sets of names can be zipped.
     """
-    matrix = (spec.vocab_size, spec.hidden_size)
-    slots = [TensorSlot(f"{names.embedding}.weight", matrix, Role.EMBEDDING)]
-    slots += _token_input_slots(spec, names.token_input)
+    slots = list(_first_slots(spec, names))
     for index, layer in enumerate(spec.layers):
         slots += _layer_slots(spec, names, index, layer)
-    slots.append(TensorSlot(f"{names.final_norm}.weight", (spec.hidden_size,), Role.NORM))
+    return [*slots, *_last_slots(spec, names)]
+
+
+def slots_beside(spec: DecoderSpec, names: TensorNames, slot: TensorSlot) -> list[TensorSlot]:
+    """List the tensors of a slot's layer, or those outside of the layers."""
+    if slot.layer is None:
+        return [*_first_slots(spec, names), *_last_slots(spec, names)]
+    return layer_slots(spec, names, slot.layer) if slot.layer < len(spec.layers) else []
+
+
+def layer_slots(spec: DecoderSpec, names: TensorNames, index: int) -> list[TensorSlot]:
+    """List the tensors of one layer."""
+    return list(_layer_slots(spec, names, index, spec.layers[index]))
+
+
+def _first_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
+    yield _matrix_slot(spec, names.embedding, Role.EMBEDDING)
+    yield from _stream_slots(spec, names)
+    yield from _token_input_slots(spec, names.token_input)
+
+
+def _last_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
+    if not spec.norms_replace:
+        yield from norm_slots(names.final_norm, spec.hidden_size, spec.final_norm)
     if not spec.tied_head:
-        slots.append(TensorSlot(f"{names.head}.weight", matrix, Role.HEAD))
-    return slots
+        yield _matrix_slot(spec, names.head, Role.HEAD)
+
+
+def _matrix_slot(spec: DecoderSpec, name: str, role: Role) -> TensorSlot:
+    width = spec.embedding_width or spec.hidden_size
+    return TensorSlot(f"{name}.weight", (spec.vocab_size, width), role)
+
+
+def norm_slots(
+    name: str, dim: int, norm: NormSpec, layer: int | None = None
+) -> Iterator[TensorSlot]:
+    yield TensorSlot(f"{name}.weight", (dim,), Role.NORM, layer)
+    if norm.centered:
+        yield TensorSlot(f"{name}.bias", (dim,), Role.NORM, layer)
+
+
+def _stream_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
+    """List what stands between embeddings and the stream."""
+    hidden, width = spec.hidden_size, spec.embedding_width
+    if spec.positions is not None:
+        rows = spec.positions.count + spec.positions.skipped
+        yield TensorSlot(f"{names.positions}.weight", (rows, hidden), Role.POSITIONS)
+    if width is not None:
+        yield TensorSlot(f"{names.into_stream}.weight", (hidden, width), Role.WIDTH)
+        yield TensorSlot(f"{names.out_of_stream}.weight", (width, hidden), Role.WIDTH)
 
 
 def _layer_slots(
@@ -89,12 +135,13 @@ def _layer_slots(
     found = _LayerTensors(names, index)
     hidden = spec.hidden_size
     if layer.mixer is not None:
-        yield found.norm(names.mixer_norm, hidden)
+        yield from found.stream_norm(names.mixer_norm, hidden, layer.norm)
         yield from _mixer_slots(found, hidden, layer.mixer)
         if layer.post_norms:
             yield found.norm(names.mixer_post_norm, hidden)
     if layer.mlp is not None:
-        yield found.norm(names.mlp_norm, hidden)
+        if not layer.one_norm:
+            yield from found.stream_norm(names.mlp_norm, hidden, layer.norm)
         if isinstance(layer.mlp, ExpertsSpec):
             yield from _expert_slots(found, hidden, layer.mlp)
         else:
@@ -131,6 +178,9 @@ class _LayerTensors:
     def norm(self, part: str, dim: int) -> TensorSlot:
         name = f"{self.names.in_layer(self.index, part)}.weight"
         return TensorSlot(name, (dim,), Role.NORM, self.index)
+
+    def stream_norm(self, part: str, dim: int, norm: NormSpec) -> Iterator[TensorSlot]:
+        return norm_slots(self.names.in_layer(self.index, part), dim, norm, self.index)
 
     def numbers(self, name: str, count: int) -> TensorSlot:
         full = self.names.in_layer(self.index, name)
@@ -251,10 +301,16 @@ def _gated_delta_slots(
     found: _LayerTensors, hidden: int, mixer: GatedDeltaSpec
 ) -> Iterator[TensorSlot]:
     names, heads = found.names.gated_delta, mixer.num_value_heads
-    yield from found.linear(names.qkv, Role.INPUT, mixer.channels, hidden, bias=False)
-    yield from found.linear(names.gate, Role.INPUT, mixer.values, hidden, bias=False)
-    yield from found.linear(names.share, Role.RATE, heads, hidden, bias=False)
-    yield from found.linear(names.decay, Role.RATE, heads, hidden, bias=False)
+    inputs = [(names.qkv, mixer.channels), (names.gate, mixer.values)]
+    if names.joined:
+        inputs = [(names.joined, mixer.channels + mixer.values)]
+    rates = [(names.share, heads), (names.decay, heads)]
+    if names.joined_rates:
+        rates = [(names.joined_rates, 2 * heads)]
+    for part, rows in inputs:
+        yield from found.linear(part, Role.INPUT, rows, hidden, bias=False)
+    for part, rows in rates:
+        yield from found.linear(part, Role.RATE, rows, hidden, bias=False)
     yield from found.filters(names.filter, mixer.channels, mixer.taps, bias=False)
     for part in (names.log_rates, names.decay_bias):
         yield found.rates(part, heads)

@@ -41,9 +41,16 @@ def has_other_parts(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get(_SECTION), dict)
 
 
-def names_in(weights: WeightReader, names: TensorNames) -> TensorNames:
-    """Return the names under the prefix that the checkpoint has; as they are if it has none."""
+def names_in(
+    weights: WeightReader, names: TensorNames, others: TensorNames | None = None
+) -> TensorNames:
+    """Return the names under the prefix that the checkpoint has; as they are if it has none.
+
+    `others` come instead of them if the first norm has its name there.
+    """
     present = set(weights.tensor_names())
+    if others is not None and f"{others.in_layer(0, others.mixer_norm)}.weight" in present:
+        return others
     for prefix in PREFIXES:
         found = names.under(prefix)
         if f"{found.embedding}.weight" in present:

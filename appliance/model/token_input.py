@@ -39,7 +39,7 @@ class TokenInputs:
         """
         width = self.norm.weight.shape[0]
         projected = self.projection(stream) * stream.shape[1] ** -0.5
-        normed = self.backend.rms_norm(projected.view(-1, width), self.norm.weight, self.norm.eps)
+        normed = self.norm.of(projected.view(-1, width), self.backend)
         inputs = (normed + self.embedding(token_ids).view(-1, width)) * 2**-0.5
         return inputs.view(len(token_ids), -1, width)
 
@@ -58,4 +58,4 @@ class LayerInput:
         """Add inputs (num_tokens, width) to the stream (num_tokens, hidden_size)."""
         beside = torch.cat((self.gate(stream), inputs), dim=-1)
         added = self.up(self.backend.gated_activation(beside, self.activation))
-        return stream + self.backend.rms_norm(added, self.norm.weight, self.norm.eps)
+        return stream + self.norm.of(added, self.backend)

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 8  # AP_ABI
+ABI = 9  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -74,7 +74,7 @@ class LinearStruct(Structure):
 class NormStruct(Structure):
     """ap_norm."""
 
-    _fields_ = (("weight", c_void_p), ("eps", c_float))
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("bias", c_void_p))
 
 
 class RopeStruct(Structure):
@@ -203,6 +203,7 @@ class RouterStruct(Structure):
         ("renormalize", c_int32),
         ("num_groups", c_int32),
         ("top_groups", c_int32),
+        ("best_of_group", c_int32),
         ("scale", c_float),
         ("epsilon", c_float),
         ("selection_bias", c_void_p),
@@ -276,6 +277,7 @@ class LayerStruct(Structure):
         ("mlp_post_norm", NormStruct),
         ("token_input", TokenInputStruct),
         ("output_scale", c_float),
+        ("is_parallel", c_int32),
     )
 
 
@@ -296,6 +298,8 @@ class ModelStruct(Structure):
         ("logit_scale", c_float),
         ("logit_softcap", c_float),
         ("token_inputs", TokenInputsStruct),
+        ("positions", LinearStruct),
+        ("norms_replace", c_int32),
     )
 
 

@@ -65,9 +65,9 @@ class WeightPacker:
             struct.bias = self.floats(bias)
         return struct
 
-    def norm(self, weight: Tensor, eps: float) -> NormStruct:
-        """Lay out a norm's weight (width,)."""
-        return NormStruct(self.floats(weight), eps)
+    def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> NormStruct:
+        """Lay out a norm's weight (width,), and the bias that makes it a LayerNorm."""
+        return NormStruct(self.floats(weight), eps, None if bias is None else self.floats(bias))
 
     def floats(self, values: Tensor) -> int:
         """The address of a copy in float32."""

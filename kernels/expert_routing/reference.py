@@ -1,7 +1,8 @@
 """The choice of experts as the model's authors define it, in float32.
 
-Softmax: Mixtral (arXiv 2401.04088) and Qwen (arXiv 2505.09388). Sigmoid, selection bias and groups:
-DeepSeek-V3 (arXiv 2412.19437). Softmax of the chosen: gpt-oss (arXiv 2508.10925).
+Softmax: Mixtral (arXiv 2401.04088) and Qwen (arXiv 2505.09388). Groups by their best expert:
+DeepSeek-V2 (arXiv 2405.04434). Sigmoid, selection bias and groups by their two best: DeepSeek-V3
+(arXiv 2412.19437). Softmax of the chosen: gpt-oss (arXiv 2508.10925).
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.routing import Router
-
-BEST_OF_GROUP = 2  # experts whose scores are a group's
 
 
 def route(
@@ -61,7 +60,7 @@ def route(
 def _in_best_groups(choice: Tensor, router: Router) -> Tensor:
     """Return the scores, those outside of the best groups -inf."""
     groups = choice.view(len(choice), router.num_groups, -1)
-    worth = groups.topk(BEST_OF_GROUP, dim=-1).values.sum(dim=-1)
+    worth = groups.topk(router.best_of_group, dim=-1).values.sum(dim=-1)
     best = torch.topk(worth, router.top_groups, dim=-1).indices
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)

@@ -24,6 +24,10 @@ def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
             activated = functional.gelu(gate, approximate="tanh")
         case Activation.RELU_SQUARED:
             activated = functional.relu(gate).square_()
+        case Activation.RELU:
+            activated = functional.relu(gate)
+        case Activation.GELU:
+            activated = functional.gelu(gate)
         case ClampedSwiGLU():
             return reference.gated_activation(gate_up, activation)  # rounds once
     return activated.mul_(up)

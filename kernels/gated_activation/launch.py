@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BLOCK = 1024  # columns of a program: 8 for each thread of 4 warps, one 16-byte load of BF16 each
 NUM_WARPS = 4
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+COVERED = (Activation.SILU, Activation.GELU_TANH)
 
 
 def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Tensor:
@@ -37,7 +38,7 @@ def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Te
             f"the gated activation on the GPU has no kernel for {gate_up.dtype}; "
             f"supported: {', '.join(map(str, FLOAT_DTYPES))}"
         )
-    if activation is Activation.RELU_SQUARED:
+    if activation not in COVERED and not isinstance(activation, ClampedSwiGLU):
         raise UnsupportedModelError(
             f"the gated activation on the GPU has no kernel for {activation.value}"
         )

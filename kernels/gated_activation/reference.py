@@ -45,4 +45,8 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
             result = 0.5 * wide * (1 + torch.tanh(inner))
         case Activation.RELU_SQUARED:
             result = wide.relu().square()
+        case Activation.RELU:
+            result = wide.relu()
+        case Activation.GELU:
+            result = 0.5 * wide * (1 + torch.erf(wide * math.sqrt(0.5)))
     return result.to(x.dtype)

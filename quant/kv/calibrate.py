@@ -321,6 +321,6 @@ def _projection(block: TransformerBlock) -> Callable[[Tensor], Tensor]:
 
     def project(heads: Tensor) -> Tensor:
         added = block.output(heads)
-        return added if norm is None else layer.backend.rms_norm(added, norm.weight, norm.eps)
+        return added if norm is None else norm.of(added, layer.backend)
 
     return project

@@ -6,7 +6,6 @@ then the rows pass through the stored result, and the next layer follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +15,12 @@ from appliance.kernels.packed import PackedWeight
 from appliance.model.tensors import Role
 from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.methods import gptq
+from appliance.quant.methods.calibrated_any import quantize_any_layer
 from appliance.quant.methods.fold import scale_inputs
+from appliance.quant.methods.quantized_layer import QuantizedLayer
 from appliance.quant.methods.ranges import SHRUNK, choose_steps
 from appliance.quant.walk.pieces import WeightPieces
+from appliance.quant.walk.places import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,25 +32,6 @@ if TYPE_CHECKING:
     from appliance.quant.run.options import Method
     from appliance.quant.walk.block import ObservedLinear, TransformerBlock
     from appliance.quant.walk.walk import Walk
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedLayer:
-    """All tensors of one layer, by their names in the model.
-
-    Attributes:
-        tensors: packed if quantized, else float32.
-        losses: of each quantized linear's outputs, as a share of their energy.
-        notes: what the user should know.
-        scales: by which the inputs of the layer's four linears are divided; None where they are
-            not.
-    """
-
-    index: int
-    tensors: dict[str, Tensor | PackedWeight]
-    losses: dict[str, float]
-    notes: tuple[str, ...] = ()
-    scales: tuple[Tensor | None, ...] = ()
 
 
 def quantize_layers(
@@ -72,7 +55,8 @@ def quantize_layers(
         QuantizeError: activations are not finite; the message names the weight.
     """
     for index in range(first, len(source.spec.layers)):
-        yield _quantize_layer(source, walk, method, schemes, dtype, index)
+        one = _quantize_layer if is_plain(source.spec.layers[index]) else quantize_any_layer
+        yield one(source, walk, method, schemes, dtype, index)
 
 
 def _quantize_layer(

@@ -76,18 +76,17 @@ class Variants:
     def divergences(self) -> list[float]:
         """Return each variant's mean KL divergence, in the order in which they were started."""
         norm = self._reader.first_norm(len(self._source.spec.layers))
+        assert norm is not None, "refused before"
         _, matrix = self._reader.embedding_and_head()
         head = dense(matrix, FLOAT)
-        softcap = self._source.spec.logit_softcap
+        softcap, scale = self._source.spec.logit_softcap, self._source.spec.logit_scale
         tokens = self._streams[0].shape[0]
         sums = [0.0] * (len(self._streams) - 1)
         for start in range(0, tokens, HEAD_ROWS):
 
             def answers(stream: Tensor, start: int = start) -> Tensor:
-                hidden = self._backend.rms_norm(
-                    stream[start : start + HEAD_ROWS], norm.weight, norm.eps
-                )
-                logits = hidden @ head.T
+                hidden = norm.of(stream[start : start + HEAD_ROWS], self._backend)
+                logits = hidden @ head.T * scale
                 if softcap is not None:
                     logits = self._backend.soft_cap(logits, softcap)
                 return logits.log_softmax(-1)

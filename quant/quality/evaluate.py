@@ -240,7 +240,8 @@ class _Heads:
                 piece = weights.head_rows(head, columns)
                 for variant in variants:
                     if variant.weights is weights:
-                        logits = _capped(hidden[variant.name] @ piece.T, spec.logit_softcap)
+                        logits = hidden[variant.name] @ piece.T * spec.logit_scale
+                        logits = _capped(logits, spec.logit_softcap)
                         predictions[variant.name].add(logits, first)
             for gap in gaps.values():
                 gap.add()

@@ -117,6 +117,7 @@ class Streams:
             builder = LayerBuilder(_tapping(self._backend), FLOAT, spec)
             loaded = weights.layer(index)
             # The norm after a layer is applied at the start of the next one.
+            assert loaded.first_norm is not None, "refused before"
             layer = builder.layer(index, loaded, spec.layers[index], loaded.first_norm)
             del loaded
             norm = layer.next_norm
@@ -130,7 +131,7 @@ class Streams:
     def hidden(self, variant: ModelVariant, window: int, rows: slice, norm: Norm) -> Tensor:
         """Return the normed stream of some rows of a window, (num_rows, hidden_size)."""
         stream = self._streams[variant.name][window, rows].to(self._device)
-        return self._backend.rms_norm(stream, norm.weight, norm.eps)
+        return norm.of(stream, self._backend)
 
     def _weight_sets(self) -> Iterator[WeightSet]:
         yield from {id(variant.weights): variant.weights for variant in self.variants}.values()
@@ -153,24 +154,29 @@ class Streams:
         base = self._streams[self.variants[0].name]
         stream = self._streams[variant.name]
         is_base = variant is self.variants[0]
-        cached = sum(of < index for of in variant.weights.source.spec.attention_layers)
+        spec = variant.weights.source.spec
+        place = spec.cache_places[index] if index in spec.cache_layers else None
         sums = {part: _Relative() for part in ("stream", "attention", "mlp")}
         length = stream.shape[1]
         at_once = max(1, TOKENS_AT_ONCE // length)
         for start in range(0, len(stream), at_once):
             rows = slice(start, min(start + at_once, len(stream)))
             before = stream[rows].flatten(0, 1).to(self._device)
-            kv = LayerPrecision(KVFormat.FP32) if variant.kv is None else variant.kv[cached]
+            kv = LayerPrecision(KVFormat.FP32)
+            if variant.kv is not None and place is not None:
+                kv = variant.kv[place]
             step, cache = self._step(variant, kv, layer, rows.stop - rows.start)
-            hidden = self._backend.rms_norm(before, norm.weight, norm.eps)
+            hidden = norm.of(before, self._backend)
             _, after = layer(hidden, before, step, cache, None)
             nothing = torch.zeros_like(after)
             mixed = nothing if layer.mixer is None else _result(layer.mixer.output)
             found = {"attention": mixed, "mlp": nothing}
             if isinstance(layer.mlp, MLP):
                 found["mlp"] = _result(layer.mlp.down)
-            elif layer.mlp is not None:  # no post norms beside experts: what the mixer did not add
-                found["mlp"] = after - before - mixed
+            elif layer.mlp is not None:  # what the mixer did not add
+                norm_after = layer.mixer_post_norm
+                added = mixed if norm_after is None else norm_after.of(mixed, self._backend)
+                found["mlp"] = after - before - added
             if not bool(torch.isfinite(after).all()):
                 name = variant.weights.source.path.name
                 raise ModelError(f"{name}: layer {index} makes NaN or infinity of this text")

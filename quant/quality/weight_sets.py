@@ -82,7 +82,9 @@ class StoredWeights:
         return FloatReader(self.source, self._device).layer(index)
 
     def norm(self, index: int) -> Norm:
-        return self.reader.first_norm(index)
+        norm = self.reader.first_norm(index)
+        assert norm is not None, "refused before"
+        return norm
 
     def head(self) -> Weight:
         names = self.source.family.names

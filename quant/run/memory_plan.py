@@ -8,20 +8,25 @@ upper bounds of what `rtn`, `awq` and `gptq` hold at once; a test compares them 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import psutil
 
 from appliance.errors import MemoryPlanError
-from appliance.model.spec import AttentionSpec, ExpertsSpec
+from appliance.model.spec import AttentionSpec, MLPSpec
+from appliance.model.tensors import layer_slots
+from appliance.quant.methods.calibrated_any import MOMENT_BYTES
 from appliance.quant.methods.sensitivity import HEAD_ROWS
 from appliance.quant.run.options import Method
 from appliance.quant.walk.pieces import ROW_MULTIPLE
+from appliance.quant.walk.places import is_plain
 from appliance.quant.walk.walk import tokens_at_once
 
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource
-    from appliance.model.spec import LayerSpec, MLPSpec
+    from appliance.model.spec import LayerSpec
+    from appliance.model.tensors import TensorSlot
     from appliance.quant.run.memory import MemoryUse
     from appliance.quant.run.options import QuantizeOptions
     from appliance.quant.run.plan import QuantizePlan
@@ -34,6 +39,7 @@ GPTQ_MOMENTS, GPTQ_WEIGHTS = 6, 7
 AWQ_WEIGHTS = 8
 ROUND_PIECES = 8  # copies of a piece in float32, for each worker
 ROUND_PACKED = 3  # of a tensor's result: as pieces, as one, and as stored
+MIXER_COPIES = 8  # of what a layer's linears yield for a token, states' chunks among them
 LINEARS = 4  # per layer, each with a variant of the model where sensitivity is measured
 END_BYTES = 12  # per number of both ends: in the file's pages, as read, and in float32
 LOGITS = 4  # copies of a few tokens' logits
@@ -152,9 +158,13 @@ def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
 def _layer_parts(
     source: ModelSource, options: QuantizeOptions, row_tokens: int, tokens: int
 ) -> dict[str, int]:
+    spec, hidden = source.spec, source.spec.hidden_size
+    first = {layer: index for index, layer in reversed(list(enumerate(spec.layers)))}
     found = [
-        _parts_of(layer, source.spec.hidden_size, options, row_tokens, tokens)
-        for layer in set(source.spec.layers)
+        _parts_of(layer, hidden, options, row_tokens, tokens)
+        if is_plain(layer)
+        else _parts_of_any(layer_slots(spec, source.family.names, index), hidden, options, tokens)
+        for layer, index in first.items()
     ]
     return max(found, key=lambda parts: sum(parts.values()))
 
@@ -164,9 +174,8 @@ def _parts_of(
 ) -> dict[str, int]:
     attention, mlp = layer.mixer, layer.mlp
     assert isinstance(attention, AttentionSpec)
-    assert mlp is not None
+    assert isinstance(mlp, MLPSpec)
     middle = mlp.intermediate_size
-    experts = _expert_weights(mlp, hidden)
     queries = attention.num_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
     linears = [  # (out_features, in_features)
@@ -190,15 +199,25 @@ def _parts_of(
         if options.method.scales_inputs:
             method = max(method, sum(moments) + AWQ_WEIGHTS * weight)
     return {
-        "layer": (sum(rows * columns for rows, columns in linears) + experts) * FLOAT_BYTES,
+        "layer": sum(rows * columns for rows, columns in linears) * FLOAT_BYTES,
         "activations": tokens * (widths + scores) * FLOAT_BYTES,
         options.method.value: method * FLOAT_BYTES,
     }
 
 
-def _expert_weights(mlp: MLPSpec | ExpertsSpec, hidden: int) -> int:
-    """Return the numbers in a layer's experts and the MLP beside them, but for those of one."""
-    if not isinstance(mlp, ExpertsSpec):
-        return 0
-    shared = 0 if mlp.shared is None else mlp.shared.intermediate_size
-    return 3 * hidden * ((mlp.router.num_experts - 1) * mlp.intermediate_size + shared)
+def _parts_of_any(
+    slots: list[TensorSlot], hidden: int, options: QuantizeOptions, tokens: int
+) -> dict[str, int]:
+    """Compute it for a layer with experts, a state or latents; see `calibrated_any`."""
+    linears = [slot.shape for slot in slots if slot.is_linear]
+    rows = sum(slot.shape[0] for slot in slots if slot.is_linear and slot.expert is None)
+    widest = max(slot.shape[0] for slot in slots)
+    moments = sum(shape[1] ** 2 for shape in linears)
+    square = max(shape[1] for shape in linears) ** 2
+    weight = max(shape[0] * shape[1] for shape in linears)
+    copies = GPTQ_MOMENTS * square + GPTQ_WEIGHTS * weight
+    return {
+        "layer": sum(prod(slot.shape) for slot in slots) * FLOAT_BYTES,
+        "activations": tokens * (4 * hidden + MIXER_COPIES * (rows + widest)) * FLOAT_BYTES,
+        options.method.value: copies * FLOAT_BYTES + min(moments * FLOAT_BYTES, MOMENT_BYTES),
+    }

@@ -45,6 +45,7 @@ from appliance.quant.run.staging import StagingFolders, check_destination, locke
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows, save_rows
+from appliance.quant.walk.places import is_plain
 from appliance.quant.walk.stream import stream_bytes
 from appliance.quantize_events import Done, RunFailed, Start, StepStarted, Written, ignore_event
 
@@ -160,36 +161,41 @@ def _open(
         check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
     _refuse_quantized(model_path)
     source = open_model(model_path)
-    if source.spec.has_experts and (options.method.needs_text or options.mixed is not None):
-        what = "--mixed" if options.mixed is not None else f"--method {options.method.value}"
-        raise QuantizeError(
-            f"{model_path.name} has experts, whose inputs {what} does not calibrate; use "
-            "--method rtn, int8 or fp8, which need no text"
-        )
     _refuse_uncalibrated(source, options)
     plan = make_plan(source, options, stored_dtype(source))
     return Run(model_path, options, source, plan, torch.device(options.device), started)
 
 
 def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
-    needs = {
+    """Refuse what reads text and does not cover a kind of layer that the model has."""
+    asked = {
+        f"--method {options.method.value}": options.method.needs_text,
         "--mixed": options.mixed is not None,
         "--kv-bits": options.kv_bits is not None,
-        f"--method {options.method.value}": options.method.needs_text,
     }
-    asked = [what for what, is_asked in needs.items() if is_asked]
-    parts = {
-        "recurrent layers": source.spec.state_bytes > 0,
-        "latent attention": bool(source.spec.latent_layers),
-        "embeddings of each layer, or layers that share keys": not source.spec.goes_layer_by_layer,
-        "norms of values": any(a.value_norm for a in source.spec.attention_layers.values()),
+    spec, attention = source.spec, source.spec.attention_layers.values()
+    kinds = {
+        "embeddings of each layer or of positions, or layers that share keys": (
+            not spec.goes_layer_by_layer
+        ),
     }
-    found = [what for what, is_there in parts.items() if is_there]
-    if asked and found:
-        raise QuantizeError(
-            f"{source.path.name} has {found[0]}, which {asked[0]} does not calibrate; use --method "
-            "rtn, int8 or fp8 without it, which need no text"
-        )
+    of_heads = {
+        "recurrent layers": spec.state_bytes > 0,
+        "latent attention": bool(spec.latent_layers),
+        "norms of values": any(a.value_norm for a in attention),
+    }
+    of_linears = {
+        "experts": spec.has_experts,
+        "layers that are not attention and an MLP with gates": not all(map(is_plain, spec.layers)),
+    }
+    lacks = {"--mixed": kinds | of_heads | of_linears, "--kv-bits": kinds | of_heads}
+    for what, is_asked in asked.items():
+        found = [kind for kind, is_there in lacks.get(what, kinds).items() if is_there]
+        if is_asked and found:
+            raise QuantizeError(
+                f"{source.path.name} has {found[0]}, which {what} does not calibrate; use --method "
+                "rtn, int8 or fp8 without it, which need no text"
+            )
 
 
 def _with_precisions(run: Run, chosen: Mapping[str, LinearScheme | None]) -> Run:

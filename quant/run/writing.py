@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.formats import WeightReader
-    from appliance.quant.methods.calibrated import QuantizedLayer
+    from appliance.quant.methods.quantized_layer import QuantizedLayer
     from appliance.quant.run.options import Method
     from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.run.progress import UnitLog
@@ -134,7 +134,8 @@ class UnitWriter:
     def _write(self, tensor: PlannedTensor, value: Weight) -> None:
         if isinstance(value, Tensor):
             assert tensor.scheme is None, tensor.name
-            self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
+            (layout,) = tensor.stored
+            self.shards.write(tensor.name, [value.to(layout.dtype).cpu()])
         else:
             assert tensor.scheme is not None, tensor.name
             assert not isinstance(value, Fp4Weight), "nothing is quantized to this form"

@@ -119,7 +119,7 @@ def observing(backend: Backend) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class TransformerBlock:
-    """A layer and its linears in the order in which they are used.
+    """A layer and, if it is plain, its linears in the order in which they are used.
 
     Attributes:
         layer: computes everything but the norm before it.

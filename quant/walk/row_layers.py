@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from appliance.kernels.kv_cache import KVFormat
+from appliance.model.attention import Attention
+from appliance.model.latent_attention import LatentAttention
 from appliance.model.loader import LayerBuilder
 from appliance.quant.walk.block import TransformerBlock
+from appliance.quant.walk.overlay import OverlaidWeights
 from appliance.quant.walk.pieces import FloatReader
 from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from appliance.kernels.backend import Backend
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.packed import PackedWeight
+    from appliance.model.layers import MixerCache
     from appliance.model.source import ModelSource
     from appliance.model.step import Step
 
@@ -28,6 +35,7 @@ class RowLayers:
         self, source: ModelSource, row_tokens: int, backend: Backend, device: torch.device
     ) -> None:
         self.reader = FloatReader(source, device)
+        self._source = source
         self._specs = source.spec.layers
         self._row_tokens = row_tokens
         self._backend = backend
@@ -35,21 +43,34 @@ class RowLayers:
         self._builder = LayerBuilder(backend, torch.float32, source.spec)
         self._steps = RowSteps(source.spec, row_tokens, backend, device)
 
-    def block(self, index: int) -> TransformerBlock:
-        weights = self.reader.layer(index)
+    def block(
+        self, index: int, others: Mapping[str, PackedWeight] | None = None
+    ) -> TransformerBlock:
+        """Read a layer, with others in the place of some of its weights."""
+        reader = self.reader
+        if others:
+            overlaid = OverlaidWeights(self._source.weights, others)
+            reader = FloatReader(replace(self._source, weights=overlaid), self._device)
+        weights = reader.layer(index)
         norm = weights.first_norm
+        assert norm is not None, "refused before"
         layer = self._builder.layer(index, weights, self._specs[index], norm)
         return TransformerBlock(layer, norm)
 
     def run(self, block: TransformerBlock, stream: Tensor) -> Tensor:
         """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the stream after."""
         norm = block.mixer_norm
-        hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
+        hidden = norm.of(stream, self._backend)
         step, cache = self._step(len(stream) // self._row_tokens, block)
         return block.layer(hidden, stream, step, cache, None)[1]
 
-    def _step(self, count: int, block: TransformerBlock) -> tuple[Step, LayerCache]:
-        attention = block.attention.spec
+    def _step(self, count: int, block: TransformerBlock) -> tuple[Step, MixerCache | None]:
+        mixer = block.layer.mixer
+        if mixer is None:
+            return self._steps.step(count), None
+        if not isinstance(mixer, Attention | LatentAttention):
+            return self._steps.step(count), mixer.fresh_state(count, self._device)
+        attention = mixer.spec
         cache = self._backend.allocate_cache(
             KVFormat.FP32,
             num_blocks=count * self._steps.row_blocks,

@@ -34,8 +34,9 @@ class RowSteps:
     ) -> None:
         if not spec.goes_layer_by_layer:
             raise UnsupportedModelError(
-                f"a model like {spec.architecture} with embeddings of each layer, or with layers "
-                "that read the keys and values of others, is not measured layer by layer"
+                f"a model like {spec.architecture} with embeddings of each layer or of positions, "
+                "or with layers that read the keys and values of others, is not measured layer by "
+                "layer"
             )
         self.row_blocks = -(-row_tokens // BLOCK_SIZE)
         self._row_tokens = row_tokens

@@ -17,11 +17,12 @@ from appliance.quant.walk.row_layers import RowLayers
 from appliance.quant.walk.stream import ResidualStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
+    from appliance.kernels.packed import PackedWeight
     from appliance.model.source import ModelSource
     from appliance.quant.kv.calibrate import AttentionWatch
     from appliance.quant.walk.block import ObservedLinear, TransformerBlock
@@ -80,15 +81,22 @@ class Walk:
     def block(self, index: int) -> TransformerBlock:
         return self._layers.block(index)
 
-    def observe(self, block: TransformerBlock, linears: list[ObservedLinear]) -> list[Moments]:
+    def layer(self, index: int, others: Mapping[str, PackedWeight]) -> TransformerBlock:
+        """Read a layer of any kind, with others in the place of some of its weights."""
+        return self._layers.block(index, others)
+
+    def observe(
+        self, block: TransformerBlock, linears: list[ObservedLinear], *, to_end: bool = False
+    ) -> list[Moments]:
         """Run all rows through a layer and return the moments of some of its linears' inputs.
 
-        Nothing is computed past the last of them.
+        Nothing is computed past the last of them, unless `to_end`: where rows choose experts, a
+        linear may see none of some rows.
         """
         moments = [Moments(linear.in_features, self._device) for linear in linears]
         for linear, seen in zip(linears, moments, strict=True):
             linear.moments = seen
-        linears[-1].is_last_watched = True
+        linears[-1].is_last_watched = not to_end
         try:
             for rows in self._portions():
                 try:

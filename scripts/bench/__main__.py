@@ -25,6 +25,7 @@ BENCHMARKS = {
     "sharing": "engine.sharing",
     "speculation": "engine.speculation",
     "structured_output": "engine.structured_output",
+    "turns": "engine.turns",
     "waste": "engine.waste",
     "agent": "server.agent",
     "api_cost": "server.api_cost",

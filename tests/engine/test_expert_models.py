@@ -1,4 +1,4 @@
-"""Models with experts, windows, sinks or growing queries through the whole engine."""
+"""Models with experts, windows, sinks, growing queries or learned positions in the whole engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from centered_models import CENTERED
 from expert_models import EXPERTS
 from sure_models import write_sure_model
 
@@ -41,18 +42,23 @@ MINISTRAL3 = {
         "llama_4_scaling_beta": 0.5,
     },
 }
-MODELS = EXPERTS | {"ministral3": ("ministral3", MINISTRAL3)}
+MODELS = EXPERTS | CENTERED | {"ministral3": ("ministral3", MINISTRAL3)}
 
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_moe", "glm4_moe", "gpt_oss", "gemma4", "ministral3", "deepseek_v3"],
+    params=[
+        *("qwen3_moe", "glm4_moe", "gpt_oss", "gemma4", "ministral3", "deepseek_v3"),
+        *("mistral4", "opt", "opt-after", "falcon-new"),
+    ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model of transformers, and the folder that it was written to."""
     model_type, settings = MODELS[request.param]
     folder, kinds = tmp_path_factory.mktemp(request.param), settings.get("layer_types", [1, 2])
     sizes = SIZES | settings | {"num_hidden_layers": len(kinds)}
+    if model_type == "falcon":
+        del sizes["head_dim"]  # it takes none
     return write_sure_model(model_type, folder, **sizes), folder
 
 

@@ -40,19 +40,27 @@ PROMPTS = [
 ]
 
 
+def _write(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model_type, settings = RECURRENT[name]
+    folder = tmp_path_factory.mktemp(name)
+    return write_sure_model(model_type, folder, **SIZES | settings), folder
+
+
 @pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "nemotron_h"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model of transformers, and the folder that it was written to."""
-    model_type, settings = RECURRENT[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    return write_sure_model(model_type, folder, **SIZES | settings), folder
+    return _write(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
+    return _by_transformers(model[0], PROMPTS)
+
+
+def _by_transformers(made: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
     answers = []
-    for prompt in PROMPTS:
-        found = model[0].generate(
+    for prompt in prompts:
+        found = made.generate(
             torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
         )
         answers.append(found[0, len(prompt) :].tolist())
@@ -119,6 +127,25 @@ def test_greedy_answers_equal_transformers_fresh_and_from_checkpoints(
     with running(model[1], kernels=kernels, prefix_caching=False) as engine:
         assert run(engine, [longer]) == [first]
         assert engine.stats().state_checkpoints == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "granite4", "bamba"])
+def test_families_of_the_same_mixers_go_on_from_checkpoints_and_after_preemption(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whose mixers the tests around this one look at in full."""
+    made, folder = _write(name, tmp_path_factory)
+    expected = _by_transformers(made, PROMPTS)
+    with running(folder) as roomy:
+        size = roomy.info.kv_bytes // roomy.info.num_blocks
+        assert run(roomy, PROMPTS) == expected
+        assert run(roomy, PROMPTS[2:3]) == expected[2:3]
+        stats = roomy.stats()
+        assert stats.prefix_hits_total > 0
+        assert stats.state_restores_total > 0
+    with running(folder, kv_cache_memory=16 * size) as small:
+        assert run(small, PROMPTS) == expected
+        assert small.stats().preemptions_total > 0
 
 
 def test_siblings_each_go_on_from_the_prompts_checkpoint(

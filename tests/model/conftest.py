@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from causal_models import random_model
 from native_models import ISAS, LIBRARY
 
 if TYPE_CHECKING:
@@ -54,12 +55,9 @@ def make_model() -> Callable[..., Any]:
     Weights are large enough, and biases and norms far enough from their usual start, for every
     part to show in the logits.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     def make(model_type: str, **settings: Any) -> Any:
-        config = AutoConfig.for_model(model_type, **SIZES | settings)
-        config._attn_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = random_model(model_type, "eager", **SIZES | settings)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             kept = ("correction_bias", "layer_scalar")
@@ -69,7 +67,10 @@ def make_model() -> Callable[..., Any]:
                 if parameter.dim() >= 2:
                     parameter.copy_(spread * 1.5 * parameter.shape[-1] ** -0.5)
                 else:
-                    about_1 = model_type.startswith(("gemma3", "qwen3_5")) and "linear" not in name
+                    about_1 = (
+                        model_type.startswith(("gemma3", "qwen3_5", "qwen3_next"))
+                        and "linear" not in name
+                    )
                     start = 0.0 if name.endswith("bias") or about_1 else 1.0
                     parameter.copy_(start + 0.3 * spread)
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):

@@ -146,6 +146,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4-small": ("gemma4_text", GEMMA4_SMALL),
+    "granite": (
+        "granite",
+        {
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 0.5,
+        },
+    ),
     "phi3-window": ("phi3", {"sliding_window": 7}),
     "phi3-longrope-partial": (
         "phi3",

@@ -7,10 +7,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from expert_models import EXPERTS
+from gguf_files import known_name, write_gguf_file
 from safetensors.torch import load_file, save_file
 from teacher_forcing import logits_of
 
@@ -128,30 +128,19 @@ def write_gguf(
     folder: Path, model: Any, architecture: str, *, quantize: str | None = None, **changes: Any
 ) -> Path:
     model.save_pretrained(folder / "original")
-    path, config = folder / "model.gguf", model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (metadata(config) | changes).items():
-        adds = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
-        adds[type(value)](f"{architecture}.{key}", value)
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
+    config, found = model.config, {}
     for name, tensor in stacked(load_file(folder / "original/model.safetensors"), config).items():
-        data = np.ascontiguousarray(tensor.float().numpy())
         # Converters rename these before they look in the table.
         known = name.replace("e_score_correction_bias", "e_score_correction.bias")
         known += ".weight" if name.endswith("sinks") else ""
-        stored = table.get_name(known, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, name
-        if quantize is not None and stored.endswith("_exps.weight") and data.shape[-1] % 32 == 0:
-            kind = gguf.GGMLQuantizationType[quantize]
-            writer.add_tensor(stored, gguf.quants.quantize(data, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(stored, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        found[known_name(known, architecture, config.num_hidden_layers)] = tensor
+
+    def packed(name: str, data: Any) -> Any:
+        is_expert = name.endswith("_exps.weight") and data.shape[-1] % 32 == 0
+        return gguf.GGMLQuantizationType[quantize] if quantize and is_expert else None
+
+    settings = metadata(config) | changes
+    return write_gguf_file(folder / "model.gguf", architecture, settings, found, packed)
 
 
 @pytest.fixture(params=CASES)
@@ -282,5 +271,5 @@ def test_a_gating_function_of_another_kind_is_refused(
 
 
 def test_each_architecture_is_one_familys_with_and_without_experts() -> None:
-    keys = [(f.gguf.architecture, f.gguf.has_experts) for f in FAMILIES if f.gguf is not None]
+    keys = [(f.gguf.architecture, f.gguf.is_of) for f in FAMILIES if f.gguf is not None]
     assert len(keys) == len(set(keys))

@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_files import write_gguf_file
 from teacher_forcing import logits_of
 
 from appliance.errors import CheckpointError, UnsupportedModelError
@@ -193,7 +193,6 @@ def write_gguf(
     path: Path, model: Any, architecture: str, metadata: dict[str, Any], quantize: bool = False
 ) -> Path:
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
     settings = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -204,26 +203,16 @@ def write_gguf(
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         **metadata,
     }
-    for key, value in settings.items():
-        if isinstance(value, str):
-            writer.add_string(f"{architecture}.{key}", value)
-        elif isinstance(value, float):
-            writer.add_float32(f"{architecture}.{key}", value)
-        else:
-            writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_eos_token_id(2)
-    for name, tensor in gguf_tensors(model, architecture).items():
-        data = tensor.float().numpy()
-        if quantize and tensor.dim() == 2:
-            kind = gguf.GGMLQuantizationType.Q4_1
-            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, np.ascontiguousarray(data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    tensors = gguf_tensors(model, architecture)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    return write_gguf_file(
+        path,
+        architecture,
+        settings,
+        tensors,
+        lambda name, data: kind if quantize and data.ndim == 2 else None,
+        {"tokenizer.ggml.eos_token_id": 2},
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

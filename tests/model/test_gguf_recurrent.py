@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_files import known_name, write_gguf_file
 from recurrent_models import RECURRENT, SIZES, logits_in_steps
 from safetensors.torch import load_file
 
@@ -105,7 +105,7 @@ def converted(name: str, tensor: Tensor, config: Any) -> Tensor:
     return tiled(tensor.T.contiguous(), keys, width).T if part == "out_proj" else tensor
 
 
-def stored_name(name: str, table: Any) -> str:
+def stored_name(name: str, architecture: str, num_layers: int) -> str:
     # The converter renames these before it looks in the table.
     known = {
         "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
@@ -115,26 +115,17 @@ def stored_name(name: str, table: Any) -> str:
         name = name.replace(ours, theirs)
     if ".experts.w" in name:
         name = name.removeprefix("model.")
-    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return str(found)
+    return known_name(name, architecture, num_layers)
 
 
 def write_gguf(
     folder: Path, model: Any, architecture: str, *, quantize: bool = False, **changes: Any
 ) -> Path:
     model.save_pretrained(folder / "original", save_original_format=False)
-    path, config = folder / "model.gguf", model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    config, found = model.config, {}
     tensors = load_file(folder / "original/model.safetensors")
     of_dense = [name for name in tensors if name.endswith(("w1.weight", "mlp.gate_proj.weight"))]
     width = tensors[of_dense[0]].shape[0] if of_dense else 1
-    for key, value in ({"feed_forward_length": width} | metadata(config) | changes).items():
-        is_list, is_real = isinstance(value, list), isinstance(value, float)
-        add = writer.add_float32 if is_real else writer.add_array if is_list else writer.add_uint32
-        add(f"{architecture}.{key}", value)
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
     for name, tensor in tensors.items():
         layer, is_stack, _ = name.partition("experts.gate_up_proj")
         parts = {name: tensor}
@@ -148,18 +139,15 @@ def write_gguf(
             part = "w2" if "lfm2" in architecture else "down_proj"
             parts = {f"{name.removesuffix('down_proj')}{part}.weight": tensor}
         for part, whole in parts.items():
-            data = np.ascontiguousarray(converted(part, whole, config).float().numpy())
-            if quantize and data.ndim > 1 and data.shape[-1] % 32 == 0:
-                kind = gguf.GGMLQuantizationType.Q8_0
-                packed = gguf.quants.quantize(data, kind)
-                writer.add_tensor(stored_name(part, table), packed, raw_dtype=kind)
-            else:
-                writer.add_tensor(stored_name(part, table), data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+            stored = stored_name(part, architecture, config.num_hidden_layers)
+            found[stored] = converted(part, whole, config)
+
+    def packed(name: str, data: Any) -> Any:
+        fits = quantize and data.ndim > 1 and data.shape[-1] % 32 == 0
+        return gguf.GGMLQuantizationType.Q8_0 if fits else None
+
+    settings = {"feed_forward_length": width} | metadata(config) | changes
+    return write_gguf_file(folder / "model.gguf", architecture, settings, found, packed)
 
 
 @pytest.fixture(params=CASES)

@@ -72,6 +72,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": 97,
         },
     ),
+    "granite": (
+        "granite",
+        {"hidden_size": 96, "embedding_multiplier": 3.0, "residual_multiplier": 0.7},
+    ),
     "phi3-partial": (
         "phi3",
         {

@@ -116,13 +116,21 @@ def test_a_copied_slot_goes_on_as_the_first_did(
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("lfm2", {"conv_L_cache": 5}, r"conv\.weight has shape \(64, 1, 3\).*\(64, 1, 5\)"),
+        (
+            "lfm2",
+            {"conv_L_cache": 5},
+            r"conv\.weight has shape .*\(64, 1, 5\) with conv_L_cache = 5, hidden",
+        ),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1"),
         ("lfm2", {"layer_types": ["conv"] * 3}, "none of 3 layers has attention"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types = .*full_attention and"),
         ("qwen3_5", {"linear_num_value_heads": 5}, "linear_num_value_heads = 5 .*multiple of 2"),
         ("qwen3_5", {"linear_value_head_dim": 64}, r"in_proj_qkv\.weight has shape \(416, 64\)"),
-        ("qwen3_5", {"linear_conv_kernel_dim": 3}, r"conv1d\.weight has shape \(416, 1, 4\)"),
+        (
+            "qwen3_5",
+            {"linear_conv_kernel_dim": 3},
+            r"conv1d\.weight .*linear_conv_kernel_dim = 3, .*in config\.json",
+        ),
         ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16'"),
         ("qwen3_5", {"layer_types": ["linear_attention"]}, "layer_types must list 3 layers"),
     ],

@@ -31,6 +31,18 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": (
+        "granitemoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 0.5,
+        },
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         {
@@ -65,6 +77,45 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.7,
+        },
+    ),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "q_lora_rank": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    # Queries grow every 8 positions.
+    "mistral4": (
+        "mistral4",
+        LATENT
+        | {
+            "q_lora_rank": 24,
+            "head_dim": 32,
+            "qk_nope_head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.5,
+            },
         },
     ),
     "deepseek_v3": (

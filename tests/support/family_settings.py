@@ -134,6 +134,7 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     "qwen3_5_moe_text": [
         EXPERTS | DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 16}
     ],
+    "qwen3_next": [EXPERTS | DELTA | {"num_experts": 4, "shared_expert_intermediate_size": 16}],
     "lfm2": [CONVOLUTIONS | {"block_ff_dim": 64}, {"norm_eps": 1e-5, "full_attn_idxs": [1]}],
     "lfm2_moe": [EXPERTS | CONVOLUTIONS | {"num_experts": 4, "num_dense_layers": 1}],
     "granite": [MULTIPLIERS],
@@ -163,7 +164,34 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
     ],
     "bamba": [MAMBA2 | {"attn_layer_indices": [1]}],
     "deepseek_v2": [
-        EXPERTS | LATENT | {"n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": None}
+        EXPERTS | LATENT | {"n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": None},
+        EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ],
+    "mistral4": [
+        EXPERTS
+        | LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN
+            | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+        }
+    ],
+    "opt": [
+        {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        {"ffn_dim": 48, "enable_bias": False},
+    ],
+    "falcon": [
+        {"ffn_hidden_size": 48, "num_kv_heads": 1, "new_decoder_architecture": True},
+        {"layer_norm_epsilon": 1e-5, "multi_query": True, "rope_theta": 1e4},
     ],
     "deepseek_v3": [
         EXPERTS
@@ -203,6 +231,28 @@ GGUF_DELTA = {
     "ssm.inner_size": 32,
 }
 GGUF_CONVOLUTIONS = {"attention.head_count_kv": [0, 1], "shortconv.l_cache": 3}
+GGUF_MAMBA2 = {
+    "attention.head_count_kv": [0, 1],
+    "ssm.conv_kernel": 3,
+    "ssm.state_size": 16,
+    "ssm.group_count": 1,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}
+GGUF_LATENT = {
+    "attention.q_lora_rank": 16,
+    "attention.kv_lora_rank": 24,
+    "attention.key_length": 32,
+    "attention.value_length": 24,
+    "attention.key_length_mla": 16,
+    "attention.value_length_mla": 16,
+    "rope.dimension_count": 8,
+}
+GGUF_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0,
+             "rope.scaling.original_context_length": 32,
+             "rope.scaling.yarn_log_multiplier": 1.0}  # fmt: skip
+GGUF_SCALES = {"attention.scale": 0.25, "embedding_scale": 3.0, "residual_scale": 0.5,
+               "logit_scale": 2.0}  # fmt: skip
 OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "llama": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
     "qwen2": {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0,
@@ -221,6 +271,24 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
                                "rope.scaling.original_context_length": 32},
     "qwen35": GGUF_DELTA,
     "qwen35moe": GGUF_DELTA | GGUF_EXPERTS | {"expert_shared_feed_forward_length": 16},
+    "qwen3next": GGUF_DELTA | GGUF_EXPERTS | {"expert_shared_feed_forward_length": 16},
+    "mistral3": GGUF_YARN | {"attention.temperature_scale": 0.1},
+    "mistral4": GGUF_YARN | GGUF_LATENT | GGUF_EXPERTS | {"attention.temperature_scale": 0.1,
+                                                          "expert_shared_count": 1},
+    "deepseek2": GGUF_YARN | GGUF_LATENT | GGUF_EXPERTS | {"leading_dense_block_count": 1,
+                                                           "expert_weights_scale": 2.0},
+    "granite": GGUF_SCALES,
+    "granitemoe": GGUF_SCALES | GGUF_EXPERTS,
+    "granitehybrid": GGUF_SCALES | GGUF_MAMBA2 | GGUF_EXPERTS | {
+        "rope.scaling.finetuned": False, "expert_shared_feed_forward_length": 16},
+    "nemotron_h": GGUF_MAMBA2 | {"feed_forward_length": [0, 48], "block_count": 2},
+    "nemotron_h_moe": GGUF_MAMBA2 | GGUF_EXPERTS | {
+        "feed_forward_length": [0, 16], "expert_shared_count": 1,
+        "expert_shared_feed_forward_length": 16, "expert_weights_norm": True},
+    "gemma4": {"attention.sliding_window": 3, "attention.sliding_window_pattern": [True, False],
+               "attention.shared_kv_layers": 0, "attention.key_length_swa": 16,
+               "rope.freq_base_swa": 1e4, "final_logit_softcapping": 3.0},
+    "falcon": {"attention.layer_norm_epsilon": 1e-5},
     "lfm2": GGUF_CONVOLUTIONS,
     "lfm2moe": GGUF_CONVOLUTIONS | GGUF_EXPERTS | {"leading_dense_block_count": 1},
 }  # fmt: skip

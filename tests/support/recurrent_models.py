@@ -51,6 +51,17 @@ DELTA = {
 }
 RECURRENT |= {
     "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_next": (
+        "qwen3_next",
+        DELTA
+        | {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
         DELTA
@@ -130,7 +141,8 @@ def allocate(decoder: Any, *, num_blocks: int, num_states: int) -> Any:
     cache = decoder.allocate_cache(
         KVFormat.FP32, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_states=num_states
     )
-    cache.states.view(torch.float32).fill_(1e4)
+    if cache.states.numel():
+        cache.states.view(torch.float32).fill_(1e4)
     return cache
 
 

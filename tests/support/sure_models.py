@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from causal_models import random_model
 
 
 def write_sure_model(model_type: str, folder: Path, **settings: Any) -> Any:
     """Write a model to a folder, and return it for generating from."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = random_model(model_type, **settings)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -14,7 +14,7 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.engine.tiers.block_file import (
     HEADER_BYTES,
@@ -45,8 +45,17 @@ class StoredModel:
     fingerprint: str
     about: Mapping[str, object]
     num_blocks: int
+    num_states: int  # checkpoints of recurrent layers
     num_bytes: int
     used: float  # Unix seconds of the latest use, 0 if it is empty
+
+
+class Removed(NamedTuple):
+    """Counts of what `remove_models` removed."""
+
+    blocks: int
+    states: int
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -190,7 +199,8 @@ def stored_models(root: Path) -> list[StoredModel]:
             StoredModel(
                 fingerprint=folder.name,
                 about=about if isinstance(about, dict) else {},
-                num_blocks=len(files),
+                num_blocks=sum(not _is_state_file(path) for _, _, path in files),
+                num_states=sum(_is_state_file(path) for _, _, path in files),
                 num_bytes=sum(size for _, size, _ in files),
                 used=max((stamp for stamp, _, _ in files), default=0) / 1e9,
             )
@@ -200,22 +210,19 @@ def stored_models(root: Path) -> list[StoredModel]:
 
 def remove_models(
     root: Path, fingerprints: Iterable[str] | None = None, *, older_than: float | None = None
-) -> tuple[int, int]:
-    """Remove blocks; a running server treats them as misses and recomputes them.
+) -> Removed:
+    """Remove blocks and state checkpoints; a running server recomputes what it misses.
 
     Args:
         root: folder of all models.
         fingerprints: of the models; None means all.
-        older_than: Unix seconds; remove only blocks not used since then.
-
-    Returns:
-        Blocks and bytes removed.
+        older_than: Unix seconds; remove only what was not used since then.
 
     Raises:
         OSError: a file cannot be removed.
     """
     wanted = None if fingerprints is None else set(fingerprints)
-    blocks = num_bytes = 0
+    blocks = states = num_bytes = 0
     for folder in _folders(root):
         if wanted is not None and folder.name not in wanted:
             continue
@@ -225,10 +232,18 @@ def remove_models(
                 kept += 1
                 continue
             path.unlink(missing_ok=True)
-            blocks, num_bytes = blocks + 1, num_bytes + size
+            num_bytes += size
+            if _is_state_file(path):
+                states += 1
+            else:
+                blocks += 1
         if older_than is None or not kept:
             shutil.rmtree(folder, ignore_errors=True)
-    return blocks, num_bytes
+    return Removed(blocks, states, num_bytes)
+
+
+def _is_state_file(path: Path) -> bool:
+    return is_state(bytes.fromhex(path.name.removesuffix(SUFFIX)))
 
 
 def _folders(root: Path) -> Iterator[Path]:

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.routing import Scoring
 from appliance.model.families.experts import read_experts
-from appliance.model.families.family import Family
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_config,
+    gguf_experts,
+    gguf_latent,
+    gguf_rope_scaling,
+)
 from appliance.model.families.latent import read_latent_attention
 from appliance.model.families.standard import read_decoder, read_layer_kinds
 from appliance.model.names import ExpertNames, TensorNames
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, ExpertsSpec
 
 _EPSILON = 1e-20  # of the routers by sigmoids, in transformers
+_SIGMOID = 2  # `expert_gating_func` of GGUF
+_IN_GROUPS = "group_limited_greedy"
+_BY_BIAS = "noaux_tc"
 
 
 def _read_v2(config: ConfigReader) -> DecoderSpec:
-    if config.text("topk_method", "greedy") != "greedy":
-        raise config.refuse("topk_method", "greedy with this architecture")
+    method = config.text("topk_method", "greedy")
+    if method not in ("greedy", _IN_GROUPS):
+        raise config.refuse("topk_method", f"greedy and {_IN_GROUPS} with this architecture")
     for name in ("n_group", "topk_group", "norm_topk_prob"):
-        config.value(name)  # of no effect with this method
+        config.value(name)  # of no effect with the other method
     dense = config.integer("first_k_dense_replace", 0)
     experts = read_experts(
         config,
         count="n_routed_experts",
         renormalize=False,
+        grouped=method == _IN_GROUPS,
+        best_of_group=1,
         scale=config.number("routed_scaling_factor", 1.0),
         shared_width=_shared_width(config, 2),
     )
@@ -46,6 +62,8 @@ def _read_glm(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_by_sigmoid(config: ConfigReader) -> ExpertsSpec:
+    if config.text("topk_method", _BY_BIAS) != _BY_BIAS:
+        raise config.refuse("topk_method", f"{_BY_BIAS} with this architecture")
     return read_experts(
         config,
         count="n_routed_experts",
@@ -81,6 +99,39 @@ def _read(
     )
 
 
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "deepseek2", _gguf_extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    scaling = gguf_rope_scaling(meta)
+    if scaling is not None and "mscale" in scaling:  # a tenth of it is in these files
+        scaling["mscale"] = scaling["mscale_all_dim"] = 10 * scaling["mscale"]
+    settings = gguf_deepseek_experts(meta)
+    method = _IN_GROUPS if settings["n_group"] > 1 else "greedy"
+    if meta.value("expert_gating_func") == _SIGMOID:
+        method = _BY_BIAS
+    rest = {"hidden_act": "silu", "rope_scaling": scaling, "topk_method": method}
+    return rest | gguf_latent(meta) | settings
+
+
+def gguf_deepseek_experts(meta: ConfigReader) -> dict[str, Any]:
+    """Read the settings of a GGUF file's experts and of those that all tokens share."""
+    meta.value("expert_gating_func")  # says the family
+    return {
+        "n_shared_experts": meta.integer("expert_shared_count", 0),
+        "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
+        "n_group": meta.integer("expert_group_count", 1),
+        "topk_group": meta.integer("expert_group_used_count", 1),
+        "routed_scaling_factor": meta.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": meta.flag("expert_weights_norm"),
+    } | gguf_experts(meta, "n_routed_experts")
+
+
+def _gates_by_sigmoid(settings: Mapping[str, Any]) -> bool:
+    return settings.get("expert_gating_func") == _SIGMOID
+
+
 _NAMES = TensorNames(
     experts=ExpertNames(
         shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
@@ -94,6 +145,7 @@ DEEPSEEK_V2 = Family(
     architectures=("DeepseekV2ForCausalLM",),
     read=_read_v2,
     names=_NAMES,
+    gguf=GGUFMapping("deepseek2", _gguf, GGUF_NAMES),
 )
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -101,6 +153,7 @@ DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
     read=_read_v3,
     names=_NAMES,
+    gguf=GGUFMapping("deepseek2", _gguf, GGUF_NAMES, is_of=_gates_by_sigmoid),
 )
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",

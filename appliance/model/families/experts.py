@@ -50,6 +50,7 @@ def read_experts(
     renormalize: bool = True,
     selection_bias: bool = False,
     grouped: bool = False,
+    best_of_group: int = 2,
     scale: float | None = None,
     epsilon: float = 0.0,
     shared_width: int = 0,
@@ -73,6 +74,7 @@ def read_experts(
         renormalize: the chosen experts' weights are divided by their sum.
         selection_bias: the checkpoint holds a bias that only the choice sees.
         grouped: the family reads groups and a scale.
+        best_of_group: experts whose scores are a group's.
         scale: of the weights, if the family reads one without groups.
         epsilon: added to the sum of the weights.
         shared_width: of the MLP beside the experts; 0 for none.
@@ -92,7 +94,7 @@ def read_experts(
     groups = config.integer("n_group", 1) if grouped else 1
     top_groups = config.integer("topk_group", 1) if grouped else 1
     if grouped:
-        _check_groups(config, experts, top_k, groups, top_groups)
+        _check_groups(config, experts, top_k, groups, top_groups, best_of_group)
     for name, usual in (("scoring_func", scoring.value), ("score_function", scoring.value)):
         if config.text(name, usual) != usual:
             raise config.refuse(name, usual)
@@ -105,6 +107,7 @@ def read_experts(
         selection_bias=selection_bias,
         num_groups=groups,
         top_groups=top_groups,
+        best_of_group=best_of_group,
         scale=scale or (config.number("routed_scaling_factor", 1.0) if grouped else 1.0),
         epsilon=epsilon,
         expert_scale=expert_scale,
@@ -124,10 +127,9 @@ def read_experts(
 
 
 def _check_groups(
-    config: ConfigReader, experts: int, top_k: int, groups: int, top_groups: int
+    config: ConfigReader, experts: int, top_k: int, groups: int, top_groups: int, best: int
 ) -> None:
-    # A group is as good as its two best experts.
-    if experts % groups or (groups > 1 and experts // groups < 2):
+    if experts % groups or (groups > 1 and experts // groups < best):
         raise _contradiction(config, "n_group", groups, f"a divisor of {experts} experts")
     if top_groups > groups:
         raise _contradiction(config, "topk_group", top_groups, f"at most n_group = {groups}")

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
 
+def _any(settings: Mapping[str, Any]) -> bool:
+    return True
+
+
+def gguf_has_experts(settings: Mapping[str, Any]) -> bool:
+    """Say from a GGUF file's settings, without their prefix, whether its model has experts."""
+    return bool(settings.get("expert_count"))
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFMapping:
     """Differences between a family's GGUF files and its Hugging Face checkpoints.
@@ -28,7 +37,12 @@ class GGUFMapping:
         norm_shift: the constant that the writer added to norm weights.
         tiled_values: value heads of Gated DeltaNet lie by their place under a key head; see
             `gguf_gated_delta`.
-        has_experts: of two families of one architecture, the one whose files have experts.
+        other_names: those of files whose first layer has its norm under another name.
+        own_names: names that stand for a checkpoint's, where tensors are split as no checkpoint
+            splits them; None: the family's.
+        is_of: of several families of one architecture, says from a file's settings whether it is
+            of this one. The last of them in the registry is asked
+            first.
     """
 
     architecture: str
@@ -37,7 +51,9 @@ class GGUFMapping:
     interleaved_rope: bool = False
     norm_shift: float = 0.0
     tiled_values: bool = False
-    has_experts: bool = False
+    other_names: TensorNames | None = None
+    own_names: TensorNames | None = None
+    is_of: Callable[[Mapping[str, Any]], bool] = _any
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,7 @@ class Family:
         architectures: `architectures` of its Hugging Face configs.
         read: builds the spec from a config.
         names: Hugging Face names of the tensors.
+        other_names: those of checkpoints whose first layer has its norm under another name.
         gguf: reads its GGUF files; None if it cannot.
     """
 
@@ -58,6 +75,7 @@ class Family:
     architectures: tuple[str, ...]
     read: Callable[[ConfigReader], DecoderSpec]
     names: TensorNames = field(default_factory=TensorNames)
+    other_names: TensorNames | None = None
     gguf: GGUFMapping | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:
@@ -72,5 +90,7 @@ class Family:
         reader = ConfigReader(config, origin)
         spec = self.read(reader)
         reader.refuse_unread()
+        if spec.has_experts:
+            reader.refuse_unknown_routing()
         check_spec(spec, origin)
         return spec

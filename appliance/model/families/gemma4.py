@@ -7,11 +7,14 @@ of each token after each layer; one runs experts beside the MLP.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.errors import CheckpointError
 from appliance.model.families.experts import read_experts
-from appliance.model.families.family import Family
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gemma4_gguf import read_gemma4_gguf
+from appliance.model.families.gguf_config import GGUF_NAMES
 from appliance.model.families.reader import ConfigReader
 from appliance.model.families.rope import scaled_rope
 from appliance.model.families.standard import (
@@ -185,11 +188,28 @@ def _token_input(config: ConfigReader, norm: NormSpec) -> TokenInputSpec | None:
     return TokenInputSpec(width, rows, read_activation(config, _ACTIVATION), norm)
 
 
+_GGUF_NAMES = replace(
+    GGUF_NAMES,
+    output_scale="layer_output_scale.weight",
+    token_input=TokenInputNames(
+        embedding="per_layer_token_embd",
+        projection="per_layer_model_proj",
+        norm="per_layer_proj_norm",
+        gate="inp_gate",
+        up="proj",
+        layer_norm="post_norm",
+    ),
+    experts=replace(
+        GGUF_NAMES.experts, shared_gate_up=("ffn_gate", "ffn_up"), shared_down="ffn_down"
+    ),
+)
+
 GEMMA4 = Family(
     name="gemma4",
     model_type="gemma4_text",
     architectures=("Gemma4ForCausalLM",),
     read=_read,
+    gguf=GGUFMapping("gemma4", read_gemma4_gguf, _GGUF_NAMES),
     names=TensorNames(
         mixer_post_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 from appliance.errors import CheckpointError
 from appliance.model.families.limits import RANGES
 from appliance.model.families.reader import ConfigReader
-from appliance.model.names import ExpertNames, GatedDeltaNames, ShortConvNames, TensorNames
+from appliance.model.names import (
+    ExpertNames,
+    GatedDeltaNames,
+    LatentNames,
+    Mamba2Names,
+    ShortConvNames,
+    TensorNames,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +51,32 @@ GGUF_NAMES = TensorNames(
         shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
         shared_down="ffn_down_shexp",
         shared_gate="ffn_gate_inp_shexp",
+        stacked_gate_up="ffn_gate_up_exps",
+        router_norm="ffn_gate_inp.scale",
+        expert_scale="ffn_down_exps.scale",
+        input_norm="pre_ffw_norm_2",
+        shared_norm="post_ffw_norm_1",
+        output_norm="post_ffw_norm_2",
+    ),
+    latent=LatentNames(
+        query="attn_q",
+        query_down="attn_q_a",
+        query_norm="attn_q_a_norm",
+        query_up="attn_q_b",
+        token="attn_kv_a_mqa",
+        norm="attn_kv_a_norm",
+        heads="attn_kv_b",
+        keys="attn_k_b",
+        values="attn_v_b",
+    ),
+    mamba2=Mamba2Names(
+        input="ssm_in",
+        filter="ssm_conv1d",
+        step_bias="ssm_dt.bias",
+        log_rates="ssm_a",
+        skip="ssm_d",
+        norm="ssm_norm",
+        output="ssm_out",
     ),
     short_conv=ShortConvNames(
         input="shortconv.in_proj", filter="shortconv.conv", output="shortconv.out_proj"
@@ -98,7 +131,8 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     hidden_size = meta.integer("embedding_length")
     num_heads = meta.integer("attention.head_count")
     head_dim = meta.integer("attention.key_length", hidden_size // num_heads)
-    if meta.integer("attention.value_length", head_dim) != head_dim:
+    is_latent = meta.value("attention.kv_lora_rank") is not None
+    if not is_latent and meta.integer("attention.value_length", head_dim) != head_dim:
         raise meta.refuse("attention.value_length", f"{head_dim}, as the keys have")
     rotary_dim = meta.integer("rope.dimension_count", head_dim)
     if rotary_dim > head_dim:
@@ -106,15 +140,17 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     config = {
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden_size,
-        "intermediate_size": meta.integer("feed_forward_length"),
+        "intermediate_size": max(of_layers(meta, "feed_forward_length")),
         "num_hidden_layers": meta.integer("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, *kv_heads(meta, num_heads)),
         "head_dim": head_dim,
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": meta.number(
+            "attention.layer_norm_rms_epsilon", meta.optional_number("attention.layer_norm_epsilon")
+        ),
         "max_position_embeddings": meta.integer("context_length"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(meta),
+        "rope_scaling": gguf_rope_scaling(meta),
         "tie_word_embeddings": "output.weight" not in names,
     }
     if rotary_dim != head_dim:
@@ -128,7 +164,11 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
 
 def kv_heads(meta: ConfigReader, usual: int) -> tuple[int, ...]:
     """Read the number of KV heads, or a list of those of each layer: 0 without attention."""
-    key = "attention.head_count_kv"
+    return of_layers(meta, "attention.head_count_kv", usual)
+
+
+def of_layers(meta: ConfigReader, key: str, usual: int | None = None) -> tuple[int, ...]:
+    """Read a number of all layers, or a list of those of each layer, some of which may be 0."""
     if not isinstance(meta.value(key), list):
         return (meta.integer(key, usual),)
     return meta.integers(key, meta.integer("block_count"))
@@ -145,7 +185,48 @@ def gguf_experts(meta: ConfigReader, count: str) -> dict[str, Any]:
     return config
 
 
-def _rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
+def gguf_latent(meta: ConfigReader) -> dict[str, Any]:
+    """Read the settings of latent attention, in newer files and in older ones."""
+    rank = "attention.q_lora_rank"
+    turning = meta.integer("rope.dimension_count")
+    width = meta.integer("attention.key_length_mla", meta.integer("attention.key_length"))
+    values = meta.integer("attention.value_length_mla", meta.integer("attention.value_length"))
+    return {
+        "q_lora_rank": None if meta.value(rank) is None else meta.integer(rank),
+        "kv_lora_rank": meta.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": width - turning,
+        "v_head_dim": values,
+        "head_dim": None,
+        "partial_rotary_factor": None,
+    }
+
+
+def gguf_mamba2(meta: ConfigReader, file: GGUFFile, layer: int) -> dict[str, int | bool]:
+    """Read the settings of Mamba-2, of which `layer` is one, under names of this function's."""
+    names, heads = file.tensor_names(), meta.integer("ssm.time_step_rank")
+    return {
+        "heads": heads,
+        "head_dim": meta.integer("ssm.inner_size") // heads,
+        "groups": meta.integer("ssm.group_count"),
+        "state": meta.integer("ssm.state_size"),
+        "taps": meta.integer("ssm.conv_kernel"),
+        "filter_bias": f"blk.{layer}.ssm_conv1d.bias" in names,
+        "bias": f"blk.{layer}.ssm_in.bias" in names,
+    }
+
+
+def gguf_growing_rope(meta: ConfigReader) -> dict[str, Any]:
+    """Read the rotary settings of models whose queries grow with their position."""
+    found = gguf_rope_scaling(meta) or {"rope_type": "default"}
+    found["rope_theta"] = meta.number("rope.freq_base", 10000.0)
+    if meta.value("attention.temperature_scale") is not None:
+        found["llama_4_scaling_beta"] = meta.number("attention.temperature_scale")
+    return found
+
+
+def gguf_rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
+    """Read how frequencies are stretched, as a Hugging Face config says it."""
     kind = meta.text("rope.scaling.type", "none")
     if kind in ("none", "longrope"):  # LongRoPE's factors are tensors, which its families read
         return None
@@ -156,6 +237,9 @@ def _rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
         )
         scaling["beta_fast"] = meta.number("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = meta.number("rope.scaling.yarn_beta_slow", 1.0)
+        log_factor = meta.optional_number("rope.scaling.yarn_log_multiplier")
+        if log_factor is not None:  # of scores; cosines stay as they are
+            scaling["mscale"] = scaling["mscale_all_dim"] = log_factor
     return scaling
 
 

@@ -7,11 +7,18 @@ to which they add without it, and norms of it are the same where their eps is di
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.routing import Scoring
 from appliance.model.families.experts import read_experts
-from appliance.model.families.family import Family
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_config,
+    gguf_experts,
+    gguf_mamba2,
+    kv_heads,
+)
 from appliance.model.families.mamba2 import ATTENTION_NAMES, RECURRENT_NAMES, read_mamba2
 from appliance.model.families.rope import read_rope, without_positions
 from appliance.model.families.standard import (
@@ -23,6 +30,7 @@ from appliance.model.families.standard import (
 from appliance.model.names import ExpertNames, TensorNames
 
 if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import (
         AttentionSpec,
@@ -116,6 +124,67 @@ def _with_multipliers(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
     )
 
 
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "granite", _gguf_extra)
+
+
+def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
+    def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+        return _gguf_extra(meta, file) | _gguf_experts(meta)
+
+    return gguf_config(file, "granitemoe", extra)
+
+
+def _gguf_hybrid(file: GGUFFile) -> dict[str, Any]:
+    def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+        heads = kv_heads(meta, meta.integer("attention.head_count"))
+        kinds = ["attention" if count else "mamba" for count in heads]
+        kinds *= meta.integer("block_count") if len(kinds) == 1 else 1
+        found = _gguf_extra(meta, file) | _gguf_experts(meta)
+        turns = meta.flag("rope.scaling.finetuned")
+        found |= {"layer_types": kinds, "position_embedding_type": "rope" if turns else "nope"}
+        if "mamba" not in kinds:
+            return found
+        mamba2 = gguf_mamba2(meta, file, kinds.index("mamba"))
+        return found | {
+            "mamba_expand": meta.integer("ssm.inner_size") // meta.integer("embedding_length"),
+            "mamba_n_heads": mamba2["heads"],
+            "mamba_d_head": mamba2["head_dim"],
+            "mamba_n_groups": mamba2["groups"],
+            "mamba_d_state": mamba2["state"],
+            "mamba_d_conv": mamba2["taps"],
+            "mamba_conv_bias": mamba2["filter_bias"],
+            "mamba_proj_bias": mamba2["bias"],
+        }
+
+    return gguf_config(file, "granitehybrid", extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    width = meta.integer("embedding_length") // meta.integer("attention.head_count")
+    head_dim = meta.integer("attention.key_length", width)
+    return {
+        "hidden_act": "silu",
+        "attention_bias": any(name.endswith("attn_q.bias") for name in file.tensor_names()),
+        "attention_multiplier": meta.number("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": meta.number("embedding_scale", 1.0),
+        "residual_multiplier": meta.number("residual_scale", 1.0),
+        "logits_scaling": meta.number("logit_scale", 1.0),
+    }
+
+
+def _gguf_experts(meta: ConfigReader) -> dict[str, Any]:
+    shared = "expert_shared_feed_forward_length"
+    config: dict[str, Any] = {"num_local_experts": 0}
+    if meta.value("expert_count"):
+        config = gguf_experts(meta, "num_local_experts")
+        if (width := config.pop("moe_intermediate_size", None)) is not None:
+            config["intermediate_size"] = width
+    if meta.value(shared) is not None:
+        config["shared_intermediate_size"] = meta.integer(shared)
+    return config
+
+
 _NAMES = TensorNames(
     gate_up=("shared_mlp.input_linear",),
     down="shared_mlp.output_linear",
@@ -130,8 +199,16 @@ _NAMES = TensorNames(
     ),
 )
 
+# GGUF files have gate and up of the shared MLP apart.
+_APART = ("shared_mlp.gate_linear", "shared_mlp.up_linear")
+_OWN_NAMES = replace(_NAMES, gate_up=_APART, experts=replace(_NAMES.experts, shared_gate_up=_APART))
+
 GRANITE = Family(
-    name="granite", model_type="granite", architectures=("GraniteForCausalLM",), read=_read
+    name="granite",
+    model_type="granite",
+    architectures=("GraniteForCausalLM",),
+    read=_read,
+    gguf=GGUFMapping("granite", _gguf, GGUF_NAMES, interleaved_rope=True),
 )
 GRANITE_MOE = Family(
     name="granitemoe",
@@ -139,6 +216,9 @@ GRANITE_MOE = Family(
     architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     read=_read_moe,
     names=_NAMES,
+    gguf=GGUFMapping(
+        "granitemoe", _gguf_moe, GGUF_NAMES, interleaved_rope=True, own_names=_OWN_NAMES
+    ),
 )
 GRANITE_HYBRID = Family(
     name="granitemoehybrid",
@@ -146,4 +226,7 @@ GRANITE_HYBRID = Family(
     architectures=("GraniteMoeHybridForCausalLM",),
     read=_read_hybrid,
     names=_NAMES,
+    gguf=GGUFMapping(
+        "granitehybrid", _gguf_hybrid, GGUF_NAMES, interleaved_rope=True, own_names=_OWN_NAMES
+    ),
 )

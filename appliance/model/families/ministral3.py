@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from appliance.model.families.family import Family
-from appliance.model.families.rope import scaled_rope
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_growing_rope
+from appliance.model.families.rope import read_growing_rope
 from appliance.model.families.standard import (
     read_attention,
     read_decoder,
@@ -15,26 +15,28 @@ from appliance.model.families.standard import (
 )
 
 if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim = read_head_dim(config, default=128)
-    section = config.section("rope_parameters")
-    beta = section.number("llama_4_scaling_beta", 0.0)
-    context = section.integer(
-        "original_max_position_embeddings", config.integer("max_position_embeddings")
-    )
-    section.value("max_position_embeddings")  # the config's own, once more
-    rope = scaled_rope(config, section, 1000000.0, head_dim)
     attention = read_attention(
         config,
-        replace(rope, query_beta=beta, original_context=context),
+        read_growing_rope(config, head_dim, head_dim),
         head_dim,
         window=read_window(config),
     )
     return read_decoder(config, "ministral3", [attention] * config.integer("num_hidden_layers"))
+
+
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "mistral3", _gguf_extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    return {"hidden_act": "silu", "rope_scaling": None, "rope_parameters": gguf_growing_rope(meta)}
 
 
 MINISTRAL3 = Family(
@@ -42,4 +44,5 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     architectures=("Ministral3ForCausalLM",),
     read=_read,
+    gguf=GGUFMapping("mistral3", _gguf, GGUF_NAMES, interleaved_rope=True),
 )

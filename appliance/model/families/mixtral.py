@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.experts import read_experts
-from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.family import Family, GGUFMapping, gguf_has_experts
 from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_experts
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
@@ -53,5 +53,5 @@ MIXTRAL = Family(
             down="block_sparse_moe.experts.{}.w2",
         )
     ),
-    gguf=GGUFMapping("llama", _gguf, GGUF_NAMES, interleaved_rope=True, has_experts=True),
+    gguf=GGUFMapping("llama", _gguf, GGUF_NAMES, interleaved_rope=True, is_of=gguf_has_experts),
 )

@@ -6,12 +6,21 @@ nothing bounds them, as `time_step_limit` says.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError
 from appliance.kernels.routing import Scoring
 from appliance.model.families.experts import read_experts
-from appliance.model.families.family import Family
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_config,
+    gguf_experts,
+    gguf_mamba2,
+    kv_heads,
+    of_layers,
+)
 from appliance.model.families.limits import RANGES
 from appliance.model.families.mamba2 import ATTENTION_NAMES, RECURRENT_NAMES, read_mamba2
 from appliance.model.families.rope import without_positions
@@ -26,6 +35,9 @@ from appliance.model.names import ExpertNames, Mamba2Names, TensorNames
 from appliance.model.spec import MLPSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
     from appliance.model.recurrent_spec import Mamba2Spec
     from appliance.model.spec import DecoderSpec, ExpertsSpec
@@ -128,6 +140,71 @@ def _read_experts(config: ConfigReader) -> ExpertsSpec:
     )
 
 
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "nemotron_h", _gguf_extra)
+
+
+def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
+    def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+        return (
+            _gguf_extra(meta, file)
+            | gguf_experts(meta, "n_routed_experts")
+            | {
+                "n_shared_experts": meta.integer("expert_shared_count"),
+                "n_group": meta.integer("expert_group_count", 1),
+                "topk_group": meta.integer("expert_group_used_count", 1),
+                "norm_topk_prob": meta.flag("expert_weights_norm"),
+                "routed_scaling_factor": meta.number("expert_weights_scale", 1.0),
+                "moe_shared_expert_intermediate_size": meta.integer(
+                    "expert_shared_feed_forward_length"
+                ),
+            }
+        )
+
+    return gguf_config(file, "nemotron_h_moe", extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    heads = kv_heads(meta, meta.integer("attention.head_count"))
+    widths, layers = of_layers(meta, "feed_forward_length"), meta.integer("block_count")
+    if not len(heads) == len(widths) == layers:
+        raise meta.refuse("feed_forward_length", f"a list of {layers} layers' with this family")
+    names = file.tensor_names()
+    kinds = [
+        "attention" if count else "mamba" if not width else _mlp_kind(names, index)
+        for index, (count, width) in enumerate(zip(heads, widths, strict=True))
+    ]
+    config: dict[str, Any] = {
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": meta.number("attention.layer_norm_rms_epsilon"),
+        "mlp_hidden_act": "relu2",
+        "attention_bias": any(name.endswith("attn_q.bias") for name in names),
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in names),
+    }
+    if "mamba" not in kinds:
+        return config
+    mamba2 = gguf_mamba2(meta, file, kinds.index("mamba"))
+    return config | {
+        "mamba_num_heads": mamba2["heads"],
+        "mamba_head_dim": mamba2["head_dim"],
+        "n_groups": mamba2["groups"],
+        "ssm_state_size": mamba2["state"],
+        "conv_kernel": mamba2["taps"],
+        "use_conv_bias": mamba2["filter_bias"],
+        "use_bias": mamba2["bias"],
+    }
+
+
+def _mlp_kind(names: Collection[str], index: int) -> str:
+    return "moe" if f"blk.{index}.ffn_gate_inp.weight" in names else "mlp"
+
+
+_GGUF_NAMES = replace(GGUF_NAMES, mixer_norm="attn_norm", mlp_norm="attn_norm", gate_up=("ffn_up",))
+_GGUF_NAMES = replace(
+    _GGUF_NAMES,
+    experts=replace(GGUF_NAMES.experts, gate_up=("ffn_up_exps",), shared_gate_up=("ffn_up_shexp",)),
+)
+
 NEMOTRON_H = Family(
     name="nemotron_h",
     model_type="nemotron_h",
@@ -162,4 +239,11 @@ NEMOTRON_H = Family(
             output="mixer.out_proj",
         ),
     ),
+    gguf=GGUFMapping("nemotron_h", _gguf, _GGUF_NAMES),
+)
+# The same in GGUF files with experts, which have an architecture of their own.
+NEMOTRON_H_MOE = replace(
+    NEMOTRON_H,
+    name="nemotron_h_moe",
+    gguf=GGUFMapping("nemotron_h_moe", _gguf_moe, _GGUF_NAMES),
 )

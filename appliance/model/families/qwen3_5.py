@@ -29,11 +29,11 @@ _PARTIAL = 0.25  # of a head rotates, by default
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    return read_decoder(config, "qwen3_5", _read_mixers(config), norm_offset=1.0)
+    return read_decoder(config, "qwen3_5", read_mixers(config), norm_offset=1.0)
 
 
 def _read_moe(config: ConfigReader) -> DecoderSpec:
-    mixers = _read_mixers(config)
+    mixers = read_mixers(config)
     experts = read_experts(
         config,
         count="num_experts",
@@ -45,7 +45,8 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
     )
 
 
-def _read_mixers(config: ConfigReader) -> list[MixerSpec]:
+def read_mixers(config: ConfigReader) -> list[MixerSpec]:
+    """Read Gated DeltaNet in most layers, and gated attention in every so many."""
     head_dim, bias = read_head_dim(config, default=256), config.flag("attention_bias")
     eps = config.number("rms_norm_eps")
     attention = read_attention(
@@ -90,14 +91,14 @@ def _read_attending(config: ConfigReader) -> list[bool]:
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:
-    return gguf_config(file, "qwen35", _gguf_extra)
+    return gguf_config(file, "qwen35", gguf_delta)
 
 
 def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         shared = meta.integer("expert_shared_feed_forward_length")
         return (
-            _gguf_extra(meta, file)
+            gguf_delta(meta, file)
             | gguf_experts(meta, "num_experts")
             | {"shared_expert_intermediate_size": shared}
         )
@@ -105,7 +106,8 @@ def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
     return gguf_config(file, "qwen35moe", extra)
 
 
-def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+def gguf_delta(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    """Read the settings of a GGUF file's mixers."""
     heads = meta.integer("ssm.time_step_rank")
     meta.value("rope.dimension_sections")  # of images; all are the same position in text
     return {

@@ -6,6 +6,7 @@ in their range in `limits`. Knows no family.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
@@ -46,6 +47,18 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
+
+# Names of settings of experts and their routers, and those that only training or kernels read.
+_ROUTING = re.compile(r"expert|router|routed|routing|moe_|top_?k")
+_HARMLESS_ROUTING = frozenset(
+    {
+        "expert_parallel_size", "experts_implementation", "experts_per_token",
+        "moe_aux_loss_coeff", "moe_intermediate_size", "moe_layer_freq",
+        "moe_shared_expert_overlap",
+        "num_local_experts", "output_router_logits", "router_aux_loss_coef",
+        "router_dtype", "router_jitter_noise", "router_z_loss_coef", "top_k",
+    }
+)  # fmt: skip
 
 
 class ConfigReader:
@@ -121,6 +134,13 @@ class ConfigReader:
             raise wrong(self.origin, key, value, "an object")
         return ConfigReader(value, f"{self.origin}: {key}")
 
+    def without(self, key: str) -> ConfigReader:
+        """Return the settings without one; those read so far count as read."""
+        left = {name: value for name, value in self._values.items() if name != key}
+        reader = ConfigReader(left, self.origin)
+        reader._read |= self._read
+        return reader
+
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
         """Build the error for a value that no code here covers."""
         return UnsupportedModelError(
@@ -135,6 +155,14 @@ class ConfigReader:
             items = value if isinstance(value, list) else [value]
             if key not in self._read and any(i is not None and i not in usual for i in items):
                 raise self.refuse(key, f"{usual[0]!r}" if usual else "only a model without it")
+
+    def refuse_unknown_routing(self) -> None:
+        """Refuse a setting that was not read and by its name changes how experts are chosen."""
+        for key in sorted(self._values.keys() - self._read - _HARMLESS_ROUTING):
+            value = self._values[key]
+            is_set = value not in (None, False, 0, [], {})
+            if is_set and _ROUTING.search(key) and not key.endswith("_types"):
+                raise self.refuse(key, "only a model without it")
 
     def refuse_unknown(self, harmless: frozenset[str]) -> None:
         """Refuse a setting that was not read and is not known to be harmless."""

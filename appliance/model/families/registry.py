@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import UnsupportedModelError
 from appliance.model.families.bamba import BAMBA
 from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from appliance.model.families.falcon import FALCON
 from appliance.model.families.gemma3 import GEMMA3
 from appliance.model.families.gemma4 import GEMMA4
 from appliance.model.families.glm4_moe import GLM4_MOE
@@ -16,14 +17,17 @@ from appliance.model.families.lfm2 import LFM2, LFM2_MOE
 from appliance.model.families.llama import LLAMA
 from appliance.model.families.ministral3 import MINISTRAL3
 from appliance.model.families.mistral import MISTRAL
+from appliance.model.families.mistral4 import MISTRAL4
 from appliance.model.families.mixtral import MIXTRAL
-from appliance.model.families.nemotron_h import NEMOTRON_H
+from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
+from appliance.model.families.opt import OPT
 from appliance.model.families.phi3 import PHI3
 from appliance.model.families.qwen2 import QWEN2
 from appliance.model.families.qwen2_moe import QWEN2_MOE
 from appliance.model.families.qwen3 import QWEN3
 from appliance.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from appliance.model.families.qwen3_moe import QWEN3_MOE
+from appliance.model.families.qwen3_next import QWEN3_NEXT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,14 +52,19 @@ FAMILIES: tuple[Family, ...] = (
     LFM2_MOE,
     QWEN3_5,
     QWEN3_5_MOE,
+    QWEN3_NEXT,
     GRANITE,
     GRANITE_MOE,
     GRANITE_HYBRID,
     NEMOTRON_H,
+    NEMOTRON_H_MOE,
     BAMBA,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE_LITE,
+    MISTRAL4,
+    OPT,
+    FALCON,
 )
 
 
@@ -91,15 +100,21 @@ def family_of_text(config: Mapping[str, Any]) -> Family:
     )
 
 
-def family_of_gguf(architecture: str, *, has_experts: bool = False) -> Family:
-    """Find the family of a GGUF file by its `general.architecture` and whether it has experts.
+def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
+    """Find the family of a GGUF file by its `general.architecture` and its settings.
 
     Raises:
         UnsupportedModelError: no family covers it.
     """
+    architecture = str(metadata.get("general.architecture"))
+    prefix = f"{architecture}."
+    settings = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
     named = [f for f in FAMILIES if f.gguf is not None and f.gguf.architecture == architecture]
-    for family in named:
-        if len(named) == 1 or (family.gguf is not None and family.gguf.has_experts == has_experts):
+    # Those that look at settings come before one that takes every file.
+    for family in reversed(named):
+        if family.gguf is not None and family.gguf.is_of(settings):
             return family
     known = dict.fromkeys(family.gguf.architecture for family in FAMILIES if family.gguf)
     supported = ", ".join(known)

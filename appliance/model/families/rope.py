@@ -8,6 +8,7 @@ optionally per layer type. Formulas of the attention factors: YaRN (arXiv 2309.0
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.model.spec import RopeScaling, RopeSpec
@@ -56,6 +57,23 @@ def read_rope(
     chosen = scaling if config.value("rope_scaling") else new_style
     theta = config.number("rope_theta", theta)
     return scaled_rope(config, chosen, theta, head_dim, partial, share)
+
+
+def read_growing_rope(config: ConfigReader, turning: int, head_dim: int) -> RopeSpec:
+    """Read the rotary settings of Mistral's models, whose queries grow with their position.
+
+    Of a head of `head_dim` elements `turning` rotate.
+    """
+    section = config.section("rope_parameters")
+    beta = section.number("llama_4_scaling_beta", 0.0)
+    context = section.integer(
+        "original_max_position_embeddings", config.integer("max_position_embeddings")
+    )
+    section.value("max_position_embeddings")  # the config's own, once more
+    if round(head_dim * section.number("partial_rotary_factor", turning / head_dim)) != turning:
+        raise section.refuse("partial_rotary_factor", f"{turning} of {head_dim} elements")
+    rope = scaled_rope(config, section.without("partial_rotary_factor"), 1000000.0, turning)
+    return replace(rope, query_beta=beta, original_context=context)
 
 
 def without_positions(head_dim: int) -> RopeSpec:

@@ -31,6 +31,7 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "relu2": Activation.RELU_SQUARED,
 }
+_UNGATED = {"relu": Activation.RELU, "gelu": Activation.GELU}
 
 
 def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
@@ -93,8 +94,10 @@ def read_decoder(
     experts: Sequence[ExpertsSpec | None] = (),
     mlps: Sequence[MLPSpec | ExpertsSpec | None] = (),
     norm_eps: str = "rms_norm_eps",
+    norm: NormSpec | None = None,
     norm_offset: float = 0.0,
     post_norms: bool = False,
+    context: int | None = None,
     tied_head: bool = False,
     embedding_scale: float = 1.0,
     logit_scale: float = 1.0,
@@ -111,8 +114,10 @@ def read_decoder(
         mlps: of each layer, instead of what the config and `experts` say.
         width: the MLP's, if the config does not hold it as `intermediate_size`.
         norm_eps: the setting that keeps norms from dividing by zero.
+        norm: of the stream, instead of what these two say.
         norm_offset: added to the weights of the norms.
         post_norms: attention and MLP are each followed by a norm.
+        context: most positions, if the config does not say.
         tied_head: embedding and head are one matrix, unless the config says otherwise.
         embedding_scale: multiplies the embedding.
         logit_scale: multiplies the logits.
@@ -120,14 +125,14 @@ def read_decoder(
         output_scale: each layer has a factor of the stream after it.
         token_input: what tokens add after each layer.
     """
-    norm = NormSpec(config.number(norm_eps), norm_offset)
+    norm = norm or NormSpec(config.number(norm_eps), norm_offset)
     usual = experts or [None] * len(mixers)
     mlps = mlps or _read_mlps(config, activation, mlp_bias, width, usual)
     return DecoderSpec(
         architecture=architecture,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
-        context_length=config.integer("max_position_embeddings"),
+        context_length=config.integer("max_position_embeddings", context),
         layers=tuple(
             LayerSpec(spec, mlp, norm, post_norms, output_scale)
             for spec, mlp in zip(mixers, mlps, strict=True)
@@ -157,12 +162,15 @@ def _read_mlps(
     return [dense if layer is None else layer for layer in experts]
 
 
-def read_activation(config: ConfigReader, key: str = "hidden_act") -> Activation:
-    """Read the MLP's nonlinearity."""
-    act = config.text(key, "silu")
-    if act not in _ACTIVATIONS:
-        raise config.refuse(key, ", ".join(_ACTIVATIONS))
-    return _ACTIVATIONS[act]
+def read_activation(
+    config: ConfigReader, key: str = "hidden_act", *, usual: str = "silu", gated: bool = True
+) -> Activation:
+    """Read the MLP's nonlinearity, `usual` by default; some stand only in MLPs without a gate."""
+    known = _ACTIVATIONS if gated else _ACTIVATIONS | _UNGATED
+    act = config.text(key, usual)
+    if act not in known:
+        raise config.refuse(key, ", ".join(known))
+    return known[act]
 
 
 def read_window(config: ConfigReader, default: int | None = None) -> int | None:

@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 8  /* changes with every change of a struct or a signature below */
+#define AP_ABI 9  /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 
@@ -71,6 +71,7 @@ typedef struct {
 typedef struct {
     const float *weight; /* (width,); NULL: there is no such norm */
     float eps;
+    const float *bias; /* (width,), of a LayerNorm of the stream; NULL: it is an RMSNorm */
 } ap_norm;
 
 typedef enum {
@@ -78,6 +79,8 @@ typedef enum {
     AP_GELU_TANH = 1,
     AP_CLAMPED_SWIGLU = 2,
     AP_RELU_SQUARED = 3,
+    AP_RELU = 4,
+    AP_GELU = 5, /* by the error function */
 } ap_activation;
 
 /* What a gate makes of an MLP's middle: act(gate) * up, or with AP_CLAMPED_SWIGLU
@@ -135,6 +138,7 @@ typedef struct {
     int32_t renormalize; /* weights are divided by their sum + epsilon */
     int32_t num_groups;
     int32_t top_groups;
+    int32_t best_of_group; /* 1 or 2: a group is worth the sum of so many of its best */
     float scale;
     float epsilon;
     const float *selection_bias; /* (num_experts,), or NULL */
@@ -199,6 +203,7 @@ typedef struct {
     ap_norm mlp_post_norm;
     ap_token_input token_input;
     float output_scale; /* multiplies the stream at the end of the layer; 0: nothing does */
+    int32_t is_parallel; /* 1: the MLP reads the stream before the mixer; no post norms */
 } ap_layer;
 
 typedef struct {
@@ -215,6 +220,8 @@ typedef struct {
     float logit_scale;   /* multiplies the logits */
     float logit_softcap; /* 0: none */
     ap_token_inputs token_inputs;
+    ap_linear positions;   /* (positions, hidden_size), added to embeddings; codes NULL: none */
+    int32_t norms_replace; /* 1: the stream goes on as its norm, not as what the norm is of */
 } ap_model;
 
 /* The places of a layer that an adapter may change: the linears of one input. Their outputs lie one

@@ -5,6 +5,17 @@
 #include "adapter.h"
 #include "experts.h"
 
+/* Norm a row of the stream in the way that the norm says; without one it goes on as it is. */
+static void norm_stream(const step_state *s, const float *stream, float *normed) {
+    int32_t width = s->model->hidden_size;
+    if (!s->norm->weight)
+        memcpy(normed, stream, (size_t)width * sizeof(float));
+    else if (s->norm->bias)
+        layer_norm_row(stream, s->norm, width, normed);
+    else
+        rms_norm_row(stream, s->norm, width, normed);
+}
+
 /* Take what the last linear added into the stream, if it waits for a norm; norm the stream. */
 static void norm_row(void *context, int32_t row) {
     step_state *s = context;
@@ -15,7 +26,9 @@ static void norm_row(void *context, int32_t row) {
         rms_norm_row(added, s->post_norm, width, added);
         add_row(stream, added, width);
     }
-    rms_norm_row(stream, s->norm, width, s->normed + (int64_t)row * width);
+    float *normed = s->normed + (int64_t)row * width;
+    norm_stream(s, stream, normed);
+    if (s->model->norms_replace) memcpy(stream, normed, (size_t)width * sizeof(float));
     prepare_row(&s->in, row);
 }
 

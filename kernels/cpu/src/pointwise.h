@@ -46,6 +46,27 @@ static void rms_norm_row(const float *x, const ap_norm *norm, int32_t width, flo
     }
 }
 
+static float sum_of(const float *x, int32_t width) {
+    vfloat sum = vf_zero();
+    for (int32_t i = 0; i < width; i += AP_LANES) sum = vf_add(sum, load_next(x + i, width - i));
+    return vf_sum(sum);
+}
+
+/* (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; out is not x */
+static void layer_norm_row(const float *x, const ap_norm *norm, int32_t width, float *out) {
+    vfloat mean = vf_set(sum_of(x, width) / (float)width);
+    for (int32_t i = 0; i < width; i += AP_LANES)
+        store_next(out + i, vf_sub(load_next(x + i, width - i), mean), width - i);
+    float variance = sum_of_squares(out, width) / (float)width;
+    vfloat factor = vf_set(1.0f / sqrtf(variance + norm->eps));
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat normed = vf_mul(load_next(out + i, left), factor);
+        vfloat bias = load_next(norm->bias + i, left);
+        store_next(out + i, vf_fma(normed, load_next(norm->weight + i, left), bias), left);
+    }
+}
+
 /* stream += added */
 static void add_row(float *stream, const float *added, int32_t width) {
     for (int32_t i = 0; i < width; i += AP_LANES) {
@@ -100,13 +121,29 @@ static void rotate_head(float *head, const float *cosine, const float *sine, int
 
 /* ---- activations ---- */
 
-/* The first two are x * sigmoid(y): SiLU has y = x, and (1 + tanh(z)) / 2 is sigmoid(2z). */
+/* x times the share of a normal distribution below x. The share above |x| is a polynomial of
+ * 1 / (1 + 0.3275911 z), z = |x| / sqrt(2), times e^(-z^2) / 2, to 1.5e-7 (Abramowitz and Stegun,
+ * 7.1.26). */
+INLINE vfloat gelu(vfloat x) {
+    vfloat size = vf_max(vf_sub(vf_zero(), x), x); /* NaN stays NaN, as below */
+    vfloat z = vf_mul(size, vf_set(0.70710678f)), one = vf_set(1.0f);
+    vfloat t = vf_div(one, vf_fma(z, vf_set(0.3275911f), one));
+    vfloat sum = vf_fma(t, vf_set(1.061405429f), vf_set(-1.453152027f));
+    sum = vf_fma(sum, t, vf_set(1.421413741f));
+    sum = vf_fma(sum, t, vf_set(-0.284496736f));
+    sum = vf_mul(vf_fma(sum, t, vf_set(0.254829592f)), t);
+    vfloat above = vf_mul(vf_mul(sum, vf_set(0.5f)), vf_exp(vf_sub(vf_zero(), vf_mul(z, z))));
+    return vf_sub(vf_max(vf_zero(), x), vf_mul(size, above));
+}
+
+/* The last two are x * sigmoid(y): SiLU has y = x, and (1 + tanh(z)) / 2 is sigmoid(2z). */
 INLINE vfloat activated(vfloat x, int32_t activation) {
     vfloat minus_y = vf_sub(vf_zero(), x);
-    if (activation == AP_RELU_SQUARED) {
+    if (activation == AP_RELU_SQUARED || activation == AP_RELU) {
         vfloat above = vf_max(vf_zero(), x); /* NaN stays NaN: max gives its second argument */
-        return vf_mul(above, above);
+        return activation == AP_RELU ? above : vf_mul(above, above);
     }
+    if (activation == AP_GELU) return gelu(x);
     if (activation == AP_GELU_TANH) {
         /* -2 sqrt(2 / pi) * (x + 0.044715 x^3) */
         vfloat inner = vf_fma(vf_mul(x, x), vf_set(0.044715f), vf_set(1.0f));
@@ -163,6 +200,10 @@ INLINE void activate_with(const float *x, int32_t activation, int32_t width, flo
 static void activated_row(const float *x, const ap_gating *gating, int32_t width, float *out) {
     if (gating->activation == AP_RELU_SQUARED)
         activate_with(x, AP_RELU_SQUARED, width, out);
+    else if (gating->activation == AP_RELU)
+        activate_with(x, AP_RELU, width, out);
+    else if (gating->activation == AP_GELU)
+        activate_with(x, AP_GELU, width, out);
     else if (gating->activation == AP_GELU_TANH)
         activate_with(x, AP_GELU_TANH, width, out);
     else
@@ -178,6 +219,10 @@ static void gated_row(const float *gate, const float *up, const ap_gating *gatin
         gate_clamped(gate, up, gating, width, out);
     else if (gating->activation == AP_RELU_SQUARED)
         gate_with(gate, up, AP_RELU_SQUARED, width, out);
+    else if (gating->activation == AP_RELU)
+        gate_with(gate, up, AP_RELU, width, out);
+    else if (gating->activation == AP_GELU)
+        gate_with(gate, up, AP_GELU, width, out);
     else if (gating->activation == AP_GELU_TANH)
         gate_with(gate, up, AP_GELU_TANH, width, out);
     else

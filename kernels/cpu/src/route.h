@@ -7,8 +7,6 @@
 #include "appliance_cpu.h"
 #include "route_select.h"
 
-#define BEST_OF_GROUP 2 /* experts whose scores are a group's */
-
 static bool router_supported(const ap_router *r) {
     int32_t experts = r->num_experts, groups = r->num_groups;
     if (experts < 1 || experts > AP_MOST_EXPERTS || r->top_k < 1 || r->top_k > experts)
@@ -16,8 +14,9 @@ static bool router_supported(const ap_router *r) {
     if (r->scoring < AP_SOFTMAX || r->scoring > AP_SOFTMAX_OF_CHOSEN) return false;
     if (groups < 1 || experts % groups || r->top_groups < 1 || r->top_groups > groups)
         return false;
-    int32_t width = experts / groups;
-    return groups == 1 || (width >= BEST_OF_GROUP && r->top_k <= r->top_groups * width);
+    int32_t width = experts / groups, best = r->best_of_group;
+    if (groups > 1 && (best < 1 || best > 2 || width < best)) return false;
+    return groups == 1 || r->top_k <= r->top_groups * width;
 }
 
 static void softmax(float *x, int32_t n) {
@@ -35,10 +34,10 @@ static void score_experts(const ap_router *r, float *logits) {
         logits[i] = 1.0f / (1.0f + expf(-logits[i]));
 }
 
-/* Let only the best groups' candidates win; a group is worth its two best. */
+/* Let only the best groups' candidates win; a group is worth its best, or its two best. */
 static void close_groups(const ap_router *r, candidate *choice) {
     int32_t width = r->num_experts / r->num_groups;
-    candidate groups[AP_MOST_EXPERTS / BEST_OF_GROUP];
+    candidate groups[AP_MOST_EXPERTS];
     for (int32_t g = 0; g < r->num_groups; g++) {
         float first = -INFINITY, second = -INFINITY;
         for (int32_t i = 0; i < width; i++) {
@@ -46,7 +45,7 @@ static void close_groups(const ap_router *r, candidate *choice) {
             if (score > first || isnan(score)) second = first, first = score;
             else if (score > second) second = score;
         }
-        groups[g] = (candidate){first + second, g};
+        groups[g] = (candidate){r->best_of_group == 1 ? first : first + second, g};
     }
     select_best(groups, r->top_groups, r->num_groups);
     for (int32_t g = r->top_groups; g < r->num_groups; g++)

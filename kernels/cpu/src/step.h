@@ -61,11 +61,17 @@ static bool mixer_supported(const ap_model *model, const ap_cache *cache, const 
     return !is_sealed(cache->layers[layer->cache_layer].format) || open_pages_fit(cache, batch);
 }
 
+static bool position_fits(const ap_model *model, int64_t position) {
+    const ap_linear *table = &model->positions;
+    return !has_linear(table) || (position >= 0 && position < table->out_features);
+}
+
 static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
     for (int32_t i = 0; i < batch->num_tokens; i++) {
         if (batch->token_ids[i] < 0 || batch->token_ids[i] >= model->vocab_size)
             return AP_BAD_ARGUMENT;
+        if (!position_fits(model, batch->positions[i])) return AP_BAD_ARGUMENT;
         if (batch->slot_mapping[i] < 0 || batch->slot_mapping[i] >= slots) return AP_BAD_ARGUMENT;
     }
     for (int32_t i = 0; i < batch->num_seqs; i++) {
@@ -97,6 +103,11 @@ static void embed_row(void *context, int32_t row) {
     linear_row(&model->embedding, s->batch->token_ids[row], stream);
     if (model->embedding_scale != 1.0f)
         scale_row(stream, model->embedding_scale, model->hidden_size);
+    if (has_linear(&model->positions)) {
+        float *own = s->normed + (int64_t)row * model->hidden_size;
+        linear_row(&model->positions, s->batch->positions[row], own);
+        add_row(stream, own, model->hidden_size);
+    }
     for (int32_t i = 0; i < model->num_ropes; i++) {
         const ap_rope *rope = &model->ropes[i];
         int64_t place = i * s->rope_stride + (int64_t)row * (rope->rotary_dim / 2);
@@ -245,13 +256,17 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         if (stops) return AP_OK;
         ap_advance(engine);
         if (is_last && batch->rows) select_rows(&s);
+        if (s.layer->is_parallel) {
+            run_mlp(&s, &no_norm); /* reads the stream, to which the mixer adds after it */
+            ap_advance(engine);
+        }
         if (has_mixer(s.layer)) {
             run_into_stream(&s, mixer_output(s.layer), AP_OUT_OF_MIXER, s.mixed,
                             &s.layer->mixer_post_norm);
             post_norm = &s.layer->mixer_post_norm;
             ap_advance(engine);
         }
-        if (has_mlp(s.layer)) {
+        if (has_mlp(s.layer) && !s.layer->is_parallel) {
             run_mlp(&s, post_norm);
             post_norm = &s.layer->mlp_post_norm;
             ap_advance(engine);

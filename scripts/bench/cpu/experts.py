@@ -1,16 +1,19 @@
-"""Time a mixture of experts of Qwen3-30B-A3B's shape beside llama.cpp, on the same random GGUF.
+"""Time experts of Qwen3-30B-A3B's or Qwen3.6's shape beside llama.cpp, on the same random GGUF.
 
     scripts/benchmark cpu_experts --layers 4 --threads 1
+    scripts/benchmark cpu_experts --shape qwen3.6-35b-a3b
     scripts/benchmark cpu_experts --peer FOLDER  # where the package xllamacpp is installed
 
 The two take turns: decode of one stream and of several, then the prefill of one prompt. llama.cpp's
 numbers are those that its own server takes, ours are of the library's whole steps, without HTTP and
 sampling. The peer is built for AVX2; `--isa avx2` keeps ours to that. Threads that wait for each
-other suffer from other programs: look at the load that the result names.
+other suffer from other programs: look at the load that the result names. The bytes of weights that
+a token's step reads are counted from the file, without those of experts that it does not choose.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -24,17 +27,51 @@ from appliance.kernels.cpu.library import load_library, select_isa
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
+from appliance.model.tensors import Role
 from bench.cpu.models import decode_seconds, prefill_seconds
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 from bench.lib.llama_peer import Peer
-from bench.lib.model_shapes import QWEN_30B_A3B
-from bench.lib.synthetic_gguf import write_qwen3_moe
+from bench.lib.model_shapes import (
+    QWEN_30B_A3B,
+    QWEN_36_35B_A3B,
+    TINY_QWEN_30B_A3B,
+    TINY_QWEN_36_35B_A3B,
+)
+from bench.lib.synthetic_gguf import write_moe
 
 if TYPE_CHECKING:
     import argparse
 
     from appliance.model.native import NativeDecoder
+    from appliance.model.source import ModelSource
+
+SHAPES = {
+    "qwen3-30b-a3b": QWEN_30B_A3B,
+    "qwen3.6-35b-a3b": QWEN_36_35B_A3B,
+    "tiny-qwen3-30b-a3b": TINY_QWEN_30B_A3B,
+    "tiny-qwen3.6-35b-a3b": TINY_QWEN_36_35B_A3B,
+}
+
+
+def bytes_of_a_token(source: ModelSource) -> dict[str, int]:
+    """Count the bytes of weights that a step of one token reads, and those of all weights.
+
+    Of the embedding it reads one row.
+    """
+    router = source.spec.router
+    assert router is not None
+    read = whole = 0.0
+    for slot in source.slots():
+        bits = source.weights.packed_bits(slot.name)
+        # Blocks of 32 codes have a scale of 16 bits; what is not packed is float32.
+        size = math.prod(slot.shape) * (4 if bits is None else bits / 8 + 2 / 32)
+        whole += size
+        if slot.role is Role.EMBEDDING:
+            size /= slot.shape[0]
+        share = 1 if slot.expert is None else router.top_k / router.num_experts
+        read += size * share
+    return {"weight_bytes_of_a_token": round(read), "weight_bytes_of_all": round(whole)}
 
 
 def ours(decoder: NativeDecoder, options: argparse.Namespace) -> dict[str, float]:
@@ -66,7 +103,8 @@ def theirs(peer: Peer, options: argparse.Namespace) -> dict[str, float]:
 def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     library = load_library()
     isa = select_isa(library, options.isa)
-    decoder = load_native(open_model(model), NativeEngine(library, options.threads), torch.bfloat16)
+    source = open_model(model)
+    decoder = load_native(source, NativeEngine(library, options.threads), torch.bfloat16)
     peer = None
     if options.peer is not None:
         peer = Peer(options.peer, model, options.threads, max(options.streams))
@@ -81,6 +119,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "isa": isa.name.lower(),
         "weights": decoder.weight_format,
         "weight_bytes": decoder.weight_bytes,
+        **bytes_of_a_token(source),
         "load": load,
         "runs": runs,
     }
@@ -103,6 +142,7 @@ def ratios(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--peer", type=Path, help="folder with the package xllamacpp")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -112,10 +152,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", default="auto")
     options = parser.parse_args()
-    shape = QWEN_30B_A3B | {"num_hidden_layers": options.layers}
+    shape = SHAPES[options.shape] | {"num_hidden_layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "experts.gguf"
-        write_qwen3_moe(model, shape)
+        write_moe(model, shape)
         found = measure(model, options)
     result = {
         "benchmark": "cpu_experts",

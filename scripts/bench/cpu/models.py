@@ -54,10 +54,17 @@ def decode_seconds(
 ) -> list[float]:
     """Time steps of one token for each sequence, at a given context."""
     width = -(-context // BLOCK_SIZE)
-    cache = decoder.allocate_cache(format, num_blocks=batch * width, block_size=BLOCK_SIZE)
+    cache = decoder.allocate_cache(
+        format, num_blocks=batch * width, block_size=BLOCK_SIZE, num_states=batch
+    )
     tables = [range(i * width, (i + 1) * width) for i in range(batch)]
     ragged = RaggedBatch.of(
-        [1] * batch, [context] * batch, tables, block_size=BLOCK_SIZE, device=CPU
+        [1] * batch,
+        [context] * batch,
+        tables,
+        block_size=BLOCK_SIZE,
+        device=CPU,
+        state_slots=range(batch),
     )
     token_ids = torch.arange(100, 100 + batch)
     positions = torch.full((batch,), context - 1)
@@ -75,8 +82,12 @@ def prefill_seconds(
 ) -> list[float]:
     """Time one prompt in one step."""
     table = range(-(-tokens // BLOCK_SIZE))
-    cache = decoder.allocate_cache(format, num_blocks=len(table), block_size=BLOCK_SIZE)
-    ragged = RaggedBatch.of([tokens], [tokens], [table], block_size=BLOCK_SIZE, device=CPU)
+    cache = decoder.allocate_cache(
+        format, num_blocks=len(table), block_size=BLOCK_SIZE, num_states=1
+    )
+    ragged = RaggedBatch.of(
+        [tokens], [tokens], [table], block_size=BLOCK_SIZE, device=CPU, state_slots=[0]
+    )
     token_ids = torch.arange(100, 100 + tokens)
     positions, rows = torch.arange(tokens), torch.tensor([tokens - 1])
     return timed(lambda: decoder.forward(token_ids, positions, ragged, cache, rows), steps)

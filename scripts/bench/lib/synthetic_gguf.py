@@ -11,72 +11,103 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
+from appliance.model.families.registry import family_of_config
+from appliance.model.tensors import Role, tensor_slots
+
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from appliance.model.tensors import TensorSlot
 
 Q4, Q8 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 _CODE_BYTES = {Q4: 16, Q8: 32}  # of a block of 32, after its scale in two bytes
 _MIDDLE = {Q4: 8.0, Q8: 128.0}
+# Settings of files by those of configs; a config has some of them.
+_SETTINGS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 
 
-def write_qwen3_moe(path: Path, shape: dict[str, Any]) -> None:
-    """Write a file of the qwen3moe architecture.
+def write_moe(path: Path, shape: dict[str, Any]) -> None:
+    """Write a file of Qwen3's or Qwen 3.6's architecture with experts.
 
     Args:
         path: the file.
         shape: settings of a Hugging Face config.
     """
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    _write_settings(writer, shape)
-    random = np.random.default_rng(0)
-    hidden, experts = shape["hidden_size"], shape["num_experts"]
-    queries = shape["num_attention_heads"] * shape["head_dim"]
-    keys = shape["num_key_value_heads"] * shape["head_dim"]
-    middle = shape["moe_intermediate_size"]
-
-    def quantized(name: str, *size: int, kind: gguf.GGMLQuantizationType = Q4) -> None:
-        writer.add_tensor(f"{name}.weight", _blocks(random, size, kind), raw_dtype=kind)
-
-    def floats(name: str, data: np.ndarray[Any, Any]) -> None:
-        writer.add_tensor(f"{name}.weight", data.astype(np.float32))
-
-    quantized("token_embd", shape["vocab_size"], hidden, kind=Q8)
-    for layer in range(shape["num_hidden_layers"]):
-        block = f"blk.{layer}."
-        for norm, width in (("attn_norm", hidden), ("ffn_norm", hidden)):
-            floats(block + norm, np.ones(width))
-        for norm in ("attn_q_norm", "attn_k_norm"):
-            floats(block + norm, np.ones(shape["head_dim"]))
-        quantized(block + "attn_q", queries, hidden)
-        quantized(block + "attn_k", keys, hidden)
-        quantized(block + "attn_v", keys, hidden)
-        quantized(block + "attn_output", hidden, queries)
-        floats(block + "ffn_gate_inp", random.standard_normal((experts, hidden)) * hidden**-0.5)
-        quantized(block + "ffn_gate_exps", experts, middle, hidden)
-        quantized(block + "ffn_up_exps", experts, middle, hidden)
-        quantized(block + "ffn_down_exps", experts, hidden, middle)
-    floats("output_norm", np.ones(hidden))
-    quantized("output", shape["vocab_size"], hidden, kind=Q8)
+    family = family_of_config(shape)
+    assert family.gguf is not None
+    writer = gguf.GGUFWriter(path, family.gguf.architecture)
+    _write_settings(writer, family.gguf.architecture, shape)
+    random, written = np.random.default_rng(0), set[str]()
+    for slot in tensor_slots(family.spec(shape), family.gguf.names):
+        if slot.name in written:
+            continue
+        written.add(slot.name)
+        size = slot.shape if slot.expert is None else (shape["num_experts"], *slot.shape)
+        kind = _kind_of(slot)
+        if kind is None:
+            data = _floats(random, slot)
+            writer.add_tensor(slot.name, data.astype(np.float32))
+        else:
+            writer.add_tensor(slot.name, _blocks(random, size, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _write_settings(writer: gguf.GGUFWriter, shape: dict[str, Any]) -> None:
-    writer.add_block_count(shape["num_hidden_layers"])
-    writer.add_context_length(shape["max_position_embeddings"])
-    writer.add_embedding_length(shape["hidden_size"])
-    writer.add_feed_forward_length(shape["intermediate_size"])
-    writer.add_head_count(shape["num_attention_heads"])
-    writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_key_length(shape["head_dim"])
-    writer.add_value_length(shape["head_dim"])
-    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
-    writer.add_rope_freq_base(shape["rope_theta"])
-    writer.add_expert_count(shape["num_experts"])
-    writer.add_expert_used_count(shape["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
+def _kind_of(slot: TensorSlot) -> gguf.GGMLQuantizationType | None:
+    if slot.role in (Role.EMBEDDING, Role.HEAD):
+        return Q8
+    return Q4 if slot.is_linear else None
+
+
+def _floats(random: np.random.Generator, slot: TensorSlot) -> np.ndarray[Any, Any]:
+    """Make a tensor that is not quantized, as a converter would shape it."""
+    if slot.role is Role.RATE and len(slot.shape) == 1 and not slot.name.endswith(".bias"):
+        decay: np.ndarray[Any, Any] = -np.exp(random.standard_normal(slot.shape))
+        return decay  # how fast a state forgets
+    if slot.role in (Role.ROUTER, Role.RATE, Role.FILTER):
+        shape = tuple(size for size in slot.shape if size != 1)
+        found: np.ndarray[Any, Any] = random.standard_normal(shape) * shape[-1] ** -0.5
+        return found
+    return np.ones(slot.shape, dtype=np.float32)
+
+
+def _write_settings(writer: gguf.GGUFWriter, architecture: str, shape: dict[str, Any]) -> None:
+    for key, name in _SETTINGS.items():
+        if name in shape:
+            is_real = isinstance(shape[name], float)
+            add = writer.add_float32 if is_real else writer.add_uint32
+            add(f"{architecture}.{key}", shape[name])
+    width = shape.get("intermediate_size", shape["moe_intermediate_size"])
+    writer.add_feed_forward_length(width)
+    turning = int(shape["head_dim"] * shape.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(turning)
+    if "linear_value_head_dim" in shape:
+        writer.add_ssm_inner_size(shape["linear_value_head_dim"] * shape["linear_num_value_heads"])
+        part = turning // 2 // 3
+        writer.add_array(
+            f"{architecture}.rope.dimension_sections", [turning // 2 - 2 * part, part, part, 0]
+        )
     count = shape["vocab_size"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     names += [f"\u2581w{number}" for number in range(count - len(names))]

@@ -266,7 +266,7 @@ def test_a_disk_that_is_almost_full_is_left_alone(
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     store = opened(tmp_path)
     write(store, 1)
-    assert remove_models(tmp_path) == (1, SIZE + HEADER_BYTES)
+    assert remove_models(tmp_path) == (1, 0, SIZE + HEADER_BYTES)
     assert not store.folder.exists()
     assert store.read(content_of(1)) is None
     write(store, 2)
@@ -288,7 +288,7 @@ def test_models_are_listed_and_removed_by_age(tmp_path: Path) -> None:
     assert [model.about["model"] for model in listed] == ["o" * 16, "m" * 16]
     assert [model.num_blocks for model in listed] == [1, 3]
     assert listed[0].used == 10**9 + 9
-    assert remove_models(tmp_path, older_than=10**9 + 3.0) == (2, 2 * (SIZE + HEADER_BYTES))
+    assert remove_models(tmp_path, older_than=10**9 + 3.0) == (2, 0, 2 * (SIZE + HEADER_BYTES))
     assert [model.num_blocks for model in stored_models(tmp_path)] == [1, 1]
     assert remove_models(tmp_path, [OTHER.hex()])[0] == 1
     assert [model.fingerprint for model in stored_models(tmp_path)] == [MODEL.hex()]

@@ -88,7 +88,10 @@ SECTION(void, embedding)(const ap_linear *linear, int64_t index, float *out) {
 }
 
 SECTION(void, norm)(const float *x, const ap_norm *norm, int32_t width, float *out) {
-    rms_norm_row(x, norm, width, out);
+    if (norm->bias)
+        layer_norm_row(x, norm, width, out);
+    else
+        rms_norm_row(x, norm, width, out);
 }
 
 SECTION(void, add)(float *stream, const float *added, int32_t width) {

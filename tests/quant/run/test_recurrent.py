@@ -9,7 +9,6 @@ import torch
 from recurrent_models import RECURRENT, SIZES, logits_in_steps
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from appliance.errors import QuantizeError
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.packed import PackedWeight
 from appliance.model.loader import load_decoder
@@ -60,9 +59,3 @@ def test_linears_are_rounded_and_what_decides_is_not(folder: Path, tmp_path: Pat
     assert rounded >= {"input", "output", "query", "down"}
     decoder = load_decoder(result, REFERENCE, torch.device("cpu"), torch.float32)
     assert bool(torch.isfinite(logits_in_steps(decoder, list(range(3, 20)), [9, 8])).all())
-
-
-def test_methods_that_read_text_are_refused(folder: Path, tmp_path: Path) -> None:
-    named = "has recurrent layers, which --method gptq does not calibrate"
-    with pytest.raises(QuantizeError, match=named):
-        quantize_model(folder, tmp_path / "out", QuantizeOptions(SCHEME, Method.GPTQ))

@@ -1,0 +1,48 @@
+"""Names the formats of weights for people. Knows no file format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.kernels.weight import Weight
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def format_of(weight: Weight, dtype: torch.dtype, device: torch.device, *, native: bool) -> str:
+    """Name a weight's format, and the one that it is held in where that is another.
+
+    Args:
+        dtype: of weights that are not packed.
+        native: the executor is the CPU library.
+    """
+    if isinstance(weight, PackedWeight):
+        if weight.group_size == weight.shape[1]:
+            return f"{weight.bits} bits (a scale per row)"
+        return f"{weight.bits} bits (groups of {weight.group_size})"
+    dense = DTYPE_NAMES[dtype]
+    if isinstance(weight, Tensor):
+        return dense
+    # Torch on a CPU multiplies none of these, and float32 activations are for checking.
+    is_held = device.type == "cuda" and dtype != torch.float32
+    if isinstance(weight, Fp8Weight):
+        return "fp8" if is_held else f"fp8 (held as {dense})"
+    name = "mxfp4" if weight.scale.dtype == torch.float8_e8m0fnu else "nvfp4"
+    return name if is_held or native else f"{name} (held as {dense})"
+
+
+def formats_in_words(formats: Sequence[str], head: str) -> str:
+    """Join the formats of layers, the most frequent first, and that of the head."""
+    if list(formats) == [head]:
+        return head
+    _, bracket, group = formats[0].partition(" (")
+    return f"{' + '.join(formats)}, head {head.removesuffix(bracket + group)}"

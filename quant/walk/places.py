@@ -1,0 +1,87 @@
+"""Finds the linear that reads a weight's input in a layer of any kind, and the order of use.
+
+Weights of one stage can be quantized by the same pass of text through the layer: none of them
+changes what another one of the stage reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.model.attention import Attention
+from appliance.model.experts import Experts
+from appliance.model.latent_attention import LatentAttention
+from appliance.model.layers import MLP, ActivatedLinear, GatedLinear
+from appliance.model.spec import AttentionSpec, MLPSpec
+from appliance.model.tensors import Role
+from appliance.quant.walk.block import ObservedLinear
+
+if TYPE_CHECKING:
+    from appliance.model.layers import DecoderLayer
+    from appliance.model.names import TensorNames
+    from appliance.model.spec import LayerSpec
+    from appliance.model.tensors import TensorSlot
+
+_INTO_MIXER = (Role.QUERY, Role.KEY, Role.VALUE, Role.QKV, Role.INPUT)
+_INTO_MLP = (Role.GATE, Role.UP, Role.GATE_UP)
+
+
+def is_plain(layer: LayerSpec) -> bool:
+    """Return True for attention and an MLP with gates, between which inputs can be scaled."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if not isinstance(mixer, AttentionSpec) or not isinstance(mlp, MLPSpec) or not mlp.gated:
+        return False
+    changed = mixer.output_gate or mixer.value_norm is not None or mixer.keys_are_values
+    return not (changed or layer.norm.centered or layer.parallel)
+
+
+def stage_of(slot: TensorSlot, names: TensorNames) -> int:
+    """Return a number that grows in the order of use: of inputs of the mixer, and so on."""
+    if _makes_heads(slot, names):
+        return 1
+    if slot.role in _INTO_MIXER:
+        return 0
+    if slot.role is Role.OUTPUT:
+        return 2
+    if slot.role in _INTO_MLP:
+        return 3
+    assert slot.role is Role.DOWN, slot
+    return 4
+
+
+def linear_of(slot: TensorSlot, layer: DecoderLayer, names: TensorNames) -> ObservedLinear:
+    """Return the linear that a weight is in."""
+    mixer = layer.mixer
+    if slot.role is Role.OUTPUT:
+        assert mixer is not None
+        return _observed(mixer.output)
+    if slot.role in _INTO_MIXER:
+        if isinstance(mixer, LatentAttention) and _makes_heads(slot, names):
+            return _observed(mixer.queries)
+        assert mixer is not None
+        return _observed(mixer.qkv if isinstance(mixer, Attention) else mixer.inputs)
+    mlp = _mlp_of(slot, layer)
+    if slot.role is Role.DOWN:
+        return _observed(mlp.down)
+    if isinstance(mlp.middle, ActivatedLinear):
+        return _observed(mlp.middle.up)
+    assert isinstance(mlp.middle, GatedLinear)
+    return _observed(mlp.middle.gate_up)
+
+
+def _mlp_of(slot: TensorSlot, layer: DecoderLayer) -> MLP:
+    found = layer.mlp
+    if isinstance(found, Experts):
+        found = found.shared if slot.expert is None else found.experts[slot.expert]
+    assert isinstance(found, MLP)
+    return found
+
+
+def _makes_heads(slot: TensorSlot, names: TensorNames) -> bool:
+    """Return True for what makes query heads of less in latent attention."""
+    return slot.role is Role.QUERY and slot.name.endswith(f".{names.latent.query_up}.weight")
+
+
+def _observed(linear: object) -> ObservedLinear:
+    assert isinstance(linear, ObservedLinear), linear
+    return linear

@@ -1,0 +1,168 @@
+"""GGUF files as llama.cpp's converter makes them of newer families, under gguf's own names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import pytest
+import torch
+from centered_models import CENTERED
+from expert_models import EXPERTS
+from gguf_conversions import ARCHITECTURES, gguf_settings, gguf_tensors
+from gguf_files import write_gguf_file
+from recurrent_models import RECURRENT, logits_in_steps
+from safetensors.torch import load_file
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.backend import REFERENCE
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.model.tensors import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+SIZES = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
+GROWING = dict(EXPERTS["mistral4"][1]["rope_parameters"])  # a config adds to its own
+GRANITE = {
+    key: value
+    for key, value in EXPERTS["granitemoe"][1].items()
+    if key.endswith(("multiplier", "scaling"))
+}
+SMALL_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 99,
+    "final_logit_softcapping": 3.0,
+}
+EQUAL_SCALES = EXPERTS["deepseek_v3"][1]["rope_parameters"] | {"mscale": 1.2}
+# What files cannot say is as in the models that there are.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", RECURRENT["qwen3_next"][1] | {"mlp_only_layers": []}),
+    "mistral4": EXPERTS["mistral4"],
+    "ministral3": ("ministral3", {"sliding_window": None, "rope_parameters": GROWING}),
+    "deepseek_v2": EXPERTS["deepseek_v2"],
+    "deepseek_v2-groups": EXPERTS["deepseek_v2-groups"],
+    "deepseek_v3": (
+        "deepseek_v3",
+        EXPERTS["deepseek_v3"][1] | {"attention_bias": False, "rope_parameters": EQUAL_SCALES},
+    ),
+    "glm4_moe_lite": EXPERTS["glm4_moe_lite"],
+    "granite": ("granite", GRANITE),
+    "granitemoe": EXPERTS["granitemoe"],
+    "granite4": RECURRENT["granite4"],
+    "granite4-dense": RECURRENT["granite4-dense"],
+    "nemotron_h": (
+        "nemotron_h",
+        RECURRENT["nemotron_h"][1]
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    ),
+    "gemma4": EXPERTS["gemma4"],
+    "gemma4-small": ("gemma4_text", SMALL_GEMMA4),
+    "falcon": CENTERED["falcon"],
+    "falcon-new": ("falcon", CENTERED["falcon-new"][1]),
+}
+
+
+def pack_rows(name: str, data: Any) -> Any:
+    """8 bits for the matrices that a quantizer of llama.cpp packs."""
+    fits = data.ndim > 1 and data.shape[-1] % 32 == 0
+    kept = ("ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm", "ffn_gate_inp", "token_embd", "rope")
+    return gguf.GGMLQuantizationType.Q8_0 if fits and not any(k in name for k in kept) else None
+
+
+def make(case: str, make_model: Callable[..., Any]) -> Any:
+    model_type, settings = CASES[case]
+    sizes = SIZES
+    if model_type == "falcon":
+        sizes = {"hidden_size": 96}
+    return make_model(model_type, **sizes | settings)
+
+
+def write(folder: Path, model: Any, packed: Any = None, **changes: Any) -> Path:
+    model.save_pretrained(folder / "original", save_original_format=False)
+    tensors = gguf_tensors(load_file(folder / "original/model.safetensors"), model.config)
+    if model.config.tie_word_embeddings:
+        tensors.pop("output.weight", None)
+    return write_gguf_file(
+        folder / "model.gguf",
+        ARCHITECTURES[model.config.model_type],
+        gguf_settings(model.config) | changes,
+        tensors,
+        packed or (lambda name, data: None),
+    )
+
+
+def logits_of(path: Path, token_ids: list[int]) -> Tensor:
+    decoder = load_decoder(open_model(path), REFERENCE, torch.device("cpu"), torch.float32)
+    return logits_in_steps(decoder, token_ids, [45])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gguf_file_answers_as_the_checkpoint_it_was_made_from(
+    case: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
+) -> None:
+    model = make(case, make_model)
+    path = write(tmp_path, model)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "mistral4", "gemma4", "nemotron_h"])
+def test_packed_tensors_of_any_layout_keep_their_codes(
+    case: str, make_model: Callable[..., Any], tmp_path: Path, token_ids: list[int]
+) -> None:
+    """Merged experts, heads of latents and rows by kind, as dequantizing first would have them."""
+    path = write(tmp_path, make(case, make_model), pack_rows)
+    source = open_model(path)
+    packed = {s.role for s in source.slots() if source.weights.packed_bits(s.name) == 8}
+    assert packed >= {Role.UP, Role.OUTPUT}
+    rounded = gguf.GGUFReader(path)
+    tensors = {
+        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in rounded.tensors
+    }
+    settings = gguf_settings(make(case, make_model).config)
+    plain = write_gguf_file(tmp_path / "plain.gguf", rounded_name(rounded), settings, tensors)
+    found, expected = logits_of(path, token_ids), logits_of(plain, token_ids)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def rounded_name(reader: Any) -> str:
+    return str(reader.fields["general.architecture"].contents())
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "error", "said"),
+    [
+        ("granite4", {"ssm.state_size": 48}, CheckpointError, "ssm_|in_proj.weight has shape"),
+        ("nemotron_h", {"feed_forward_length": 24}, UnsupportedModelError, "feed_forward_length"),
+        ("nemotron_h", {"moe_latent_size": 16}, UnsupportedModelError, "moe_latent_size = 16"),
+        ("gemma4", {"attention.sliding_window_pattern": [True]}, UnsupportedModelError, "window_p"),
+        ("deepseek_v3", {"attention.kv_lora_rank": 44}, CheckpointError, "has shape"),
+        ("deepseek_v3", {"expert_count": 12}, CheckpointError, r"model.gguf.*has shape"),
+        ("falcon", {"attention.layer_norm_epsilon": 0.0}, CheckpointError, "norm_epsilon is 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(
+    case: str,
+    change: dict[str, Any],
+    error: type[Exception],
+    said: str,
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, make(case, make_model), **change)
+    with pytest.raises(error, match=said):
+        open_model(path)

@@ -1,0 +1,61 @@
+"""Writes the GGUF files of tests: settings by their Python types, tensors by their GGUF names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from torch import Tensor
+
+
+def write_gguf_file(
+    path: Path,
+    architecture: str,
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    packed: Callable[[str, Any], Any] = lambda name, data: None,
+    others: Mapping[str, int] | None = None,
+) -> Path:
+    """Write a file.
+
+    Args:
+        settings: without the prefix of the architecture.
+        packed: the quantized type of a tensor by its name and numbers; None writes float32.
+        others: whole numbers under full names.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in settings.items():
+        adds: dict[type, Callable[[str, Any], None]] = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
+        adds[type(value)](f"{architecture}.{key}", value)
+    for key, value in (others or {}).items():
+        writer.add_uint32(key, value)
+    for name, tensor in tensors.items():
+        data = np.ascontiguousarray(tensor.float().numpy())
+        kind = packed(name, data)
+        if kind is None:
+            writer.add_tensor(name, data)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def known_name(name: str, architecture: str, num_layers: int) -> str:
+    """The GGUF name of a checkpoint's tensor in gguf's own table."""
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(kinds[architecture], num_layers)
+    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
