@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.gguf.converted import Loss, widen
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 from appliance.model.layer_weights import (
@@ -67,6 +69,7 @@ class ModelReader:
         self._native = native
         self._layer_formats: Counter[str] = Counter()  # bytes by format
         self._head_format = ""
+        self._widened: dict[str, Loss] = {}  # by the type that it was
 
     def layer(self, index: int) -> LayerWeights:
         spec, names = self._source.spec.layers[index], self._names
@@ -107,11 +110,15 @@ class ModelReader:
     def weight_format(self) -> str:
         """Describe the formats of the weights read: layers by frequency, then the head."""
         formats = [name for name, _ in self._layer_formats.most_common()]
+        widened = ", ".join(
+            f"{name} with an error of {loss.relative:.2%}" for name, loss in self._widened.items()
+        )
+        suffix = f"; widened from {widened}" if widened else ""
         if formats == [self._head_format]:
-            return self._head_format
+            return self._head_format + suffix
         _, bracket, group = formats[0].partition(" (")
         head = self._head_format.removesuffix(bracket + group)
-        return f"{' + '.join(formats)}, head {head}"
+        return f"{' + '.join(formats)}, head {head}{suffix}"
 
     def _mixer(self, index: int, spec: MixerSpec) -> MixerWeights:
         match spec:
@@ -319,7 +326,7 @@ class ModelReader:
         if isinstance(tensor, PackedWeight):
             tensor = tensor.to(self._device)
             finite = is_finite(tensor.scale) and is_finite(tensor.offset)
-        elif isinstance(tensor, Fp8Weight | Fp4Weight):
+        elif isinstance(tensor, Fp8Weight | Fp4Weight | GgmlWeight):
             tensor = tensor.to(self._device)
             finite = tensor.is_finite()
         else:
@@ -335,7 +342,15 @@ class ModelReader:
                 f"{self._source.path.name}: tensor {name} holds NaN or infinity; "
                 "fetch or quantize the model again"
             )
+        if isinstance(tensor, GgmlWeight) and self._device.type == "cuda":
+            return self._widen(tensor)
         return tensor
+
+    def _widen(self, weight: GgmlWeight) -> PackedWeight:
+        """Bring GGML blocks into the form that a GPU's kernels read."""
+        packed, loss = widen(weight)
+        self._widened[weight.type_name] = self._widened.get(weight.type_name, Loss()) + loss
+        return packed
 
     def _format(self, weight: Weight) -> str:
         if isinstance(weight, PackedWeight):
@@ -345,6 +360,9 @@ class ModelReader:
         dense = DTYPE_NAMES[self._dtype]
         if isinstance(weight, Tensor):
             return dense
+        if isinstance(weight, GgmlWeight):
+            name = weight.type_name
+            return name if self._native else f"{name} (held as {dense})"
         # Torch on a CPU multiplies none of these, and float32 activations are for checking.
         is_held = self._device.type == "cuda" and self._dtype != torch.float32
         if isinstance(weight, Fp8Weight):
