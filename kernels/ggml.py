@@ -1,4 +1,4 @@
-"""A weight in the blocks of a GGML type, as a GGUF file stores it. Imports nothing of ours but types.
+"""A weight in the blocks of a GGML type, as a GGUF file stores it. Imports only the types of ours.
 
 The blocks are the whole weight: nothing is rounded, and no more memory is taken than in the file.
 """

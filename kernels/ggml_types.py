@@ -1,4 +1,4 @@
-"""The quantized types of GGML that are multiplied as they are stored, and the layout of their blocks.
+"""The quantized types of GGML that are multiplied as they are stored: the layout of their blocks.
 
 Layouts are those of llama.cpp's ggml-common.h; numbers, sizes and values agree with the `gguf`
 package. Imports nothing of ours.
@@ -124,7 +124,7 @@ def _q6_k(blocks: Tensor) -> Decoded:
 
 
 def _iq4_xs(blocks: Tensor) -> Decoded:
-    """Scale d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles of a table; groups of 32."""
+    """Scale d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles of a table."""
     high = torch.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     low = torch.stack((blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4), dim=-1)
     scale = _signed(low.flatten(-2) | high.flatten(-2) << 4, 32).float()

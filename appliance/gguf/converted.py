@@ -57,20 +57,20 @@ def requantize(values: Tensor) -> PackedWeight:
     return packed(codes.flatten(1).to(torch.uint8), scale, scale * -128, bits=8)
 
 
-def from_values(type_name: str, blocks: Tensor) -> tuple[PackedWeight, Loss]:
-    """Convert rows of a type that only the `gguf` package reads.
+def exact_values(type_name: str, blocks: Tensor) -> Tensor:
+    """Dequantize rows of a type that only the `gguf` package reads.
 
     Args:
         blocks: (out_features, blocks, bytes per block) uint8.
+
+    Returns:
+        (out_features, in_features) float32.
     """
     # Imported late: other types do not need it, and it takes a quarter of a second.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    values = dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[type_name])
-    exact = torch.from_numpy(values)
-    found = requantize(exact)
-    return found, Loss.between(exact, found.dequantize())
+    return torch.from_numpy(dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[type_name]))
 
 
 def widen(weight: GgmlWeight) -> tuple[PackedWeight, Loss]:

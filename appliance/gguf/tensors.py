@@ -13,7 +13,7 @@ import torch
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import FileIdentity, read_into
-from appliance.gguf.converted import Loss, from_values
+from appliance.gguf.converted import Loss, exact_values, requantize
 from appliance.gguf.lossless import LOSSLESS, interleave
 from appliance.gguf.types import DENSE_TYPES
 from appliance.kernels.fp4 import Fp4Weight
@@ -75,17 +75,17 @@ def _read_packed(
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
     lossless = info.type.name in LOSSLESS
     step = starts.step if lossless else max(1, CONVERTED_AT_ONCE // width)
-    first, _ = _converted(info, _rows(path, identity, info, 0, 1))
-    whole = _room_for(num_rows, first)
+    whole = _room_for(num_rows, _converted(info, _rows(path, identity, info, 0, 1))[0])
 
     def convert_rows(start: int) -> Loss | None:
-        """Read some rows and convert a few of them at a time; return their loss."""
+        """Read some rows and convert a few of them at a time; return the loss of the first ones."""
         blocks = _rows(path, identity, info, start, min(starts.step, num_rows - start))
-        lost: Loss | None = None
+        lost = None if lossless or start else Loss()
         for at in range(0, len(blocks), step):
-            piece, loss = _converted(info, blocks[at : at + step])
+            piece, exact = _converted(info, blocks[at : at + step])
             _put(whole, start + at, piece)
-            lost = loss if lost is None or loss is None else lost + loss
+            if lost is not None and exact is not None:
+                lost += Loss.between(exact, piece.dequantize())
         return lost
 
     with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), len(starts)))) as workers:
@@ -115,11 +115,12 @@ def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, coun
     return raw.view(count, -1, info.type.block_bytes)
 
 
-def _converted(info: TensorInfo, blocks: Tensor) -> tuple[PackedWeight, Loss | None]:
-    """Convert rows to packed form; return their loss if it can be nonzero."""
+def _converted(info: TensorInfo, blocks: Tensor) -> tuple[PackedWeight, Tensor | None]:
+    """Convert rows to packed form; return their exact weights, too, where that loses something."""
     if info.type.name in LOSSLESS:
         return LOSSLESS[info.type.name](blocks), None
-    return from_values(info.type.name, blocks)
+    exact = exact_values(info.type.name, blocks)
+    return requantize(exact), exact
 
 
 def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:

@@ -15,76 +15,85 @@ typedef struct {
     float offset[MOST_GROUPS][AP_LANES]; /* of additive kinds only */
 } block_scales;
 
-/* 16 lanes of integers from the bytes of a record, times their halves. The compiler makes vectors
- * of these loops. */
-#define EACH_LANE for (int j = 0; j < AP_LANES; j++)
-typedef const uint8_t (*record_rows)[AP_LANES];
+/* 16 lanes of integers, one of a record's rows */
+typedef uint8_t lane_bytes __attribute__((vector_size(16)));
 
-static inline void scales_q2_k(record_rows rows, const float *d, const float *dmin, int g,
-                               block_scales *out) {
-    EACH_LANE out->scale[g][j] = d[j] * (float)(rows[g][j] & 15);
-    EACH_LANE out->offset[g][j] = -dmin[j] * (float)(rows[g][j] >> 4);
+INLINE lane_bytes record_row(const uint8_t *record, int row) {
+    lane_bytes r;
+    memcpy(&r, record + row * AP_LANES, sizeof r);
+    return r;
+}
+INLINE void put_scale(float *out, vfloat half, lane_bytes integers) {
+    vf_store(out, vf_mul(half, vf_load_unsigned((const uint8_t *)&integers)));
+}
+INLINE void put_signed_scale(float *out, vfloat half, lane_bytes integers) {
+    vf_store(out, vf_mul(half, vf_load_signed((const int8_t *)&integers)));
 }
 
-static inline void scales_q3_k(record_rows rows, const float *d, int g, block_scales *out) {
-    const uint8_t *low = rows[g % 8], *high = rows[8 + g % 4];
-    int low_bits = g / 8 * 4, high_bits = g / 4 * 2;
-    EACH_LANE {
-        int scale = (low[j] >> low_bits & 15) | (high[j] >> high_bits & 3) << 4;
-        out->scale[g][j] = d[j] * (float)(scale - 32);
+INLINE void scales_q2_k(const uint8_t *record, vfloat d, vfloat minus_dmin, block_scales *out) {
+    for (int g = 0; g < 16; g++) {
+        lane_bytes both = record_row(record, g);
+        put_scale(out->scale[g], d, both & 15);
+        put_scale(out->offset[g], minus_dmin, both >> 4);
     }
 }
 
-static inline void scales_q4_k(record_rows rows, const float *d, const float *dmin, int g,
-                               block_scales *out) {
-    const uint8_t *first = rows[g % 4], *second = rows[4 + g % 4], *third = rows[8 + g % 4];
-    if (g < 4) {
-        EACH_LANE out->scale[g][j] = d[j] * (float)(first[j] & 63);
-        EACH_LANE out->offset[g][j] = -dmin[j] * (float)(second[j] & 63);
-    } else {
-        EACH_LANE out->scale[g][j] = d[j] * (float)((third[j] & 15) | first[j] >> 6 << 4);
-        EACH_LANE out->offset[g][j] = -dmin[j] * (float)(third[j] >> 4 | second[j] >> 6 << 4);
+INLINE void scales_q3_k(const uint8_t *record, vfloat d, block_scales *out) {
+    for (int i = 0; i < 4; i++) {
+        lane_bytes high = record_row(record, 8 + i), one = record_row(record, i);
+        lane_bytes two = record_row(record, 4 + i);
+        put_signed_scale(out->scale[i], d, ((one & 15) | (high & 3) << 4) - 32);
+        put_signed_scale(out->scale[4 + i], d, ((two & 15) | (high >> 2 & 3) << 4) - 32);
+        put_signed_scale(out->scale[8 + i], d, (one >> 4 | (high >> 4 & 3) << 4) - 32);
+        put_signed_scale(out->scale[12 + i], d, (two >> 4 | high >> 6 << 4) - 32);
     }
 }
 
-static inline void scales_iq4_xs(record_rows rows, const float *d, int g, block_scales *out) {
-    const uint8_t *high = rows[g / 4], *low = rows[2 + g / 2];
-    int high_bits = g % 4 * 2, low_bits = g % 2 * 4;
-    EACH_LANE {
-        int scale = (low[j] >> low_bits & 15) | (high[j] >> high_bits & 3) << 4;
-        out->scale[g][j] = d[j] * (float)(scale - 32);
+INLINE void scales_q4_k(const uint8_t *record, vfloat d, vfloat minus_dmin, block_scales *out) {
+    for (int i = 0; i < 4; i++) {
+        lane_bytes first = record_row(record, i), second = record_row(record, 4 + i);
+        lane_bytes third = record_row(record, 8 + i);
+        put_scale(out->scale[i], d, first & 63);
+        put_scale(out->offset[i], minus_dmin, second & 63);
+        put_scale(out->scale[4 + i], d, (third & 15) | first >> 6 << 4);
+        put_scale(out->offset[4 + i], minus_dmin, third >> 4 | second >> 6 << 4);
+    }
+}
+
+INLINE void scales_iq4_xs(const uint8_t *record, vfloat d, block_scales *out) {
+    for (int i = 0; i < 4; i++) {
+        lane_bytes low = record_row(record, 2 + i), high = record_row(record, i / 2) >> i % 2 * 4;
+        put_signed_scale(out->scale[2 * i], d, ((low & 15) | (high & 3) << 4) - 32);
+        put_signed_scale(out->scale[2 * i + 1], d, (low >> 4 | (high >> 2 & 3) << 4) - 32);
     }
 }
 
 static void scales_of_record(const ap_linear *w, const uint8_t *record, block_scales *out) {
-    record_rows rows = (record_rows)record;
     bool additive = w->offset_kind == AP_ADDITIVE;
     int32_t halves = additive ? 2 : 1;
     int32_t integers = record_bytes(w->scale_format) - 2 * halves;
-    float d[AP_LANES], dmin[AP_LANES];
     const uint16_t *half = (const uint16_t *)(record + integers * AP_LANES);
-    vf_store(d, vf_load_half(half));
-    if (additive) vf_store(dmin, vf_load_half(half + AP_LANES));
+    vfloat d = vf_load_half(half), minus_dmin = vf_zero();
+    if (additive) minus_dmin = vf_sub(vf_zero(), vf_load_half(half + AP_LANES));
     switch (w->scale_format) {
         case AP_SCALES_Q2_K:
-            for (int g = 0; g < 16; g++) scales_q2_k(rows, d, dmin, g, out);
+            scales_q2_k(record, d, minus_dmin, out);
             break;
         case AP_SCALES_Q3_K:
-            for (int g = 0; g < 16; g++) scales_q3_k(rows, d, g, out);
+            scales_q3_k(record, d, out);
             break;
         case AP_SCALES_Q4_K:
-            for (int g = 0; g < 8; g++) scales_q4_k(rows, d, dmin, g, out);
+            scales_q4_k(record, d, minus_dmin, out);
             break;
         case AP_SCALES_Q6_K:
             for (int g = 0; g < 16; g++)
-                EACH_LANE out->scale[g][j] = d[j] * (float)(int8_t)rows[g][j];
+                put_signed_scale(out->scale[g], d, record_row(record, g));
             break;
         case AP_SCALES_IQ4_XS:
-            for (int g = 0; g < 8; g++) scales_iq4_xs(rows, d, g, out);
+            scales_iq4_xs(record, d, out);
             break;
     }
 }
-#undef EACH_LANE
 
 /* Those of at most 256 inputs from `first` on, a multiple of 256; not inlined, since it comes rarely
  * and every kernel has it. */
