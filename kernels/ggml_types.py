@@ -188,11 +188,13 @@ def _five_bits(blocks: Tensor, start: int) -> Tensor:
 
 
 def _from_table(codes: Tensor) -> Tensor:
-    return torch.tensor(IQ4_VALUES, dtype=torch.int8, device=codes.device)[codes.long()]
+    table = torch.tensor(IQ4_VALUES, dtype=torch.int8, device=codes.device)
+    return table[codes.long()]
 
 
 def _signed(codes: Tensor, middle: int) -> Tensor:
-    return codes.view(torch.int8) - middle
+    centered: Tensor = codes.view(torch.int8) - middle
+    return centered
 
 
 def _around(codes: Tensor, middle: int, scale: Tensor) -> Decoded:

@@ -200,10 +200,11 @@ class WeightPacker:
         out_features, in_features = weight.shape
         powers = weight.scale.dtype == torch.float8_e8m0fnu and bool((weight.row_scale == 1).all())
         if powers:
-            scale, scale_format = weight.scale.view(torch.uint8), ScaleFormat.E8M0
+            scale = weight.scale.view(torch.uint8)
         else:
             scale = weight.scale.float() * (weight.row_scale * 0.5)[:, None]
-            scale_format = Format.F16 if fits_half(scale) else Format.F32
+        half_or_float = Format.F16 if fits_half(scale) else Format.F32
+        scale_format = ScaleFormat.E8M0 if powers else half_or_float
         struct = LinearStruct(
             format=Format.E2M1,
             offset_kind=Offset.CENTERED,
