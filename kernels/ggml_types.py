@@ -189,7 +189,8 @@ def _five_bits(blocks: Tensor, start: int) -> Tensor:
 
 def _from_table(codes: Tensor) -> Tensor:
     table = torch.tensor(IQ4_VALUES, dtype=torch.int8, device=codes.device)
-    return table[codes.long()]
+    values: Tensor = table[codes.long()]
+    return values
 
 
 def _signed(codes: Tensor, middle: int) -> Tensor:

@@ -69,7 +69,8 @@ def blocks_of(kind: str, rows: int, width: int, seed: int) -> NDArray[np.uint8]:
     if kind in ("Q4_0", "Q4_1", "Q8_0"):
         random = np.random.default_rng(seed)
         values = random.standard_normal((rows, width)).astype(np.float32) * 1.5 * width**-0.5
-        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+        stored: NDArray[np.uint8] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+        return stored
     if kind == "MXFP4":
         random = np.random.default_rng(seed)
         blocks = random.integers(0, 256, (rows, width // 32, 17), dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""Write a GGUF file of a mixture of experts with random weights, for speed only.
+"""Write GGUF files with random weights, for speed and memory only.
 
-Every number is a code of Q4_0 or Q8_0 with the same scale, so that the file is made as fast as it
-is written. Its vocabulary holds made-up words: any server can load it and say something.
+Numbers are random codes, so that a file is made as fast as it is written. Its vocabulary holds
+made-up words: any server can load it and say something.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
+from ggml_models import blocks_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +64,49 @@ def write_qwen3_moe(path: Path, shape: dict[str, Any]) -> None:
     writer.close()
 
 
+def write_llama(path: Path, shape: dict[str, Any], kind: str) -> None:
+    """Write a dense file of the llama architecture, all of whose matrices have one type.
+
+    Args:
+        path: the file.
+        shape: settings of a Hugging Face config.
+        kind: a type that `ggml_models.blocks_of` makes, such as `Q4_K`.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    _write_settings(writer, shape)
+    hidden, middle = shape["hidden_size"], shape["intermediate_size"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    number = gguf.GGMLQuantizationType[kind]
+
+    def matrix(name: str, rows: int, width: int) -> None:
+        few = blocks_of(kind, min(rows, 256), width, seed=len(writer.tensors[0]))
+        few = few.reshape(len(few), -1)
+        blocks = np.tile(few, (-(-rows // len(few)), 1))[:rows]
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=number)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, dtype=np.float32))
+
+    for layer in range(shape["num_hidden_layers"]):
+        block = f"blk.{layer}."
+        norm(block + "attn_norm")
+        norm(block + "ffn_norm")
+        matrix(block + "attn_q", queries, hidden)
+        matrix(block + "attn_k", keys, hidden)
+        matrix(block + "attn_v", keys, hidden)
+        matrix(block + "attn_output", hidden, queries)
+        matrix(block + "ffn_gate", middle, hidden)
+        matrix(block + "ffn_up", middle, hidden)
+        matrix(block + "ffn_down", hidden, middle)
+    norm("output_norm")
+    matrix("token_embd", shape["vocab_size"], hidden)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _write_settings(writer: gguf.GGUFWriter, shape: dict[str, Any]) -> None:
     writer.add_block_count(shape["num_hidden_layers"])
     writer.add_context_length(shape["max_position_embeddings"])
@@ -74,9 +118,10 @@ def _write_settings(writer: gguf.GGUFWriter, shape: dict[str, Any]) -> None:
     writer.add_value_length(shape["head_dim"])
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_rope_freq_base(shape["rope_theta"])
-    writer.add_expert_count(shape["num_experts"])
-    writer.add_expert_used_count(shape["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
+    if "num_experts" in shape:
+        writer.add_expert_count(shape["num_experts"])
+        writer.add_expert_used_count(shape["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
     count = shape["vocab_size"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     names += [f"\u2581w{number}" for number in range(count - len(names))]
