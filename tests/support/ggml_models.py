@@ -32,6 +32,12 @@ def write_llama(path: Path, types: Sequence[str], *, tied: bool = True) -> Path:
     writer.add_head_count_kv(HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    letters = [chr(ord("!") + number) for number in range(VOCAB - 18)]
+    writer.add_token_list([*letters, "ab", *(f"<{number}>" for number in range(17))])
+    writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
+    writer.add_token_merges(["a b"])
     writer.add_eos_token_id(2)
     names = cycle(types)
 
