@@ -171,13 +171,15 @@ def _pairs(packed: Tensor) -> Tensor:
     """Split 64 bytes: of each 32 the lowest pairs of bits first; (rows, blocks, 256)."""
     halves = packed.unflatten(-1, (2, 1, 32))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).view(4, 1)
-    return ((halves >> shifts) & 3).flatten(2)
+    pairs: Tensor = (halves >> shifts) & 3
+    return pairs.flatten(2)
 
 
 def _bits(packed: Tensor) -> Tensor:
     """Split 32 bytes, the lowest bits first: (rows, blocks, 256)."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(8, 1)
-    return ((packed.unsqueeze(-2) >> shifts) & 1).flatten(2)
+    bits: Tensor = (packed.unsqueeze(-2) >> shifts) & 1
+    return bits.flatten(2)
 
 
 def _five_bits(blocks: Tensor, start: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,8 @@ def blocks_of(kind: str, rows: int, width: int, seed: int) -> NDArray[np.uint8]:
     if kind == "MXFP4":
         random = np.random.default_rng(seed)
         blocks = random.integers(0, 256, (rows, width // 32, 17), dtype=np.uint8)
-        blocks[..., 0] = random.integers(121, 124, blocks.shape[:2])
+        middle = 127 + round(math.log2(0.5 * width**-0.5))  # codes have a spread of about 3
+        blocks[..., 0] = random.integers(middle - 1, middle + 2, blocks.shape[:2])
         return blocks
     weight = random_ggml(kind, rows, width, seed)
     factor = 1.5 * width**-0.5 / float(weight.dequantize().std())

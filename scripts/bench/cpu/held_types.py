@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     import argparse
 
 TYPES = ("Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+VOCABULARY = 32_000
 WIDTHS = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "vocab_size": 32_000,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
@@ -108,7 +109,7 @@ def main() -> None:
         windows = text.windows_of(Tokenizer.from_path(path))
         rows.append(held(path, options, list(windows.tokens)))
     random = torch.Generator().manual_seed(0)
-    words = torch.randint(300, WIDTHS["vocab_size"], (options.random_tokens,), generator=random)
+    words = torch.randint(300, VOCABULARY, (options.random_tokens,), generator=random)
     shape = WIDTHS | {"num_hidden_layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:
         for kind in options.types:
