@@ -144,7 +144,7 @@ def held_types() -> str:
         runs, ratios = speed["runs"]["ours"], speed.get("ratios", {})
         places = ("decode_1", "decode_8", "prefill")
         rates = [f"{median(run[place] for run in runs):,.0f}" if runs else "" for place in places]
-        over = " / ".join(f"{ratios[place]:.1f}x" for place in places) if ratios else ""
+        over = " / ".join(f"{ratios[place]['median']:.1f}x" for place in places) if ratios else ""
         rows.append(
             [
                 row["model"].replace("random-", "random, "),
@@ -162,7 +162,7 @@ def held_types() -> str:
 
 MAKERS = {
     "peers": peers,
-    "held_types": held_types,
+    "held-types": held_types,
     "quantize": quantize,
     "imports": imports,
     "schemas": schemas,
