@@ -9,9 +9,11 @@ from torch import Tensor
 
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 
-Weight: TypeAlias = Tensor | PackedWeight | Fp8Weight | Fp4Weight  # (out_features, in_features)
+# (out_features, in_features)
+Weight: TypeAlias = Tensor | PackedWeight | Fp8Weight | Fp4Weight | GgmlWeight
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -21,7 +23,7 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 def some_rows(weight: Weight, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
     """Select outputs by a range or by indices (num_rows,), in `dtype`, without unpacking others."""
-    if isinstance(weight, PackedWeight | Fp4Weight):
+    if isinstance(weight, PackedWeight | Fp4Weight | GgmlWeight):
         return weight.rows(rows).dequantize(dtype)
     if isinstance(weight, Fp8Weight):
         assert isinstance(rows, slice), "no embedding is FP8"

@@ -11,6 +11,7 @@ import torch
 
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ConfigError, QuantizeError
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 from appliance.model.adapters.base_factors import FACTORS_NAME
@@ -165,6 +166,8 @@ def _kv_scheme(source: ModelSource) -> dict[str, Any]:
 
 def _scheme(source: ModelSource, slot: TensorSlot) -> WeightScheme:
     weight = source.weights.load(slot.name)
+    if isinstance(weight, GgmlWeight):
+        _refuse(slot, f"the type {weight.type_name}")
     assert isinstance(weight, PackedWeight), slot.name
     if weight.input_order is not None:
         _refuse(slot, "inputs in an order of their own (act-order)")

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api_keys": set(),
     "config": {"api_keys"},
     "log": set(),
-    "gguf": {"kernels.packed", "kernels.fp4"},
+    "gguf": {"kernels.packed", "kernels.fp4", "kernels.ggml", "kernels.ggml_types"},
     "checkpoint": set(),
     "adapter_names": {"config", "engine.request"},
     "grammar": set(),

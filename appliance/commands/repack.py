@@ -8,12 +8,21 @@ from typing import Annotated
 import typer
 
 from appliance.commands.model_argument import Model
+from appliance.errors import ConfigError
+
+GGUF = "gguf"
 
 
 def repack(
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
-    format: Annotated[str, typer.Option(help="Of the files: awq or gptq.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder to write, or file of format gguf; must not exist.")
+    ],
+    format: Annotated[str, typer.Option(help="Of the files: awq, gptq or gguf.")],
     model: Model = "",
+    base: Annotated[
+        Path | None,
+        typer.Option(help="Of format gguf: a GGUF file of the model, for settings and tokenizer."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
     ] = False,
@@ -25,6 +34,11 @@ def repack(
     from appliance.quant.repack import repack_model
     from appliance.quant.run.options import WeightFormat
 
+    if format == GGUF:
+        _write_gguf(model, base, out, overwrite=overwrite)
+        return
+    if base is not None:
+        raise ConfigError("--base is for --format gguf; leave it out")
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
         repacked = repack_model(
@@ -42,3 +56,23 @@ def repack(
         f" {config['group_size']}; serve it with: appliance serve {out}",
         err=True,
     )
+
+
+def _write_gguf(model: str, base: Path | None, out: Path, *, overwrite: bool) -> None:
+    from appliance.config import cache_dir
+    from appliance.hub import resolve_model
+    from appliance.progress import ProgressLine
+    from appliance.quant.gguf_writer import write_gguf
+
+    if base is None:
+        raise ConfigError(
+            "--format gguf needs --base FILE.gguf: any GGUF file of the model that was quantized,"
+            " for its settings and tokenizer"
+        )
+    with ProgressLine() as progress:
+        resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
+        written = write_gguf(resolved.path, base, out, overwrite=overwrite, on_progress=progress)
+    for note in written.notes:
+        typer.echo(f"note: {note}", err=True)
+    types = ", ".join(f"{count} {kind}" for kind, count in written.types.items())
+    typer.echo(f"{out}: {types}; serve it with: appliance serve {out}", err=True)

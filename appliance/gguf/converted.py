@@ -1,7 +1,8 @@
-"""Converts GGUF types to the packed form with a small loss, and measures the loss.
+"""Widens GGUF types that are not held as they are, and measures the loss.
 
-Q4_K and Q5_K keep their codes, and their scales are rounded to float16: 5 and 9 bits per weight
-where exact ones would take 6 and 10. All others get codes of 8 bits in groups of 32.
+Types without kernels anywhere get codes of 8 bits in groups of 32. A GPU's kernels read no GGML
+blocks: for them Q5_0 and Q5_1 become 8 bits without loss, Q4_K and Q5_K keep their codes with
+scales rounded to float16, and the others get codes of 8 bits.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from appliance.gguf import k_quants
 from appliance.gguf.lossless import GROUP_SIZE, packed
+from appliance.kernels.ggml import DEQUANTIZE_AT_ONCE
+from appliance.kernels.packed import OffsetKind, PackedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.ggml import GgmlWeight
 
 LARGEST_CODE = 127
 
@@ -44,33 +45,6 @@ class Loss:
         return cls(float(exact.square().sum()), float((found - exact).square().sum()))
 
 
-def convert(type_name: str, blocks: Tensor) -> tuple[PackedWeight, Callable[[], Tensor]]:
-    """Convert rows of a matrix to the packed form.
-
-    Args:
-        type_name: any type that is neither dense nor in `LOSSLESS`.
-        blocks: (out_features, blocks, bytes per block) uint8.
-
-    Returns:
-        The rows, and a function that makes their exact weights (out_features, in_features) float32.
-
-    Raises:
-        NotImplementedError: the type is unknown.
-    """
-    if type_name in _EXACT:
-        exact = _EXACT[type_name](blocks)
-        halved = replace(exact, scale=exact.scale.half(), offset=exact.offset.half())
-        return halved, exact.dequantize
-    values = k_quants.q6_k_values(blocks) if type_name == "Q6_K" else _any(type_name, blocks)
-    return requantize(values), lambda: values
-
-
-_EXACT: dict[str, Callable[[Tensor], PackedWeight]] = {
-    "Q4_K": k_quants.q4_k,
-    "Q5_K": k_quants.q5_k,
-}
-
-
 def requantize(values: Tensor) -> PackedWeight:
     """Quantize (out_features, in_features) float32 to 8-bit codes in groups of 32.
 
@@ -83,11 +57,68 @@ def requantize(values: Tensor) -> PackedWeight:
     return packed(codes.flatten(1).to(torch.uint8), scale, scale * -128, bits=8)
 
 
-def _any(type_name: str, blocks: Tensor) -> Tensor:
-    """Dequantize rare types with the `gguf` package."""
-    # Imported late: the types above do not need it, and it takes a quarter of a second.
+def exact_values(type_name: str, blocks: Tensor) -> Tensor:
+    """Dequantize rows of a type that only the `gguf` package reads.
+
+    Args:
+        blocks: (out_features, blocks, bytes per block) uint8.
+
+    Returns:
+        (out_features, in_features) float32.
+    """
+    # Imported late: other types do not need it, and it takes a quarter of a second.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    values = dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[type_name])
-    return torch.from_numpy(values)
+    return torch.from_numpy(dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[type_name]))
+
+
+def widen(weight: GgmlWeight) -> tuple[PackedWeight, Loss]:
+    """Bring a weight of GGML blocks into the packed form, on its device, some rows at a time."""
+    num_rows, width = weight.shape
+    step = max(1, DEQUANTIZE_AT_ONCE // width)
+    whole, loss = None, Loss()
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        piece, lost = _widened_rows(weight.rows(rows))
+        loss += lost
+        if whole is None:
+            whole = _room_for(num_rows, piece)
+        for part in ("codes", "scale", "offset"):
+            getattr(whole, part)[rows] = getattr(piece, part)
+    assert whole is not None, "no rows"
+    return replace(whole, input_order=weight.input_order), loss
+
+
+def _widened_rows(weight: GgmlWeight) -> tuple[PackedWeight, Loss]:
+    decoded = weight.decode()
+    exact = decoded.weights()
+    if decoded.scale.shape[1] * GROUP_SIZE != weight.shape[1] or weight.type_name in _TABLES:
+        found = requantize(exact)
+    elif decoded.offset is None:  # Q5_0, whose codes are around zero
+        scale = decoded.scale.half()
+        codes = (decoded.codes.to(torch.int16) + 128).to(torch.uint8)
+        found = packed(codes, scale, scale * -128, bits=8)
+    else:
+        bits = 4 if weight.type_name == "Q4_K" else 8
+        codes = decoded.codes
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+        found = packed(codes, decoded.scale.half(), decoded.offset.half(), bits=bits)
+    return found, Loss.between(exact, found.dequantize())
+
+
+_TABLES = {"IQ4_NL", "IQ4_XS"}  # their codes choose from a table
+
+
+def _room_for(num_rows: int, piece: PackedWeight) -> PackedWeight:
+    def more(part: Tensor) -> Tensor:
+        return part.new_empty(num_rows, *part.shape[1:])
+
+    return PackedWeight(
+        codes=more(piece.codes),
+        scale=more(piece.scale),
+        offset=more(piece.offset),
+        offset_kind=OffsetKind.ADDITIVE,
+        bits=piece.bits,
+        group_size=piece.group_size,
+    )

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.gguf.converted import Loss
+    from appliance.gguf.types import TensorType
     from appliance.kernels.fp4 import Fp4Weight
+    from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.packed import PackedWeight
 
 
@@ -24,7 +26,7 @@ class GGUFFile:
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
-        UnsupportedModelError: an unknown tensor type, or a model split over files.
+        UnsupportedModelError: a tensor type that is not read, or a model split over files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,26 +47,30 @@ class GGUFFile:
         """Shape in torch's order: (out_features, in_features)."""
         return self._header.tensors[name].shape
 
-    def type_name(self, name: str) -> str:
-        """Storage type, for example `Q4_1`."""
-        return self._header.tensors[name].type.name
+    def type(self, name: str) -> TensorType:
+        """Storage type."""
+        return self._header.tensors[name].type
 
-    def load(self, name: str) -> Tensor | PackedWeight | Fp4Weight:
+    def type_name(self, name: str) -> str:
+        """Name of the storage type, for example `Q4_1`."""
+        return self.type(name).name
+
+    def load(self, name: str) -> Tensor | PackedWeight | Fp4Weight | GgmlWeight:
         """Read one tensor.
 
-        MXFP4 matrices become an `Fp4Weight`, other quantized ones a `PackedWeight`: Q4_0, Q4_1,
-        Q5_0, Q5_1 and Q8_0 without loss, the others with a loss that `losses` reports. F32, F16,
-        BF16 and the integer types keep theirs.
+        The K types, Q5_0, Q5_1, IQ4_NL and IQ4_XS become a `GgmlWeight`, MXFP4 an `Fp4Weight`, and
+        Q4_0, Q4_1 and Q8_0 a `PackedWeight`, all without loss; the others a `PackedWeight` with a
+        loss that `losses` reports. F32, F16, BF16 and the integer types keep theirs.
 
         Raises:
             CheckpointError: the file changed since it was opened, or holds damaged scales.
-            UnsupportedModelError: the type cannot be dequantized here.
+            UnsupportedModelError: a quantized tensor is no matrix.
         """
         return self.load_rows(name, 0, self.shape(name)[0])
 
     def load_rows(
         self, name: str, start: int, stop: int, part: int | None = None
-    ) -> Tensor | PackedWeight | Fp4Weight:
+    ) -> Tensor | PackedWeight | Fp4Weight | GgmlWeight:
         """Read rows `start` to `stop` of a tensor, or of one matrix of a stack; see `load`."""
         # Imported here: opening a file for its tokenizer must not load torch.
         from appliance.gguf.tensors import read_tensor
@@ -81,6 +87,6 @@ class GGUFFile:
         """Return the relative error of the tensors loaded with a loss, by type.
 
         Root mean square of the errors over that of the weights, in the first 262,144 weights of
-        each matrix.
+        each matrix, in whole rows.
         """
         return {name: loss.relative for name, loss in self._losses.items()}

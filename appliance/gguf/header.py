@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import FileIdentity
-from appliance.gguf.types import TENSOR_TYPES, TensorType
+from appliance.gguf.types import READABLE, TENSOR_TYPES, TensorType, check_readable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +85,7 @@ def read_header(path: Path) -> GGUFHeader:
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
-        UnsupportedModelError: an unknown tensor type, or a model split over files.
+        UnsupportedModelError: a tensor type that is not read, or a model split over files.
     """
     identity = FileIdentity.of(path)
     try:
@@ -191,13 +191,15 @@ class _HeaderReader:
         if type_number not in TENSOR_TYPES:
             raise UnsupportedModelError(
                 f"tensor {name!r} of {self._path} has the unknown type {type_number}; "
-                "use a file quantized as Q4_0, Q4_1, Q4_K, Q5_K, Q6_K or Q8_0"
+                f"use a file quantized as {READABLE}"
             )
         kind = TENSOR_TYPES[type_number]
         if 0 in sizes or sizes[0] % kind.block_size:
             self._fail(f"tensor {name!r} of type {kind.name} has the impossible shape {sizes}")
         nbytes = math.prod(sizes) // kind.block_size * kind.block_bytes
-        return TensorInfo(name, tuple(reversed(sizes)), kind, offset, nbytes)
+        info = TensorInfo(name, tuple(reversed(sizes)), kind, offset, nbytes)
+        check_readable(self._path, info)
+        return info
 
     def _value(self, type_number: int, nesting: int) -> Any:
         if type_number == _STRING:

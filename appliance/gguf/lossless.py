@@ -30,33 +30,6 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
     return packed(interleave(blocks[..., 4:]), float16_at(blocks, 0), float16_at(blocks, 2), bits=4)
 
 
-def _q5_0(blocks: Tensor) -> PackedWeight:
-    """Convert blocks (out, groups, 22): float16 d, 32 fifth bits, 32 nibbles; w = (q - 16) * d.
-
-    There is no packed form of 5 bits; with 8, code 128 stands for zero, as in Q8_0.
-    """
-    scale = float16_at(blocks, 0)
-    return packed(_five_bits(blocks, 2) + (128 - 16), scale, scale * -128, bits=8)
-
-
-def _q5_1(blocks: Tensor) -> PackedWeight:
-    """Convert blocks (out, groups, 24): as Q5_0, with float16 minimum m after d; w = q * d + m."""
-    return packed(_five_bits(blocks, 4), float16_at(blocks, 0), float16_at(blocks, 2), bits=8)
-
-
-def _five_bits(blocks: Tensor, start: int) -> Tensor:
-    """Decode 5-bit codes: fifth bits (out, groups, 4) at `start`, then nibbles (out, groups, 16).
-
-    Element i has its fifth bit at bit i, and its nibble as in `interleave`; the result is (out,
-    in_features) uint8.
-    """
-    high = blocks[..., start : start + 4].unsqueeze(-1)  # (out, groups, 4, 1)
-    bits = (high >> torch.arange(8, dtype=torch.uint8)) & 1  # (out, groups, 4, 8)
-    low = blocks[..., start + 4 :]
-    nibbles = torch.cat((low & 0xF, low >> 4), dim=-1)  # (out, groups, 32)
-    return (nibbles | (bits.flatten(2) << 4)).flatten(1)
-
-
 def _q8_0(blocks: Tensor) -> PackedWeight:
     """Convert blocks (out, groups, 34): a float16 scale d, then 32 signed codes; w = q * d."""
     scale = float16_at(blocks, 0)
@@ -66,8 +39,6 @@ def _q8_0(blocks: Tensor) -> PackedWeight:
 LOSSLESS: dict[str, Callable[[Tensor], PackedWeight]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
 }
 

@@ -13,10 +13,12 @@ import torch
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import FileIdentity, read_into
-from appliance.gguf.converted import Loss, convert
+from appliance.gguf.converted import Loss, exact_values, requantize
 from appliance.gguf.lossless import LOSSLESS, interleave
 from appliance.gguf.types import DENSE_TYPES
 from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.ggml import GgmlWeight
+from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -33,56 +35,70 @@ READ_AT_ONCE = 1 << 18
 # operation, which takes several times as long as the work while others use the cores. The types
 # that keep their codes are converted without it.
 CONVERTED_AT_ONCE = 1 << 15
-MEASURED = 1 << 18  # elements at the start of a matrix that measure its loss
 
 
 @torch.inference_mode(mode=False)  # a caller's is not that of the threads, which write into it
 def read_tensor(
     path: Path, identity: FileIdentity, info: TensorInfo
-) -> tuple[Tensor | PackedWeight | Fp4Weight, Loss | None]:
+) -> tuple[Tensor | PackedWeight | Fp4Weight | GgmlWeight, Loss | None]:
     """Read one tensor of the file that `identity` describes.
 
     Returns:
         The tensor and, if it was not kept exactly, the loss in its first rows.
     """
-    if info.type.name in DENSE_TYPES:
+    name = info.type.name
+    if name in DENSE_TYPES:
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
         read_into(path, identity, info.offset, raw.numpy().data)
-        return raw.view(getattr(torch, DENSE_TYPES[info.type.name])).view(info.shape), None
+        return raw.view(getattr(torch, DENSE_TYPES[name])).view(info.shape), None
     if len(info.shape) != 2:
         raise UnsupportedModelError(
-            f"tensor {info.name!r} of {path} has type {info.type.name} and shape {info.shape}; "
+            f"tensor {info.name!r} of {path} has type {name} and shape {info.shape}; "
             "only matrices are quantized in the files that are read here"
         )
+    if name in GGML_TYPES:
+        weight = GgmlWeight(name, _rows(path, identity, info, 0, info.shape[0]))
+        _check_scales(path, info, finite=weight.is_finite())
+        return weight, None
+    if name == "MXFP4":
+        return _mxfp4(_rows(path, identity, info, 0, info.shape[0])), None
+    whole, loss = _read_packed(path, identity, info)
+    finite = bool(whole.scale.isfinite().all()) and bool(whole.offset.isfinite().all())
+    _check_scales(path, info, finite=finite)
+    return whole, loss
+
+
+def _read_packed(
+    path: Path, identity: FileIdentity, info: TensorInfo
+) -> tuple[PackedWeight, Loss | None]:
     num_rows, width = info.shape
-    if info.type.name == "MXFP4":
-        return _mxfp4(_rows(path, identity, info, 0, num_rows)), None
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
     lossless = info.type.name in LOSSLESS
     step = starts.step if lossless else max(1, CONVERTED_AT_ONCE // width)
-    first, _ = _converted(path, info, _rows(path, identity, info, 0, 1), measure=False)
-    with torch.inference_mode(False):  # whatever the caller's mode is: other threads write into it
-        whole = _room_for(num_rows, first)
+    whole = _room_for(num_rows, _converted(info, _rows(path, identity, info, 0, 1))[0])
 
     def convert_rows(start: int) -> Loss | None:
-        """Read some rows and convert a few of them at a time; return the first ones' loss."""
+        """Read some rows and convert a few of them at a time; return the loss of the first ones."""
         blocks = _rows(path, identity, info, start, min(starts.step, num_rows - start))
-        lost: Loss | None = None
+        lost = None if lossless or start else Loss()
         for at in range(0, len(blocks), step):
-            measure = start + at < MEASURED // width
-            piece, loss = _converted(path, info, blocks[at : at + step], measure=measure)
+            piece, exact = _converted(info, blocks[at : at + step])
             _put(whole, start + at, piece)
-            lost = loss if lost is None or loss is None else lost + loss
+            if lost is not None and exact is not None:
+                lost += Loss.between(exact, piece.dequantize())
         return lost
 
     with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), len(starts)))) as workers:
         loss, *_ = workers.map(convert_rows, starts)
-    if not (whole.scale.isfinite().all() and whole.offset.isfinite().all()):
+    return whole, loss
+
+
+def _check_scales(path: Path, info: TensorInfo, *, finite: bool) -> None:
+    if not finite:
         raise CheckpointError(
             f"tensor {info.name!r} of {path} has infinite or undefined scales; "
             "download the file again"
         )
-    return whole, loss
 
 
 def _mxfp4(blocks: Tensor) -> Fp4Weight:
@@ -99,20 +115,12 @@ def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, coun
     return raw.view(count, -1, info.type.block_bytes)
 
 
-def _converted(
-    path: Path, info: TensorInfo, blocks: Tensor, *, measure: bool
-) -> tuple[PackedWeight, Loss | None]:
-    """Convert rows to packed form; return their loss if it is to be measured and can be nonzero."""
+def _converted(info: TensorInfo, blocks: Tensor) -> tuple[PackedWeight, Tensor | None]:
+    """Convert rows to packed form; return their exact weights, too, where that loses something."""
     if info.type.name in LOSSLESS:
         return LOSSLESS[info.type.name](blocks), None
-    try:
-        piece, exact = convert(info.type.name, blocks)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            f"tensor {info.name!r} of {path} has type {info.type.name}, which cannot be "
-            "dequantized here; use a file quantized as Q4_0, Q4_1, Q4_K, Q5_K, Q6_K or Q8_0"
-        ) from error
-    return piece, Loss.between(exact(), piece.dequantize()) if measure else None
+    exact = exact_values(info.type.name, blocks)
+    return requantize(exact), exact
 
 
 def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:

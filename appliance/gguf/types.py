@@ -7,6 +7,14 @@ compares the two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.gguf.header import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +76,48 @@ DENSE_TYPES = {
 # Types of floating-point codes that are held as they are, and their bits.
 FLOAT_BITS = {"MXFP4": 4}
 
-# Bits of the codes that hold a quantized type; 8 for all others.
-_HELD_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4}
+# Types whose blocks are held and multiplied as they are; a test compares them with
+# `appliance.kernels.ggml_types`, which loads torch.
+HELD_TYPES = frozenset({"Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"})
+
+# Types that become packed weights without loss, and bytes of scales and offsets beside a code.
+_PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+_PACKED_SCALE_BYTES = {"Q4_0": 2 / 32, "Q4_1": 4 / 32, "Q8_0": 2 / 32}
+
+# Types that are widened to codes of 8 bits wherever they are held.
+WIDENED_TYPES = frozenset(
+    {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"}
+)
+
+READABLE = "Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS or MXFP4"
 
 
-def held_bits(type_name: str) -> int | None:
-    """Return the bits of the codes of a packed matrix of this type; None if it is not packed."""
+def check_readable(path: Path, info: TensorInfo) -> None:
+    """Check that a tensor's type is one that is read here.
+
+    Raises:
+        UnsupportedModelError: it is not.
+    """
+    name = info.type.name
+    if name not in {*DENSE_TYPES, *FLOAT_BITS, *HELD_TYPES, *_PACKED_BITS, *WIDENED_TYPES}:
+        raise UnsupportedModelError(
+            f"tensor {info.name!r} of {path} has type {name}, which cannot be read here; use a "
+            f"file quantized as {READABLE}"
+        )
+
+
+def widened_bits(type_name: str) -> int | None:
+    """Return the bits of a matrix's codes in the packed form; None if it is never packed."""
     if type_name in DENSE_TYPES or type_name in FLOAT_BITS:
         return None
-    return _HELD_BITS.get(type_name, 8)
+    return 4 if type_name == "Q4_K" else _PACKED_BITS.get(type_name, 8)
 
 
-# Types whose packed form has an offset beside a group's scale; both are halves.
-_WITH_OFFSET = {"Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"}
-
-
-def held_scale_bytes(type_name: str) -> float:
-    """Return the bytes of scales and offsets that a packed weight of this type takes."""
-    return (4 if type_name in _WITH_OFFSET else 2) / 32
+def held_bytes(kind: TensorType) -> float:
+    """Return the bytes of a matrix's weight in the CPU library, its scales included."""
+    name = kind.name
+    if name in _PACKED_BITS:
+        return _PACKED_BITS[name] / 8 + _PACKED_SCALE_BYTES[name]
+    if name in WIDENED_TYPES:
+        return 1 + 2 / 32
+    return kind.block_bytes / kind.block_size

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 
@@ -26,13 +27,13 @@ class Embedding:
         scale: multiplies the rows, rounded to `dtype` as in training.
     """
 
-    weight: Tensor | PackedWeight
+    weight: Tensor | PackedWeight | GgmlWeight
     scale: float
     dtype: torch.dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Look up token_ids (num_tokens,): (num_tokens, hidden_size)."""
-        if isinstance(self.weight, PackedWeight):
+        if isinstance(self.weight, PackedWeight | GgmlWeight):
             rows = self.weight.rows(token_ids).dequantize(self.dtype)
         else:
             rows = functional.embedding(token_ids, self.weight)
@@ -41,7 +42,7 @@ class Embedding:
     @classmethod
     def of(cls, weight: Weight, scale: float, dtype: torch.dtype) -> Embedding:
         """Prepare a matrix for lookups that yield `dtype`."""
-        if not isinstance(weight, PackedWeight):
+        if not isinstance(weight, PackedWeight | GgmlWeight):
             weight = dense(weight, dtype)
         return cls(weight, torch.tensor(scale, dtype=dtype).item(), dtype)
 

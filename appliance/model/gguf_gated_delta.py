@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def as_in_checkpoints(
     if part != names.output:
         return tensor
     stored = _tiled(spec, spec.value_dim)
-    if isinstance(tensor, PackedWeight):
+    if isinstance(tensor, PackedWeight | GgmlWeight):
         return replace(tensor, input_order=stored.argsort().to(torch.int32))
     assert isinstance(tensor, Tensor), f"{part} has a type of floating-point codes"
     return tensor[:, stored]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from appliance.gguf.types import FLOAT_BITS, held_bits, held_scale_bytes
+from appliance.gguf.types import FLOAT_BITS, held_bytes, widened_bits
 from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
 from appliance.model.linear import halves_from_pairs
@@ -71,15 +71,15 @@ class GGUFWeights:
         return shape[1:] if shape[:1] == (self._num_experts(slot),) else shape
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a packed weight's codes; None for a tensor that loads dense."""
+        """Return the bits of a matrix's codes in the packed form; None if it loads dense."""
         slot, stored = self._slots[name]
         if self._is_halved(slot, stored):
             return None
-        return held_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
+        return widened_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
 
-    def scale_bytes(self, name: str) -> float:
-        """Return the bytes of scales beside each code of a packed weight."""
-        return held_scale_bytes(self._file.type_name(self._slots[name][1]))
+    def held_bytes(self, name: str) -> float:
+        """Return the bytes of each of a matrix's weights in the CPU library, with its scales."""
+        return held_bytes(self._file.type(self._slots[name][1]))
 
     def float_bits(self, name: str) -> int | None:
         """Return the bits of floating-point codes, None of others."""

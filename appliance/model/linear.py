@@ -10,6 +10,7 @@ from torch import Tensor
 
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class LinearPart:
         An FP8 weight becomes dense, since this may cut its blocks.
         """
         bias = None if self.bias is None else self.bias[index]
-        if isinstance(self.weight, PackedWeight | Fp4Weight):
+        if isinstance(self.weight, PackedWeight | Fp4Weight | GgmlWeight):
             return LinearPart(self.weight.rows(index), bias)
         if isinstance(self.weight, Fp8Weight):
             if isinstance(index, slice):
@@ -89,6 +90,8 @@ def _stacks(upper: Weight, lower: Weight) -> bool:
         return isinstance(lower, Fp8Weight) and upper.stacks_with(lower)
     if isinstance(upper, Fp4Weight):
         return isinstance(lower, Fp4Weight) and upper.stacks_with(lower)
+    if isinstance(upper, GgmlWeight):
+        return isinstance(lower, GgmlWeight) and upper.stacks_with(lower)
     return isinstance(lower, Tensor) and lower.dtype == upper.dtype
 
 
@@ -104,6 +107,9 @@ def _stack(weights: list[Weight]) -> Weight:
     fp4 = [weight for weight in weights if isinstance(weight, Fp4Weight)]
     if fp4:
         return Fp4Weight.concatenate(fp4)
+    ggml = [weight for weight in weights if isinstance(weight, GgmlWeight)]
+    if ggml:
+        return GgmlWeight.concatenate(ggml)
     return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
 
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.fp8 import Fp8Weight
-from appliance.kernels.packed import PackedWeight
+from appliance.gguf.converted import Loss, widen
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.weight import dense
+from appliance.model.checked import load_checked
 from appliance.model.layer_weights import (
     AttentionWeights,
     ExpertNorms,
@@ -34,15 +33,14 @@ from appliance.model.norm import Norm
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from appliance.model.row_orders import attention_rows, delta_rate_rows, delta_rows
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
-from appliance.model.weight_format import DTYPE_NAMES, format_of, formats_in_words
+from appliance.model.weight_format import format_of, formats_in_words
 
 if TYPE_CHECKING:
+    from appliance.kernels.packed import PackedWeight
     from appliance.kernels.weight import Weight
     from appliance.model.layer_weights import MixerWeights
     from appliance.model.source import ModelSource
     from appliance.model.spec import LayerSpec, MixerSpec, MLPSpec, NormSpec
-
-_DENSE_DTYPES = frozenset({*DTYPE_NAMES, torch.float64})
 
 
 class ModelReader:
@@ -68,6 +66,7 @@ class ModelReader:
         self._native = native
         self._layer_formats: Counter[str] = Counter()  # bytes by format
         self._head_format = ""
+        self._widened: dict[str, Loss] = {}  # by the type that it was
 
     def layer(self, index: int) -> LayerWeights:
         spec, names = self._source.spec.layers[index], self._names
@@ -137,7 +136,11 @@ class ModelReader:
     def weight_format(self) -> str:
         """Describe the formats of the weights read: layers by frequency, then the head."""
         formats = [name for name, _ in self._layer_formats.most_common()]
-        return formats_in_words(formats, self._head_format)
+        widened = ", ".join(
+            f"{name} with an error of {loss.relative:.2%}" for name, loss in self._widened.items()
+        )
+        words = formats_in_words(formats, self._head_format)
+        return f"{words}; widened from {widened}" if widened else words
 
     def _mixer(self, index: int, spec: MixerSpec) -> MixerWeights:
         match spec:
@@ -363,37 +366,16 @@ class ModelReader:
         return tensor
 
     def _load(self, name: str) -> Weight:
-        tensor = self._source.weights.load(name)
-        if isinstance(tensor, PackedWeight):
-            tensor = tensor.to(self._device)
-            finite = is_finite(tensor.scale) and is_finite(tensor.offset)
-        elif isinstance(tensor, Fp8Weight | Fp4Weight):
-            tensor = tensor.to(self._device)
-            finite = tensor.is_finite()
-        else:
-            if tensor.dtype not in _DENSE_DTYPES:
-                raise UnsupportedModelError(
-                    f"{self._source.path.name}: tensor {name} has type {tensor.dtype}, but "
-                    "config.json has no quantization_config that says what it means"
-                )
-            tensor = tensor.to(self._device)
-            finite = is_finite(tensor)
-        if not finite:
-            raise CheckpointError(
-                f"{self._source.path.name}: tensor {name} holds NaN or infinity; "
-                "fetch or quantize the model again"
-            )
-        return tensor
+        weight = load_checked(self._source, name, self._device)
+        if isinstance(weight, GgmlWeight) and self._device.type == "cuda":
+            return self._widen(weight)
+        return weight
+
+    def _widen(self, weight: GgmlWeight) -> PackedWeight:
+        """Bring GGML blocks into the form that a GPU's kernels read."""
+        packed, loss = widen(weight)
+        self._widened[weight.type_name] = self._widened.get(weight.type_name, Loss()) + loss
+        return packed
 
     def _format(self, weight: Weight) -> str:
         return format_of(weight, self._dtype, self._device, native=self._native)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return True if no element is NaN or infinite.
-
-    The sum decides nearly all cases, many times faster than a check of each element.
-    """
-    if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
-        return True
-    return bool(torch.isfinite(tensor).all())

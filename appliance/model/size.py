@@ -65,21 +65,16 @@ def estimate_native_bytes(source: ModelSource, dtype: torch.dtype) -> int:
             source.weights.packed_bits(slot.name),
             source.weights.float_bits(slot.name),
         )
+        weights = source.weights
         if len(slot.shape) != 2:  # norms, biases and filters
             total += 4 * count
+        elif isinstance(weights, GGUFWeights) and (bits or float_bits):
+            total += count * weights.held_bytes(slot.name)
         elif float_bits == 4:
             total += count * (float_bits / 8 + _SCALE_BYTES_PER_WEIGHT)
         elif bits is not None and float_bits is None:
-            total += count * (bits / 8 + _scale_bytes(source, slot.name))
+            total += count * (bits / 8 + _SCALE_BYTES_PER_WEIGHT)
         else:
             total += count * dtype.itemsize
         total += _ALIGNMENT
     return math.ceil(total)
-
-
-def _scale_bytes(source: ModelSource, name: str) -> float:
-    """Return those of a GGUF file's type, for other weights the most that there can be."""
-    weights = source.weights
-    return (
-        weights.scale_bytes(name) if isinstance(weights, GGUFWeights) else _SCALE_BYTES_PER_WEIGHT
-    )

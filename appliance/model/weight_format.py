@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def format_of(weight: Weight, dtype: torch.dtype, device: torch.device, *, nativ
     dense = DTYPE_NAMES[dtype]
     if isinstance(weight, Tensor):
         return dense
+    if isinstance(weight, GgmlWeight):
+        return weight.type_name if native else f"{weight.type_name} (held as {dense})"
     # Torch on a CPU multiplies none of these, and float32 activations are for checking.
     is_held = device.type == "cuda" and dtype != torch.float32
     if isinstance(weight, Fp8Weight):

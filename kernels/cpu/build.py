@@ -46,7 +46,7 @@ ISA_FLAGS = {
         "-mprefer-vector-width=512",
     ),
 }
-COMMON = ("api.c", "pool.c", "pack.c", "page.c", "mask.c")  # once, for any processor
+COMMON = ("api.c", "pool.c", "pack.c", "pack_ggml.c", "page.c", "mask.c")  # once, for any processor
 
 _REMEDY = (
     "PyTorch's slower kernels do its work. For the library, install gcc or clang (gcc 11, clang 12 "

@@ -75,6 +75,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             c_int32,
         ),
     ),
+    "ap_linear_pack_ggml": (
+        c_int32,
+        (c_void_p, POINTER(structs.LinearStruct), c_int32, _POINTER),
+    ),
     "ap_page_bytes": (c_int64, (c_int32, c_int32)),
 }
 

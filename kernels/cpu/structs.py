@@ -43,6 +43,22 @@ class Format(IntEnum):
     FP8 = 6
     K8V4 = 7
     E2M1 = 8
+    INT2 = 9
+    INT3 = 10
+    INT5 = 11
+    INT6 = 12
+    IQ4 = 13
+
+
+class ScaleFormat(IntEnum):
+    """ap_scale_format: those that are no `Format`."""
+
+    E8M0 = 32
+    Q2_K = 33
+    Q3_K = 34
+    Q4_K = 35
+    Q6_K = 36
+    IQ4_XS = 37
 
 
 class Offset(IntEnum):

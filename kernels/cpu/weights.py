@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.cpu.engine import NativeEngine, check
-from appliance.kernels.cpu.structs import LANES, Format, LinearStruct, NormStruct, Offset
+from appliance.kernels.cpu.structs import (
+    LANES,
+    Format,
+    LinearStruct,
+    NormStruct,
+    Offset,
+    ScaleFormat,
+)
 from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.ggml import GgmlWeight
+from appliance.kernels.ggml_types import SUPERBLOCK
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense
 
@@ -27,6 +36,7 @@ FORMATS = {
     torch.float16: Format.F16,
     torch.bfloat16: Format.BF16,
 }
+_SCALE_FORMATS = FORMATS | {torch.uint8: ScaleFormat.E8M0}
 _BITS = {
     Format.F32: 32,
     Format.F16: 16,
@@ -34,6 +44,42 @@ _BITS = {
     Format.INT8: 8,
     Format.INT4: 4,
     Format.E2M1: 4,
+    Format.INT2: 2,
+    Format.INT3: 3,
+    Format.INT5: 5,
+    Format.INT6: 6,
+    Format.IQ4: 4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlForm:
+    """The form that a GGML type's blocks have in tiles."""
+
+    format: Format
+    offset_kind: Offset
+    scale_format: Format | ScaleFormat
+    group: int
+
+
+GGML_FORMS = {
+    "Q5_0": GgmlForm(Format.INT5, Offset.CENTERED, Format.F16, 32),
+    "Q5_1": GgmlForm(Format.INT5, Offset.ADDITIVE, Format.F16, 32),
+    "Q2_K": GgmlForm(Format.INT2, Offset.ADDITIVE, ScaleFormat.Q2_K, 16),
+    "Q3_K": GgmlForm(Format.INT3, Offset.CENTERED, ScaleFormat.Q3_K, 16),
+    "Q4_K": GgmlForm(Format.INT4, Offset.ADDITIVE, ScaleFormat.Q4_K, 32),
+    "Q5_K": GgmlForm(Format.INT5, Offset.ADDITIVE, ScaleFormat.Q4_K, 32),
+    "Q6_K": GgmlForm(Format.INT6, Offset.CENTERED, ScaleFormat.Q6_K, 16),
+    "IQ4_NL": GgmlForm(Format.IQ4, Offset.CENTERED, Format.F16, 32),
+    "IQ4_XS": GgmlForm(Format.IQ4, Offset.CENTERED, ScaleFormat.IQ4_XS, 32),
+}
+# Bytes of integers and halves beside an output's 256 codes; see record_bytes in linear_layout.h.
+_RECORD_BYTES = {
+    ScaleFormat.Q2_K: 20,
+    ScaleFormat.Q3_K: 14,
+    ScaleFormat.Q4_K: 16,
+    ScaleFormat.Q6_K: 18,
+    ScaleFormat.IQ4_XS: 8,
 }
 
 
@@ -57,6 +103,8 @@ class WeightPacker:
         """Lay out a weight (out_features, in_features) and its bias (out_features,)."""
         if isinstance(weight, Fp4Weight):
             struct = self._fp4(weight)
+        elif isinstance(weight, GgmlWeight):
+            struct = self._ggml(weight)
         elif isinstance(weight, PackedWeight) and kernel_group(weight.group_size) is not None:
             struct = self._packed(weight)
         else:
@@ -118,14 +166,49 @@ class WeightPacker:
             struct.input_order = self._order(weight.input_order)
         return struct
 
-    def _fp4(self, weight: Fp4Weight) -> LinearStruct:
-        """Codes stay as they are; they count halves, so that scales are half as large."""
+    def _ggml(self, weight: GgmlWeight) -> LinearStruct:
+        """Codes, scales and offsets stay as they are, and take as much memory as in the file."""
+        form = GGML_FORMS[weight.type_name]
         out_features, in_features = weight.shape
-        scale = weight.scale.float() * (weight.row_scale * 0.5)[:, None]
+        struct = LinearStruct(
+            format=form.format,
+            offset_kind=form.offset_kind,
+            scale_format=form.scale_format,
+            group=form.group,
+            in_features=in_features,
+            out_features=out_features,
+        )
+        struct.codes = self.arena.claim(_codes_bytes(struct))
+        struct.scales = self.arena.claim(_scales_bytes(struct))
+        if form.offset_kind is Offset.ADDITIVE and form.scale_format is Format.F16:
+            struct.offsets = self.arena.claim(_scales_bytes(struct))
+        blocks = weight.blocks.contiguous()
+        check(
+            self.engine.library.ap_linear_pack_ggml(
+                self.engine.handle, ctypes.byref(struct), weight.type.number, blocks.data_ptr()
+            )
+        )
+        if weight.input_order is not None:
+            struct.input_order = self._order(weight.input_order)
+        return struct
+
+    def _fp4(self, weight: Fp4Weight) -> LinearStruct:
+        """Codes stay as they are, and scales that are powers of two.
+
+        Others are in floats: codes count halves, so that they are half as large.
+        """
+        out_features, in_features = weight.shape
+        powers = weight.scale.dtype == torch.float8_e8m0fnu and bool((weight.row_scale == 1).all())
+        if powers:
+            scale = weight.scale.view(torch.uint8)
+        else:
+            scale = weight.scale.float() * (weight.row_scale * 0.5)[:, None]
+        half_or_float = Format.F16 if fits_half(scale) else Format.F32
+        scale_format = ScaleFormat.E8M0 if powers else half_or_float
         struct = LinearStruct(
             format=Format.E2M1,
             offset_kind=Offset.CENTERED,
-            scale_format=Format.F16 if fits_half(scale) else Format.F32,
+            scale_format=scale_format,
             group=weight.group_size,
             in_features=in_features,
             out_features=out_features,
@@ -158,7 +241,7 @@ class WeightPacker:
                 codes.data_ptr(),
                 None if scale is None else scale.data_ptr(),
                 None if offset is None else offset.data_ptr(),
-                Format.F32 if scale is None else FORMATS[scale.dtype],
+                Format.F32 if scale is None else _SCALE_FORMATS[scale.dtype],
                 group_size,
             )
         )
@@ -200,5 +283,8 @@ def _codes_bytes(struct: LinearStruct) -> int:
 
 
 def _scales_bytes(struct: LinearStruct) -> int:
-    groups = int(struct.in_features) // int(struct.group)
-    return _tiles(struct) * LANES * groups * _BITS[Format(struct.scale_format)] // 8
+    lanes, width = _tiles(struct) * LANES, int(struct.in_features)
+    if struct.scale_format in _RECORD_BYTES:
+        return lanes * (width // SUPERBLOCK) * _RECORD_BYTES[ScaleFormat(struct.scale_format)]
+    one = 8 if struct.scale_format == ScaleFormat.E8M0 else _BITS[Format(struct.scale_format)]
+    return lanes * (width // int(struct.group)) * one // 8

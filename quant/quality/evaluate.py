@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import QuantizeError
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.soft_cap.reference import soft_cap
 from appliance.quant.quality.measures import Divergence, Losses
@@ -262,6 +263,8 @@ def _equal(head: Weight, other: Weight) -> bool:
     if isinstance(head, PackedWeight) and isinstance(other, PackedWeight):
         parts = ((head.codes, other.codes), (head.scale, other.scale), (head.offset, other.offset))
         return head.stacks_with(other) and all(torch.equal(a, b) for a, b in parts)
+    if isinstance(head, GgmlWeight) and isinstance(other, GgmlWeight):
+        return head.stacks_with(other) and torch.equal(head.blocks, other.blocks)
     if isinstance(head, Tensor) and isinstance(other, Tensor):
         return head.dtype == other.dtype and torch.equal(head, other)
     return False

@@ -224,8 +224,7 @@ def _rounded(weight: Weight, scheme: WeightScheme | None) -> Tensor:
     """Round a weight by packing and unpacking it: (out_features, in_features) float32."""
     if scheme is None:
         return dense(weight, FLOAT)
-    device = (weight if isinstance(weight, Tensor) else weight.codes).device
-    out = torch.empty(weight.shape, device=device)
+    out = torch.empty(weight.shape, device=some_rows(weight, slice(0, 1), FLOAT).device)
     step = max(1, ROWS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)

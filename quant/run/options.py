@@ -132,6 +132,11 @@ class WeightFormat(Enum):
         Raises:
             ConfigError: there is none.
         """
+        if name == "gguf":
+            raise ConfigError(
+                "--format gguf is one of repack: quantize to a folder, with --group-size 32 or a"
+                " multiple of it, then run: appliance repack DIR --format gguf --base FILE.gguf"
+            )
         return _named(cls, "format", name)
 
 

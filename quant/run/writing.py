@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.ggml import GgmlWeight
 from appliance.quant.methods import data_free
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.adapter_factors import scales_as_facts
@@ -138,7 +139,9 @@ class UnitWriter:
             self.shards.write(tensor.name, [value.to(layout.dtype).cpu()])
         else:
             assert tensor.scheme is not None, tensor.name
-            assert not isinstance(value, Fp4Weight), "nothing is quantized to this form"
+            assert not isinstance(value, Fp4Weight | GgmlWeight), (
+                "nothing is quantized to this form"
+            )
             for name, stored in self.plan.store.encode(tensor.name, value, tensor.scheme).items():
                 self.shards.write(name, [stored.cpu()])
 

@@ -13,6 +13,7 @@ from appliance.errors import ApplianceError
 BENCHMARKS = {
     "cpu_attention": "cpu.attention",
     "cpu_experts": "cpu.experts",
+    "cpu_held_types": "cpu.held_types",
     "cpu_linears": "cpu.linears",
     "cpu_models": "cpu.models",
     "cpu_quality": "cpu.quality",

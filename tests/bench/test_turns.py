@@ -13,7 +13,7 @@ from bench.engine.turns import converse
 from bench.lib.model_shapes import TINY_QWEN_30B_A3B, TINY_QWEN_36_35B_A3B
 from bench.lib.synthetic import Schemes
 from bench.lib.synthetic_checkpoint import write_checkpoint
-from bench.lib.synthetic_gguf import write_moe
+from bench.lib.synthetic_gguf import write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ def test_turn_20_of_a_hybrid_recomputes_what_is_new(tmp_path: Path) -> None:
 
 def test_a_token_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     for shape in (TINY_QWEN_30B_A3B, TINY_QWEN_36_35B_A3B):
-        write_moe(tmp_path / "model.gguf", shape)
+        write_model(tmp_path / "model.gguf", shape)
         counted = bytes_of_a_token(open_model(tmp_path / "model.gguf"))
         matrices = 3 * shape["hidden_size"] * shape["moe_intermediate_size"] * 4  # layers
         of_an_expert = matrices * (4 / 8 + 2 / 32)

@@ -18,55 +18,7 @@ typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_
 
 typedef enum { AP_SCALAR = 0, AP_AVX2 = 1, AP_AVXVNNI = 2, AP_AVX512 = 3, AP_NUM_ISAS = 4 } ap_isa;
 
-/* How the elements of a weight or a cache are stored. */
-typedef enum {
-    AP_F32 = 0,
-    AP_F16 = 1,
-    AP_BF16 = 2,
-    AP_INT8 = 3,
-    AP_INT4 = 4,
-    AP_SEALED = 5, /* caches only, like those below: 4 bits, keys by dimension over a block */
-    AP_FP8 = 6,    /* E4M3 */
-    AP_K8V4 = 7,   /* keys of 8 bits, values of 4; sealed, too */
-    AP_NUM_FORMATS = 8, /* that a cache may have */
-    AP_E2M1 = 8,   /* weights only: 4-bit floats */
-} ap_format;
-
-/* What an integer weight's code q stands for; scale and offset are per output and group. */
-typedef enum {
-    AP_CENTERED = 0,   /* w = (q - 8) * scale with 4 bits, (q - 128) * scale with 8; with AP_E2M1
-                        * twice the value of the code, times scale */
-    AP_ADDITIVE = 1,   /* w = q * scale + offset */
-    AP_ZERO_POINT = 2, /* w = (q - offset) * scale */
-} ap_offset_kind;
-
-/* A weight matrix (out_features, in_features) in tiles of 16 outputs; `in` below is in_features.
- *
- * The last tile is filled up with zeros. Codes by format, per tile:
- *   AP_INT4  (in / 8, 16, 4) bytes: byte [k][j][t] holds the codes of output j for inputs
- *            8k + t (low nibble) and 8k + 4 + t (high nibble)
- *   AP_E2M1  the same as AP_INT4: codes of a sign, two bits of exponent and one of mantissa, of
- *            twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6; AP_CENTERED
- *   AP_INT8  (in / 4, 16, 4) bytes: byte [k][j][t] holds output j, input 4k + t; unsigned
- *   AP_F32, AP_F16, AP_BF16  (in, 16) elements: element [k][j] is output j, input k
- * Scales and offsets of integer weights: (tiles, in / group, 16), each AP_F16 or AP_F32.
- */
-typedef struct {
-    int32_t format;       /* ap_format of the codes */
-    int32_t offset_kind;  /* ap_offset_kind */
-    int32_t scale_format; /* of scales and offsets: AP_F16 or AP_F32 */
-    int32_t group;        /* inputs that share a scale: 32, 64 or 128; of AP_E2M1 also 16; divides
-                           * in_features */
-    int32_t in_features;
-    int32_t out_features;
-    const void *codes;   /* 64-byte aligned */
-    const void *scales;  /* 64-byte aligned; NULL for float formats */
-    const void *offsets; /* the same; NULL for AP_CENTERED */
-    const float *bias;   /* (out_features,), or NULL */
-    /* (in_features,), the input that each column of the codes belongs to; NULL: its own. Of integer
-     * formats only. */
-    const int32_t *input_order;
-} ap_linear;
+#include "formats.h"
 
 typedef struct {
     const float *weight; /* (width,); NULL: there is no such norm */
@@ -370,10 +322,15 @@ void ap_mask_logits(float *logits, int32_t vocab_size, int32_t num_masks, const 
 /* Lay out row-major codes in the tiles of `linear`, whose codes, scales and offsets are written
  * here; the sources are laid out as in PackedWeight: codes (out, in * bits / 8), scales and offsets
  * (out, in / source_group) in source_scale_format. source_group is a multiple of linear->group.
- * Float formats: codes (out, in) elements of linear->format. */
+ * Float formats: codes (out, in) elements of linear->format. Scales of AP_E8M0 are bytes in the
+ * source, too. */
 int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *codes,
                        const void *scales, const void *offsets, int32_t source_scale_format,
                        int32_t source_group);
+/* The same for rows of a GGML type's blocks, as GGUF files store them: (out, in / inputs of a
+ * block) blocks. The format, kind, scales and group of `linear` are those of the type. */
+int32_t ap_linear_pack_ggml(ap_engine *engine, const ap_linear *linear, int32_t type,
+                            const void *blocks);
 int64_t ap_page_bytes(int32_t format, int32_t head_dim); /* multiple of 64; -1: unsupported */
 
 #pragma GCC visibility pop

@@ -7,7 +7,7 @@
 #define AP_LINEAR_H
 
 #include "linear_dense.h"
-#include "linear_integer.h"
+#include "linear_planes.h"
 #include "linear_rows.h"
 
 /* columns of tiles [first_tile, last_tile) for rows [first_row, last_row), into
@@ -26,6 +26,10 @@ static void linear_tiles(const ap_linear *w, const rows_in *in, int32_t first_ro
         .out_stride = out_stride,
         .add = add,
     };
+    if (has_planes(w)) {
+        multiply_in_planes(m);
+        return;
+    }
     switch (w->format) {
         case AP_F32:
             multiply_in_blocks(m, DENSE_ROWS, multiply_floats);

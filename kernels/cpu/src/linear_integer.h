@@ -20,6 +20,8 @@
 
 INLINE vfloat load_scale(const void *scales, int64_t index, int32_t scale_format) {
     if (scale_format == AP_F16) return vf_load_half((const uint16_t *)scales + index);
+    if (scale_format == AP_E8M0) /* codes count halves */
+        return vf_mul(vf_load_e8m0((const uint8_t *)scales + index), vf_set(0.5f));
     return vf_load((const float *)scales + index);
 }
 
@@ -30,7 +32,7 @@ INLINE vfloat load_offset(const ap_linear *w, int64_t index, vfloat scale) {
 }
 
 INLINE void prefetch_scales(const ap_linear *w, int64_t index) {
-    int64_t byte = index * (w->scale_format == AP_F16 ? 2 : 4);
+    int64_t byte = index * scale_bytes(w->scale_format);
     prefetch((const char *)w->scales + byte);
     if (w->offset_kind != AP_CENTERED) prefetch((const char *)w->offsets + byte);
 }
@@ -59,7 +61,8 @@ INLINE void add_dots_nibbles(const uint8_t *codes, const int8_t *x, ptrdiff_t x_
     UNROLL for (int i = 0; i < 2; i++, codes += 64) {
         vbyte packed = vb_load(codes), low = vb_low(packed), high = vb_high(packed);
         prefetch(codes + PREFETCH_BYTES);
-        if (format == AP_E2M1) low = vb_e2m1(low), high = vb_e2m1(high);
+        if (format == AP_E2M1)
+            low = vb_lookup(low, e2m1_values), high = vb_lookup(high, e2m1_values);
         EACH_ROW part[r] = vp_dot_nibbles(part[r], low, x + 4 * r);
         x += x_step;
         EACH_ROW part[r] = vp_dot_nibbles(part[r], high, x + 4 * r);

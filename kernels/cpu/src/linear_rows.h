@@ -3,10 +3,14 @@
 #define AP_LINEAR_ROWS_H
 
 #include "half.h"
-#include "linear_layout.h"
+#include "linear_scales.h"
 
 static float element_at(const void *elements, int64_t index, int32_t format) {
     if (format == AP_F32) return ((const float *)elements)[index];
+    if (format == AP_E8M0) { /* codes count halves */
+        uint32_t exponent = ((const uint8_t *)elements)[index];
+        return 0.5f * from_bits(exponent ? exponent << 23 : E8M0_ZERO);
+    }
     uint16_t bits = ((const uint16_t *)elements)[index];
     return format == AP_F16 ? half_to_float(bits) : bfloat_to_float(bits);
 }
@@ -26,7 +30,7 @@ static void integer_row(const ap_linear *w, int32_t tile, int32_t lane, float *o
     int64_t index = tile * tile_scales(w) + lane;
     for (int32_t first = 0; first < w->in_features; first += w->group, index += AP_LANES) {
         float scale = element_at(w->scales, index, w->scale_format);
-        float offset = w->format == AP_INT4 ? 8.0f : w->format == AP_INT8 ? 128.0f : 0.0f;
+        float offset = w->format == AP_E2M1 ? 0.0f : (float)middle_code(w->format);
         if (w->offset_kind != AP_CENTERED) offset = element_at(w->offsets, index, w->scale_format);
         for (int32_t k = first; k < first + w->group; k++) {
             float code = code_at(codes, k, w->format);
@@ -37,9 +41,46 @@ static void integer_row(const ap_linear *w, int32_t tile, int32_t lane, float *o
     }
 }
 
+/* the code of input k in planes; the value of an IQ4 code */
+static float plane_code_at(const uint8_t *codes, int32_t k, int32_t format) {
+    int32_t bits = format_bits(format), within = k % 16, byte = k % 4, code = 0, low = 0;
+    codes += k / 32 * bits * 64;
+    if (bits > 3) {
+        uint8_t pair = codes[k % 32 / 8 * 64 + byte];
+        code = k % 8 < 4 ? pair & 15 : pair >> 4;
+        codes += 256;
+        low = 4;
+    }
+    if (format == AP_IQ4) return (float)iq4_values[code] - 128.0f;
+    if (bits == 2 || bits == 3 || bits == 6) {
+        code |= (codes[k % 32 / 16 * 64 + byte] >> within / 4 * 2 & 3) << low;
+        codes += 128;
+        low += 2;
+    }
+    if (bits % 2) code |= (codes[byte] >> k % 32 / 4 & 1) << low;
+    return (float)code;
+}
+
+static void plane_row(const ap_linear *w, int32_t tile, int32_t lane, float *out) {
+    const uint8_t *codes = tile_codes(w, tile) + lane * 4;
+    bool additive = w->offset_kind == AP_ADDITIVE;
+    float middle = w->format == AP_IQ4 ? 0.0f : (float)middle_code(w->format);
+    block_scales scales;
+    for (int32_t k = 0; k < w->in_features; k++) {
+        if (k % SUPERBLOCK == 0) load_block_scales(w, tile, k, &scales);
+        int32_t g = k % SUPERBLOCK / w->group, input = w->input_order ? w->input_order[k] : k;
+        float code = plane_code_at(codes, k, w->format), scale = scales.scale[g][lane];
+        out[input] = additive ? code * scale + scales.offset[g][lane] : (code - middle) * scale;
+    }
+}
+
 /* output `index` of a weight: out (in_features,) */
 static void linear_row(const ap_linear *linear, int64_t index, float *out) {
     int32_t tile = (int32_t)(index / AP_LANES), lane = index % AP_LANES;
+    if (has_planes(linear)) {
+        plane_row(linear, tile, lane, out);
+        return;
+    }
     if (has_groups(linear)) {
         integer_row(linear, tile, lane, out);
         return;

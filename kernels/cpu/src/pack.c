@@ -54,6 +54,10 @@ static void pack_scales(const packing *p, int32_t tile, const void *source, cons
         for (int32_t j = 0; j < AP_LANES; j++, at++) {
             int64_t output = (int64_t)tile * AP_LANES + j;
             int64_t index = output * source_groups + (int64_t)g * w->group / p->source_group;
+            if (w->scale_format == AP_E8M0) {
+                ((uint8_t *)scales)[at] = j < count ? ((const uint8_t *)source)[index] : 0;
+                continue;
+            }
             float value = j < count ? source_scale(source, index, p->source_format) : 0.0f;
             if (w->scale_format == AP_F32)
                 ((float *)scales)[at] = value;
@@ -74,10 +78,12 @@ static void pack_tile(void *context, int32_t tile, int32_t worker) {
 int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *codes,
                        const void *scales, const void *offsets, int32_t source_scale_format,
                        int32_t source_group) {
-    if (!linear_supported(linear) || !codes) return AP_BAD_ARGUMENT;
+    if (!linear_supported(linear) || !codes || has_planes(linear)) return AP_BAD_ARGUMENT;
     if (has_groups(linear)) {
-        if (source_scale_format != AP_F32 && source_scale_format != AP_F16 &&
-            source_scale_format != AP_BF16)
+        if ((source_scale_format == AP_E8M0) != (linear->scale_format == AP_E8M0))
+            return AP_BAD_ARGUMENT;
+        if (source_scale_format != AP_E8M0 && source_scale_format != AP_F32 &&
+            source_scale_format != AP_F16 && source_scale_format != AP_BF16)
             return AP_BAD_ARGUMENT;
         if (source_group < 1 || source_group % linear->group) return AP_BAD_ARGUMENT;
         if (linear->in_features % source_group || !scales) return AP_BAD_ARGUMENT;

@@ -61,7 +61,9 @@ static bool is_quantized(const ap_linear *linear) {
 
 static bool is_form_of(const rows_in *form, const ap_linear *linear) {
     if (!is_quantized(linear)) return !form->group;
-    return form->group == linear->group && form->order == linear->input_order;
+    /* without offsets nothing is summed by group */
+    bool fits = form->group == linear->group || (form->group && linear->offset_kind == AP_CENTERED);
+    return fits && form->order == linear->input_order;
 }
 
 /* Which form a linear multiplies. */

@@ -32,7 +32,13 @@ INLINE void touch(const float *p, int n) { (void)p, (void)n; }
 
 /* Twice the values of E2M1 codes, plus E2M1_ZERO. */
 #define E2M1_ZERO 12
-#define E2M1_VALUES 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+static const uint8_t e2m1_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+/* The values of GGML's IQ4_NL, plus 128. */
+static const uint8_t iq4_values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                       129, 141, 153, 166, 181, 197, 217, 241};
+
+/* The bits of 2^-127. */
+#define E8M0_ZERO 0x00400000
 
 #if defined(__AVX512VNNI__)
 #include "vector_avx512.h"

@@ -139,6 +139,15 @@ INLINE vfloat vf_load_fp8(const uint8_t *p) {
         _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1)), bias),
     };
 }
+/* E8M0: an exponent alone; 0 is a subnormal float */
+INLINE __m256 powers_of_two(__m128i bytes) {
+    __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
+    return _mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(E8M0_ZERO)));
+}
+INLINE vfloat vf_load_e8m0(const uint8_t *p) {
+    __m128i bytes = _mm_loadu_si128((const __m128i *)p);
+    return (vfloat){powers_of_two(bytes), powers_of_two(_mm_srli_si128(bytes, 8))};
+}
 INLINE void vf_store_half(uint16_t *p, vfloat a) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT));
@@ -227,10 +236,21 @@ INLINE __m256i high_nibbles(__m256i a) { return low_nibbles(_mm256_srli_epi16(a,
 INLINE vbyte vb_low(vbyte a) { return (vbyte){low_nibbles(a.low), low_nibbles(a.high)}; }
 INLINE vbyte vb_high(vbyte a) { return (vbyte){high_nibbles(a.low), high_nibbles(a.high)}; }
 
-/* what codes of four bits stand for: the bytes of a table, see E2M1_VALUES */
-INLINE vbyte vb_e2m1(vbyte a) {
-    __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_VALUES));
-    return (vbyte){_mm256_shuffle_epi8(table, a.low), _mm256_shuffle_epi8(table, a.high)};
+/* what codes of four bits stand for: the bytes of a table of 16 */
+INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
+    __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return (vbyte){_mm256_shuffle_epi8(values, a.low), _mm256_shuffle_epi8(values, a.high)};
+}
+INLINE vbyte vb_or(vbyte a, vbyte b) {
+    return (vbyte){_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
+}
+INLINE __m256i moved_bits(__m256i a, int from, int to, int mask) {
+    a = from > to ? _mm256_srli_epi16(a, from - to) : _mm256_slli_epi16(a, to - from);
+    return _mm256_and_si256(a, _mm256_set1_epi8((char)mask));
+}
+/* each byte's bits from place `from` on, moved to place `to`; mask: the bits there that are kept */
+INLINE vbyte vb_bits(vbyte a, int from, int to, int mask) {
+    return (vbyte){moved_bits(a.low, from, to, mask), moved_bits(a.high, from, to, mask)};
 }
 
 INLINE __m256i four_everywhere(const int8_t *four) {

@@ -79,6 +79,11 @@ INLINE vfloat vf_load_fp8(const uint8_t *p) {
                                       _mm256_set1_epi16(0x7e00));
     return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, magnitude)), _mm512_set1_ps(256.0f));
 }
+/* E8M0: an exponent alone; 0 is a subnormal float */
+INLINE vfloat vf_load_e8m0(const uint8_t *p) {
+    __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)), 23);
+    return _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(E8M0_ZERO)));
+}
 INLINE void vf_store_half(uint16_t *p, vfloat a) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -132,9 +137,17 @@ INLINE vbyte vb_low(vbyte a) { return _mm512_and_si512(a, _mm512_set1_epi8(15));
 INLINE vbyte vb_high(vbyte a) {
     return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));
 }
-/* what codes of four bits stand for: the bytes of a table, see E2M1_VALUES */
-INLINE vbyte vb_e2m1(vbyte a) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_VALUES)), a);
+/* what codes of four bits stand for: the bytes of a table of 16 */
+INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
+    __m128i values = _mm_loadu_si128((const __m128i *)table);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), a);
+}
+INLINE vbyte vb_or(vbyte a, vbyte b) { return _mm512_or_si512(a, b); }
+/* each byte's bits from place `from` on, moved to place `to`; mask: the bits there that are kept */
+INLINE vbyte vb_bits(vbyte a, int from, int to, int mask) {
+    a = from > to ? _mm512_srli_epi16(a, (unsigned)(from - to))
+                  : _mm512_slli_epi16(a, (unsigned)(to - from));
+    return _mm512_and_si512(a, _mm512_set1_epi8((char)mask));
 }
 /* acc[j] += sum over t of a[j][t] * four[t], a unsigned */
 INLINE vint vi_dot(vint acc, vbyte a, const int8_t *four) {

@@ -148,12 +148,15 @@ INLINE f4 floats_of_fp8(i4 e) {
     i4 size = e & 127, sign = (e & 128) << 8;
     return floats_of_halves(sign | pick(size == 127, (i4){} + 0x7e00, size << 7)) * 256.0f;
 }
+/* E8M0: an exponent alone; 0 is a subnormal float */
+INLINE f4 powers_of_two(i4 e) { return (f4)pick(e == 0, (i4){} + E8M0_ZERO, e << 23); }
 UNARY(vf_from_int, vfloat, vint, floats_of_ints)
 LOAD(vf_load_half, uint16_t, h4, floats_of_halves)
 LOAD(vf_load_bfloat, uint16_t, h4, floats_of_bfloats)
 LOAD(vf_load_signed, int8_t, c4, floats_of_ints)
 LOAD(vf_load_unsigned, uint8_t, b4, floats_of_ints)
 LOAD(vf_load_fp8, uint8_t, b4, floats_of_fp8)
+LOAD(vf_load_e8m0, uint8_t, b4, powers_of_two)
 #undef LOAD
 #define STORE(name, number, vector, from, function)                                       \
     INLINE void name(number *p, from x) {                                                 \
@@ -248,13 +251,23 @@ INLINE b16 low_nibbles(b16 a) { return a & 15; }
 INLINE b16 high_nibbles(b16 a) { return a >> 4; }
 UNARY(vb_low, vbyte, vbyte, low_nibbles)
 UNARY(vb_high, vbyte, vbyte, high_nibbles)
-/* what codes of four bits stand for: the bytes of a table, see E2M1_VALUES */
-INLINE vbyte vb_e2m1(vbyte a) {
-    static const uint8_t table[16] = {E2M1_VALUES};
+/* what codes of four bits stand for: the bytes of a table of 16 */
+INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
     uint8_t codes[64];
     memcpy(codes, &a, sizeof a);
     for (int i = 0; i < 64; i++) codes[i] = table[codes[i]];
     return vb_load(codes);
+}
+INLINE vbyte vb_or(vbyte a, vbyte b) {
+    return (vbyte){a.a | b.a, a.b | b.b, a.c | b.c, a.d | b.d};
+}
+INLINE b16 moved_bits(b16 a, int from, int to, int mask) {
+    return (from > to ? a >> (from - to) : a << (to - from)) & (uint8_t)mask;
+}
+/* each byte's bits from place `from` on, moved to place `to`; mask: the bits there that are kept */
+INLINE vbyte vb_bits(vbyte a, int from, int to, int mask) {
+    return (vbyte){moved_bits(a.a, from, to, mask), moved_bits(a.b, from, to, mask),
+                   moved_bits(a.c, from, to, mask), moved_bits(a.d, from, to, mask)};
 }
 #undef UNARY
 

@@ -38,7 +38,7 @@ from bench.lib.model_shapes import (
     TINY_QWEN_30B_A3B,
     TINY_QWEN_36_35B_A3B,
 )
-from bench.lib.synthetic_gguf import write_moe
+from bench.lib.synthetic_gguf import write_model
 
 if TYPE_CHECKING:
     import argparse
@@ -155,7 +155,7 @@ def main() -> None:
     shape = SHAPES[options.shape] | {"num_hidden_layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "experts.gguf"
-        write_moe(model, shape)
+        write_model(model, shape)
         found = measure(model, options)
     result = {
         "benchmark": "cpu_experts",

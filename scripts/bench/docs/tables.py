@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from appliance.config.reference import settings_reference
@@ -130,8 +131,38 @@ def imports() -> str:
     return f"{head}{body}\nAll may import the leaves: {', '.join(f'`{one}`' for one in leaves)}.\n"
 
 
+def held_types() -> str:
+    """Compare GGUF types held as they are with their files, with float32, and with llama.cpp."""
+    result = read("cpu/held_types.json")
+    head = [
+        *("weights", "file, MB", "held over file", "mean KLD to float32"),
+        *("1 stream, tokens/s", "8 streams", "prefill", "over llama.cpp"),
+    ]
+    rows = []
+    for row in result["rows"]:
+        speed = row.get("speed", {"runs": {"ours": []}})
+        runs, ratios = speed["runs"]["ours"], speed.get("ratios", {})
+        places = ("decode_1", "decode_8", "prefill")
+        rates = [f"{median(run[place] for run in runs):,.0f}" if runs else "" for place in places]
+        over = " / ".join(f"{ratios[place]['median']:.1f}x" for place in places) if ratios else ""
+        rows.append(
+            [
+                row["model"].replace("random-", "random, "),
+                f"{row['file_bytes'] / 1e6:,.0f}",
+                f"{row['held_bytes'] / row['file_bytes']:.3f}",
+                f"{row['closeness']['kld_mean']:.4f}",
+                *(*rates, over),
+            ]
+        )
+    where = result["conditions"]
+    note = "" if rows[0][4] else " Speeds were not measured: the machine was shared."
+    text = f"{where['cpu']}, {where['time'][:10]}, commit {where['commit']}.{note}"
+    return f"{table(head, rows)}\n{text}\n"
+
+
 MAKERS = {
     "peers": peers,
+    "held-types": held_types,
     "quantize": quantize,
     "imports": imports,
     "schemas": schemas,

@@ -1,15 +1,17 @@
-"""Write a GGUF file of a mixture of experts with random weights, for speed only.
+"""Write GGUF files with random weights, for speed and memory only.
 
-Every number is a code of Q4_0 or Q8_0 with the same scale, so that the file is made as fast as it
-is written. Its vocabulary holds made-up words: any server can load it and say something.
+Numbers are random codes, so that a file is made as fast as it is written. Its vocabulary holds
+made-up words: any server can load it and say something.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
+from ggml_models import blocks_of
 
 from appliance.model.families.registry import family_of_config
 from appliance.model.tensors import Role, tensor_slots
@@ -45,12 +47,14 @@ _SETTINGS = {
 }
 
 
-def write_moe(path: Path, shape: dict[str, Any]) -> None:
-    """Write a file of Qwen3's or Qwen 3.6's architecture with experts.
+def write_model(path: Path, shape: dict[str, Any], type_name: str | None = None) -> None:
+    """Write a file of the architecture that a config names: Llama's or one of Qwen's with experts.
 
     Args:
         path: the file.
         shape: settings of a Hugging Face config.
+        type_name: of all matrices, one that `ggml_models.blocks_of` makes, such as `Q4_K`; Q4_0
+            with Q8_0 for the embedding and the head if it is None.
     """
     family = family_of_config(shape)
     assert family.gguf is not None
@@ -66,6 +70,9 @@ def write_moe(path: Path, shape: dict[str, Any]) -> None:
         if kind is None:
             data = _floats(random, slot)
             writer.add_tensor(slot.name, data.astype(np.float32))
+        elif type_name is not None:
+            data = _repeated(type_name, size, seed=len(written))
+            writer.add_tensor(slot.name, data, raw_dtype=gguf.GGMLQuantizationType[type_name])
         else:
             writer.add_tensor(slot.name, _blocks(random, size, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -98,8 +105,8 @@ def _write_settings(writer: gguf.GGUFWriter, architecture: str, shape: dict[str,
             is_real = isinstance(shape[name], float)
             add = writer.add_float32 if is_real else writer.add_uint32
             add(f"{architecture}.{key}", shape[name])
-    width = shape.get("intermediate_size", shape["moe_intermediate_size"])
-    writer.add_feed_forward_length(width)
+    width = "intermediate_size" if "intermediate_size" in shape else "moe_intermediate_size"
+    writer.add_feed_forward_length(shape[width])
     turning = int(shape["head_dim"] * shape.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(turning)
     if "linear_value_head_dim" in shape:
@@ -131,3 +138,11 @@ def _blocks(
     blocks[..., :2] = scale
     blocks[..., 2:] = random.integers(0, 256, blocks[..., 2:].shape, dtype=np.uint8)
     return blocks.reshape(*outer, -1)
+
+
+def _repeated(type_name: str, size: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
+    """Make blocks of any type; making them is slow, so few rows follow one another."""
+    rows = prod(size[:-1])
+    few = blocks_of(type_name, min(rows, 256), size[-1], seed=seed)
+    few = few.reshape(len(few), -1)
+    return np.tile(few, (-(-rows // len(few)), 1))[:rows].reshape(*size[:-1], -1)

@@ -24,6 +24,7 @@ from appliance.kernels.cpu.library import (
     supported_isas,
 )
 from appliance.kernels.cpu.structs import Isa
+from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.version import __version__
 
 SIZES = {name: ctypes.sizeof(struct) for name, struct in step_structs.STRUCTS.items()}
@@ -107,21 +108,31 @@ def test_a_library_without_one_of_the_functions_is_refused(tmp_path: Path, name:
     assert_mismatch(compile_fake(tmp_path, leave_out=name), f"it has no {name};")
 
 
+def header_text() -> str:
+    names = ("appliance_cpu.h", "formats.h", "mixers.h")
+    return "".join((build.SOURCES / name).read_text() for name in names)
+
+
 def test_every_struct_of_the_header_is_checked() -> None:
-    headers = [build.SOURCES / name for name in ("appliance_cpu.h", "mixers.h")]
-    header = "".join(path.read_text() for path in headers)
+    header = header_text()
     declared = {line[2:].rstrip(";") for line in header.splitlines() if line.startswith("} ap_")}
     enums = {"ap_status", "ap_isa", "ap_format", "ap_offset_kind", "ap_activation", "ap_scoring"}
+    enums |= {"ap_scale_format", "ap_ggml_type"}
     assert declared - enums == set(step_structs.STRUCTS)
 
 
 def test_the_constants_are_those_of_the_header() -> None:
-    header = (build.SOURCES / "appliance_cpu.h").read_text()
+    header = header_text()
     assert f"#define AP_ABI {structs.ABI} " in header
     assert f"#define AP_LANES {structs.LANES} " in header
     for values in (structs.Status, structs.Isa, structs.Format, structs.Offset):
         for value in values:
             assert f"AP_{value.name} = {value.value}" in header
+    for scales in structs.ScaleFormat:
+        prefix = "AP_" if scales is structs.ScaleFormat.E8M0 else "AP_SCALES_"
+        assert f"{prefix}{scales.name} = {scales.value}" in header
+    for name, kind in GGML_TYPES.items():
+        assert f"AP_GGML_{name} = {kind.number}," in header
 
 
 # ---- instruction sets

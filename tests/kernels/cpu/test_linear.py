@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from cpu_linears import (
 from cpu_sections import use_isa
 from fp4_weights import random_fp4
 
-from appliance.kernels.cpu.structs import Format, Isa, Offset, Status
+from appliance.kernels.cpu.structs import Format, Isa, Offset, ScaleFormat, Status
 from appliance.kernels.packed import OffsetKind, PackedWeight
 
 
@@ -59,24 +60,33 @@ def test_integer_weights_are_exact_integer_sums_whatever_the_number_of_rows(
             assert np.array_equal(some.view(np.int32), all_rows[-rows:].view(np.int32)), rows
 
 
+@pytest.mark.parametrize("scale_format", [Format.F32, ScaleFormat.E8M0], ids=lambda f: f.name)
 def test_4_bit_floats_are_exact_integer_sums_whatever_the_number_of_rows(
-    library: ctypes.CDLL, engine: int
+    library: ctypes.CDLL, engine: int, scale_format: Format | ScaleFormat
 ) -> None:
     for width in WIDTHS[32]:
         weight = random_fp4(OUTPUTS, width, torch.float8_e8m0fnu)
         assert len(weight.unpack().unique()) == 16  # all codes
         scale = weight.scale.float() * weight.row_scale[:, None] / 2
         linear = describe(Format.E2M1, OUTPUTS, width, group=32)
+        linear.struct.scale_format = scale_format
+        if scale_format is ScaleFormat.E8M0:
+            weight = replace(weight, row_scale=torch.ones(OUTPUTS))
+            scale = weight.scale.float() / 2
+        stored = scale if scale_format is Format.F32 else weight.scale.view(torch.uint8)
         status = library.ap_linear_pack(
             engine,
             linear.struct,
             weight.codes.data_ptr(),
-            scale.data_ptr(),
+            stored.data_ptr(),
             None,
-            Format.F32,
+            scale_format,
             32,
         )
         assert status == Status.OK
+        row = np.empty(width, np.float32)
+        library.section_embedding(linear.struct, OUTPUTS - 1, row.ctypes.data)
+        assert np.array_equal(row, weight.dequantize().numpy()[-1])
         twice = (weight.dequantize() / scale.repeat_interleave(32, dim=1)).round()
         middle = torch.full_like(scale, 128)
         whole = PackedWeight(

@@ -1,0 +1,204 @@
+"""The quantized types of GGML that are multiplied as they are stored: the layout of their blocks.
+
+Layouts are those of llama.cpp's ggml-common.h; numbers, sizes and values agree with the `gguf`
+package. Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SUPERBLOCK = 256  # weights in a block of a K type
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Some rows as numbers: w = code * scale + offset.
+
+    Attributes:
+        codes: (rows, in_features), uint8 where there are offsets, else int8.
+        scale: (rows, groups) float32, exact.
+        offset: the same; None where there are none.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+
+    def weights(self) -> Tensor:
+        """Multiply: (rows, in_features) float32, rounded once."""
+        groups = self.codes.view(*self.scale.shape, -1).float()
+        values = groups.mul_(self.scale.unsqueeze(-1))
+        return (values if self.offset is None else values.add_(self.offset.unsqueeze(-1))).flatten(
+            1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """One type.
+
+    Attributes:
+        number: GGML's, as in GGUF files.
+        block_size: weights in a block.
+        block_bytes: bytes of a block.
+        halves: where a block's float16 scales lie.
+        decode: from blocks (rows, blocks, block_bytes) uint8.
+    """
+
+    number: int
+    block_size: int
+    block_bytes: int
+    halves: tuple[int, ...]
+    decode: Callable[[Tensor], Decoded]
+
+
+def half_at(blocks: Tensor, start: int) -> Tensor:
+    """Return the float16 at a byte offset of every block: (rows, blocks)."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
+
+
+def _q5_0(blocks: Tensor) -> Decoded:
+    """Scale d, 32 fifth bits, 32 nibbles; w = (q - 16) * d."""
+    return _around(_five_bits(blocks, 2), 16, half_at(blocks, 0).float())
+
+
+def _q5_1(blocks: Tensor) -> Decoded:
+    """As Q5_0, with a minimum m after d; w = q * d + m."""
+    scale, offset = half_at(blocks, 0).float(), half_at(blocks, 2).float()
+    return Decoded(_five_bits(blocks, 4), scale, offset)
+
+
+def _iq4_nl(blocks: Tensor) -> Decoded:
+    """Scale d and 32 nibbles, which choose from a table; w = value * d."""
+    return Decoded(_from_table(_nibbles(blocks[..., 2:], 16)), half_at(blocks, 0).float(), None)
+
+
+def _q2_k(blocks: Tensor) -> Decoded:
+    """16 bytes of scales and minima of 4 bits, 64 of bit pairs, d, dmin; groups of 16."""
+    integers = blocks[..., :16]
+    scale = half_at(blocks, 80).float().unsqueeze(-1) * (integers & 0xF)
+    offset = -half_at(blocks, 82).float().unsqueeze(-1) * (integers >> 4)
+    return Decoded(_pairs(blocks[..., 16:80]).flatten(1), scale.flatten(1), offset.flatten(1))
+
+
+def _q3_k(blocks: Tensor) -> Decoded:
+    """32 bytes of third bits, 64 of bit pairs, 12 of scales of 6 bits, d; groups of 16.
+
+    The scales' low four bits are the nibbles of the first eight bytes, their high two the pairs of
+    the last four; both less 32.
+    """
+    codes = _pairs(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
+    low, high = blocks[..., 96:104], blocks[..., 104:108]
+    low = torch.cat((low & 0xF, low >> 4), dim=-1)
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    scale = _signed(low | high << 4, 32).float() * half_at(blocks, 108).float().unsqueeze(-1)
+    return _around(codes.flatten(1), 4, scale.flatten(1))
+
+
+def _q4_k(blocks: Tensor) -> Decoded:
+    """Scales d and dmin, 12 bytes of scales and minima of 6 bits, 256 nibbles; groups of 32."""
+    return Decoded(_nibbles(blocks[..., 16:], 32), *_scales_and_offsets(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Decoded:
+    """As Q4_K, with 256 fifth bits before the nibbles."""
+    codes = _nibbles(blocks[..., 48:], 32) | (_bits(blocks[..., 16:48]) << 4).flatten(1)
+    return Decoded(codes, *_scales_and_offsets(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Decoded:
+    """128 bytes of low nibbles, 64 of high pairs, 16 signed scales, d; groups of 16."""
+    codes = _nibbles(blocks[..., :128], 64) | (_pairs(blocks[..., 128:192]) << 4).flatten(1)
+    scale = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scale = scale * half_at(blocks, 208).float().unsqueeze(-1)
+    return _around(codes, 32, scale.flatten(1))
+
+
+def _iq4_xs(blocks: Tensor) -> Decoded:
+    """Scale d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles of a table."""
+    high = torch.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    low = torch.stack((blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4), dim=-1)
+    scale = _signed(low.flatten(-2) | high.flatten(-2) << 4, 32).float()
+    scale = scale * half_at(blocks, 0).float().unsqueeze(-1)
+    return Decoded(_from_table(_nibbles(blocks[..., 8:], 16)), scale.flatten(1), None)
+
+
+GGML_TYPES: dict[str, GgmlType] = {
+    "Q5_0": GgmlType(6, 32, 22, (0,), _q5_0),
+    "Q5_1": GgmlType(7, 32, 24, (0, 2), _q5_1),
+    "Q2_K": GgmlType(10, SUPERBLOCK, 84, (80, 82), _q2_k),
+    "Q3_K": GgmlType(11, SUPERBLOCK, 110, (108,), _q3_k),
+    "Q4_K": GgmlType(12, SUPERBLOCK, 144, (0, 2), _q4_k),
+    "Q5_K": GgmlType(13, SUPERBLOCK, 176, (0, 2), _q5_k),
+    "Q6_K": GgmlType(14, SUPERBLOCK, 210, (208,), _q6_k),
+    "IQ4_NL": GgmlType(20, 32, 18, (0,), _iq4_nl),
+    "IQ4_XS": GgmlType(23, SUPERBLOCK, 136, (0,), _iq4_xs),
+}
+
+
+def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode the groups of Q4_K and Q5_K: (rows, groups) each.
+
+    Twelve bytes hold 8 scales and 8 minima of 6 bits. The first four of each lie in bytes 0 to 3
+    and 4 to 7; of the last four, the low bits in bytes 8 to 11 and the high two above the first
+    four.
+    """
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((first & 63, (third & 0xF) | ((first >> 6) << 4)), dim=-1)
+    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
+    d, dmin = half_at(blocks, 0).float(), half_at(blocks, 2).float()
+    scale = d.unsqueeze(-1) * scales
+    offset = -dmin.unsqueeze(-1) * minima
+    return scale.flatten(1), offset.flatten(1)
+
+
+def _nibbles(packed: Tensor, run: int) -> Tensor:
+    """Split bytes into the low nibbles of a run of them, then the high ones: (rows, weights)."""
+    runs = packed.unflatten(-1, (-1, run))
+    return torch.stack((runs & 0xF, runs >> 4), dim=-2).flatten(1)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Split 64 bytes: of each 32 the lowest pairs of bits first; (rows, blocks, 256)."""
+    halves = packed.unflatten(-1, (2, 1, 32))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).view(4, 1)
+    pairs: Tensor = (halves >> shifts) & 3
+    return pairs.flatten(2)
+
+
+def _bits(packed: Tensor) -> Tensor:
+    """Split 32 bytes, the lowest bits first: (rows, blocks, 256)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(8, 1)
+    bits: Tensor = (packed.unsqueeze(-2) >> shifts) & 1
+    return bits.flatten(2)
+
+
+def _five_bits(blocks: Tensor, start: int) -> Tensor:
+    """Decode 32 fifth bits in four bytes and 32 nibbles after them: (rows, weights)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[..., start : start + 4].unsqueeze(-1) >> shifts) & 1  # (rows, blocks, 4, 8)
+    return _nibbles(blocks[..., start + 4 :], 16) | (high.flatten(1) << 4)
+
+
+def _from_table(codes: Tensor) -> Tensor:
+    table = torch.tensor(IQ4_VALUES, dtype=torch.int8, device=codes.device)
+    values: Tensor = table[codes.long()]
+    return values
+
+
+def _signed(codes: Tensor, middle: int) -> Tensor:
+    centered: Tensor = codes.view(torch.int8) - middle
+    return centered
+
+
+def _around(codes: Tensor, middle: int, scale: Tensor) -> Decoded:
+    return Decoded(_signed(codes, middle), scale, None)

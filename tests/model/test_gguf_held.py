@@ -1,0 +1,76 @@
+"""GGUF files whose types are held as they are: logits, memory, the plan and the words for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from ggml_models import write_llama
+from native_models import native
+from teacher_forcing import logits_of
+
+from appliance.gguf import read_header
+from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.ggml_types import GGML_TYPES
+from appliance.kernels.packed import PackedWeight
+from appliance.model.loader import load_decoder
+from appliance.model.reader import ModelReader
+from appliance.model.size import estimate_native_bytes
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU_DEVICE = torch.device("cpu")
+ALL = (*GGML_TYPES, "MXFP4", "Q8_0")
+
+
+@pytest.fixture(scope="module")
+def every_type(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("held") / "every.gguf", ALL)
+
+
+def divergence(path: Path, token_ids: list[int]) -> float:
+    """Mean KL divergence of the library's predictions from those of exact weights in float32."""
+    exact = load_decoder(open_model(path), REFERENCE, CPU_DEVICE, torch.float32)
+    expected = logits_of(exact, token_ids).log_softmax(-1)
+    assert expected.std() > 0.5  # a model that says something
+    found = logits_of(native(path), token_ids).log_softmax(-1)
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+
+def test_logits_are_as_close_to_exact_weights_as_those_of_q4_0(
+    every_type: Path, token_ids: list[int], tmp_path: Path
+) -> None:
+    q4_0 = divergence(write_llama(tmp_path / "q4_0.gguf", ["Q4_0"]), token_ids)
+    assert divergence(every_type, token_ids) < 1.5 * q4_0 < 0.01
+
+
+def test_memory_is_that_of_the_file_and_of_the_plan(every_type: Path) -> None:
+    stored = sum(info.nbytes for info in read_header(every_type).tensors.values())
+    held = native(every_type).weight_bytes
+    assert held == pytest.approx(stored, rel=0.03)
+    assert held <= estimate_native_bytes(open_model(every_type), torch.float32) < 1.03 * stored
+
+
+def test_formats_have_the_types_names(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf", ["Q4_K", "Q4_K", "Q6_K"])
+    assert native(path).weight_format == "Q4_K + Q6_K, head Q4_K"
+    decoder = load_decoder(open_model(path), CPU, CPU_DEVICE, torch.bfloat16)
+    assert decoder.weight_format == "Q4_K (held as bf16) + Q6_K (held as bf16), head Q4_K"
+
+
+def test_a_gpu_gets_widened_weights_and_the_format_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_model(write_llama(tmp_path / "model.gguf", ["Q6_K"]))
+    cuda, real = torch.device("cuda"), torch.Tensor.to
+    stay = lambda tensor, to, *more: tensor if to == cuda else real(tensor, to, *more)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "to", stay)
+    reader = ModelReader(source, cuda, torch.bfloat16)
+    reader.layer(0)
+    head, _ = reader.embedding_and_head()
+    assert isinstance(head, PackedWeight)
+    said = reader.weight_format()
+    assert said.startswith("8 bits (groups of 32); widened from Q6_K with an error of 0.")

@@ -1,0 +1,92 @@
+"""A small Llama as a GGUF file whose matrices have GGML types in turn."""
+
+from __future__ import annotations
+
+import math
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+import torch
+from ggml_weights import random_ggml
+
+from appliance.kernels.ggml_types import half_at
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+HIDDEN, HEADS, LAYERS, VOCAB = 256, 4, 3, 112  # multiples of 16: no tile has room to spare
+
+
+def write_llama(path: Path, types: Sequence[str], *, tied: bool = True) -> Path:
+    """Write it; weights are as large as those of trained models, norms are 1."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(2 * HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    letters = [chr(ord("!") + number) for number in range(VOCAB - 18)]
+    writer.add_token_list([*letters, "ab", *(f"<{number}>" for number in range(17))])
+    writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(2)
+    names = cycle(types)
+
+    def matrix(name: str, rows: int, width: int) -> None:
+        kind = next(names)
+        blocks = blocks_of(kind, rows, width, seed=len(writer.tensors[0]))
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=number)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
+
+    for layer in range(LAYERS):
+        block = f"blk.{layer}."
+        norm(block + "attn_norm")
+        norm(block + "ffn_norm")
+        for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            matrix(block + part, HIDDEN, HIDDEN)
+        matrix(block + "ffn_gate", 2 * HIDDEN, HIDDEN)
+        matrix(block + "ffn_up", 2 * HIDDEN, HIDDEN)
+        matrix(block + "ffn_down", HIDDEN, 2 * HIDDEN)
+    norm("output_norm")
+    matrix("token_embd", VOCAB, HIDDEN)
+    if not tied:
+        matrix("output", VOCAB, HIDDEN)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def blocks_of(kind: str, rows: int, width: int, seed: int) -> NDArray[np.uint8]:
+    """(rows, blocks, bytes) uint8 with a spread of 1.5 / sqrt(width)."""
+    if kind in ("Q4_0", "Q4_1", "Q8_0"):
+        random = np.random.default_rng(seed)
+        values = random.standard_normal((rows, width)).astype(np.float32) * 1.5 * width**-0.5
+        stored: NDArray[np.uint8] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+        return stored
+    if kind == "MXFP4":
+        random = np.random.default_rng(seed)
+        blocks = random.integers(0, 256, (rows, width // 32, 17), dtype=np.uint8)
+        middle = 127 + round(math.log2(0.5 * width**-0.5))  # codes have a spread of about 3
+        blocks[..., 0] = random.integers(middle - 1, middle + 2, blocks.shape[:2])
+        return blocks
+    weight = random_ggml(kind, rows, width, seed)
+    factor = 1.5 * width**-0.5 / float(weight.dequantize().std())
+    for start in weight.type.halves:
+        half = (half_at(weight.blocks, start).float() * factor).half()
+        weight.blocks[..., start : start + 2] = half.unsqueeze(-1).view(torch.uint8)
+    return weight.blocks.numpy()
