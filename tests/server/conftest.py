@@ -24,7 +24,7 @@ from waiting import LIMIT
 
 from appliance.config import EngineConfig, ServerConfig
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.supervisor import SupervisionLimits
+from appliance.engine.process.restarts import SupervisionLimits
 from appliance.server.app import create_app
 from appliance.server.connection import protocol_of
 from appliance.server.listener import bind, url_of

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.admission import Admission
     from appliance.engine.beacon import Beacon
     from appliance.engine.process.worker import LoadEngine
 
@@ -368,9 +369,15 @@ def load(
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
     beacon: Beacon,
+    admission: Admission,
 ) -> EchoEngine:
     text = config.model if given_knobs is None else given_knobs
     knobs = text.split()
+    numbers = dict(pair.split("=") for pair in knobs if "=" in pair)
+    needed, free = int(numbers.get("needs", "0")), int(numbers.get("free", str(2**40)))
+    if admission.limit is not None and needed > admission.limit:
+        raise MemoryPlanError(f"this does not fit: {needed} of {admission.limit} may be used")
+    admission.ask(needed, free)
     if "does_not_fit" in knobs:
         raise MemoryPlanError("the model needs 9 GiB and 1 GiB is free; use a smaller one")
     if "breaks" in knobs:
