@@ -387,6 +387,8 @@ def load(
     if "refuses_while=" in text and os.path.exists(text.partition("refuses_while=")[2].split()[0]):
         raise MemoryPlanError("the memory of the engine before is not free yet")
     on_progress("reading weights", 1, 2)
+    while os.path.exists(numbers.get("loads_after", "")):
+        time.sleep(0.01)
     if "slow_load" in knobs:
         time.sleep(1000)
     on_progress("reading weights", 2, 2)
