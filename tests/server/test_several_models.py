@@ -87,7 +87,7 @@ STREAMS: list[tuple[str, dict[str, Any], str]] = [
 async def test_the_client_of_a_stream_is_kept_while_its_model_loads(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.2)
     gate = tmp_path / "gate"
     gate.touch()
 
