@@ -99,7 +99,7 @@ class ModelState:
 
     @property
     def use(self) -> KeyUse:
-        """What the holders of keys use of what they may."""
+        """The use that the holders of keys make of what they may."""
         return self.server.use
 
     @property

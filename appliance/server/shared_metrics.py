@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SharedMetrics:
-    """What is counted by key and by route, whatever the model.
+    """Counts by key and by route, whatever the model.
 
     Attributes:
         registries: of this and of each model's metrics.

@@ -1,4 +1,4 @@
-"""What all routes of one server share: its models, settings, keys, metrics and log."""
+"""The state that all routes of one server share: models, settings, keys, metrics and log."""
 
 from __future__ import annotations
 

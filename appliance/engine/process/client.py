@@ -30,7 +30,7 @@ from appliance.engine.process.generation import MAX_BACKLOG, Generation
 from appliance.engine.process.idle import IdleTimer
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.quarantine import Quarantine
-from appliance.engine.process.residency import Place, Residency
+from appliance.engine.process.residency import Residency, Resident
 from appliance.engine.process.supervised import SupervisedEngine
 from appliance.engine.process.supervisor import SHORT, EngineState, Supervisor
 from appliance.errors import (
@@ -90,7 +90,7 @@ class EngineClient(SupervisedEngine):
         self._on_trial: Generation | None = None  # the suspect that the engine is running
         self._held: deque[Generation] = deque()  # suspects that wait for it
         self._waiters = ReadyWaiters()
-        self.place = Place(residency or Residency(), name, self)
+        self.place = Resident(residency or Residency(), name, self)
         supervisor = Supervisor(
             command,
             limits,

@@ -45,10 +45,10 @@ class Residency:
     def __init__(self, limit: int | None = None, *, is_shared: bool = False) -> None:
         self.limit = limit
         self.is_shared = is_shared
-        self.places: list[Place] = []
+        self.places: list[Resident] = []
         self._turn = asyncio.Lock()
 
-    async def admit(self, place: Place, planned: Planned) -> None:
+    async def admit(self, place: Resident, planned: Planned) -> None:
         """Wait until an engine may take its memory; one after the other, in the order they ask.
 
         Where nothing else can make room, it is let on, and its own plan tells what is missing.
@@ -70,7 +70,7 @@ class Residency:
             place.memory_bytes = planned.needed_bytes
 
 
-class Place:
+class Resident:
     """The part of one engine in the memory.
 
     Args:
@@ -127,5 +127,5 @@ class Place:
         self._left.wake()
 
 
-def _held(places: Iterable[Place]) -> int:
+def _held(places: Iterable[Resident]) -> int:
     return sum(one.memory_bytes for one in places)

@@ -1,4 +1,4 @@
-"""What a supervisor knows of its engine process, for those who only look."""
+"""Shows the state of an engine process, as its supervisor knows it."""
 
 from __future__ import annotations
 
