@@ -63,9 +63,9 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     cpu_isa: Annotated[
         str,
         Setting(
-            "CPU instructions of the C library: auto, avx512, avxvnni, avx2 or scalar.",
+            "CPU instructions of the C library: auto, avx512, avxvnni, avx2, i8mm, neon or scalar.",
             Group.COMPUTE,
-            choices=("auto", "avx512", "avxvnni", "avx2", "scalar"),
+            choices=("auto", "avx512", "avxvnni", "avx2", "i8mm", "neon", "scalar"),
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
