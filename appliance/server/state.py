@@ -183,7 +183,8 @@ class ServerState:
     @property
     def not_working(self) -> str | None:
         """The reason in one word why no model can be served, if so; asleep, it can."""
-        if self.is_up and any(not one.is_loaded for one in self.models):
+        can_load = self.is_up and not self.draining
+        if can_load and any(not one.is_loaded for one in self.models):
             return None
         reasons = [model.not_working for model in self.models]
         return None if None in reasons else reasons[0]
