@@ -49,6 +49,13 @@ class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""  # the base of the comparison
 
 
+class ModelView(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the models of a server."""
+
+    name: str  # id in the API
+    state: str  # as `Info.state`
+
+
 class Info(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that last until the engine restarts, and the engine's state."""
 
@@ -79,6 +86,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     chats: bool = True  # the model has a chat template; else it continues texts
     sampling: dict[str, float] = {}  # defaults of requests
     prompts_shown: bool = False  # the server was started to show prompts
+    models: tuple[ModelView, ...] = ()  # all that are served, where there are several
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

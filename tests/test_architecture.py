@@ -116,7 +116,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     "loading": {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.state_memory",
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
-        "engine.load_speculation",
+        "engine.load_speculation", "engine.admission",
     },
     "engine": {
         "engine.engine", "engine.deltas", "engine.check_tokens", "engine.sequence_views",

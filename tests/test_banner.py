@@ -162,3 +162,8 @@ def test_a_model_with_recurrent_layers_says_what_its_states_take() -> None:
     assert "1 slot for sequences and 4 checkpoints, 6.0 MiB each" in text
     assert "+ states 30 +" in text
     assert "states" not in banner("http://127.0.0.1:9", "m", INFO)
+
+
+def test_further_models_are_named() -> None:
+    text = banner("http://127.0.0.1:9", "m", INFO, others=("a", "b"))
+    assert "models     a, b: loaded when a request names them" in text

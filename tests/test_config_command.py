@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 from own_config import WriteConfig, clean_environment, write_config
 from typer.testing import CliRunner, Result
 
 from appliance.cli import app
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["clean_environment", "write_config"]
 KEY = "0123456789abcdef"
@@ -59,3 +63,10 @@ def test_a_credential_of_systemd_is_private_whatever_its_mode(
     assert "open to other users" in str(call("show").exception)
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(path.parent))
     assert call("show").exit_code == 0
+
+
+def test_models_are_shown_where_they_differ(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[engine]\nthreads = 2\n[models.a]\nthreads = 2\n[aliases]\nb = "a"\n')
+    shown = CliRunner().invoke(app, ["config", "show", "models", "--config", str(file)]).output
+    assert shown == "[models.a]\nmodel = a\n\n[aliases]\nb = a\n"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from appliance.cli import app
 from appliance.commands.serve_auto import with_best_fit
-from appliance.config import EngineConfig, Settings
+from appliance.config import EngineConfig
 from appliance.docs import read
 from appliance.errors import MemoryPlanError
 
@@ -53,14 +53,14 @@ def test_wrong_arguments_are_one_line(model: Path, tmp_path: Path) -> None:
 
 
 def test_auto_takes_the_best_and_keeps_what_was_set(model: Path) -> None:
-    settings = Settings(engine=EngineConfig(kv_cache_dtype="int4", max_num_seqs=2))
-    chosen, why = with_best_fit(settings, model)
-    assert (chosen.engine.kv_cache_dtype, chosen.engine.max_model_len) == ("int4", 2048)
-    assert chosen.engine.max_num_seqs == 2
+    config = EngineConfig(kv_cache_dtype="int4", max_num_seqs=2)
+    chosen, why = with_best_fit(config, model)
+    assert (chosen.kv_cache_dtype, chosen.max_model_len) == ("int4", 2048)
+    assert chosen.max_num_seqs == 2
     assert why.startswith("KV cache int4-sealed, context 2,048: ")
 
 
 def test_auto_refuses_what_cannot_fit(tmp_path: Path) -> None:
     write_large_model(tmp_path / "huge", hidden=32768, middle=131072, layers=8, vocab=4096)
     with pytest.raises(MemoryPlanError, match="does not fit"):
-        with_best_fit(Settings(), tmp_path / "huge")
+        with_best_fit(EngineConfig(), tmp_path / "huge")

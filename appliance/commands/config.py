@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
-from appliance.config import SECTIONS, config_path, load_section, written_settings
+from appliance.config import (
+    SECTIONS,
+    config_path,
+    load_section,
+    load_settings,
+    written_settings,
+)
 from appliance.config.setting import Field, fields_of
 from appliance.errors import ConfigError
 
@@ -20,7 +26,7 @@ File = Annotated[Path | None, typer.Option("--config", help="TOML file, if not t
 @config.command()
 def show(
     section: Annotated[
-        str | None, typer.Argument(help="server, engine or top; without one, all.")
+        str | None, typer.Argument(help="server, engine, top or models; without one, all.")
     ] = None,
     origin: Annotated[
         bool, typer.Option("--origin", help="Say which variable or file sets it.")
@@ -35,9 +41,12 @@ def show(
 
     Flags win over environment variables, those over the file, and that over defaults.
     """
-    if section is not None and section not in SECTIONS:
-        raise ConfigError(f"there is no section {section!r}; there are {', '.join(SECTIONS)}")
+    known = [*SECTIONS, "models"]
+    if section is not None and section not in known:
+        raise ConfigError(f"there is no section {section!r}; there are {', '.join(known)}")
     rows = [row for name in SECTIONS if section in (None, name) for row in _rows(name, file)]
+    if section in (None, "models"):
+        rows += _model_rows(file)
     rows = [row for row in rows if not changed or row[3] != "default"]
     if as_json:
         found: dict[str, dict[str, object]] = {}
@@ -82,6 +91,19 @@ def _rows(name: str, file: Path | None) -> list[tuple[str, str, str, str]]:
         )
         for key, field in fields_of(section).items()
     ]
+
+
+def _model_rows(file: Path | None) -> list[tuple[str, str, str, str]]:
+    """Return the same of each model's table, where it differs from [engine], and of aliases."""
+    settings, origin = load_settings({}, file), str(config_path(file))
+    fields = fields_of(type(settings.engine))
+    rows = [
+        (f"models.{model.name}", key, _shown(field, getattr(model.engine, key)), origin)
+        for model in settings.models
+        for key, field in fields.items()
+        if getattr(model.engine, key) != getattr(settings.engine, key)
+    ]
+    return rows + [("aliases", alias, name, origin) for alias, name in settings.aliases.items()]
 
 
 def _shown(field: Field, value: object) -> str:

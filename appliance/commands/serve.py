@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 import sys
@@ -30,15 +31,15 @@ from appliance.config import (
     warn_of_unknown_variables,
     with_kv_folder,
 )
-from appliance.errors import ConfigError
+from appliance.errors import ApplianceError, ConfigError
 from appliance.runtime import resident_bytes
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from appliance.config import Settings
+    from appliance.config import ModelConfig, Settings
     from appliance.engine.messages import EngineInfo
     from appliance.engine.process.launch import LaunchedProcess
     from appliance.log import RecentWarnings
@@ -108,7 +109,7 @@ def _run(
     """Find the model and serve it; return how many requests came to their end."""
     from appliance.hub import resolve_adapters, resolve_model
     from appliance.progress import ProgressLine
-    from appliance.server.serve import run_server
+    from appliance.server.serve import ModelToServe, run_server
     from appliance.service.notice import ServiceNotice
 
     server = settings.server
@@ -120,19 +121,26 @@ def _run(
             progress(stage, done, total)
             notice.progress(stage, done, total)
 
-        resolved = resolve_model(
-            settings.engine.model, cache_dir=cache_dir(), progress=show_progress
-        )
-        adapters = resolve_adapters(settings.engine.lora, progress=show_progress)
-        engine = msgspec.structs.replace(settings.engine, lora=adapters)
-        settings = msgspec.structs.replace(settings, engine=engine)
-        if auto:
-            settings, why = with_best_fit(settings, resolved.path)
-            logger.info("auto: %s", why)
-        quality = quality_of(resolved.path, conditions)
+        models, found, qualities = [], [], {}
+        for model in settings.served:
+            with _about(model) if settings.models else contextlib.nullcontext():
+                resolved = resolve_model(
+                    model.engine.model, cache_dir=cache_dir(), progress=show_progress
+                )
+                adapters = resolve_adapters(model.engine.lora, progress=show_progress)
+                engine = msgspec.structs.replace(model.engine, lora=adapters)
+                if auto:
+                    engine, why = with_best_fit(engine, resolved.path)
+                    logger.info("auto: %s", why)
+                quality = quality_of(resolved.path, conditions)
+            models.append(msgspec.structs.replace(model, engine=engine))
+            found.append(ModelToServe(resolved, quality.card))
+            qualities[model.name or server.served_model_name or resolved.name] = quality
+        settings = msgspec.structs.replace(settings, models=tuple(models))
 
         def say_ready(ready: RunningServer) -> None:
             progress.close()
+            quality = qualities[ready.name]
             text = banner(
                 ready.url,
                 ready.name,
@@ -141,6 +149,7 @@ def _run(
                 known_keys(server),
                 sampling=ready.sampling,
                 chats=ready.chats,
+                others=ready.others,
                 network=network_url(
                     server.host,
                     int(ready.url.rpartition(":")[2]),
@@ -155,14 +164,24 @@ def _run(
 
         return run_server(
             settings,
-            resolved,
+            found,
             on_progress=show_progress,
             on_ready=say_ready,
             launched=launched,
             warnings=warnings,
-            quality_card=quality.card,
             notice=notice,
         )
+
+
+@contextlib.contextmanager
+def _about(model: ModelConfig) -> Iterator[None]:
+    """Say in errors which table of the configuration they are about."""
+    try:
+        yield
+    except ApplianceError as error:
+        if model.name is not None and f"[models.{model.name}]" not in str(error):
+            error.args = (f"[models.{model.name}]: {error}", *error.args[1:])
+        raise
 
 
 def banner(
@@ -174,6 +193,7 @@ def banner(
     *,
     sampling: SamplingDefaults = NOTHING_RECOMMENDED,
     chats: bool = True,
+    others: Sequence[str] = (),
     network: str | None = None,
     started_in: str = "",
 ) -> str:
@@ -187,6 +207,7 @@ def banner(
         ("endpoint", f"{url}/v1"),
         *([("network", f"{network}/v1 from other machines")] if network else []),
         ("model", _model_in_words(name, info)),
+        *([("models", f"{', '.join(others)}: loaded when a request names them")] if others else []),
         *_memory_rows(info),
         (
             "KV cache",

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from appliance.config import Settings
+from appliance.config import EngineConfig
 from appliance.config.setting import fields_of
 from appliance.errors import EngineError, MemoryPlanError
 from appliance.runtime import child_environment
 
 
-def with_best_fit(settings: Settings, model: Path) -> tuple[Settings, str]:
+def with_best_fit(engine: EngineConfig, model: Path) -> tuple[EngineConfig, str]:
     """Return settings with the KV precision and context ranked first, and why in words.
 
     What the user has set stays. The plan is made in a process of its own, as it loads PyTorch,
@@ -25,10 +25,9 @@ def with_best_fit(settings: Settings, model: Path) -> tuple[Settings, str]:
     Raises:
         MemoryPlanError: nothing fits; the message names the nearest that does.
     """
-    engine = settings.engine
     ranked = [
         one
-        for one in _ranked(settings, model)
+        for one in _ranked(engine, model)
         if one["weights"] == "as it is" and engine.kv_cache_dtype in ("auto", one["kv_cache_dtype"])
     ]
     best = next((one for one in ranked if one["fits"]), None)
@@ -44,11 +43,10 @@ def with_best_fit(settings: Settings, model: Path) -> tuple[Settings, str]:
     )
     if best["refusal"]:
         why += f"; with a longer context {best['refusal']}"
-    return msgspec.structs.replace(settings, engine=chosen), why
+    return chosen, why
 
 
-def _ranked(settings: Settings, model: Path) -> list[dict[str, Any]]:
-    engine = settings.engine
+def _ranked(engine: EngineConfig, model: Path) -> list[dict[str, Any]]:
     fields = fields_of(type(engine))
     values = ((fields[name], getattr(engine, name)) for name in fields)
     variables = {

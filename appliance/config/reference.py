@@ -13,6 +13,17 @@ _TITLES = {
     "engine": "The engine: model, memory, computing",
     "top": "The dashboard",
 }
+_MODELS = (
+    "A server of several models has a table for each, with any key of [engine]; what it leaves out"
+    " is [engine]'s, and a flag or variable wins over both. Without a line model it is the table's"
+    " name. [aliases] has further names for them."
+)
+_MODELS_EXAMPLE = (
+    "#   [models.small]",
+    '#   model = "smollm2-135m"',
+    "#   [aliases]",
+    '#   gpt-4o-mini = "small"',
+)
 
 
 def settings_reference() -> str:
@@ -31,6 +42,7 @@ def settings_reference() -> str:
         rows = ["| key | flag | variable | default | what |", "| --- | --- | --- | --- | --- |"]
         rows += [_row(field) for field in _in_groups(fields_of(section).values())]
         parts.append("\n".join(rows))
+    parts.append(f"## [models.NAME] and [aliases]\n\n{_MODELS}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -51,6 +63,7 @@ def example_config() -> str:
                 lines += wrap(comment, 96, subsequent_indent="# ")
                 lines.append(f"# {field.name} = {_toml(field)}")
         lines += tables
+    lines += ["", *wrap(f"# {_MODELS}", 96, subsequent_indent="# "), *_MODELS_EXAMPLE]
     return "\n".join(lines) + "\n"
 
 

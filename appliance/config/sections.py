@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-
 from appliance.config.adapter_section import AdapterConfig
 from appliance.config.named_paths import named_paths
 from appliance.config.server_section import ServerConfig
@@ -65,9 +63,9 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     cpu_isa: Annotated[
         str,
         Setting(
-            "CPU instructions of the C library: auto, avx512, avxvnni, avx2 or scalar.",
+            "CPU instructions of the C library: auto, avx512, avxvnni, avx2, i8mm, neon or scalar.",
             Group.COMPUTE,
-            choices=("auto", "avx512", "avxvnni", "avx2", "scalar"),
+            choices=("auto", "avx512", "avxvnni", "avx2", "i8mm", "neon", "scalar"),
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
@@ -218,11 +216,6 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not be less than "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a row per step"
             )
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
-    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
 
 
 SECTIONS: dict[str, type[EngineConfig] | type[ServerConfig] | type[TopConfig]] = {

@@ -51,6 +51,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: Annotated[
         str | None, Setting("Model id in the API.", Group.MODEL, default_is="the model's own")
     ] = None
+    models_memory: Annotated[
+        int | None,
+        Setting(
+            "Memory of all loaded models together, on the GPU or else in RAM; the one not used for"
+            " longest makes room.",
+            Group.MODEL,
+            unit=Unit.BYTES,
+            low=MIB,
+            high=2**50,
+            default_is="what is free",
+        ),
+    ] = None
     max_queue: Annotated[
         int, Setting("Requests that may wait.", Group.REQUESTS, low=0, high=10**6)
     ] = 64

@@ -17,7 +17,16 @@ import msgspec
 from appliance.api_keys import check_private
 from appliance.config.folders import OTHER_VARIABLES, config_path, is_credential, kv_dir
 from appliance.config.keys import known_keys
-from appliance.config.sections import SECTIONS, EngineConfig, Settings
+from appliance.config.model_tables import (
+    ALIASES,
+    MODELS,
+    ModelConfig,
+    Settings,
+    alias_table,
+    check_names,
+    model_tables,
+)
+from appliance.config.sections import SECTIONS, EngineConfig
 from appliance.config.server_section import ServerConfig
 from appliance.config.setting import ENV_PREFIX, fields_of, flag_of, nearest
 from appliance.errors import ConfigError
@@ -58,9 +67,49 @@ def load_settings(flags: Given, path: Path | None = None) -> Settings:
     settings = Settings(
         engine=load_section(EngineConfig, engine, path),
         server=load_section(ServerConfig, server, path),
+        **_load_models(engine, path),
     )
     known_keys(settings.server)  # find a bad key file before anything is loaded
+    if settings.models and settings.server.served_model_name is not None:
+        raise ConfigError(
+            "served_model_name names one model; tables [models.NAME] name theirs themselves"
+        )
     return settings
+
+
+def _load_models(given: Given, path: Path | None) -> dict[str, Any]:
+    """Return the fields of `Settings` about several models.
+
+    A model named by flag or variable is loaded first, or served alone if no table has its name.
+    """
+    file = config_path(path)
+    parsed = {} if file is None else _parse(file)[0]
+    if file is None or not (parsed.get(MODELS) or parsed.get(ALIASES)):
+        return {}
+    aliases = alias_table(file, parsed)
+    asked = written_settings(EngineConfig, given, path).get("model")
+    first = "" if asked is None else str(asked.value)
+    first = aliases.get(first, first)
+    models = []
+    for name, table in model_tables(file, parsed).items():
+        place = f"{file}: {MODELS}.{name}"
+        written = written_settings(
+            EngineConfig, {**given, "model": None}, path, table=(place, table)
+        )
+        model = str(table.get("model") or name)
+        written["model"] = WrittenSetting(model, f"{place}.model")
+        models.append(ModelConfig(engine=_built(EngineConfig, written), name=name))
+    names = [one.name or "" for one in models]
+    if not models:
+        return {"aliases": aliases}
+    check_names(names, aliases)
+    if first and first not in names:
+        if asked is not None and asked.origin.startswith(str(file)):
+            raise ConfigError(f"{asked.origin} names a model beside [{MODELS}]; give it a table")
+        logger.info("%s has no table in %s and is served alone", first, file)
+        return {}
+    models.sort(key=lambda one: one.name != first)
+    return {"models": tuple(models), "aliases": aliases}
 
 
 def load_section(
@@ -81,8 +130,11 @@ def load_section(
     Raises:
         ConfigError: see `load_settings`.
     """
+    return _built(section, written_settings(section, given, path, spell=spell))
+
+
+def _built(section: type[AnySection], written: Mapping[str, WrittenSetting]) -> AnySection:
     fields = fields_of(section)
-    written = written_settings(section, given, path, spell=spell)
     values = {name: fields[name].read(one.value, one.origin) for name, one in written.items()}
     try:
         return section(**values)
@@ -98,8 +150,12 @@ def written_settings(
     path: Path | None = None,
     *,
     spell: Callable[[str], str] = flag_of,
+    table: tuple[str, Given] = ("", {}),
 ) -> dict[str, WrittenSetting]:
     """Collect what is written for a section, by setting; the arguments are `load_section`'s.
+
+    Args:
+        table: place and keys of a further table of the file, over the section's own.
 
     Raises:
         ConfigError: an unknown key; values are not checked.
@@ -109,6 +165,8 @@ def written_settings(
     file = config_path(path)
     for name, value in _section_of(file, section).items():
         written[name] = WrittenSetting(value, f"{file}: {name}")
+    for name, value in table[1].items():
+        written[name] = WrittenSetting(value, f"{table[0]}.{name}")
     for name, field in fields.items():
         if text := os.environ.get(field.variable):
             written[name] = WrittenSetting(text, field.variable)
@@ -122,10 +180,13 @@ def written_settings(
 
 def with_kv_folder(settings: Settings) -> Settings:
     """Set a server's KV folder to the usual one, unless the settings choose another."""
-    if settings.engine.kv_disk != "auto":
-        return settings
-    engine = msgspec.structs.replace(settings.engine, kv_disk=str(kv_dir()))
-    return msgspec.structs.replace(settings, engine=engine)
+
+    def placed(engine: EngineConfig) -> EngineConfig:
+        if engine.kv_disk != "auto":
+            return engine
+        return msgspec.structs.replace(engine, kv_disk=str(kv_dir()))
+
+    return settings.with_engines(placed)
 
 
 def warn_of_unknown_variables() -> None:
@@ -154,27 +215,36 @@ def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, A
     """Read a section of a configuration file; keys of other sections are checked too."""
     if path is None:
         return {}
-    try:
-        with path.open("rb") as file:
-            tables = tomllib.load(file)
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    tables, mode = _parse(path)
     for name, table in tables.items():
+        if name in (MODELS, ALIASES):
+            continue
         if name not in SECTIONS:
-            raise ConfigError(f"{path}: unknown section [{name}]{nearest(name, SECTIONS)}")
+            known = [*SECTIONS, MODELS, ALIASES]
+            raise ConfigError(f"{path}: unknown section [{name}]{nearest(name, known)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {name} must be a section: [{name}]")
         fields = fields_of(SECTIONS[name])
         for key in table:
             if key not in fields:
                 raise ConfigError(f"{path}: unknown key {key!r} in [{name}]{nearest(key, fields)}")
+    model_tables(path, tables)
+    alias_table(path, tables)
     found: dict[str, Any] = tables.get(_name_of(section), {})
     if (found.get("api_key") or found.get("api_keys")) and not is_credential(path):
         check_private(path, mode)
     return found
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the tables of a file, and its mode."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file), os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def _name_of(section: type[msgspec.Struct]) -> str:

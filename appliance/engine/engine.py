@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.adapters.loader import AdapterLoader
+    from appliance.engine.admission import Admission
     from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.messages import EngineInfo, SequenceDelta, Vocabulary
     from appliance.engine.plan import Plan, Sampled
@@ -95,6 +96,7 @@ class LLMEngine:
         metadata: memoryview | None,
         on_progress: Callable[[str, int, int], None],
         beacon: Beacon | None = None,
+        admission: Admission | None = None,
     ) -> LLMEngine:
         """Plan memory, then load the model.
 
@@ -104,12 +106,15 @@ class LLMEngine:
             metadata: memory for block metadata; None keeps it private.
             on_progress: called with stage, done, total.
             beacon: shows progress to other processes; None keeps it private.
+            admission: the memory that it may take among others; None is all that is free.
 
         Raises:
             ModelError: the model cannot be read or is not supported.
             MemoryPlanError: it does not fit.
         """
-        parts = load_parts(config, eos_token_ids, metadata, on_progress, beacon=beacon)
+        parts = load_parts(
+            config, eos_token_ids, metadata, on_progress, beacon=beacon, admission=admission
+        )
         engine = cls(*parts, beacon=beacon)
         if engine._adapters is not None:
             for ref in configured_adapters(config):

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import psutil
 import torch
 
 from appliance.engine.adapters.loader import AdapterLoader, check_adapters, planned_bytes
+from appliance.engine.admission import Admission
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.open_pages import num_open_pages
@@ -72,6 +74,7 @@ def load_parts(
     device: Device | None = None,
     beacon: Beacon | None = None,
     source: ModelSource | None = None,
+    admission: Admission | None = None,
 ) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers, AdapterLoader | None]:
     """Load all parts of an engine; see `LLMEngine.load`.
 
@@ -79,6 +82,7 @@ def load_parts(
         device: runs steps; None takes the GPU or the CPU, wherever the model goes.
         beacon: counts a step's progress.
         source: the model, if opened already; None opens `config.model`.
+        admission: the memory that it may take among others; None is all that is free.
     """
     begin = time.perf_counter()
     stages = [("imports", time.monotonic())]
@@ -94,7 +98,10 @@ def load_parts(
     if device is None:
         device = _open_device(precision.device)
     num_open = _num_open(config, source, precision, device.is_asynchronous)
-    request = _memory_request(config, source, precision, execution, num_open)
+    request = (admission or Admission()).plan(
+        partial(_memory_request, config, source, precision, execution, num_open),
+        measured=device.is_asynchronous,
+    )
     # Where the workspace is measured later, refuse only what cannot fit at all.
     plan = plan_memory(replace(request, workspace_bytes=0) if device.is_asynchronous else request)
     stages.append(("header and plan", time.monotonic()))

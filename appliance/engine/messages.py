@@ -17,10 +17,16 @@ from appliance.stats import SequenceView as SequenceView
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """The first message: the settings to load."""
+    """The first message: the settings to load, and the memory; see `Admission`."""
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
+    memory_limit: int | None = None
+    is_shared: bool = False
+
+
+class Proceed(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Planned`: the memory may be taken."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +145,13 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
+class Planned(msgspec.Struct, frozen=True, tag=True):
+    """The memory is planned and not taken; the engine waits for `Proceed`."""
+
+    needed_bytes: int
+    free_bytes: int  # that may be used now
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The loaded model and its memory layout; bytes unless said otherwise."""
 
@@ -200,5 +213,15 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     adapters: tuple[AdapterAnswer, ...] = ()
 
 
-ToEngine = Load | Submit | Abort | FetchTable | Vocabulary | LoadAdapter | UnloadAdapter | Shutdown
-FromEngine = Progress | Ready | StartFailed | StepReport
+ToEngine = (
+    Load
+    | Proceed
+    | Submit
+    | Abort
+    | FetchTable
+    | Vocabulary
+    | LoadAdapter
+    | UnloadAdapter
+    | Shutdown
+)
+FromEngine = Progress | Planned | Ready | StartFailed | StepReport

@@ -20,6 +20,7 @@ from appliance.server.openapi import describes
 
 if TYPE_CHECKING:
     from appliance.adapter_names import AdapterRegistry
+    from appliance.server.model_state import ModelState
     from appliance.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -53,20 +54,22 @@ class UnknownAdapterError(RequestError):
     type = "not_found_error"
 
 
-def adapters_router(state: ServerState) -> APIRouter:
+def adapters_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
 
     @router.post("/v1/load_lora_adapter", **describes(LoadAdapterRequest, None))
     async def load_lora_adapter(request: Request) -> Response:
-        """Load an adapter from the allowed folder."""
+        """Load an adapter of the first model from the allowed folder."""
+        state = server.default
         _check_key(state, request)
         body, _ = await read_json(
             request, LoadAdapterRequest, max_bytes=state.config.max_body_bytes
         )
         ref = _asked_for(state.adapters, body)
         known = state.adapters.find(body.lora_name)
-        if body.lora_name == state.model_id or (
+        models = {model.model_id for model in server.models} | server.aliases.keys()
+        if body.lora_name in models or (
             known is not None and known.path != ref.path and not body.load_inplace
         ):
             raise RequestError(
@@ -83,6 +86,7 @@ def adapters_router(state: ServerState) -> APIRouter:
     @router.post("/v1/unload_lora_adapter", **describes(UnloadAdapterRequest, None))
     async def unload_lora_adapter(request: Request) -> Response:
         """Forget an adapter; those who use it are served to their end."""
+        state = server.default
         _check_key(state, request)
         body, _ = await read_json(
             request, UnloadAdapterRequest, max_bytes=state.config.max_body_bytes
@@ -104,7 +108,7 @@ def adapters_router(state: ServerState) -> APIRouter:
     return router
 
 
-def _check_key(state: ServerState, request: Request) -> None:
+def _check_key(state: ModelState, request: Request) -> None:
     if state.several_keys and key_name(request.scope) != BARE_NAME:
         raise AdapterDoorError("only the key without a name loads and unloads adapters")
 

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.engine.messages import EngineInfo
 from appliance.errors import QueueFullError, RequestError
-from appliance.events import PROTOCOL, BlockTable, Info, Log, Stats, encode_event
+from appliance.events import PROTOCOL, BlockTable, Info, Log, ModelView, Stats, encode_event
 from appliance.jobs import read_jobs
 from appliance.server.door import key_name
 from appliance.server.errors import json_response
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.events import Event, Job
     from appliance.log import RecentWarnings
     from appliance.server.block_feed import BlockFeed
+    from appliance.server.model_state import ModelState
     from appliance.server.state import ServerState
     from appliance.stats import EngineStats, StepView
 
@@ -60,7 +61,7 @@ class NotYoursError(RequestError):
 logger = logging.getLogger(__name__)
 
 
-def admin_router(state: ServerState) -> APIRouter:
+def admin_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
     watchers: set[Watcher] = set()
@@ -70,7 +71,7 @@ def admin_router(state: ServerState) -> APIRouter:
         feed = await asyncio.to_thread(_new_feed)
         if len(watchers) >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboards watch already", retry_after=5)
-        watcher = Watcher(state, feed, key_name(request.scope))
+        watcher = Watcher(server, feed, key_name(request.scope))
         watchers.add(watcher)
         return EventStream(
             watcher.frames(),
@@ -86,14 +87,15 @@ def admin_router(state: ServerState) -> APIRouter:
         """Return the physical blocks of a sequence in logical order."""
         request_id, index = request.path_params["request_id"], request.path_params["index"]
         choice = int(index) if index.isdecimal() and len(index) < 8 else -1
-        owner = state.engine.owner_of(request_id)
-        table = await state.engine.fetch_table(request_id, choice)
-        metadata = state.engine.metadata
+        engine = (server.holder_of(request_id) or server.default).engine
+        owner = engine.owner_of(request_id)
+        table = await engine.fetch_table(request_id, choice)
+        metadata = engine.metadata
         if not table.blocks or metadata is None:
             raise GoneError("no such sequence holds blocks now")
         from appliance.server.block_feed import table_entries
 
-        if owner is None or not state.may_manage(key_name(request.scope), owner):
+        if owner is None or not server.may_manage(key_name(request.scope), owner):
             # Who can guess a prompt could tell by its hashes that it was asked.
             table = msgspec.structs.replace(table, hashes=b"")
         return json_response(
@@ -111,22 +113,24 @@ def admin_router(state: ServerState) -> APIRouter:
     async def abort(request: Request) -> Response:
         """End a request in any phase; its client is told."""
         request_id = request.path_params["request_id"]
-        owner, holder = state.engine.owner_of(request_id), key_name(request.scope)
+        engine = (server.holder_of(request_id) or server.default).engine
+        holder = key_name(request.scope)
+        owner = engine.owner_of(request_id)
         if owner is None:
             raise GoneError("no such request is open")
-        if not state.may_manage(holder, owner):
+        if not server.may_manage(holder, owner):
             raise NotYoursError(
                 f"this request is of {owner!r}; a key can end its own, and only the key without "
                 "a name those of others"
             )
-        state.engine.cancel(request_id)
+        engine.cancel(request_id)
         logger.info("%s: ended by a dashboard%s", request_id, f" of {holder}" if holder else "")
         return json_response(Aborted(aborted=True))
 
     @router.get("/admin/v1/quality", **describes(None, None))
-    async def quality() -> Response:
-        """The quality card of the model, as `quality.json` has it; null if there is none."""
-        card = state.quality_card
+    async def quality(request: Request) -> Response:
+        """The quality card of a model, as `quality.json` has it; null if there is none."""
+        card = server.find(request.query_params.get("model")).quality_card
         content = b"null" if card is None else card.as_json
         return Response(content, media_type="application/json")
 
@@ -134,19 +138,21 @@ def admin_router(state: ServerState) -> APIRouter:
 
 
 class Watcher:
-    """The feeds of one dashboard, which send it news only.
+    """The feeds of one dashboard, which send it news only, of one model at a time.
 
     Args:
         blocks: what it knows of the block map.
         holder: name of the key that it watches with.
     """
 
-    def __init__(self, state: ServerState, blocks: BlockFeed, holder: str) -> None:
-        self._state = state
+    def __init__(self, server: ServerState, blocks: BlockFeed, holder: str) -> None:
+        self._server = server
+        self._state = server.shown()
         self._blocks = blocks
+        self._holder = holder
         self._info: Info | None = None
-        self._sequences = SequenceFeed(state, holder)
-        self._log = LogFeed(state.warnings)
+        self._sequences = SequenceFeed(self._state, holder)
+        self._log = LogFeed(server.warnings)
         self._jobs: dict[str, Job] = {}
         self._next_stats = 0.0
         self._rates = TokenRates()
@@ -154,9 +160,9 @@ class Watcher:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield frames as long as the server runs; a slow reader gets fewer, not late ones."""
-        while not self._state.closing:
+        while not self._server.closing:
             if time.monotonic() >= self._next_stats:
-                await self._state.machine.read()
+                await self._server.machine.read()
             events = self.poll()
             if events:
                 yield b"".join(map(encode_event, events))
@@ -164,6 +170,7 @@ class Watcher:
 
     def poll(self) -> list[Event]:
         """Events that are due."""
+        self._look_at(self._server.shown(self._state))
         engine = self._state.engine
         events: list[Event] = []
         info = server_info(self._state)
@@ -181,9 +188,15 @@ class Watcher:
             events += [*self._new_jobs(), self._stats()]
         return events
 
+    def _look_at(self, model: ModelState) -> None:
+        """Show this model from now on; the block map notices another engine by itself."""
+        if model is not self._state:
+            self._state, self._last_step = model, None
+            self._sequences, self._rates = SequenceFeed(model, self._holder), TokenRates()
+
     def _new_jobs(self) -> list[Job]:
         """Return the jobs that made progress; a lost one counts as ended."""
-        folder = self._state.jobs_folder
+        folder = self._server.jobs_folder
         before, self._jobs = self._jobs, {} if folder is None else read_jobs(folder)
         ended = [job for file, job in before.items() if file not in self._jobs]
         changed = [job for file, job in self._jobs.items() if job != before.get(file)]
@@ -195,7 +208,7 @@ class Watcher:
         now = time.time()
         return Stats(
             time=now,
-            uptime_seconds=now - self._state.started,
+            uptime_seconds=now - self._server.started,
             engine=engine.stats,
             requests_running=engine.num_running,
             requests_waiting=engine.num_waiting,
@@ -207,7 +220,7 @@ class Watcher:
             inter_token_latency=metrics.inter_token_latency.quantiles(),
             end_to_end=metrics.end_to_end.quantiles(),
             queue_wait=metrics.queue_wait.quantiles(),
-            machine=self._state.machine.latest,
+            machine=self._server.machine.latest,
             steps=self._new_steps(),
         )
 
@@ -272,7 +285,7 @@ def _new_feed() -> BlockFeed:
     return BlockFeed()
 
 
-def server_info(state: ServerState) -> Info:
+def server_info(state: ModelState) -> Info:
     """Describe the server, and the model once it is loaded."""
     engine = state.engine
     facts: dict[str, Any] = {}
@@ -292,4 +305,9 @@ def server_info(state: ServerState) -> Info:
         "sampling": dict(state.sampling.values),
         "prompts_shown": state.config.show_prompts,
     }
+    if len(state.server.models) > 1:
+        facts["models"] = tuple(
+            ModelView(name=one.model_id, state=one.engine.state.value)
+            for one in state.server.models
+        )
     return Info(**facts)

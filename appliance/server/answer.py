@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from appliance.engine.messages import SequenceDelta
     from appliance.engine.process.generation import Generation
     from appliance.engine.request import Request
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
     from appliance.tokenizer import Tokenizer
 
 MAX_TURN = 64  # pieces that are handed over together
@@ -115,7 +115,7 @@ class Answer:
 
     def __init__(
         self,
-        state: ServerState,
+        state: ModelState,
         requests: Sequence[Request],
         reading: Reading | None = None,
         *,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 CLIENT_GONE_STATUS = 499  # nginx's number for a client that closed the connection
 
 
-def create_app(state: ServerState) -> FastAPI:
+def create_app(server: ServerState) -> FastAPI:
     """Build the application of one server."""
     app = FastAPI(
         title="Appliance",
@@ -50,26 +50,28 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     routers = (
-        openai_router(state),
-        responses_router(state),
-        anthropic_router(state),
-        ollama_router(state),
-        retrieval_router(state),
-        adapters_router(state),
-        health_router(state),
-        admin_router(state),
+        openai_router(server),
+        responses_router(server),
+        anthropic_router(server),
+        ollama_router(server),
+        retrieval_router(server),
+        adapters_router(server),
+        health_router(server),
+        admin_router(server),
         web_page_router(),
     )
     for router in routers:
         app.include_router(router)
-    openapi.install(app, key_required=bool(state.keys()), root_path=root_path(state.config))
-    state.metrics.add(EngineCollector(state))
-    state.metrics.add(MachineCollector(state))
-    app.add_middleware(Idempotency, max_body_bytes=state.config.max_body_bytes)
-    app.add_middleware(Door, config=state.config, keys=state.keys, metrics=state.metrics)
-    if state.config.access_log:
+    openapi.install(app, key_required=bool(server.keys()), root_path=root_path(server.config))
+    config = server.config
+    for model in server.models:
+        model.metrics.add(EngineCollector(model))
+    server.metrics.add(MachineCollector(server))
+    app.add_middleware(Idempotency, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(Door, config=config, keys=server.keys, metrics=server.metrics)
+    if config.access_log:
         app.add_middleware(AccessLog)
-    app.add_middleware(Proxies, config=state.config)  # the last one is the outermost
+    app.add_middleware(Proxies, config=config)  # the last one is the outermost
     answer_error = partial(_answer_error, [route for router in routers for route in router.routes])
     for kind in (ApplianceError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)

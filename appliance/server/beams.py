@@ -12,10 +12,10 @@ from appliance.stop_pieces import stop_pieces
 
 if TYPE_CHECKING:
     from appliance.engine.request import Request
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
 
 
-async def prepare_beams(state: ServerState, requests: list[Request]) -> list[Request]:
+async def prepare_beams(state: ModelState, requests: list[Request]) -> list[Request]:
     """Prepare requests with beam search; others stay as they are.
 
     Raises:

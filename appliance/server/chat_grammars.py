@@ -15,12 +15,12 @@ from appliance.server.grammars import checked_grammar, expect_grammars, grammar_
 
 if TYPE_CHECKING:
     from appliance.server.conversation import Conversation
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
     from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
 
 
-async def chat_grammar(state: ServerState, chat: Conversation, *, thinking: bool) -> Grammar | None:
+async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool) -> Grammar | None:
     """The grammar for the engine; None if any answer is right.
 
     Args:

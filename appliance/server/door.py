@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from appliance.config import ServerConfig
     from appliance.server.key_ring import KeyRing
-    from appliance.server.metrics import Metrics
+    from appliance.server.shared_metrics import SharedMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
 PREFLIGHT_SECONDS = 600  # for which a browser need not ask again
@@ -49,7 +49,7 @@ class Door:
     """
 
     def __init__(
-        self, app: ASGIApp, *, config: ServerConfig, keys: KeyRing, metrics: Metrics
+        self, app: ASGIApp, *, config: ServerConfig, keys: KeyRing, metrics: SharedMetrics
     ) -> None:
         self._app = app
         self._metrics = metrics

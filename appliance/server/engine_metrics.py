@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -14,20 +13,19 @@ from appliance.engine.blocks.block_word import count_states
 from appliance.engine.process.supervisor import EngineState
 from appliance.server.metric_families import counter, gauge, histogram
 from appliance.stats import COMPILE_SECONDS
-from appliance.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from prometheus_client.core import Metric
 
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
 
 
 class EngineCollector(Collector):
     """Collects metrics from the engine's latest report."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ModelState) -> None:
         self._state = state
         self._labels = {"model_name": state.model_id}
 
@@ -81,11 +79,6 @@ class EngineCollector(Collector):
                 "appliance_requests_failed",
                 "Requests that ended with an error or without a reader.",
                 self._state.metrics.failed,
-            ),
-            (
-                "appliance_log_warnings",
-                "Warnings and errors in the log.",
-                self._state.warnings.total,
             ),
         ):
             yield counter(name, text, [(self._labels, value)])
@@ -223,7 +216,7 @@ class EngineCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         # Zeros too, so that no series ends when nobody asks for anything.
-        names = self._state.keys() or (NO_KEY,)
+        names = self._state.key_names
         counts = Counter({(name, state): 0 for name in names for state in ("running", "waiting")})
         for request, started in self._state.engine.open_requests():
             counts[request.owner or NO_KEY, "running" if started else "waiting"] += 1
@@ -237,10 +230,8 @@ class EngineCollector(Collector):
         )
 
     def _facts(self) -> Iterator[Metric]:
-        build = {"version": __version__, "python": platform.python_version()}
         card = self._state.quality_card
         facts = () if card is None else card.facts
-        yield gauge("appliance_build_info", "What is running.", [(build, 1)])
         yield gauge(
             "appliance_quality",
             "The quality card of the model: what quantizing its weights cost.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from appliance.engine.request import AdapterRef
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
     from appliance.tokenizer import Tokenizer
 
 
@@ -26,7 +26,7 @@ class Exchange:
 
     @classmethod
     def begin(
-        cls, state: ServerState, prefix: str, adapter: AdapterRef | None, *, logprobs: bool
+        cls, state: ModelState, prefix: str, adapter: AdapterRef | None, *, logprobs: bool
     ) -> Exchange:
         """A new one; its id starts with `prefix`."""
         info, tokenizer = state.serving()

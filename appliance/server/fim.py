@@ -11,11 +11,11 @@ from appliance.tokenizer.fim import FORMS, end_ids, find_form
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
 
 
 async def fim_prompts(
-    state: ServerState, prompt: object, suffix: str
+    state: ModelState, prompt: object, suffix: str
 ) -> tuple[list[list[int]], list[int]]:
     """Token ids of each prompt with its suffix, and ids that end an answer to it.
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.engine.messages import Vocabulary
+    from appliance.server.model_state import ModelState
     from appliance.server.schema import ResponseFormat, SamplingFields
-    from appliance.server.state import ServerState
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 1 << 30
@@ -88,7 +88,7 @@ class GrammarChecks:
         self._workers.close()
 
 
-async def prepare_grammar(state: ServerState, body: SamplingFields) -> Grammar | None:
+async def prepare_grammar(state: ModelState, body: SamplingFields) -> Grammar | None:
     """Return the grammar that the engine enforces, or None.
 
     Raises:
@@ -101,7 +101,7 @@ async def prepare_grammar(state: ServerState, body: SamplingFields) -> Grammar |
     return await checked_grammar(state, grammar, param)
 
 
-async def checked_grammar(state: ServerState, grammar: Grammar, param: str) -> Grammar:
+async def checked_grammar(state: ModelState, grammar: Grammar, param: str) -> Grammar:
     """A grammar that is ready for the engine, and the engine for it.
 
     Raises:
@@ -114,7 +114,7 @@ async def checked_grammar(state: ServerState, grammar: Grammar, param: str) -> G
     return grammar
 
 
-def expect_grammars(state: ServerState) -> asyncio.Future[Vocabulary]:
+def expect_grammars(state: ModelState) -> asyncio.Future[Vocabulary]:
     """Have the engine learn the model's tokens, and prepare for grammars when it has time.
 
     That takes it a second for a large vocabulary, and memory, so only who offers tools or asks for
@@ -129,7 +129,7 @@ def expect_grammars(state: ServerState) -> asyncio.Future[Vocabulary]:
     return checks.vocabulary
 
 
-def _check_tokens(state: ServerState, vocabulary: Vocabulary, grammar: Grammar, param: str) -> None:
+def _check_tokens(state: ModelState, vocabulary: Vocabulary, grammar: Grammar, param: str) -> None:
     info, _ = state.serving()
     control = {vocabulary.tokens[i].decode(errors="replace") for i in vocabulary.special}
     try:

@@ -8,7 +8,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError
 from appliance.server.errors import error_response, json_response
 from appliance.server.openapi import describes
@@ -20,26 +19,35 @@ if TYPE_CHECKING:
 class Health(msgspec.Struct, omit_defaults=True):
     """Answer of /health and /ready."""
 
-    status: str  # ok, asleep or waking; of /ready, ready
+    status: str  # ok, asleep, waking or loading, the liveliest of all models; of /ready, ready
     restarts: int = 0  # of the engine; left out where there were none
     quarantined: int = 0  # requests that are refused for a while, because engines died of them
+    models: dict[str, str] = {}  # states by id, where there are several
 
 
-def health_router(state: ServerState) -> APIRouter:
+def health_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
 
     @router.get("/health", **describes(None, Health))
     async def health(request: Request) -> Response:
         """200 while the engine works or sleeps, also while the server drains; else 503, and why."""
-        why = state.not_working
-        engine = state.engine
+        why = server.not_working
+        engines = [model.engine for model in server.models]
+        restarts = sum(engine.restarts for engine in engines)
         if why is None:
-            word = "ok" if engine.state is EngineState.READY else engine.state.value
-            return json_response(Health(word, engine.restarts, engine.quarantined))
+            states = {model.model_id: model.engine.state.value for model in server.models}
+            return json_response(
+                Health(
+                    server.state_word,
+                    restarts,
+                    sum(engine.quarantined for engine in engines),
+                    states if len(states) > 1 else {},
+                )
+            )
         # Open to all, so it does not tell the reason of a failure.
-        seconds = engine.seconds_to_start
-        when = f"; restart {engine.restarts + 1} begins in {seconds:.0f} s" if seconds > 0 else ""
+        seconds = server.default.engine.seconds_to_start
+        when = f"; restart {restarts + 1} begins in {seconds:.0f} s" if seconds > 0 else ""
         return error_response(
             EngineUnavailableError(f"the engine is {why}{when}", retry_after=seconds or None),
             request.scope,
@@ -48,10 +56,11 @@ def health_router(state: ServerState) -> APIRouter:
     @router.get("/ready", **describes(None, Health))
     async def ready(request: Request) -> Response:
         """200 if a request that comes now would be accepted."""
-        why = state.unavailable
-        if why is None and state.doubtful:
+        why = "draining" if server.draining else server.not_working
+        able = [model for model in server.models if not model.doubtful]
+        if why is None and not able:
             why = "waiting for the engine, which does not respond"
-        if why is None and not state.queue.has_room():
+        if why is None and not any(model.queue.has_room() for model in able):
             why = "busy: the queue is full"
         if why is None:
             return json_response(Health("ready"))
@@ -60,7 +69,7 @@ def health_router(state: ServerState) -> APIRouter:
     @router.get("/metrics", **describes(None, None, media_types=("text/plain",)))
     async def metrics() -> Response:
         """Metrics in Prometheus' text format; the engine is not involved."""
-        await state.machine.read()
-        return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        await server.machine.read()
+        return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from appliance.server import unsupported
@@ -21,11 +22,11 @@ from appliance.server.errors import json_response
 from appliance.server.exchange import Exchange
 from appliance.server.prompt import chat_prompt
 from appliance.server.sampling import completion_budget, sampling_params
-from appliance.server.stream import unless_disconnected
+from appliance.server.stream import SERVER_SENT_EVENTS, EventStream, unless_disconnected
 from appliance.server.terms import Terms, salt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     import msgspec
     from fastapi import Request, Response
@@ -35,37 +36,87 @@ if TYPE_CHECKING:
     from appliance.server.answer import Reading, Whole
     from appliance.server.body import StructT
     from appliance.server.conversation import Conversation
+    from appliance.server.model_state import ModelState
     from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
+    from appliance.server.stream import Wire
 
 
 async def take_body(
-    state: ServerState,
+    server: ServerState,
     request: Request,
     kind: type[StructT],
     table: dict[str, tuple[Any, ...]],
     harmless: set[str],
-) -> StructT:
-    """The body of a request that may come now.
+    *,
+    find: Callable[[str | None], ModelState] | None = None,
+    streams: bool = False,
+) -> tuple[ModelState, StructT]:
+    """The body of a request that may come now, and the model that it names.
 
     Args:
         table: fields that are not supported; see `unsupported`.
         harmless: fields without effect.
+        find: returns the model of a name; None stands for `ServerState.find`.
+        streams: the answer may be a stream, so that `once_loaded` waits for the model.
 
     Raises:
-        RequestError: there is no room for it, or the body is wrong.
-        EngineUnavailableError: nothing is loaded.
+        RequestError: there is no room for it, the body is wrong, or no such model is served.
+        EngineUnavailableError: nothing is loaded, or the model cannot be.
     """
-    state.serving()
-    state.queue.check(key_name(request.scope))
-    body, fields = await read_json(request, kind, max_bytes=state.config.max_body_bytes)
+    owner = key_name(request.scope)
+    server.check_room(owner)
+    body, fields = await read_json(request, kind, max_bytes=server.config.max_body_bytes)
     unsupported.refuse_unsupported(fields, table)
     note_ignored(fields, {*body.__struct_fields__, *table, *harmless})
-    return body
+    name = getattr(body, "model", None) or getattr(body, "name", None)
+    model = (find or server.find)(name)
+    if not streams:
+        await unless_disconnected(request.receive, model.loaded())
+    if model.is_loaded and len(server.models) > 1:
+        model.serving()
+        model.queue.check(owner)
+    return model, body
+
+
+async def once_loaded(
+    model: ModelState,
+    request: Request,
+    respond: Callable[[], Awaitable[Response]],
+    *,
+    streams: bool,
+    wire: Wire = SERVER_SENT_EVENTS,
+) -> Response:
+    """The response to a request, once its model has been loaded.
+
+    Args:
+        respond: begins the answer.
+        streams: it is a stream, whose client is told meanwhile that it is not forgotten.
+        wire: of this stream.
+
+    Raises:
+        EngineUnavailableError: the model cannot be loaded.
+    """
+    if model.is_loaded or not streams:
+        if not model.is_loaded:
+            await unless_disconnected(request.receive, model.loaded())
+        return await respond()
+    return EventStream(_late_frames(model, respond), wire=wire)
+
+
+async def _late_frames(
+    model: ModelState, respond: Callable[[], Awaitable[Response]]
+) -> AsyncGenerator[bytes, None]:
+    await model.loaded()
+    response = await respond()
+    assert isinstance(response, EventStream)
+    async with aclosing(response.handed_over()) as frames:
+        async for frame in frames:
+            yield frame
 
 
 async def begin_chat(
-    state: ServerState, chat: Conversation, owner: str, *, prefix: str, request_id: str
+    state: ModelState, chat: Conversation, owner: str, *, prefix: str, request_id: str
 ) -> tuple[Answer, Exchange]:
     """Hand a chat to the engine; the answer is to be closed in every case.
 
@@ -98,7 +149,7 @@ async def begin_chat(
 
 
 async def submit(
-    state: ServerState,
+    state: ModelState,
     body: SamplingFields,
     prompts: Sequence[list[int]],
     max_tokens: int | None,

@@ -11,6 +11,8 @@ from appliance.events import Machine
 from appliance.server.gpu import GpuProbe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import psutil
 
     from appliance.engine.process.client import EngineClient
@@ -23,13 +25,15 @@ class MachineProbe:
     """Reads processes and GPUs once for all watchers.
 
     Args:
-        engine: whose process is counted beside this one.
+        engines: lists those whose processes are counted beside this one.
         gpus: what reads the GPUs.
     """
 
-    def __init__(self, engine: EngineClient, gpus: GpuProbe | None = None) -> None:
+    def __init__(
+        self, engines: Callable[[], Sequence[EngineClient]], gpus: GpuProbe | None = None
+    ) -> None:
         self.latest: Machine | None = None
-        self._engine = engine
+        self._engines = engines
         self._gpus = gpus or GpuProbe()
         self._reading: asyncio.Task[Machine] | None = None
         self._when = 0.0
@@ -44,8 +48,10 @@ class MachineProbe:
         now = time.monotonic()
         stale = self.latest is None or now - self._when > FRESH_SECONDS
         if stale and self._reading is None:
-            tokens = self._engine.stats.generation_tokens_total
-            work = asyncio.to_thread(self._read, now, self._engine.pid, tokens)
+            engines = self._engines()
+            tokens = sum(engine.stats.generation_tokens_total for engine in engines)
+            pids = {engine.pid for engine in engines if engine.pid is not None}
+            work = asyncio.to_thread(self._read, now, pids, tokens)
             self._reading = asyncio.create_task(work, name="machine")
         reading = self._reading
         if reading is not None:
@@ -54,14 +60,13 @@ class MachineProbe:
                 self.latest, self._reading = reading.result(), None
         return self.latest
 
-    def _read(self, now: float, engine_pid: int | None, tokens: int) -> Machine:
+    def _read(self, now: float, engine_pids: set[int], tokens: int) -> Machine:
         import psutil  # not before somebody watches
 
         seconds, self._when = now - self._when, now
         before, self._busy = self._busy, {}
         resident = {}
-        for pid in {os.getpid(), engine_pid} - {None}:
-            assert pid is not None
+        for pid in {os.getpid(), *engine_pids}:
             try:
                 process = self._processes.setdefault(pid, psutil.Process(pid))
                 times = process.cpu_times()
@@ -75,9 +80,9 @@ class MachineProbe:
             cpu_cores=len(os.sched_getaffinity(0)),
             cpu_used=used / seconds if before else 0.0,
             api_cpu_seconds=self._busy.get(os.getpid(), 0.0),
-            engine_cpu_seconds=self._busy.get(engine_pid or 0, 0.0),
+            engine_cpu_seconds=sum(self._busy.get(pid, 0.0) for pid in engine_pids),
             api_rss_bytes=resident.get(os.getpid(), 0),
-            engine_rss_bytes=resident.get(engine_pid or 0, 0),
+            engine_rss_bytes=sum(resident.get(pid, 0) for pid in engine_pids),
             memory_total_bytes=memory.total,
             memory_available_bytes=memory.available,
             gpus=self._gpus.read(tokens),

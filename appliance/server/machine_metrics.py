@@ -1,4 +1,4 @@
-"""Processes and GPUs for Prometheus, as `machine` read them for this scrape."""
+"""Log, processes and GPUs for Prometheus, these as `machine` read them for this scrape."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ _GPU_GAUGES = (
 
 
 class MachineCollector(Collector):
-    """Shows the latest reading; makes none itself, since that may block."""
+    """Counts warnings, and shows the latest reading; makes none itself, since that may block."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
         """For the registry."""
+        warnings = self._state.warnings.total
+        yield counter("appliance_log_warnings", "Warnings and errors in the log.", [({}, warnings)])
         machine = self._state.machine.latest
         if machine is None:
             return

@@ -10,15 +10,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Summary, generate_latest
+from prometheus_client import CollectorRegistry, Counter
 
 from appliance.api_keys import NO_KEY
 from appliance.events import Quantiles
 from appliance.server.histogram import HistogramCollector
+from appliance.server.shared_metrics import SharedMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from prometheus_client.registry import Collector
 
     from appliance.engine.messages import StepReport
@@ -61,10 +60,17 @@ class RecentTimes:
 
 
 class Metrics:
-    """Everything that is counted in one API process."""
+    """Everything that the API process counts of one model.
 
-    def __init__(self, model_name: str) -> None:
+    Args:
+        model_name: value of the label `model_name`.
+        shared: what is counted of all models together.
+    """
+
+    def __init__(self, model_name: str, shared: SharedMetrics | None = None) -> None:
         self.registry = CollectorRegistry()
+        self.shared = shared or SharedMetrics()
+        self.shared.registries.append(self.registry)
         self.model_name = model_name
         self.time_to_first_token = RecentTimes()
         self.inter_token_latency = RecentTimes()
@@ -128,42 +134,10 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self._waits = Summary(
-            "appliance_queue_wait_seconds",
-            "In the engine's queue, by the name of the key.",
-            ["key"],
-            registry=self.registry,
-        )
-        self._shed = Counter(
-            "appliance_requests_shed",
-            "Requests refused because too many waited, by the name of their key.",
-            ["key"],
-            registry=self.registry,
-        )
-        self._expired = Counter(
-            "appliance_requests_expired",
-            "Requests or choices whose time was over while they waited or ran, by key.",
-            ["key", "state"],
-            registry=self.registry,
-        )
-        self._responses = Counter(
-            "appliance_http_responses",
-            "HTTP responses by route and status.",
-            ["route", "status"],
-            registry=self.registry,
-        )
 
     def add(self, collector: Collector) -> None:
         """Register a collector of numbers kept elsewhere."""
         self.registry.register(collector)
-
-    def know_keys(self, names: Iterable[str]) -> None:
-        """Start the counters of each key at zero, so that no series starts with its first event."""
-        for name in names:
-            self._waits.labels(name)
-            self._shed.labels(name)
-            for state in ("waiting", "running"):
-                self._expired.labels(name, state)
 
     def take_steps(self, report: StepReport) -> None:
         """Count the steps that the engine reports."""
@@ -179,23 +153,15 @@ class Metrics:
 
     def observe_wait(self, owner: str, seconds: float) -> None:
         """A request of a key left the queue after so long."""
-        self._waits.labels(owner or NO_KEY).observe(seconds)
+        self.shared.observe_wait(owner or NO_KEY, seconds)
 
     def count_shed(self, owner: str) -> None:
         """A request of a key was refused because too many waited."""
-        self._shed.labels(owner or NO_KEY).inc()
+        self.shared.count_shed(owner or NO_KEY)
 
     def count_expired(self, owner: str, state: str) -> None:
         """The time of a request of a key was over while it was `waiting` or `running`."""
-        self._expired.labels(owner or NO_KEY, state).inc()
-
-    def count_response(self, route: str, status: int) -> None:
-        """A response began."""
-        self._responses.labels(route, str(status)).inc()
-
-    def render(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)
+        self.shared.count_expired(owner or NO_KEY, state)
 
 
 @dataclass(frozen=True, slots=True)

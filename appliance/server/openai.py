@@ -16,7 +16,7 @@ from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import prepare_grammar
-from appliance.server.intake import begin_chat, submit, take_body, whole_response
+from appliance.server.intake import begin_chat, once_loaded, submit, take_body, whole_response
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -27,105 +27,131 @@ from appliance.server.thinking import template_options
 from appliance.server.turns import tools_of, turns_of
 
 if TYPE_CHECKING:
+    from appliance.server.model_state import ModelState
     from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
 
-def openai_router(state: ServerState) -> APIRouter:
+def openai_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", **describes(ChatRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         harmless = unsupported.HARMLESS
-        body = await take_body(state, request, ChatRequest, unsupported.CHAT, harmless)
-        state.check_model(body.model)
+        state, body = await take_body(
+            server, request, ChatRequest, unsupported.CHAT, harmless, streams=True
+        )
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        answer, exchange = await begin_chat(
-            state,
-            _conversation(body),
-            key_name(request.scope),
-            prefix="chatcmpl-",
-            request_id=request_id_of(request.scope),
-        )
-        if body.stream:
-            frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
-            return EventStream(frames, on_close=answer.close)
-        return await whole_response(request, answer, partial(whole_chat, exchange, answer))
+
+        async def respond() -> Response:
+            answer, exchange = await begin_chat(
+                state,
+                _conversation(body),
+                key_name(request.scope),
+                prefix="chatcmpl-",
+                request_id=request_id_of(request.scope),
+            )
+            if body.stream:
+                frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
+                return EventStream(frames, on_close=answer.close)
+            return await whole_response(request, answer, partial(whole_chat, exchange, answer))
+
+        return await once_loaded(state, request, respond, streams=bool(body.stream))
 
     @router.post("/v1/completions", **describes(CompletionRequest, Completion, streams=True))
     async def completions(request: Request) -> Response:
-        body = await take_body(
-            state, request, CompletionRequest, unsupported.COMPLETION, unsupported.HARMLESS
+        state, body = await take_body(
+            server,
+            request,
+            CompletionRequest,
+            unsupported.COMPLETION,
+            unsupported.HARMLESS,
+            streams=True,
         )
-        state.check_model(body.model)
-        if body.suffix:
-            prompts, ends = await fim_prompts(state, body.prompt, body.suffix)
-            body.stop_token_ids = [*(body.stop_token_ids or ()), *ends]
-        else:
-            prompts = await completion_prompts(state, body.prompt)
-        nothing_more = body.max_tokens == 0 and body.prompt_logprobs is None
-        if body.echo and (body.logprobs is not None or nothing_more):
-            scoring = EchoScoring.begin(
-                state,
-                body,
-                prompts,
-                owner=key_name(request.scope),
-                request_id=request_id_of(request.scope),
-            )
-            return await whole_response(request, scoring.answer, scoring.completion)
-        texts = [""] * len(prompts)
-        if body.echo:
-            texts = prompt_text(body.prompt, state.serving()[1])
-        echo = [text for text in texts for _ in range(body.n or 1)]
-        grammar = await prepare_grammar(state, body)
-        answer, exchange = await submit(
-            state,
-            body,
-            prompts,
-            body.max_tokens,
-            body.logprobs,
-            prefix="cmpl-",
-            param="prompt",
-            owner=key_name(request.scope),
-            request_id=request_id_of(request.scope),
-            default=DEFAULT_COMPLETION_TOKENS,
-            grammar=grammar,
-        )
-        if body.stream:
-            frames = completion_frames(
-                exchange, answer, include_usage=_include_usage(body), echo=echo
-            )
-            return EventStream(frames, on_close=answer.close)
-        return await whole_response(
-            request, answer, partial(whole_completion, exchange, answer, echo=echo)
-        )
-
-    def card(adapter: str | None = None) -> ModelCard:
-        info, _ = state.serving()
-        return ModelCard(
-            id=state.model_id if adapter is None else adapter,
-            parent=None if adapter is None else state.model_id,
-            created=int(state.started),
-            max_model_len=info.context_length,
-            default_parameters=dict(state.sampling.values),
-        )
+        respond = partial(_complete, state, request, body)
+        return await once_loaded(state, request, respond, streams=bool(body.stream))
 
     @router.get("/v1/models", **describes(None, ModelList))
     async def models() -> Response:
-        return json_response(ModelList(data=[card(), *map(card, state.adapters.names())]))
+        if not server.is_up:
+            server.default.serving()
+        cards = [
+            model_card(state, adapter)
+            for state in server.models
+            for adapter in (None, *state.adapters.names())
+        ]
+        return json_response(ModelList(data=cards))
 
     @router.get("/v1/models/{model_id:path}", **describes(None, ModelCard, path=("model_id",)))
     async def model(request: Request) -> Response:
         name = request.path_params["model_id"]
-        state.check_model(name)
+        state = server.find(name)
+        if not server.is_up:
+            state.serving()
         adapter = state.adapters.find(name)
-        return json_response(card(None if adapter is None else adapter.name))
+        return json_response(model_card(state, None if adapter is None else adapter.name))
 
     return router
+
+
+async def _complete(state: ModelState, request: Request, body: CompletionRequest) -> Response:
+    if body.suffix:
+        prompts, ends = await fim_prompts(state, body.prompt, body.suffix)
+        body.stop_token_ids = [*(body.stop_token_ids or ()), *ends]
+    else:
+        prompts = await completion_prompts(state, body.prompt)
+    nothing_more = body.max_tokens == 0 and body.prompt_logprobs is None
+    if body.echo and (body.logprobs is not None or nothing_more):
+        scoring = EchoScoring.begin(
+            state,
+            body,
+            prompts,
+            owner=key_name(request.scope),
+            request_id=request_id_of(request.scope),
+        )
+        return await whole_response(request, scoring.answer, scoring.completion)
+    texts = [""] * len(prompts)
+    if body.echo:
+        texts = prompt_text(body.prompt, state.serving()[1])
+    echo = [text for text in texts for _ in range(body.n or 1)]
+    grammar = await prepare_grammar(state, body)
+    answer, exchange = await submit(
+        state,
+        body,
+        prompts,
+        body.max_tokens,
+        body.logprobs,
+        prefix="cmpl-",
+        param="prompt",
+        owner=key_name(request.scope),
+        request_id=request_id_of(request.scope),
+        default=DEFAULT_COMPLETION_TOKENS,
+        grammar=grammar,
+    )
+    if body.stream:
+        frames = completion_frames(exchange, answer, include_usage=_include_usage(body), echo=echo)
+        return EventStream(frames, on_close=answer.close)
+    return await whole_response(
+        request, answer, partial(whole_completion, exchange, answer, echo=echo)
+    )
+
+
+def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
+    """Describe a model, or an adapter of it."""
+    info = state.engine.info
+    return ModelCard(
+        id=state.model_id if adapter is None else adapter,
+        parent=None if adapter is None else state.model_id,
+        created=int(state.server.started),
+        max_model_len=None if info is None else info.context_length,
+        default_parameters=dict(state.sampling.values),
+        state=state.engine.state.value,
+        aliases=state.aliases if adapter is None else [],
+    )
 
 
 def _conversation(body: ChatRequest) -> Conversation:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
     from appliance.engine.request import ThoughtBudget
     from appliance.server.conversation import Conversation
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
     from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class ChatPrompt:
     budget: ThoughtBudget | None
 
 
-async def chat_prompt(state: ServerState, chat: Conversation, salt: str) -> ChatPrompt:
+async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatPrompt:
     """A conversation in the model's own chat format.
 
     Args:
@@ -93,7 +93,7 @@ def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading |
 
 
 async def completion_prompts(
-    state: ServerState,
+    state: ModelState,
     prompt: str | list[str | int | list[int]],
     *,
     param: str = "prompt",
@@ -168,6 +168,6 @@ def _check_ids(ids: list[int], info: EngineInfo, param: str) -> None:
         )
 
 
-async def off_loop(state: ServerState, work: Callable[[], ResultT]) -> ResultT:
+async def off_loop(state: ModelState, work: Callable[[], ResultT]) -> ResultT:
     """Run something that reads long texts, where it stalls nobody."""
     return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)

@@ -196,8 +196,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "appliance"
     parent: str | None = None  # of an adapter, the model that it changes
-    max_model_len: int
+    max_model_len: int | None  # null until it is loaded for the first time
     default_parameters: dict[str, float]  # of sampling, where a request says nothing
+    state: str  # ready, asleep (the next request loads it), loading, waking, restarting or failed
+    aliases: list[str]  # that requests may name as well
 
 
 class ModelList(msgspec.Struct, kw_only=True):

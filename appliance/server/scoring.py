@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.server.answer import Whole
+    from appliance.server.model_state import ModelState
     from appliance.server.schema import CompletionRequest
-    from appliance.server.state import ServerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class EchoScoring:
     @classmethod
     def begin(
         cls,
-        state: ServerState,
+        state: ModelState,
         body: CompletionRequest,
         prompts: list[list[int]],
         *,

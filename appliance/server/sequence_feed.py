@@ -10,7 +10,7 @@ import msgspec
 from appliance.events import Sequences
 
 if TYPE_CHECKING:
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
     from appliance.stats import SequenceView
 
 RATE_SECONDS = 1.0  # over which a rate is smoothed
@@ -26,7 +26,7 @@ class SequenceFeed:
         holder: name of the key that the watcher came with; it sees no prompts of others.
     """
 
-    def __init__(self, state: ServerState, holder: str) -> None:
+    def __init__(self, state: ModelState, holder: str) -> None:
         self._state = state
         self._holder = holder
         self._known: tuple[SequenceView, ...] | None = None
@@ -50,7 +50,7 @@ class SequenceFeed:
             view,
             model=self._state.model_id,
             prompt=self._prompts.get(view.request_id, ""),
-            yours=self._state.may_manage(self._holder, view.owner),
+            yours=self._state.server.may_manage(self._holder, view.owner),
             tokens_per_second=rate.update(self._state.engine.stats_time, view.output_tokens),
         )
 
@@ -60,7 +60,7 @@ class SequenceFeed:
             return
         before, self._prompts = self._prompts, {}
         for request, _ in self._state.engine.open_requests():
-            if not self._state.may_manage(self._holder, request.owner):
+            if not self._state.server.may_manage(self._holder, request.owner):
                 continue
             known = before.get(request.request_id)
             if known is None:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -18,29 +18,26 @@ import uvloop
 from appliance.config import jobs_dir
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.supervisor import EngineState
-from appliance.errors import EngineUnavailableError
+from appliance.engine.process.residency import Residency
+from appliance.errors import ApplianceError, EngineUnavailableError
 from appliance.log import RecentWarnings, Sparing
-from appliance.sampling_defaults import choose_defaults
 from appliance.server.certificate import Certificate
 from appliance.server.connection import protocol_of
 from appliance.server.listener import bind, url_of
-from appliance.server.memory import settle
-from appliance.server.metrics import Metrics
+from appliance.server.model_state import ModelState
 from appliance.server.state import ServerState
 from appliance.service.notice import ServiceNotice
-from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from appliance.config import Settings
     from appliance.engine.messages import EngineInfo
     from appliance.engine.process.launch import LaunchedProcess
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.sampling_defaults import SamplingDefaults
+    from appliance.server.model_state import FoundModel
     from appliance.server.quality import ServedCard
 
 KEEP_ALIVE_SECONDS = 30  # for connections without a request
@@ -59,6 +56,7 @@ class RunningServer:
         info: what was loaded.
         chats: whether the model has a chat template.
         sampling: what counts where a request says nothing.
+        others: ids of the models that a request loads.
     """
 
     url: str
@@ -66,37 +64,26 @@ class RunningServer:
     info: EngineInfo
     chats: bool
     sampling: SamplingDefaults
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelToServe:
+    """A model on this machine, and its quality card if it has one."""
+
+    model: FoundModel
+    quality_card: ServedCard | None = None
 
 
 ReadyCallback = Callable[[RunningServer], object]
 
 
-class FoundModel(Protocol):
-    """A model on this machine."""
-
-    @property
-    def path(self) -> Path:
-        """File or folder."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The model's name unless the settings give one."""
-        ...
-
-    @property
-    def sampling(self) -> SamplingDefaults:
-        """Recommended sampling for a model that brings none."""
-        ...
-
-
 def run_server(
     settings: Settings,
-    model: FoundModel,
+    found: Sequence[ModelToServe],
     *,
     on_progress: ProgressCallback,
     on_ready: ReadyCallback,
-    quality_card: ServedCard | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     launched: LaunchedProcess | None = None,
     warnings: RecentWarnings | None = None,
@@ -107,9 +94,10 @@ def run_server(
     SIGTERM and SIGINT let streams in flight finish for a while; a second signal ends at once.
 
     Args:
+        found: the models of `settings.served`; the first that can be is loaded now, the others
+            when a request names them.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called once requests are accepted.
-        quality_card: of the model, if it has one.
         engine_command: starts the engine process.
         launched: the first one, if it was started already.
         warnings: what the log keeps for dashboards.
@@ -119,34 +107,39 @@ def run_server(
         How many requests came to their end.
 
     Raises:
-        ConfigError: the address cannot be had, or a certificate cannot be used.
-        ApplianceError: the model cannot be loaded.
+        ConfigError: the address cannot be had, a certificate cannot be used, or two models share a
+            name.
+        ApplianceError: no model can be loaded.
     """
     config = settings.server
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
     sock = bind(config)
     _allow_descriptors(config.max_connections)
     with sock:
-        engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
-        engine = EngineClient(
-            engine_config,
-            command=engine_command,
-            launched=launched,
-            idle_timeout=config.idle_timeout,
-        )
-        name = config.served_model_name or model.name
         state = ServerState(
             config,
-            engine,
-            name,
-            Metrics(name),
+            settings.aliases,
             warnings=warnings or RecentWarnings(),
-            quality_card=quality_card,
             jobs_folder=jobs_dir(),
         )
-        server = _Server(settings, model, state, sock, certificate, notice or ServiceNotice())
+        residency = Residency(config.models_memory, is_shared=len(found) > 1)
+        for model, of in zip(settings.served, found, strict=True):
+            name = model.name or of.model.name
+            engine = EngineClient(
+                msgspec.structs.replace(model.engine, model=str(of.model.path)),
+                command=engine_command,
+                launched=launched if of is found[0] else None,
+                idle_timeout=config.idle_timeout,
+                residency=residency,
+                name=name,
+            )
+            state.models.append(
+                ModelState(state, engine, of.model, name, quality_card=of.quality_card)
+            )
+        state.check_names()
+        server = _Server(state, sock, certificate, notice or ServiceNotice())
         uvloop.run(server.run(on_progress, on_ready))
-    return server.num_finished
+    return state.finished
 
 
 class _Server:
@@ -154,35 +147,25 @@ class _Server:
 
     def __init__(
         self,
-        settings: Settings,
-        model: FoundModel,
         state: ServerState,
         sock: socket.socket,
         certificate: Certificate | None,
         notice: ServiceNotice,
     ) -> None:
-        self._model = model
-        self._generation_config = settings.engine.generation_config
-        self._engine = state.engine
         self._socket = sock
         self._certificate = certificate
-        self._url = url_of(settings.server, sock)
+        self._url = url_of(state.config, sock)
         self._state = state
         self._notice = notice
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
-
-    @property
-    def num_finished(self) -> int:
-        """Requests that came to their end, well or not."""
-        return self._state.metrics.finished
 
     async def run(self, on_progress: ProgressCallback, on_ready: ReadyCallback) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         # The engine's process imports for a while; everything else is done meanwhile.
-        await self._engine.prepare()
+        await self._state.default.engine.prepare()
         web = self._web_server()
         following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
         serving = asyncio.create_task(web.serve(sockets=[self._socket]))
@@ -193,7 +176,8 @@ class _Server:
             await _first_of(loading, stopping, serving)
             if loading.done():
                 on_ready(loading.result())
-                self._notice.ready(f"serving {self._state.model_id} at {self._url}")
+                names = ", ".join(model.model_id for model in self._state.models)
+                self._notice.ready(f"serving {names} at {self._url}")
                 await _first_of(stopping, serving)
                 await self._drain()
         finally:
@@ -203,13 +187,11 @@ class _Server:
             if following is not None:
                 following.cancel()
             await asyncio.gather(loading, stopping, watching, return_exceptions=True)
-            await self._engine.close(now=self._stop_now.is_set())
+            now = self._stop_now.is_set()
+            await asyncio.gather(*(model.close(now=now) for model in self._state.models))
             web.stop(now=self._stop_now.is_set())
             await serving
             self._state.text_pool.shutdown(wait=False, cancel_futures=True)
-            if self._state.tokenizer is not None:
-                self._state.tokenizer.close()
-            self._state.grammars.close()
 
     def _web_server(self) -> _WebServer:
         from appliance.server.app import create_app  # slow to import
@@ -237,40 +219,46 @@ class _Server:
         )
 
     async def _load(self, on_progress: ProgressCallback) -> RunningServer:
-        tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
-        info, _ = await asyncio.gather(
-            self._engine.start(tokenizer.eos_token_ids, on_progress),
-            asyncio.to_thread(tokenizer.isolate_template),
-        )
-        self._state.sampling = choose_defaults(
-            self._generation_config, tokenizer.sampling, self._model.sampling
-        )
-        self._state.tokenizer = tokenizer
-        settle()
-        return RunningServer(
-            self._url,
-            self._state.model_id,
-            info,
-            tokenizer.chat_template is not None,
-            self._state.sampling,
-        )
+        """Load the first model that can be; the failure of all is that of the first."""
+        failure: ApplianceError | None = None
+        for model in self._state.models:
+            try:
+                info = await model.begin_loading(on_progress)
+            except ApplianceError as error:
+                if len(self._state.models) > 1:
+                    logger.error("%s cannot be loaded: %s", model.model_id, error)
+                failure = failure or error
+                continue
+            self._state.is_up = True
+            _, tokenizer = model.serving()
+            return RunningServer(
+                self._url,
+                model.model_id,
+                info,
+                tokenizer.chat_template is not None,
+                model.sampling,
+                tuple(one.model_id for one in self._state.models if one is not model),
+            )
+        assert failure is not None
+        raise failure
 
     async def _drain(self) -> None:
         """Refuse new requests, and give those in flight time to end."""
         self._state.draining = True
         self._notice.stopping()
-        if self._engine.num_running + self._engine.num_waiting:
+        if self._state.num_open:
             logger.info("finishing requests in flight; another signal ends at once")
         end = asyncio.get_running_loop().time() + self._state.config.drain_timeout
-        while self._engine.num_running + self._engine.num_waiting:
+        while self._state.num_open:
             if self._stop_now.is_set() or asyncio.get_running_loop().time() > end:
                 break
             await asyncio.sleep(0.05)
-        self._engine.fail_all(EngineUnavailableError("the server is shutting down"))
+        for model in self._state.models:
+            model.engine.fail_all(EngineUnavailableError("the server is shutting down"))
 
     def _is_alive(self) -> bool:
-        """Return False if the engine has work and does nothing; its supervisor should end it."""
-        return self._engine.state is not EngineState.READY or self._engine.responsive
+        """Return False if an engine has work and does nothing; its supervisor should end it."""
+        return not any(model.doubtful for model in self._state.models)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -1,4 +1,4 @@
-"""The state that routes share: the engine's client, the tokenizer, settings and metrics."""
+"""The state that all routes of one server share: models, settings, keys, metrics and log."""
 
 from __future__ import annotations
 
@@ -7,30 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.adapter_names import AdapterRegistry
 from appliance.api_keys import BARE_NAME, NO_KEY
+from appliance.config import check_names
 from appliance.engine.process.supervisor import EngineState
-from appliance.errors import EngineUnavailableError, UnknownModelError
+from appliance.errors import ApplianceError, ConfigError, UnknownModelError
 from appliance.log import RecentWarnings
-from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
-from appliance.server.grammars import GrammarChecks
 from appliance.server.key_ring import KeyRing
 from appliance.server.limits import KeyUse
 from appliance.server.machine import MachineProbe
-from appliance.server.queue import Queue
+from appliance.server.shared_metrics import SharedMetrics
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.config import ServerConfig
-    from appliance.engine.messages import EngineInfo, StepReport
-    from appliance.engine.process.client import EngineClient
-    from appliance.server.metrics import Metrics
-    from appliance.server.quality import ServedCard
-    from appliance.tokenizer import Tokenizer
+    from appliance.server.model_state import ModelState
 
-
-_MOST_NAMES = 20  # of adapters in a message
+LATEST = ":latest"  # Ollama's clients add it
 
 
 @dataclass(slots=True)
@@ -38,62 +31,58 @@ class ServerState:
     """One server.
 
     Attributes:
-        model_id: the only id under which the model is served.
-        tokenizer: None until it is read.
-        sampling: what counts where a request says nothing.
+        aliases: further names of models, each with the id it stands for.
+        models: what is served, at least one; the first is meant where a request names none.
+        is_up: a model was loaded, so that requests may ask for any.
         draining: no new requests; those in flight go on.
         closing: streams without an end are to end.
-        quality_card: of the model, if it has one.
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
-        warnings: of this process and the engine's, for whoever watches.
+        warnings: of this process and the engines', for whoever watches.
         keys: that are let in.
         use: what their holders use of what they may.
-        queue: of requests that wait.
-        adapters: names of adapters, which are served like models.
-        grammars: checks what requests ask of their answers.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
     config: ServerConfig
-    engine: EngineClient
-    model_id: str
-    metrics: Metrics
-    tokenizer: Tokenizer | None = None
-    sampling: SamplingDefaults = NOTHING_RECOMMENDED
+    aliases: dict[str, str] = field(default_factory=dict)
+    models: list[ModelState] = field(default_factory=list)
+    is_up: bool = False
     draining: bool = False
     closing: bool = False
-    quality_card: ServedCard | None = None
     started: float = field(default_factory=time.time)  # Unix seconds
     jobs_folder: Path | None = None
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
+    metrics: SharedMetrics = field(default_factory=SharedMetrics)
     machine: MachineProbe = field(init=False)
     keys: KeyRing = field(init=False)
     use: KeyUse = field(init=False)
-    queue: Queue = field(init=False)
-    adapters: AdapterRegistry = field(init=False)
-    grammars: GrammarChecks = field(default_factory=GrammarChecks)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
     )
 
     def __post_init__(self) -> None:
-        self.machine = MachineProbe(self.engine)
+        self.machine = MachineProbe(lambda: [model.engine for model in self.models])
         self.keys = KeyRing(self.config)
         self.use = KeyUse(self.keys)
-        self.adapters = AdapterRegistry(self.engine.config, self.model_id)
-        self.queue = Queue(self.config, self.engine, self.metrics, self.keys)
         self.metrics.know_keys(self.keys() or (NO_KEY,))
         self.keys.observers.append(self.metrics.know_keys)
-        self.engine.observers += [self._take_warnings, self.metrics.take_steps, self._rest]
 
-    def _take_warnings(self, report: StepReport) -> None:
-        for line in report.logs:
-            self.warnings.add(line)
+    def check_names(self) -> None:
+        """Make sure that each name stands for one model or adapter.
 
-    def _rest(self, report: StepReport) -> None:
-        """End the tokenizer's processes with the engine's."""
-        if self.engine.state is EngineState.ASLEEP and self.tokenizer is not None:
-            self.tokenizer.rest()
+        Raises:
+            ConfigError: one stands for two, or an alias for none.
+        """
+        check_names([model.model_id for model in self.models], self.aliases)
+        taken = {model.model_id: model.model_id for model in self.models} | self.aliases
+        for model in self.models:
+            for name in model.adapters.names():
+                if name in taken and len(self.models) > 1:
+                    raise ConfigError(
+                        f"the adapter {name!r} of {model.model_id!r} has a name that stands for"
+                        f" {taken[name]!r} already; give it another"
+                    )
+                taken[name] = model.model_id
 
     @property
     def several_keys(self) -> bool:
@@ -112,51 +101,99 @@ class ServerState:
         return not self.several_keys or holder in (BARE_NAME, owner)
 
     @property
-    def unavailable(self) -> str | None:
-        """The reason in one word why requests are not accepted, if so."""
-        return "draining" if self.draining else self.not_working
+    def default(self) -> ModelState:
+        """The model that requests mean if they name none."""
+        return self.models[0]
+
+    def find(self, name: str | None) -> ModelState:
+        """Return the model that a request names, by its id, an alias or one of its adapters.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        if name is None:
+            return self.default
+        for exact in (True, False):  # an id goes before an adapter
+            for model in self.models:
+                if name == model.model_id if exact else model.has_name(name):
+                    return model
+        if len(self.models) == 1:
+            self.default.check_model(name)
+        known = "; ".join(model.in_words() for model in self.models)
+        raise UnknownModelError(
+            f"the model {name[:100]!r} is not served here; those that are: {known}"
+        )
+
+    def find_tagged(self, name: str | None) -> ModelState:
+        """Return the model that a request names, with the tag that Ollama's clients add."""
+        try:
+            return self.find(name)
+        except UnknownModelError:
+            return self.find(None if name is None else name.removesuffix(LATEST))
+
+    def check_room(self, owner: str) -> None:
+        """Make sure that a request of a key may come, whichever model it names.
+
+        Raises:
+            EngineUnavailableError: no model can be served at the moment.
+            QueueFullError: too many requests wait already.
+        """
+        first: ApplianceError | None = None
+        for model in self.models:
+            if self.is_up and not model.is_loaded and not self.draining:
+                return  # it will be loaded
+            try:
+                model.serving()
+                model.queue.check(owner)
+            except ApplianceError as error:
+                first = first or error
+            else:
+                return
+        assert first is not None
+        raise first
+
+    def holder_of(self, request_id: str) -> ModelState | None:
+        """Return the model that works on a request; None if it is not open."""
+        for model in self.models:
+            if model.engine.owner_of(request_id) is not None:
+                return model
+        return None
 
     @property
-    def doubtful(self) -> bool:
-        """True if the engine has been silent for a while that may still be an accident."""
-        return self.engine.state is EngineState.READY and not self.engine.responsive
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return sum(model.engine.num_running + model.engine.num_waiting for model in self.models)
+
+    @property
+    def finished(self) -> int:
+        """Requests that came to their end, well or not."""
+        return sum(model.metrics.finished for model in self.models)
+
+    def shown(self, before: ModelState | None = None) -> ModelState:
+        """Return the model that a dashboard shows.
+
+        It stays with the one before while nothing is asked of another, or both are at work.
+        """
+        current = before or self.default
+        at_work = [model for model in self.models if model.engine.num_running]
+        if not at_work or current in at_work:
+            return current
+        return max(at_work, key=lambda model: model.engine.place.last_used)
 
     @property
     def not_working(self) -> str | None:
-        """The reason in one word why the engine takes nothing, if so; asleep, it does."""
-        if self.engine.state.accepts and self.tokenizer is not None:
+        """The reason in one word why no model can be served, if so; asleep, it can."""
+        can_load = self.is_up and not self.draining
+        if can_load and any(not one.is_loaded for one in self.models):
             return None
-        state = self.engine.state
-        return EngineState.LOADING.value if state.accepts else state.value
+        reasons = [model.not_working for model in self.models]
+        return None if None in reasons else reasons[0]
 
-    def serving(self) -> tuple[EngineInfo, Tokenizer]:
-        """Return the loaded model.
-
-        Raises:
-            EngineUnavailableError: nothing is, at the moment.
-        """
-        why = self.unavailable
-        info, tokenizer = self.engine.info, self.tokenizer
-        if why is None and info is not None and tokenizer is not None:
-            return info, tokenizer
-        reason = f" ({self.engine.reason})" if self.engine.reason else ""
-        retry = "" if self.engine.state is EngineState.FAILED else "; try again in a moment"
-        raise EngineUnavailableError(
-            f"the server is not ready: {why}{reason}{retry}",
-            retry_after=self.engine.seconds_to_start or None,
-        )
-
-    def check_model(self, name: str | None) -> None:
-        """Accept the served model and its adapters only.
-
-        Raises:
-            UnknownModelError: it is another.
-        """
-        if name is None or name == self.model_id or self.adapters.find(name) is not None:
-            return
-        adapters = [repr(one) for one in self.adapters.names()[:_MOST_NAMES]]
-        beside = f", and as adapters of it {', '.join(adapters)}" if adapters else ""
-        raise UnknownModelError(
-            f"the model {name[:100]!r} is not served here; the one that is:"
-            f" {self.model_id!r}{beside}"
-        )
+    @property
+    def state_word(self) -> str:
+        """The liveliest state of all models."""
+        states = [model.engine.state for model in self.models]
+        for state in (EngineState.READY, EngineState.WAKING, EngineState.LOADING):
+            if state in states:
+                return "ok" if state is EngineState.READY else state.value
+        return EngineState.ASLEEP.value

@@ -122,6 +122,15 @@ class EventStream(Response):
         self._on_close = on_close
         self._gzip = gzip
 
+    async def handed_over(self) -> AsyncGenerator[bytes, None]:
+        """Yield the frames for another stream, which sends them in this one's place."""
+        try:
+            async for frame in self._frames:
+                yield frame
+        finally:
+            await self._frames.aclose()
+            self._on_close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, unless the client goes away."""
         packer = zlib.compressobj(level=1, wbits=_GZIP) if self._gzip else None

@@ -12,8 +12,8 @@ from appliance.errors import RequestError
 
 if TYPE_CHECKING:
     from appliance.engine.request import AdapterRef, Pooling, SamplingParams
+    from appliance.server.model_state import ModelState
     from appliance.server.schema import TermsFields
-    from appliance.server.state import ServerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Terms:
     adapter: AdapterRef | None
 
     @classmethod
-    def of(cls, body: TermsFields, state: ServerState, owner: str) -> Terms:
+    def of(cls, body: TermsFields, state: ModelState, owner: str) -> Terms:
         """From a body and the name of the key that it came with.
 
         Raises:
@@ -84,7 +84,7 @@ class Terms:
         )
 
 
-def salt_of(state: ServerState, body: TermsFields, owner: str) -> str:
+def salt_of(state: ModelState, body: TermsFields, owner: str) -> str:
     """Return the salt of a request's cached prefixes; see `prefix_salt`."""
     apart = state.several_keys and not state.config.share_prefixes_between_keys
     return prefix_salt(owner if apart else "", body.cache_salt or "")

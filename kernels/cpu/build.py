@@ -36,7 +36,7 @@ FLAGS = (
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=implicit"),
 )
-ISA_FLAGS = {
+X86_FLAGS = {
     "scalar": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
@@ -46,6 +46,13 @@ ISA_FLAGS = {
         "-mprefer-vector-width=512",
     ),
 }
+ARM_FLAGS = {
+    "scalar": (),
+    "neon": ("-march=armv8.2-a+dotprod",),
+    "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+}
+# By the processor that the compiler makes code for: its name for us, and its instruction sets.
+TARGETS = {"x86_64": ("-DAP_X86", X86_FLAGS), "aarch64": ("-DAP_ARM", ARM_FLAGS)}
 COMMON = ("api.c", "pool.c", "pack.c", "pack_ggml.c", "page.c", "mask.c")  # once, for any processor
 
 _REMEDY = (
@@ -73,9 +80,21 @@ def find_compiler() -> list[str]:
     raise BuildError(f"the CPU library was not compiled, as {missing} was not found; {_REMEDY}")
 
 
-def source_digest(cflags: tuple[str, ...] = ()) -> str:
-    """40 hexadecimal digits that stand for all that the library is made from."""
-    content = hashlib.sha256(repr((cflags, platform.machine())).encode())
+def target_of(compiler: list[str]) -> str:
+    """Return the processor that a compiler makes code for, such as x86_64 or aarch64."""
+    asked = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
+    machine = asked.stdout.partition("-")[0].strip() or platform.machine()
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
+def source_digest(cflags: tuple[str, ...] = (), target: str = "") -> str:
+    """40 hexadecimal digits that stand for all that the library is made from.
+
+    Args:
+        cflags: further flags.
+        target: processor that it is for; empty for this machine's.
+    """
+    content = hashlib.sha256(repr((cflags, target or platform.machine())).encode())
     for path in (Path(__file__), VERSION_FILE, *sorted(SOURCES.glob("*.[ch]"))):
         content.update(b"\0%b\0%b" % (path.name.encode(), path.read_bytes()))
     return content.hexdigest()[:40]
@@ -122,16 +141,16 @@ def build(out: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> Path:
 
 def _compile(compiler: list[str], out: Path, cflags: tuple[str, ...]) -> None:
     logger.info("compiling the CPU library with %s", shlex.join(compiler))
-    build_id = source_digest(cflags)
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    isas = tuple(ISA_FLAGS) if is_x86 else ("scalar",)
+    target = target_of(compiler)
+    build_id = source_digest(cflags, target)
+    define, isas = TARGETS.get(target, ("-DAP_OTHER", {"scalar": ()}))
     version = VERSION_FILE.read_text().split('"')[-2]
-    flags = [*FLAGS, f'-DAP_VERSION="{version}"', *(["-DAP_X86"] if is_x86 else []), *cflags]
+    flags = [*FLAGS, f'-DAP_VERSION="{version}"', define, *cflags]
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
-            [*flags, *ISA_FLAGS[isa], f"-DAP_ISA={isa}", "-c", str(SOURCES / "isa.c")]
-            for isa in isas
+            [*flags, *own, f"-DAP_ISA={isa}", "-c", str(SOURCES / "isa.c")]
+            for isa, own in isas.items()
         ]
         jobs += [[*flags, "-c", str(SOURCES / name)] for name in COMMON]
         objects = [f"{folder}/{number}.o" for number in range(len(jobs))]

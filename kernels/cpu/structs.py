@@ -23,12 +23,14 @@ class Status(IntEnum):
 
 
 class Isa(IntEnum):
-    """ap_isa, from the slowest to the fastest."""
+    """ap_isa, from the slowest to the fastest of each processor."""
 
     SCALAR = 0
     AVX2 = 1
     AVXVNNI = 2
     AVX512 = 3
+    NEON = 4
+    I8MM = 5
 
 
 class Format(IntEnum):

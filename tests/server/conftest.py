@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import ssl
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,11 +26,13 @@ from waiting import LIMIT
 
 from appliance.config import EngineConfig, ServerConfig
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.supervisor import SupervisionLimits
+from appliance.engine.process.residency import Residency
+from appliance.engine.process.restarts import SupervisionLimits
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.app import create_app
 from appliance.server.connection import protocol_of
 from appliance.server.listener import bind, url_of
-from appliance.server.metrics import Metrics
+from appliance.server.model_state import ModelState
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
 
@@ -69,13 +72,26 @@ def tokenizer_with(tmp_path: Path) -> Callable[..., Tokenizer]:
 
 
 @dataclass
+class Found:
+    """A model's files, of which a server reads the tokenizer only."""
+
+    path: Path
+    name: str
+    sampling: SamplingDefaults = NOTHING_RECOMMENDED
+
+
+@dataclass
 class Running:
     """A server that runs, and ways to talk to it."""
 
     url: str
-    state: ServerState
+    state: ModelState  # of the first model
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
+
+    @property
+    def server(self) -> ServerState:
+        return self.state.server
 
     async def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], **fields}
@@ -114,7 +130,7 @@ class QuietServer(uvicorn.Server):
 
 
 @pytest.fixture
-def serve(byte_tokenizer: Tokenizer) -> Serve:
+def serve(byte_tokenizer: Tokenizer, tokenizer_folder: Path) -> Serve:
     @asynccontextmanager
     async def start(
         model: str = "",
@@ -124,21 +140,30 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
         limits: SupervisionLimits | None = None,
         server: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
+        others: Mapping[str, str] = MappingProxyType({}),
+        aliases: dict[str, str] | None = None,
         **engine_options: Any,
     ) -> AsyncIterator[Running]:
         config = ServerConfig(port=0, **(server or {}))
         limits = limits or SupervisionLimits(step_timeout=LIMIT, backoff=0.01)
-        engine = EngineClient(
-            EngineConfig(model=model, **engine_options),
-            command=command,
-            limits=limits,
-            idle_timeout=config.idle_timeout,
-        )
-        state = ServerState(config, engine, "echo", Metrics("echo"))
+        whole = ServerState(config, aliases or {})
+        residency = Residency(config.models_memory, is_shared=bool(others))
+        for name, knobs in {"echo": model, **others}.items():
+            engine = EngineClient(
+                EngineConfig(model=knobs, **engine_options),
+                command=command,
+                limits=limits,
+                idle_timeout=config.idle_timeout,
+                residency=residency,
+                name=name,
+            )
+            whole.models.append(ModelState(whole, engine, Found(tokenizer_folder, name), name))
+        whole.check_names()
+        state = whole.default
         sock = bind(config)
         web = QuietServer(
             uvicorn.Config(
-                create_app(state),
+                create_app(whole),
                 http=protocol_of(config.max_connections),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -151,8 +176,8 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
         url = url_of(config, sock)
         serving = asyncio.create_task(web.serve(sockets=[sock]))
         try:
-            await engine.start(tokenizer.eos_token_ids, lambda stage, done, total: None)
-            state.tokenizer = tokenizer
+            await state.engine.start(tokenizer.eos_token_ids, lambda stage, done, total: None)
+            state.tokenizer, whole.is_up = tokenizer, True
             async with (
                 httpx.AsyncClient(
                     base_url=url, timeout=LIMIT, headers=headers, verify=NO_AUTHORITIES
@@ -167,10 +192,12 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
             ):
                 yield Running(url, state, http, client)
         finally:
-            state.closing = True
-            await engine.close(now=True)
+            whole.closing = True
+            await state.engine.close(now=True)
+            for other in whole.models[1:]:
+                await other.close(now=True)
             web.should_exit = True
             await serving
-            state.text_pool.shutdown()
+            whole.text_pool.shutdown()
 
     return start

@@ -214,7 +214,7 @@ async def test_a_task_of_another_process_is_told_until_it_is_over(
     serve: Serve, tmp_path: Path
 ) -> None:
     async with serve() as running:
-        running.state.jobs_folder = tmp_path
+        running.server.jobs_folder = tmp_path
         feed = watch(running)
         told: list[tuple[str, int, bool]] = []
         with JobFile(tmp_path, "quantize tiny") as job:

@@ -32,15 +32,16 @@ async def test_health_while_loading_and_draining(serve: Serve) -> None:
         assert (await running.http.get("/ready")).json() == {"status": "ready"}
 
         tokenizer, running.state.tokenizer = running.state.tokenizer, None
+        running.server.is_up = False
         for path in ("/health", "/ready", "/v1/models"):
             response = await running.http.get(path)
             assert response.status_code == 503
             assert response.headers["retry-after"]
             assert "loading" in response.json()["error"]["message"]
         assert (await running.chat()).status_code == 503
-        running.state.tokenizer = tokenizer
+        running.state.tokenizer, running.server.is_up = tokenizer, True
 
-        running.state.draining = True
+        running.server.draining = True
         assert (await running.http.get("/health")).status_code == 200
         assert (await running.http.get("/ready")).status_code == 503
         assert "draining" in (await running.chat()).json()["error"]["message"]
@@ -86,7 +87,7 @@ async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: S
             engine.stats, swapped=2, kv_host_blocks=7, kv_host_swapped=5, kv_host_capacity=9,
             state_slots=8, state_slots_used=3, state_checkpoints=20, state_checkpoints_cached=6,
         )  # fmt: skip
-        found = by_state(running.state.metrics.render().decode())
+        found = by_state(running.server.metrics.render().decode())
         task.cancel()
     blocks = {key[1]: value for key, value in found.items() if key[0] == "appliance_kv_blocks"}
     assert set(blocks) == {"free", "cached", "active", "shared", "writing", "loading"}
@@ -153,7 +154,7 @@ def test_times_of_a_request() -> None:
     timer.tokens(1, 1, None)
     timer.tokens(0, 2, None)
     timer.end(complete=True)
-    text = metrics.render().decode()
+    text = metrics.shared.render().decode()
     for name, count in (
         ("vllm:time_to_first_token_seconds", 1),
         ("vllm:inter_token_latency_seconds", 1),  # two tokens that came together

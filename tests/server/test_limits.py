@@ -172,7 +172,7 @@ async def test_limits_hold_over_http_until_the_file_says_else(serve: Serve, tmp_
 
         write_keys(path, "eva=key-of-eva", "tim=key-of-tim")
 
-        await until(lambda: [*running.state.keys()] == ["eva", "tim"])
+        await until(lambda: [*running.server.keys()] == ["eva", "tim"])
         assert (await ask(running, "key-of-eva")).status_code == 200
         assert (await ask(running, "key-of-anna")).status_code == 401
 

@@ -38,7 +38,7 @@ async def test_this_process_is_counted_and_one_that_is_not_there_is_not(
     engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "PATIENCE_SECONDS", LIMIT)
-    found = await MachineProbe(engine).read()
+    found = await MachineProbe(lambda: [engine]).read()
     assert found is not None
     assert found.api_rss_bytes > 2**20
     assert found.api_cpu_seconds > 0
@@ -50,7 +50,7 @@ async def test_this_process_is_counted_and_one_that_is_not_there_is_not(
 async def test_many_who_ask_at_once_are_told_the_same(engine: EngineClient) -> None:
     gpus = SlowProbe()
     gpus.let.set()
-    probe = MachineProbe(engine, gpus)
+    probe = MachineProbe(lambda: [engine], gpus)
     found = await asyncio.gather(*(probe.read() for _ in range(5)))
     assert all(one is found[0] for one in found)
     assert gpus.reads == 1
@@ -61,7 +61,7 @@ async def test_a_driver_that_hangs_keeps_nobody_waiting_for_long(
 ) -> None:
     monkeypatch.setattr(machine, "PATIENCE_SECONDS", 0.05)
     gpus = SlowProbe()
-    probe = MachineProbe(engine, gpus)
+    probe = MachineProbe(lambda: [engine], gpus)
     async with asyncio.timeout(LIMIT):
         assert await probe.read() is None
         assert await probe.read() is None

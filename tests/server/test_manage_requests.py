@@ -153,7 +153,7 @@ async def test_the_key_without_a_name_ends_requests_of_others(serve: Serve) -> N
 async def test_the_only_key_manages_everything(serve: Serve) -> None:
     server = {"api_keys": {"anna": KEYS["anna"]}}
     async with serve(server=server) as running:
-        assert running.state.may_manage("anna", "whoever asked before a restart")
+        assert running.server.may_manage("anna", "whoever asked before a restart")
 
 
 async def first_sequences(running: Running) -> tuple[SequenceView, ...]:

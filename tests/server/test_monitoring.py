@@ -49,13 +49,13 @@ async def test_every_metric_that_is_asked_for_exists(serve: Serve) -> None:
     async with serve(
         server={"api_key": "key-of-mine"}, headers={"authorization": "Bearer key-of-mine"}
     ) as running:
-        state = running.state
         await running.complete("hi", max_tokens=3)
-        state.quality_card = ServedCard(b"{}", (QualityFact(name="kld_mean", value=0.01),))
-        await state.machine.read()
-        assert state.machine.latest is not None
-        state.machine.latest = Machine(cpu_cores=2, gpus=(GPU,))
-        text = state.metrics.render().decode()
+        running.state.quality_card = ServedCard(b"{}", (QualityFact(name="kld_mean", value=0.01),))
+        server = running.server
+        await server.machine.read()
+        assert server.machine.latest is not None
+        server.machine.latest = Machine(cpu_cores=2, gpus=(GPU,))
+        text = server.metrics.render().decode()
     samples = {
         sample.name for family in text_string_to_metric_families(text) for sample in family.samples
     }
@@ -73,9 +73,9 @@ async def test_every_metric_that_is_asked_for_exists(serve: Serve) -> None:
 async def test_our_own_names_follow_the_rules_for_names(serve: Serve) -> None:
     async with serve() as running:
         await running.complete("hi", max_tokens=3)
-        await running.state.machine.read()
-        running.state.machine.latest = Machine(cpu_cores=2, gpus=(GPU,))
-        text = running.state.metrics.render().decode()
+        await running.server.machine.read()
+        running.server.machine.latest = Machine(cpu_cores=2, gpus=(GPU,))
+        text = running.server.metrics.render().decode()
     # vLLM's have a colon, and the library adds times of creation; neither is ours to change.
     lines = [line for line in text.splitlines() if "vllm:" not in line and "_created" not in line]
     result = promtool("check", "metrics", text="\n".join(lines) + "\n")

@@ -317,9 +317,9 @@ async def test_the_page_comes_back_when_the_server_does(serve: Serve) -> None:
     ):
         await page.locator("#state.ready").wait_for()
         await page.context.set_offline(True)
-        running.state.closing = True  # ends the feed
+        running.server.closing = True  # ends the feed
         await page.get_by_text("no connection").wait_for()
-        running.state.closing = False
+        running.server.closing = False
         await page.context.set_offline(False)
         await page.locator("#state.ready").wait_for()
 
@@ -332,7 +332,7 @@ async def test_a_task_is_shown_with_stage_part_loss_and_time_until_it_ends(
         serve() as running,
         opened(browser, running.url) as (page, complaints),
     ):
-        running.state.jobs_folder = tmp_path
+        running.server.jobs_folder = tmp_path
         tasks = page.locator("#jobs li")
         with JobFile(tmp_path, "quantize <tiny>") as job:
             job.update("choosing", 0, 0)

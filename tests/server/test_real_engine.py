@@ -13,7 +13,8 @@ import pytest
 from waiting import has_ended, until
 
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.supervisor import EngineState, SupervisionLimits
+from appliance.engine.process.restarts import SupervisionLimits
+from appliance.engine.process.supervisor import EngineState
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -94,5 +94,5 @@ async def test_dashboards_are_told_and_see_no_blocks(serve: Serve) -> None:
         assert info.num_blocks > 0
         from appliance.server.block_feed import BlockFeed
 
-        events = Watcher(running.state, BlockFeed(), "").poll()
+        events = Watcher(running.server, BlockFeed(), "").poll()
         assert [type(event).__name__ for event in events] == ["Info", "Sequences", "Stats"]

@@ -151,7 +151,7 @@ async def test_a_browser_shows_the_dashboard_and_its_process_ends_with_the_tab(
         process = psutil.Process(pid)
         await until(lambda: len(process.children(recursive=True)) > 0)
         watched = b'route="/admin/v1/events",status="200"'
-        await until(lambda: watched in running.state.metrics.render())
+        await until(lambda: watched in running.server.metrics.render())
         screen = tmp_path / "screen.png"
 
         async def is_full() -> bool:

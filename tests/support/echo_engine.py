@@ -12,7 +12,7 @@ from waiting import LIMIT
 
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient
-from appliance.engine.process.supervisor import SupervisionLimits
+from appliance.engine.process.restarts import SupervisionLimits
 from appliance.engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:

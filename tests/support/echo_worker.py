@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.admission import Admission
     from appliance.engine.beacon import Beacon
     from appliance.engine.process.worker import LoadEngine
 
@@ -368,9 +369,15 @@ def load(
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
     beacon: Beacon,
+    admission: Admission,
 ) -> EchoEngine:
     text = config.model if given_knobs is None else given_knobs
     knobs = text.split()
+    numbers = dict(pair.split("=") for pair in knobs if "=" in pair)
+    needed, free = int(numbers.get("needs", "0")), int(numbers.get("free", str(2**40)))
+    if admission.limit is not None and needed > admission.limit:
+        raise MemoryPlanError(f"this does not fit: {needed} of {admission.limit} may be used")
+    admission.ask(needed, free)
     if "does_not_fit" in knobs:
         raise MemoryPlanError("the model needs 9 GiB and 1 GiB is free; use a smaller one")
     if "breaks" in knobs:
@@ -380,6 +387,8 @@ def load(
     if "refuses_while=" in text and os.path.exists(text.partition("refuses_while=")[2].split()[0]):
         raise MemoryPlanError("the memory of the engine before is not free yet")
     on_progress("reading weights", 1, 2)
+    while os.path.exists(numbers.get("loads_after", "")):
+        time.sleep(0.01)
     if "slow_load" in knobs:
         time.sleep(1000)
     on_progress("reading weights", 2, 2)

@@ -60,6 +60,10 @@ def _facts(info: Info) -> list[tuple[str, str]]:
     facts = [("its metrics only", palette.WARNING)] if info.protocol == 0 else []
     if info.state != "ready":
         facts.append((info.state, _STATES.get(info.state, palette.WARNING)))
+    if info.models:
+        resident = [one.name for one in info.models if one.state == "ready"]
+        number = f"{len(resident)} of {len(info.models)} models in memory"
+        facts.append((f"{number}: {', '.join(resident)}" if resident else number, palette.BRIGHT))
     if info.restarts:
         facts.append((f"restarted {_times(info.restarts)}", palette.WARNING))
     facts += [

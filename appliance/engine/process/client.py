@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.engine.beacon import name_of
@@ -29,7 +30,9 @@ from appliance.engine.process.generation import MAX_BACKLOG, Generation
 from appliance.engine.process.idle import IdleTimer
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.quarantine import Quarantine
-from appliance.engine.process.supervisor import SHORT, EngineState, SupervisionLimits, Supervisor
+from appliance.engine.process.residency import Residency, Resident
+from appliance.engine.process.supervised import SupervisedEngine
+from appliance.engine.process.supervisor import SHORT, EngineState, Supervisor
 from appliance.errors import (
     EngineDiedError,
     EngineError,
@@ -42,7 +45,8 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.messages import EngineInfo
     from appliance.engine.process.launch import LaunchedProcess
-    from appliance.engine.process.supervisor import ProgressCallback, Wakes
+    from appliance.engine.process.restarts import SupervisionLimits
+    from appliance.engine.process.supervisor import ProgressCallback
     from appliance.engine.request import Request
 
 # How often a waiting request is given to a new process. More would let one that kills the engine
@@ -52,13 +56,15 @@ MAX_SUBMISSIONS = 2
 logger = logging.getLogger(__name__)
 
 
-class EngineClient:
+class EngineClient(SupervisedEngine):
     """The engine process and the open requests.
 
     Args:
         command: starts the process; tests use another one.
         launched: the first process, if it was started already.
         idle_timeout: seconds without a request after which the process ends; 0 keeps it.
+        residency: whom to ask for memory; None takes what is free.
+        name: of the model, for the log.
     """
 
     def __init__(
@@ -69,6 +75,8 @@ class EngineClient:
         limits: SupervisionLimits | None = None,
         launched: LaunchedProcess | None = None,
         idle_timeout: float = 0.0,
+        residency: Residency | None = None,
+        name: str = "the model",
     ) -> None:
         self.stats = EngineStats()  # the latest
         self.stats_time = 0.0  # monotonic, when they arrived
@@ -82,7 +90,8 @@ class EngineClient:
         self._on_trial: Generation | None = None  # the suspect that the engine is running
         self._held: deque[Generation] = deque()  # suspects that wait for it
         self._waiters = ReadyWaiters()
-        self._supervisor = Supervisor(
+        self.place = Resident(residency or Residency(), name, self)
+        supervisor = Supervisor(
             command,
             limits,
             on_report=self._on_report,
@@ -90,61 +99,19 @@ class EngineClient:
             on_ready=self._on_ready,
             on_outage=self._on_outage,
             on_asleep=self._on_asleep,
+            on_planned=self.place.take,
             is_busy=self._is_busy,
             launched=launched,
         )
+        super().__init__(supervisor)
         self._tables = TableFetches(lambda *asked: self._supervisor.send(FetchTable(*asked)))
         self._idle = IdleTimer(idle_timeout, self._supervisor.sleep)
         self.adapters = AdapterCalls(self._supervisor.send)
 
     @property
-    def state(self) -> EngineState:
-        return self._supervisor.state
-
-    @property
-    def reason(self) -> str:
-        """The reason why the engine is not ready, if it failed or restarts."""
-        return self._supervisor.reason
-
-    @property
-    def responsive(self) -> bool:
-        """True if a ready process shows signs of life."""
-        return self._supervisor.responsive
-
-    @property
-    def seconds_to_start(self) -> float:
-        """Seconds until the next process is started; 0 if none is due."""
-        return self._supervisor.seconds_to_start
-
-    @property
     def quarantined(self) -> int:
         """Number of requests refused because engines died of them."""
         return len(self._quarantine)
-
-    @property
-    def restarts(self) -> int:
-        """Processes started after the first."""
-        return self._supervisor.restarts
-
-    @property
-    def wakes(self) -> Wakes:
-        return self._supervisor.wakes
-
-    @property
-    def info(self) -> EngineInfo | None:
-        """Facts about the loaded engine; the last known while it restarts or sleeps."""
-        return self._supervisor.info
-
-    @property
-    def pid(self) -> int | None:
-        process = self._supervisor.process
-        return None if process is None else process.pid
-
-    @property
-    def metadata(self) -> memoryview | None:
-        """(num_blocks,) 64-bit words of block metadata, live."""
-        process, info = self._supervisor.process, self._supervisor.info
-        return None if process is None or info is None else process.metadata[: info.num_blocks]
 
     @property
     def num_waiting(self) -> int:
@@ -161,6 +128,11 @@ class EngineClient:
         """Count an owner's requests that the engine has not started."""
         generations = self._generations.values()
         return sum(not one.started and one.request.owner == owner for one in generations)
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if it loads, or there are open requests."""
+        return self.state is not EngineState.READY or bool(self._generations)
 
     @property
     def num_running(self) -> int:
@@ -185,8 +157,13 @@ class EngineClient:
         Raises:
             ApplianceError: it cannot be loaded; the class has the exit code.
         """
-        info = await self._supervisor.start(Load(self.config, eos_token_ids), on_progress)
-        self._idle.start()
+        make_load = partial(Load, self.config, eos_token_ids)
+        try:
+            info = await self._supervisor.start(lambda: make_load(*self.place.terms), on_progress)
+        except BaseException:
+            self.place.leave()
+            raise
+        self._rest()
         return info
 
     def sleep(self) -> None:
@@ -232,7 +209,8 @@ class EngineClient:
         generation.is_suspect = self._quarantine.is_suspect(request)
         self._generations[request.request_id] = generation
         self._idle.stop()
-        if self.state is EngineState.READY:
+        self.place.use()
+        if self.state is EngineState.READY and not self.place.is_leaving:
             self._submit(generation)
         else:
             generation.submissions = 0
@@ -327,11 +305,19 @@ class EngineClient:
     def _rest(self) -> None:
         """Begin to count idle time when the last request has gone."""
         if not self._generations:
+            self.place.use()
             self._idle.start()
+        self.place.leave_if_asked()
 
     def _is_busy(self) -> bool:
-        """Return True if the engine owes tokens; held requests and unread deltas do not count."""
-        return any(one.is_awaited for one in self._generations.values() if one not in self._held)
+        """Return True if the engine owes tokens.
+
+        Requests that it was not given and unread deltas do not count.
+        """
+        return any(
+            one.is_awaited and one.submissions > 0 and one not in self._held
+            for one in self._generations.values()
+        )
 
     def _on_report(self, report: StepReport) -> None:
         for request_id in report.started:
@@ -356,6 +342,7 @@ class EngineClient:
         if report.stats is not None:
             for observe in self.observers:
                 observe(report)
+        self.place.leave_if_asked()
 
     def _forget_sequences(self) -> None:
         self.sequences = ()
@@ -363,6 +350,7 @@ class EngineClient:
         self.adapters.forget()
 
     def _on_death(self, error: EngineDiedError) -> None:
+        self.place.leave()
         self._forget_sequences()
         self._on_trial, held = None, set(map(id, self._held))
         self._held.clear()
@@ -383,8 +371,11 @@ class EngineClient:
                 self._end(generation, error)
 
     def _on_asleep(self) -> None:
+        self.place.leave()
         self._forget_sequences()
         self._on_report(StepReport(stats=EngineStats()))  # of a process that holds nothing
+        if any(one.is_awaited for one in self._generations.values()):
+            self._supervisor.wake()
 
     def _on_ready(self) -> None:
         for generation in list(self._generations.values()):
@@ -395,6 +386,7 @@ class EngineClient:
         self._rest()
 
     def _on_outage(self, error: EngineUnavailableError) -> None:
+        self.place.leave()
         self._forget_sequences()
         self.fail_all(error)
         self._waiters.wake(error)

@@ -10,19 +10,27 @@ import asyncio
 import logging
 import time
 from asyncio import sleep
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from appliance import stages
-from appliance.engine.messages import Load, Progress, Ready, Shutdown, StartFailed, StepReport
+from appliance.engine.messages import (
+    Load,
+    Planned,
+    Proceed,
+    Progress,
+    Ready,
+    Shutdown,
+    StartFailed,
+    StepReport,
+)
 from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.framing import FrameError
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.watch import LOOKS_TO_HANG, Verdict, Watch, read_signs
+from appliance.engine.process.restarts import Deaths, SupervisionLimits, Wakes
+from appliance.engine.process.watch import Verdict, Watch, read_signs
 from appliance.errors import (
     ApplianceError,
     ConfigError,
@@ -38,6 +46,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.launch import LaunchedProcess
 
 ProgressCallback = Callable[[str, int, int], None]
+MakeLoad = Callable[[], Load]
 
 SHORT = 5.0  # seconds that requests may wait for the next process; longer waits are refused
 
@@ -48,7 +57,7 @@ class EngineState(Enum):
     LOADING = "loading"  # for the first time
     READY = "ready"
     RESTARTING = "restarting"
-    ASLEEP = "asleep"  # its process has ended; a request starts another
+    ASLEEP = "asleep"  # there is no process, or it ends; a request starts another
     WAKING = "waking"  # that one loads
     FAILED = "failed"  # the first load failed, so there is nothing to serve
     STOPPED = "stopped"
@@ -57,51 +66,6 @@ class EngineState(Enum):
     def accepts(self) -> bool:
         """True if a request may be handed over: it runs, or wakes the engine and waits for it."""
         return self in (EngineState.READY, EngineState.ASLEEP, EngineState.WAKING)
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisionLimits:
-    """Limits of restarting a process; times in seconds."""
-
-    hang_timeout: float = 8.0  # a process with work does nothing for this long
-    step_timeout: float = 60.0  # it computes without progress for this long
-    backoff: float = 1.0  # before the second restart in the window, then 3, 7, ...
-    max_backoff: float = 60.0
-    death_window: float = 600.0
-
-    @property
-    def look(self) -> float:
-        """Seconds between two looks at the process."""
-        return self.hang_timeout / LOOKS_TO_HANG
-
-
-class Wakes(NamedTuple):
-    """Processes started after one was told to sleep, and the seconds that the latest took."""
-
-    number: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Deaths:
-    """Counts recent deaths and sets the delay before the next start.
-
-    Attributes:
-        clock: monotonic seconds.
-    """
-
-    limits: SupervisionLimits
-    clock: Callable[[], float] = time.monotonic
-    _times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-
-    def count(self) -> float:
-        """Record a death; return the seconds to wait."""
-        now = self.clock()
-        self._times.append(now)
-        while now - self._times[0] > self.limits.death_window:
-            self._times.popleft()
-        delay: float = self.limits.backoff * (2 ** (len(self._times) - 1) - 1)
-        return min(delay, self.limits.max_backoff)
 
 
 class Supervisor:
@@ -114,6 +78,7 @@ class Supervisor:
         on_ready: called when a restarted engine accepts requests.
         on_outage: called when no process can be started soon; the error says why.
         on_asleep: called when a process has ended because it was told to sleep.
+        on_planned: called before a process takes memory, which waits for it.
         is_busy: returns True if the engine has unfinished work.
         launched: the first process, if it was started already.
     """
@@ -128,10 +93,11 @@ class Supervisor:
         on_ready: Callable[[], None],
         on_outage: Callable[[EngineUnavailableError], None],
         on_asleep: Callable[[], None],
+        on_planned: Callable[[Planned], Awaitable[None]],
         is_busy: Callable[[], bool],
         launched: LaunchedProcess | None = None,
     ) -> None:
-        self.state = EngineState.LOADING
+        self.state = EngineState.ASLEEP
         self.reason = ""
         self.responsive = True  # a ready process shows signs of life
         self.restarts = 0
@@ -146,6 +112,8 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_outage = on_outage
         self._on_asleep = on_asleep
+        self._on_planned = on_planned
+        self._waits_for_memory = False
         self._is_busy = is_busy
         self._deaths = Deaths(self._limits)
         self._next_start = 0.0  # monotonic
@@ -169,18 +137,24 @@ class Supervisor:
         else:
             self.process = await EngineProcess.over(launched)
 
-    async def start(self, load: Load, on_progress: ProgressCallback) -> EngineInfo:
+    async def start(self, load: MakeLoad, on_progress: ProgressCallback) -> EngineInfo:
         """Load the model for the first time.
+
+        Args:
+            load: the first message to each process.
+            on_progress: called with stage, done, total.
 
         Raises:
             ApplianceError: the engine cannot be loaded; it carries the engine's exit code.
         """
+        self.state = EngineState.LOADING
         try:
-            info = await self._load(load, on_progress)
+            info = await self._load_watched(load, on_progress)
         except BaseException as error:
             self.reason = str(error)
             self.state = EngineState.FAILED
             await self._end_process()
+            self.process = None
             raise
         self._task = asyncio.create_task(self._keep_alive(load), name="engine-supervisor")
         return info
@@ -222,15 +196,20 @@ class Supervisor:
             self.process.kill()
             await self.process.wait()
 
-    async def _load(self, load: Load, on_progress: ProgressCallback) -> EngineInfo:
+    async def _load(self, load: MakeLoad, on_progress: ProgressCallback) -> EngineInfo:
         await self.prepare()
         assert self.process is not None
-        self.process.connection.send(load)
+        self.process.connection.send(load())
         while message := await self.process.connection.receive():
             self._heard = True
             match message:
                 case Progress(stage, done, total):
                     on_progress(stage, done, total)
+                case Planned():
+                    self._waits_for_memory = True
+                    await self._on_planned(message)
+                    self._waits_for_memory = False
+                    self.send(Proceed())
                 case StartFailed(text, exit_code):
                     await self.process.wait()
                     raise _failure(text, exit_code)
@@ -248,7 +227,7 @@ class Supervisor:
             "that was killed by SIGKILL may have run out of memory"
         )
 
-    async def _keep_alive(self, load: Load) -> None:
+    async def _keep_alive(self, load: MakeLoad) -> None:
         while True:
             error = await self._serve()
             if self.state is EngineState.ASLEEP:
@@ -262,7 +241,7 @@ class Supervisor:
             logger.info("the engine is back, restart %d", self.restarts)
             self._on_ready()
 
-    async def _sleep(self, load: Load) -> None:
+    async def _sleep(self, load: MakeLoad) -> None:
         """Wait for `wake`, then start a process that takes what has arrived meanwhile."""
         self.process = None
         logger.info("the engine sleeps; the next request wakes it")
@@ -272,6 +251,14 @@ class Supervisor:
         begin = time.monotonic()
         try:
             info = await self._load_watched(load)
+        except (ConfigError, ModelError, MemoryPlanError) as error:
+            # The model or the memory is at fault: another process would find the same.
+            logger.error("the engine cannot wake: %s", error)
+            self.state = EngineState.ASLEEP
+            self._woken.clear()
+            await self._end_process()
+            self._tell_outage(error, "cannot wake")
+            return
         except Exception as error:
             self.state = EngineState.RESTARTING
             await self._end_process()
@@ -281,7 +268,7 @@ class Supervisor:
             logger.info("the engine woke in %s", stages.in_words(begin, info.stages))
         self._on_ready()
 
-    async def _restart(self, load: Load, error: Exception) -> None:
+    async def _restart(self, load: MakeLoad, error: Exception) -> None:
         while True:
             delay = self._deaths.count()
             self._next_start = time.monotonic() + delay
@@ -303,22 +290,26 @@ class Supervisor:
             await self._end_process()
             self._tell_outage(error)
 
-    def _tell_outage(self, error: Exception) -> None:
+    def _tell_outage(self, error: Exception, how: str = "is restarting") -> None:
         self.reason = str(error)
         self._on_outage(
             EngineUnavailableError(
-                f"the engine is restarting: {error}", retry_after=self.seconds_to_start
+                f"the engine {how}: {error}", retry_after=self.seconds_to_start or None
             )
         )
 
-    async def _load_watched(self, load: Load) -> EngineInfo:
+    async def _load_watched(
+        self, load: MakeLoad, on_progress: ProgressCallback = lambda stage, done, total: None
+    ) -> EngineInfo:
         await self.prepare()
         assert self.process is not None
-        self._verdict = Verdict.ALIVE
-        watching = self._watch(self.process, busy=lambda: True, look=self._limits.look * 8)
+        self._verdict, self._waits_for_memory = Verdict.ALIVE, False
+        watching = self._watch(
+            self.process, busy=lambda: not self._waits_for_memory, look=self._limits.look * 8
+        )
         watch = asyncio.create_task(watching, name="engine-watchdog")
         try:
-            return await self._load(load, lambda stage, done, total: None)
+            return await self._load(load, on_progress)
         finally:
             watch.cancel()
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from appliance.engine.admission import Admission
 from appliance.engine.messages import (
     Abort,
     EngineInfo,
@@ -24,6 +25,8 @@ from appliance.engine.messages import (
     FromEngine,
     Load,
     LoadAdapter,
+    Planned,
+    Proceed,
     Progress,
     Ready,
     SequenceDelta,
@@ -114,9 +117,14 @@ class LoadEngine(Protocol):
         metadata: memoryview | None,
         on_progress: Callable[[str, int, int], None],
         beacon: Beacon,
+        admission: Admission,
     ) -> EngineCore:
         """Load a model, or raise ApplianceError."""
         ...
+
+
+class SupervisorGoneError(Exception):
+    """The other side told this process to end, or went away."""
 
 
 class EngineSocket:
@@ -145,6 +153,17 @@ class EngineSocket:
                 self.closed = True
             messages += self._decoder.feed(data)
         return messages
+
+    def ask_for_memory(self, needed: int, free: int) -> None:
+        """Tell the plan, and wait until the memory may be taken.
+
+        Raises:
+            SupervisorGoneError: it never will be.
+        """
+        self.send(Planned(needed, free))
+        answer = self.receive(wait=True)
+        if not answer or not isinstance(answer[0], Proceed):
+            raise SupervisorGoneError
 
     def close_reading(self) -> None:
         """Make the next read, or one that waits already, see the end."""
@@ -181,7 +200,10 @@ def run_worker(
             metadata=metadata,
             beacon=beacon_of(metadata),
             on_progress=lambda stage, done, total: connection.send(Progress(stage, done, total)),
+            admission=Admission(message.memory_limit, message.is_shared, connection.ask_for_memory),
         )
+    except SupervisorGoneError:
+        return 0
     except ApplianceError as error:
         connection.send(StartFailed(str(error), error.exit_code))
         return error.exit_code
@@ -238,8 +260,8 @@ class EngineLoop:
                 self._engine.unload_adapter(ref)
             case Shutdown():
                 self._ended = True
-            case Load():
-                raise AssertionError("a second Load")
+            case Load() | Proceed():
+                raise AssertionError(f"a second {type(message).__name__}")
 
     def _submit(self, request: Request) -> None:
         try:

@@ -21,7 +21,7 @@ from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
-from appliance.server.intake import begin_chat, take_body, whole_response
+from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.openapi import describes
 from appliance.server.prompt import chat_prompt
 from appliance.server.schema import SamplingFields
@@ -33,15 +33,16 @@ if TYPE_CHECKING:
     from appliance.server.state import ServerState
 
 
-def anthropic_router(state: ServerState) -> APIRouter:
+def anthropic_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
     described = partial(describes, error=AnthropicErrorBody)
 
     @router.post(PATH, **described(MessagesRequest, AnthropicMessage, streams=True))
     async def messages(request: Request) -> Response:
-        body = await take_body(state, request, MessagesRequest, UNSUPPORTED, HARMLESS)
-        state.check_model(body.model)
+        state, body = await take_body(
+            server, request, MessagesRequest, UNSUPPORTED, HARMLESS, streams=True
+        )
         sampling = SamplingFields(
             model=body.model,
             stream=body.stream,
@@ -51,24 +52,27 @@ def anthropic_router(state: ServerState) -> APIRouter:
             top_k=body.top_k,
         )
         chat = _conversation(body, sampling, max_tokens=body.max_tokens)
-        answer, exchange = await begin_chat(
-            state,
-            chat,
-            key_name(request.scope),
-            prefix="msg_",
-            request_id=request_id_of(request.scope),
-        )
-        if body.stream:
-            frames = message_frames(exchange, answer, max_tokens=body.max_tokens)
-            return EventStream(frames, wire=WIRE, on_close=answer.close)
-        build = partial(whole_message, exchange, answer, max_tokens=body.max_tokens)
-        return await whole_response(request, answer, build)
+
+        async def respond() -> Response:
+            answer, exchange = await begin_chat(
+                state,
+                chat,
+                key_name(request.scope),
+                prefix="msg_",
+                request_id=request_id_of(request.scope),
+            )
+            if body.stream:
+                frames = message_frames(exchange, answer, max_tokens=body.max_tokens)
+                return EventStream(frames, wire=WIRE, on_close=answer.close)
+            build = partial(whole_message, exchange, answer, max_tokens=body.max_tokens)
+            return await whole_response(request, answer, build)
+
+        return await once_loaded(state, request, respond, streams=bool(body.stream), wire=WIRE)
 
     @router.post(f"{PATH}/count_tokens", **described(CountRequest, InputTokens))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of the prompt that these messages make."""
-        body = await take_body(state, request, CountRequest, UNSUPPORTED, HARMLESS)
-        state.check_model(body.model)
+        state, body = await take_body(server, request, CountRequest, UNSUPPORTED, HARMLESS)
         chat = _conversation(body, SamplingFields())
         salt = salt_of(state, chat.sampling, key_name(request.scope))
         prompt = await chat_prompt(state, chat, salt)

@@ -81,10 +81,10 @@ class Details(msgspec.Struct, kw_only=True):
 
     parent_model: str = ""
     format: str = ""
-    family: str
-    families: list[str]
+    family: str = ""
+    families: list[str] = []
     parameter_size: str = ""
-    quantization_level: str
+    quantization_level: str = ""
 
 
 class Tag(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""The one model that is served, as Ollama describes models."""
+"""The models that are served, as Ollama describes models."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import hashlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import UnknownModelError
 from appliance.server.ollama.answers import Details, RunningModel, Shown, Tag
 from appliance.server.ollama.lines import written
+from appliance.server.state import LATEST
 from appliance.tokenizer.fim import find_form
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
 
-LATEST = ":latest"
 _NEVER = "9999-12-31T23:59:59Z"  # the model is not unloaded
 
 
-def check_name(state: ServerState, name: str) -> str:
+def check_name(state: ModelState, name: str) -> str:
     """Accept the served model and its adapters, with the tag that clients add or without.
 
     Returns:
@@ -36,21 +37,25 @@ def check_name(state: ServerState, name: str) -> str:
     return name
 
 
-def tag(state: ServerState) -> Tag:
+def tag(state: ModelState) -> Tag:
     """The entry of a list of models."""
-    info, _ = state.serving()
-    name = _name(state)
+    info, name = state.engine.info, _name(state)
     return Tag(
         name=name,
         model=name,
         modified_at=_loaded_at(state),
-        size=info.weight_bytes,
-        digest=_digest(info),
-        details=_details(info),
+        size=0 if info is None else info.weight_bytes,
+        digest=_digest(name if info is None else info.fingerprint),
+        details=Details() if info is None else _details(info),
     )
 
 
-def running(state: ServerState) -> RunningModel:
+def is_resident(state: ModelState) -> bool:
+    """Return True if the model is loaded and does not sleep."""
+    return state.is_loaded and state.engine.state is not EngineState.ASLEEP
+
+
+def running(state: ModelState) -> RunningModel:
     """The entry of a list of models that are loaded."""
     info, _ = state.serving()
     name, size = _name(state), info.weight_bytes + info.kv_bytes + info.workspace_bytes
@@ -58,7 +63,7 @@ def running(state: ServerState) -> RunningModel:
         name=name,
         model=name,
         size=size,
-        digest=_digest(info),
+        digest=_digest(info.fingerprint),
         details=_details(info),
         expires_at=_NEVER,
         size_vram=0 if info.device.startswith("cpu") else size,
@@ -66,7 +71,7 @@ def running(state: ServerState) -> RunningModel:
     )
 
 
-def shown(state: ServerState) -> Shown:
+def shown(state: ModelState) -> Shown:
     """Describe the model."""
     info, tokenizer = state.serving()
     capabilities = ["completion"]
@@ -93,22 +98,22 @@ def shown(state: ServerState) -> Shown:
     )
 
 
-def thinks(state: ServerState) -> bool:
+def thinks(state: ModelState) -> bool:
     """Return True if the model is known to think."""
     _, tokenizer = state.serving()
     return tokenizer.dialect.budget_marks is not None
 
 
-def _name(state: ServerState) -> str:
+def _name(state: ModelState) -> str:
     return state.model_id if ":" in state.model_id else state.model_id + LATEST
 
 
-def _digest(info: EngineInfo) -> str:
-    return hashlib.sha256(info.fingerprint.encode()).hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _loaded_at(state: ServerState) -> str:
-    return written(datetime.fromtimestamp(state.started, UTC))
+def _loaded_at(state: ModelState) -> str:
+    return written(datetime.fromtimestamp(state.server.started, UTC))
 
 
 def _details(info: EngineInfo) -> Details:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from appliance.engine.process.supervisor import EngineState
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import checked_grammar, schema_form
-from appliance.server.intake import begin_chat, submit, take_body, whole_response
+from appliance.server.intake import begin_chat, once_loaded, submit, take_body, whole_response
 from appliance.server.ollama.answers import (
     ChatLine,
     Embedded,
@@ -29,7 +28,7 @@ from appliance.server.ollama.answers import (
 )
 from appliance.server.ollama.errors import OllamaErrorBody
 from appliance.server.ollama.lines import WIRE, LineStream, chat_line, generate_line, now
-from appliance.server.ollama.models import check_name, running, shown, tag, thinks
+from appliance.server.ollama.models import check_name, is_resident, running, shown, tag, thinks
 from appliance.server.ollama.schema import (
     HARMLESS,
     HARMLESS_FOR_VECTORS,
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from appliance.grammar import Grammar
     from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
+    from appliance.server.model_state import ModelState
     from appliance.server.ollama.lines import LineT
     from appliance.server.ollama.schema import OllamaRequest
     from appliance.server.schema import Effort, SamplingFields
@@ -68,45 +68,58 @@ if TYPE_CHECKING:
 VERSION = "0.12.0"
 
 
-def ollama_router(state: ServerState) -> APIRouter:
+def ollama_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
     described = partial(describes, error=OllamaErrorBody, stream_type=WIRE.media_type)
 
+    take = partial(take_body, server, find=lambda name: server.find_tagged(name or ""))
+
     @router.post("/api/chat", **described(OllamaChatRequest, ChatLine, streams=True))
     async def chat(request: Request) -> Response:
-        body = await take_body(state, request, OllamaChatRequest, UNSUPPORTED, HARMLESS)
-        check_name(state, body.model)
-        if not body.messages:
-            line = ChatLine(model=body.model, created_at=now(), message=OllamaMessage())
-            return json_response(_loaded(line))
-        tools = tools_of(body.tools or ())
-        conversation = _conversation(state, body, partial(turns_of, body.messages), tools)
-        answer, exchange = await begin_chat(
-            state,
-            conversation,
-            key_name(request.scope),
-            prefix="chat-",
-            request_id=request_id_of(request.scope),
-        )
-        return await _respond(
-            request, body, answer, LineStream(exchange, answer, chat_line, body.model)
-        )
+        state, body = await take(request, OllamaChatRequest, UNSUPPORTED, HARMLESS, streams=True)
+        turns = body.messages or []
+
+        async def respond() -> Response:
+            if not turns:
+                line = ChatLine(model=body.model, created_at=now(), message=OllamaMessage())
+                return json_response(_loaded(line))
+            tools = tools_of(body.tools or ())
+            conversation = _conversation(state, body, partial(turns_of, turns), tools)
+            answer, exchange = await begin_chat(
+                state,
+                conversation,
+                key_name(request.scope),
+                prefix="chat-",
+                request_id=request_id_of(request.scope),
+            )
+            return await _respond(
+                request, body, answer, LineStream(exchange, answer, chat_line, body.model)
+            )
+
+        streams = body.stream is not False and bool(turns)
+        return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
 
     @router.post("/api/generate", **described(GenerateRequest, GenerateLine, streams=True))
     async def generate(request: Request) -> Response:
-        body = await take_body(state, request, GenerateRequest, UNSUPPORTED_GENERATE, HARMLESS)
-        check_name(state, body.model)
-        if not body.prompt:
-            return json_response(_loaded(GenerateLine(model=body.model, created_at=now())))
-        answer, exchange = await _begin_text(state, body, body.prompt, request.scope)
-        lines = LineStream(exchange, answer, generate_line, body.model)
-        return await _respond(request, body, answer, lines)
+        state, body = await take(
+            request, GenerateRequest, UNSUPPORTED_GENERATE, HARMLESS, streams=True
+        )
+        prompt = body.prompt
+
+        async def respond() -> Response:
+            if not prompt:
+                return json_response(_loaded(GenerateLine(model=body.model, created_at=now())))
+            answer, exchange = await _begin_text(state, body, prompt, request.scope)
+            lines = LineStream(exchange, answer, generate_line, body.model)
+            return await _respond(request, body, answer, lines)
+
+        streams = body.stream is not False and bool(prompt)
+        return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
 
     @router.post("/api/embed", **described(EmbedRequest, Embedded))
     async def embed(request: Request) -> Response:
-        body = await take_body(state, request, EmbedRequest, {}, HARMLESS_FOR_VECTORS)
-        check_name(state, body.model)
+        state, body = await take(request, EmbedRequest, {}, HARMLESS_FOR_VECTORS)
         texts = [body.input] if isinstance(body.input, str) else body.input or []
         texts = [text for text in texts if text or len(texts) > 1]
         return json_response(
@@ -115,26 +128,28 @@ def ollama_router(state: ServerState) -> APIRouter:
 
     @router.post("/api/embeddings", **described(EmbeddingsRequest, OneEmbedded))
     async def embeddings(request: Request) -> Response:
-        body = await take_body(state, request, EmbeddingsRequest, {}, HARMLESS_FOR_VECTORS)
-        check_name(state, body.model)
+        state, body = await take(request, EmbeddingsRequest, {}, HARMLESS_FOR_VECTORS)
         texts = [body.prompt] if body.prompt else []
         found = await embedded(state, request, body.model, texts, "prompt")
         return json_response(OneEmbedded([one for row in found.embeddings for one in row]))
 
     @router.get("/api/tags", **described(None, Tags))
     async def tags() -> Response:
-        return json_response(Tags([tag(state)]))
+        if not server.is_up:
+            server.default.serving()
+        return json_response(Tags([tag(state) for state in server.models]))
 
     @router.get("/api/ps", **described(None, RunningModels))
     async def processes() -> Response:
-        model = running(state)
-        asleep = state.engine.state is EngineState.ASLEEP
-        return json_response(RunningModels([] if asleep else [model]))
+        if not server.is_up:
+            server.default.serving()
+        return json_response(
+            RunningModels([running(state) for state in server.models if is_resident(state)])
+        )
 
     @router.post("/api/show", **described(ShowRequest, Shown))
     async def show(request: Request) -> Response:
-        body = await take_body(state, request, ShowRequest, {}, set())
-        check_name(state, body.model or body.name or "")
+        state, _ = await take(request, ShowRequest, {}, set())
         return json_response(shown(state))
 
     @router.get("/api/version", **described(None, OllamaVersion))
@@ -146,7 +161,7 @@ def ollama_router(state: ServerState) -> APIRouter:
 
 
 def _conversation(
-    state: ServerState, body: OllamaRequest, turns: Callable[[], list[Turn]], tools: Tools
+    state: ModelState, body: OllamaRequest, turns: Callable[[], list[Turn]], tools: Tools
 ) -> Conversation:
     if body.think and not thinks(state):
         raise RequestError(f"{body.model[:100]!r} does not support thinking", param="think")
@@ -169,7 +184,7 @@ def _template_options(think: bool | Effort | None) -> dict[str, Any]:
 
 
 async def _begin_text(
-    state: ServerState, body: GenerateRequest, prompt: str, scope: Scope
+    state: ModelState, body: GenerateRequest, prompt: str, scope: Scope
 ) -> tuple[Answer, Exchange]:
     """Begin the answer to a prompt: as a chat of one turn, or to the text as it is."""
     owner, request_id = key_name(scope), request_id_of(scope)
@@ -211,7 +226,7 @@ async def _begin_text(
     )
 
 
-def _sampling(state: ServerState, body: OllamaRequest) -> tuple[SamplingFields, int | None]:
+def _sampling(state: ModelState, body: OllamaRequest) -> tuple[SamplingFields, int | None]:
     """Return the sampling options and the token limit; None for as many as fit."""
     options = body.options or Options()
     most = int(options.num_predict or 0)

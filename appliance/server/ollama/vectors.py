@@ -16,11 +16,11 @@ from appliance.server.schema import TermsFields
 if TYPE_CHECKING:
     from fastapi import Request
 
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
 
 
 async def embedded(
-    state: ServerState,
+    state: ModelState,
     request: Request,
     model: str,
     texts: list[str],

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from appliance.engine.messages import TokenLogprobs
     from appliance.server.answer import Answer, Whole
     from appliance.server.exchange import Exchange
+    from appliance.server.model_state import ModelState
     from appliance.server.openai_responses.answers import Status
     from appliance.server.openai_responses.schema import Item, ResponsesRequest
     from appliance.server.openai_responses.store import KeptResponses
     from appliance.server.responses import TokenLogprob
-    from appliance.server.state import ServerState
 
 _encode = msgspec.json.encode
 
@@ -49,7 +49,7 @@ class Responding:
 
     def __init__(
         self,
-        state: ServerState,
+        state: ModelState,
         exchange: Exchange,
         body: ResponsesRequest,
         items: Sequence[Item],
@@ -130,7 +130,7 @@ def with_id(item: Item) -> Item:
     return msgspec.structs.replace(item, id=name)
 
 
-def _response(state: ServerState, exchange: Exchange, body: ResponsesRequest) -> ResponseObject:
+def _response(state: ModelState, exchange: Exchange, body: ResponsesRequest) -> ResponseObject:
     reasoning, values = body.reasoning, state.sampling.values
     text = body.text or TextConfig()
     return ResponseObject(

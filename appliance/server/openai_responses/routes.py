@@ -13,7 +13,7 @@ from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
-from appliance.server.intake import begin_chat, take_body, whole_response
+from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.openai_responses.answers import DeletedResponse, InputItems, ResponseObject
 from appliance.server.openai_responses.frames import response_frames
 from appliance.server.openai_responses.responding import Responding
@@ -37,27 +37,32 @@ MAX_LISTED = 100
 MAX_REFERENCES = 1024
 
 
-def responses_router(state: ServerState) -> APIRouter:
+def responses_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
     store = KeptResponses()
 
     @router.post("/v1/responses", **describes(ResponsesRequest, ResponseObject, streams=True))
     async def responses(request: Request) -> Response:
-        body = await take_body(state, request, ResponsesRequest, UNSUPPORTED, HARMLESS)
-        state.check_model(body.model)
+        state, body = await take_body(
+            server, request, ResponsesRequest, UNSUPPORTED, HARMLESS, streams=True
+        )
         _check(body)
         owner = key_name(request.scope)
         items = _resolved(store, owner, items_of(body.input))
         before = _before(store, owner, body.previous_response_id)
         chat = _conversation(body, items, before)
-        answer, exchange = await begin_chat(
-            state, chat, owner, prefix="resp_", request_id=request_id_of(request.scope)
-        )
-        responding = Responding(state, exchange, body, items, before, store, owner)
-        if body.stream:
-            return EventStream(response_frames(responding, answer), on_close=answer.close)
-        return await whole_response(request, answer, partial(responding.whole, answer))
+
+        async def respond() -> Response:
+            answer, exchange = await begin_chat(
+                state, chat, owner, prefix="resp_", request_id=request_id_of(request.scope)
+            )
+            responding = Responding(state, exchange, body, items, before, store, owner)
+            if body.stream:
+                return EventStream(response_frames(responding, answer), on_close=answer.close)
+            return await whole_response(request, answer, partial(responding.whole, answer))
+
+        return await once_loaded(state, request, respond, streams=bool(body.stream))
 
     @router.get("/v1/responses/{response_id}", **describes(None, ResponseObject, path=_ID))
     async def response(request: Request) -> Response:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from appliance.engine.request import Pooling
     from appliance.retrieval_recipe import EmbeddingRecipe
+    from appliance.server.model_state import ModelState
     from appliance.server.schema import TermsFields
-    from appliance.server.state import ServerState
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -59,7 +59,7 @@ class Wanted:
     bytes_per_value: float = 0.0
 
 
-def embedding_recipe(state: ServerState) -> EmbeddingRecipe:
+def embedding_recipe(state: ModelState) -> EmbeddingRecipe:
     """Return the served model's recipe of embedding.
 
     Raises:
@@ -74,7 +74,7 @@ def embedding_recipe(state: ServerState) -> EmbeddingRecipe:
 
 
 async def embed(
-    state: ServerState, request: Request, wanted: Wanted
+    state: ModelState, request: Request, wanted: Wanted
 ) -> tuple[Callable[[], NDArray[np.float32]], int]:
     """Read texts, unless the client goes away.
 
@@ -100,7 +100,7 @@ async def embed(
     return vectors, readings.prompt_tokens
 
 
-async def begin_embedding(state: ServerState, wanted: Wanted) -> Readings:
+async def begin_embedding(state: ModelState, wanted: Wanted) -> Readings:
     """Check everything, so that only the engine is left to be asked; close what it returns.
 
     Raises:
@@ -120,7 +120,7 @@ async def begin_embedding(state: ServerState, wanted: Wanted) -> Readings:
 
 
 def begin_reading(
-    state: ServerState,
+    state: ModelState,
     fields: TermsFields,
     scope: Scope,
     prompts: Sequence[list[int]],

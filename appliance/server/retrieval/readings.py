@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.engine.request import Request
-    from appliance.server.state import ServerState
+    from appliance.server.model_state import ModelState
 
 WINDOW = 32  # most requests that the engine has at once, to run or queue beside others'
 
@@ -38,7 +38,7 @@ class Readings:
         RateLimitError: the API key has used up what it may have.
     """
 
-    def __init__(self, state: ServerState, requests: Sequence[Request], *, request_id: str) -> None:
+    def __init__(self, state: ModelState, requests: Sequence[Request], *, request_id: str) -> None:
         self._state = state
         self._request_id = request_id
         self._requests = requests

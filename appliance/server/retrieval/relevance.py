@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from appliance.retrieval_recipe import RerankRecipe
+    from appliance.server.model_state import ModelState
     from appliance.server.retrieval.readings import Readings
     from appliance.server.schema import TermsFields
-    from appliance.server.state import ServerState
     from appliance.tokenizer import Tokenizer
 
 QUERY_PROMPTS = ("query", "Retrieval-query")  # names of a checkpoint's own prompts, first wins
@@ -59,7 +59,7 @@ class Judged:
 
 
 async def begin_judging(
-    state: ServerState,
+    state: ModelState,
     fields: TermsFields,
     scope: Scope,
     pairs: Sequence[tuple[str, str]],
@@ -100,7 +100,7 @@ async def begin_judging(
 
 
 async def _compare(
-    state: ServerState,
+    state: ModelState,
     fields: TermsFields,
     scope: Scope,
     pairs: Sequence[tuple[str, str]],

@@ -54,14 +54,13 @@ if TYPE_CHECKING:
     from appliance.server.state import ServerState
 
 
-def retrieval_router(state: ServerState) -> APIRouter:
+def retrieval_router(server: ServerState) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
 
     @router.post("/v1/embeddings", **describes(EmbeddingRequest, EmbeddingList))
     async def embeddings(request: Request) -> Response:
-        body = await take_body(state, request, EmbeddingRequest, EMBEDDINGS, HARMLESS)
-        state.check_model(body.model)
+        state, body = await take_body(server, request, EmbeddingRequest, EMBEDDINGS, HARMLESS)
         base64 = body.encoding_format == "base64"
         wanted = Wanted(
             with_prompt(body.input, embedding_recipe(state), body.prompt_name),
@@ -86,8 +85,7 @@ def retrieval_router(state: ServerState) -> APIRouter:
         return await asyncio.to_thread(build)
 
     async def rerank(request: Request) -> Response:
-        body = await take_body(state, request, RerankRequest, RELEVANCE, HARMLESS)
-        state.check_model(body.model)
+        state, body = await take_body(server, request, RerankRequest, RELEVANCE, HARMLESS)
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
         judged = await begin_judging(
             state,
@@ -114,8 +112,7 @@ def retrieval_router(state: ServerState) -> APIRouter:
         )
 
     async def score(request: Request) -> Response:
-        body = await take_body(state, request, ScoreRequest, RELEVANCE, HARMLESS)
-        state.check_model(body.model)
+        state, body = await take_body(server, request, ScoreRequest, RELEVANCE, HARMLESS)
         pairs, param = _pairs(body)
         judged = await begin_judging(state, body, request.scope, pairs, body.instruction, param)
         scores = await _judge(request, judged)
@@ -139,20 +136,18 @@ def retrieval_router(state: ServerState) -> APIRouter:
     @router.post("/tokenize", **describes(TokenizeRequest, Tokenized))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat; nothing is computed."""
-        body = await take_body(state, request, TokenizeRequest, TOKENS, HARMLESS)
-        state.check_model(body.model)
+        state, body = await take_body(server, request, TokenizeRequest, TOKENS, HARMLESS)
         return json_response(await tokenized(state, body, key_name(request.scope)))
 
     @router.get("/tokenizer_info", **describes(None, TokenizerInfo))
     async def info() -> Response:
         """Describe the tokenizer to evaluation harnesses, which ask before they send token ids."""
-        return json_response(tokenizer_info(state))
+        return json_response(tokenizer_info(server.default))
 
     @router.post("/detokenize", **describes(DetokenizeRequest, Detokenized))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, control tokens included."""
-        body = await take_body(state, request, DetokenizeRequest, {}, set())
-        state.check_model(body.model)
+        state, body = await take_body(server, request, DetokenizeRequest, {}, set())
         return json_response(await detokenized(state, body))
 
     return router

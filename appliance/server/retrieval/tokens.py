@@ -15,11 +15,11 @@ from appliance.server.thinking import template_options
 from appliance.server.turns import tools_of, turns_of
 
 if TYPE_CHECKING:
+    from appliance.server.model_state import ModelState
     from appliance.server.retrieval.schema import DetokenizeRequest, TokenizeRequest
-    from appliance.server.state import ServerState
 
 
-async def tokenized(state: ServerState, body: TokenizeRequest, owner: str) -> Tokenized:
+async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tokenized:
     """The tokens of a prompt or a chat.
 
     Args:
@@ -54,7 +54,7 @@ async def tokenized(state: ServerState, body: TokenizeRequest, owner: str) -> To
     )
 
 
-async def _chat_ids(state: ServerState, body: TokenizeRequest, owner: str) -> list[int]:
+async def _chat_ids(state: ModelState, body: TokenizeRequest, owner: str) -> list[int]:
     chat = ChatRequest(messages=body.messages or [], tools=body.tools)
     conversation = Conversation(
         sampling=chat,
@@ -66,7 +66,7 @@ async def _chat_ids(state: ServerState, body: TokenizeRequest, owner: str) -> li
     return (await chat_prompt(state, conversation, salt_of(state, chat, owner))).ids
 
 
-def tokenizer_info(state: ServerState) -> TokenizerInfo:
+def tokenizer_info(state: ModelState) -> TokenizerInfo:
     """Describe the tokenizer."""
     info, tokenizer = state.serving()
     bos, eos = tokenizer.bos_token_id, next(iter(tokenizer.eos_token_ids), None)
@@ -81,7 +81,7 @@ def tokenizer_info(state: ServerState) -> TokenizerInfo:
     )
 
 
-async def detokenized(state: ServerState, body: DetokenizeRequest) -> Detokenized:
+async def detokenized(state: ModelState, body: DetokenizeRequest) -> Detokenized:
     """The text of tokens.
 
     Raises:

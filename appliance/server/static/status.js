@@ -42,6 +42,7 @@ function takeInfo(event) {
 function takeStats(stats) {
   const { engine } = stats;
   const rows = {
+    Models: (info.models ?? []).map((model) => `${model.name} (${model.state})`).join(", "),
     Architecture: info.architecture,
     Weights: info.weight_format,
     Device: info.device,

@@ -14,6 +14,9 @@ static const ap_kernels *const all_kernels[AP_NUM_ISAS] = {
     [AP_AVX2] = &ap_kernels_avx2,
     [AP_AVXVNNI] = &ap_kernels_avxvnni,
     [AP_AVX512] = &ap_kernels_avx512,
+#elif defined(AP_ARM)
+    [AP_NEON] = &ap_kernels_neon,
+    [AP_I8MM] = &ap_kernels_i8mm,
 #endif
 };
 
@@ -85,6 +88,16 @@ static int cpu_has(int32_t isa) {
         default:
             return 0;
     }
+}
+#elif defined(AP_ARM)
+#include <sys/auxv.h>
+
+#define DOTPROD (1UL << 20) /* of AT_HWCAP */
+#define I8MM (1UL << 13)    /* of AT_HWCAP2 */
+
+static int cpu_has(int32_t isa) {
+    if (!(getauxval(AT_HWCAP) & DOTPROD)) return 0;
+    return isa == AP_NEON || (isa == AP_I8MM && (getauxval(AT_HWCAP2) & I8MM));
 }
 #else
 static int cpu_has(int32_t isa) {

@@ -16,7 +16,15 @@
 
 typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_ISA = 3 } ap_status;
 
-typedef enum { AP_SCALAR = 0, AP_AVX2 = 1, AP_AVXVNNI = 2, AP_AVX512 = 3, AP_NUM_ISAS = 4 } ap_isa;
+typedef enum {
+    AP_SCALAR = 0,
+    AP_AVX2 = 1,
+    AP_AVXVNNI = 2,
+    AP_AVX512 = 3,
+    AP_NEON = 4, /* of ARM, with dot products */
+    AP_I8MM = 5,
+    AP_NUM_ISAS = 6,
+} ap_isa;
 
 #include "formats.h"
 

@@ -50,6 +50,9 @@ extern const ap_kernels ap_kernels_scalar;
 extern const ap_kernels ap_kernels_avx2;
 extern const ap_kernels ap_kernels_avxvnni;
 extern const ap_kernels ap_kernels_avx512;
+#elif defined(AP_ARM)
+extern const ap_kernels ap_kernels_neon; /* with dot products */
+extern const ap_kernels ap_kernels_i8mm; /* and those of mixed signs */
 #endif
 
 #endif

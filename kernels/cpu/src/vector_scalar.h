@@ -1,5 +1,6 @@
 /* Plain C, for every processor: vectors of 16 bytes, by which GCC and clang extend C, and which
- * become SSE2, NEON or whatever the processor has; four of them are a vector of 16 lanes. */
+ * become SSE2, NEON or whatever the processor has; four of them are a vector of 16 lanes. Only
+ * products of bytes differ where ARM has instructions for them. */
 #include "half.h"
 
 typedef float f4 __attribute__((vector_size(16)));
@@ -16,7 +17,11 @@ typedef struct { f4 a, b, c, d; } vfloat;
 typedef struct { i4 a, b, c, d; } vint;
 typedef struct { b16 a, b, c, d; } vbyte;
 
-#define VECTORS 1 /* that fit the registers */
+#ifdef __ARM_FEATURE_DOTPROD
+#define VECTORS 8 /* that fit the registers: 32 of 16 bytes */
+#else
+#define VECTORS 1
+#endif
 
 /* the lanes of `yes` where the mask has all bits, of `no` where it has none */
 INLINE i4 pick(i4 mask, i4 yes, i4 no) { return (mask & yes) | (~mask & no); }
@@ -251,13 +256,6 @@ INLINE b16 low_nibbles(b16 a) { return a & 15; }
 INLINE b16 high_nibbles(b16 a) { return a >> 4; }
 UNARY(vb_low, vbyte, vbyte, low_nibbles)
 UNARY(vb_high, vbyte, vbyte, high_nibbles)
-/* what codes of four bits stand for: the bytes of a table of 16 */
-INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
-    uint8_t codes[64];
-    memcpy(codes, &a, sizeof a);
-    for (int i = 0; i < 64; i++) codes[i] = table[codes[i]];
-    return vb_load(codes);
-}
 INLINE vbyte vb_or(vbyte a, vbyte b) {
     return (vbyte){a.a | b.a, a.b | b.b, a.c | b.c, a.d | b.d};
 }
@@ -271,59 +269,9 @@ INLINE vbyte vb_bits(vbyte a, int from, int to, int mask) {
 }
 #undef UNARY
 
-/* Products of bytes, in 16 bits: those of bytes 0 and 2 of each lane, and those of 1 and 3. */
-typedef struct { s8 even, odd; } products;
-INLINE products multiply(s8 even, s8 odd, int16_t f0, int16_t f1, int16_t f2, int16_t f3) {
-    return (products){even * (s8){f0, f2, f0, f2, f0, f2, f0, f2},
-                      odd * (s8){f1, f3, f1, f3, f1, f3, f1, f3}};
-}
-INLINE products of_unsigned(b16 a, const int8_t *four) {
-    return multiply((s8)a & 255, (s8)((h8)a >> 8), four[0], four[1], four[2], four[3]);
-}
-INLINE products of_signed(b16 b, const uint8_t *four) {
-    return multiply((s8)((h8)b << 8) >> 8, (s8)b >> 8, four[0], four[1], four[2], four[3]);
-}
-INLINE i4 pair_sums(s8 a) { return ((i4)((u4)a << 16) >> 16) + ((i4)a >> 16); }
-INLINE i4 sum_wide(products p) { return pair_sums(p.even) + pair_sums(p.odd); }
-INLINE i4 sum_narrow(products p) { return pair_sums(p.even + p.odd); }
-#define DOT(sum, of, bytes, four)                                                         \
-    ((vint){acc.a + sum(of(bytes.a, four)), acc.b + sum(of(bytes.b, four)),               \
-            acc.c + sum(of(bytes.c, four)), acc.d + sum(of(bytes.d, four))})
-/* acc[j] += sum over t of a[j][t] * four[t], a unsigned */
-INLINE vint vi_dot(vint acc, vbyte a, const int8_t *four) {
-    return DOT(sum_wide, of_unsigned, a, four);
-}
-/* the same for a up to 24: two products fit 16 bits */
-INLINE vint vi_dot_nibbles(vint acc, vbyte a, const int8_t *four) {
-    return DOT(sum_narrow, of_unsigned, a, four);
-}
-/* the same for four from -64 to 64 */
-INLINE vint vi_dot_small(vint acc, vbyte a, const int8_t *four) {
-    return DOT(sum_narrow, of_unsigned, a, four);
-}
-/* acc[j] += sum over t of four[t] * b[j][t], four below 128, b signed: two products fit 16 bits */
-INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
-    return DOT(sum_narrow, of_signed, b, four);
-}
-#undef DOT
-/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. In 16 bits: the sum of 16
- * products of at most 15 * 127 fits, and that of 8 of at most 24 * 127, after 16 inputs. */
-typedef struct { s8 a, b, c, d; } vpart;
-INLINE vpart vp_begin(vint acc) { return (void)acc, (vpart){}; }
-INLINE s8 add_products(s8 part, products p) { return part + p.even + p.odd; }
-INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {
-    return (vpart){
-        add_products(part.a, of_unsigned(a.a, four)),
-        add_products(part.b, of_unsigned(a.b, four)),
-        add_products(part.c, of_unsigned(a.c, four)),
-        add_products(part.d, of_unsigned(a.d, four)),
-    };
-}
-INLINE vint vp_end(vpart part, vint acc) {
-    return (vint){acc.a + pair_sums(part.a), acc.b + pair_sums(part.b), acc.c + pair_sums(part.c),
-                  acc.d + pair_sums(part.d)};
-}
-/* acc[j] += sum over t of (a[j][t] - BYTE_ZERO) * four[t] */
-#define BYTE_ZERO 0
-INLINE vint vi_dot_bytes(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }
+#ifdef __ARM_FEATURE_DOTPROD
+#include "bytes_neon.h"
+#else
+#include "bytes_scalar.h"
+#endif
 INLINE void prefetch(const void *p) { (void)p; }

@@ -45,7 +45,7 @@ TEXT = (
 def serve(model: str, steps_per_second: str) -> None:
     """Run `appliance serve` with an engine that repeats its prompt at a pace, as a child."""
     from appliance import log
-    from appliance.server.serve import run_server
+    from appliance.server.serve import ModelToServe, run_server
 
     log.configure()
     resolved = resolve_model(model, cache_dir=cache_dir())
@@ -58,7 +58,7 @@ def serve(model: str, steps_per_second: str) -> None:
 
     run_server(
         load_settings({"port": 0, "max_num_seqs": 256, "max_model_len": 32_768}),
-        resolved,
+        [ModelToServe(resolved)],
         on_progress=lambda stage, done, total: None,
         on_ready=say_ready,
         engine_command=(sys.executable, str(ECHO), knobs),

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from appliance.engine.beacon import MAX_NAMES, Beacon, name_of
 from appliance.engine.process.quarantine import SECONDS, Quarantine
-from appliance.engine.process.supervisor import Deaths, SupervisionLimits
+from appliance.engine.process.restarts import Deaths, SupervisionLimits
 from appliance.engine.process.watch import (
     LOOKS_TO_DOUBT,
     LOOKS_TO_HANG,

@@ -10,7 +10,7 @@ import torch
 from transformers_gguf import load_with_transformers
 
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.supervisor import SupervisionLimits
+from appliance.engine.process.restarts import SupervisionLimits
 from appliance.engine.request import Pooling
 from appliance.retrieval_recipe import EmbeddingRecipe, RerankRecipe, RetrievalRecipe
 from appliance.tokenizer import Tokenizer

@@ -1,0 +1,131 @@
+"""Keeps several engines within the memory of one machine: the one idle longest makes room.
+
+An engine that is not resident sleeps. One with requests in work finishes them first; requests that
+come meanwhile wait, and wake it in their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from appliance.engine.process.answers import ReadyWaiters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from appliance.engine.messages import Planned
+
+logger = logging.getLogger(__name__)
+
+
+class Sleeper(Protocol):
+    """An engine that can give its memory back."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if it loads, or has open requests."""
+        ...
+
+    def sleep(self) -> None:
+        """End the process, unless it has work or loads."""
+        ...
+
+
+class Residency:
+    """The memory of all engines, which each asks for before it takes any.
+
+    Args:
+        limit: bytes of all engines together; None is what the first one finds free.
+        is_shared: there are several engines.
+    """
+
+    def __init__(self, limit: int | None = None, *, is_shared: bool = False) -> None:
+        self.limit = limit
+        self.is_shared = is_shared
+        self.places: list[Resident] = []
+        self._turn = asyncio.Lock()
+
+    async def admit(self, place: Resident, planned: Planned) -> None:
+        """Wait until an engine may take its memory; one after the other, in the order they ask.
+
+        Where nothing else can make room, it is let on, and its own plan tells what is missing.
+        """
+        async with self._turn:
+            others = [one for one in self.places if one is not place]
+            if self.limit is None and self.is_shared and not _held(others):
+                self.limit = planned.free_bytes
+            limit = planned.needed_bytes if self.limit is None else self.limit
+            freed = 0
+            while holders := [one for one in others if one.memory_bytes]:
+                over = _held(holders) + planned.needed_bytes - limit
+                if max(over, planned.needed_bytes - planned.free_bytes - freed) <= 0:
+                    break
+                first = min(holders, key=lambda one: (one.is_wanted, one.last_used))
+                freed += first.memory_bytes
+                logger.info("%s makes room for %s", first.name, place.name)
+                await first.make_room()
+            place.memory_bytes = planned.needed_bytes
+
+
+class Resident:
+    """The part of one engine in the memory.
+
+    Args:
+        name: of its model, for the log.
+
+    Attributes:
+        memory_bytes: that it was let take.
+        last_used: monotonic time of the latest request's begin or end.
+        is_leaving: it ends once what it has is done, and is to be given nothing more.
+    """
+
+    def __init__(self, residency: Residency, name: str, engine: Sleeper) -> None:
+        self.name = name
+        self.memory_bytes = 0
+        self.last_used = 0.0
+        self.is_leaving = False
+        self._residency = residency
+        self._engine = engine
+        self._left = ReadyWaiters()
+        residency.places.append(self)
+
+    @property
+    def terms(self) -> tuple[int | None, bool]:
+        """The limit, and True if there are several engines."""
+        return self._residency.limit, self._residency.is_shared
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._engine.is_wanted
+
+    def use(self) -> None:
+        """Note that a request begins or ends."""
+        self.last_used = time.monotonic()
+
+    async def take(self, planned: Planned) -> None:
+        """Wait until the engine may take its memory."""
+        await self._residency.admit(self, planned)
+
+    async def make_room(self) -> None:
+        """Make the engine sleep after the requests it has, and wait until it does."""
+        self.is_leaving = True
+        self.leave_if_asked()
+        while self.memory_bytes:
+            await self._left.wait()
+
+    def leave_if_asked(self) -> None:
+        """Make the engine sleep, if it is to leave and its requests have ended."""
+        if self.is_leaving:
+            self._engine.sleep()
+
+    def leave(self) -> None:
+        """The engine's process has ended, or will not start."""
+        self.memory_bytes, self.is_leaving = 0, False
+        self._left.wake()
+
+
+def _held(places: Iterable[Resident]) -> int:
+    return sum(one.memory_bytes for one in places)

@@ -1,0 +1,249 @@
+"""One served model as routes see it: its engine, tokenizer, names, queue and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from appliance.adapter_names import AdapterRegistry
+from appliance.api_keys import NO_KEY
+from appliance.engine.process.supervisor import EngineState
+from appliance.errors import ApplianceError, EngineUnavailableError, UnknownModelError
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults, choose_defaults
+from appliance.server.grammars import GrammarChecks
+from appliance.server.memory import settle
+from appliance.server.metrics import Metrics
+from appliance.server.queue import Queue
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+    from pathlib import Path
+
+    from appliance.config import ServerConfig
+    from appliance.engine.messages import EngineInfo, StepReport
+    from appliance.engine.process.client import EngineClient
+    from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.server.limits import KeyUse
+    from appliance.server.quality import ServedCard
+    from appliance.server.state import ServerState
+
+_MOST_NAMES = 20  # of adapters in a message
+
+logger = logging.getLogger(__name__)
+
+
+class FoundModel(Protocol):
+    """A model on this machine."""
+
+    @property
+    def path(self) -> Path:
+        """File or folder."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The model's name unless the settings give one."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingDefaults:
+        """Recommended sampling for a model that brings none."""
+        ...
+
+
+class ModelState:
+    """One model of a server.
+
+    Args:
+        server: what all its models share.
+        found: its files.
+        model_id: its id in the API.
+        quality_card: if it has one.
+
+    Attributes:
+        tokenizer: None until it is read.
+        sampling: what counts where a request says nothing.
+        queue: of requests that wait.
+        adapters: names of adapters, which are served like models.
+        grammars: checks what requests ask of their answers.
+    """
+
+    def __init__(
+        self,
+        server: ServerState,
+        engine: EngineClient,
+        found: FoundModel,
+        model_id: str,
+        *,
+        quality_card: ServedCard | None = None,
+    ) -> None:
+        self.server = server
+        self.engine = engine
+        self.model_id = model_id
+        self.quality_card = quality_card
+        self.tokenizer: Tokenizer | None = None
+        self.sampling = NOTHING_RECOMMENDED
+        self.metrics = Metrics(model_id, server.metrics)
+        self.grammars = GrammarChecks()
+        self.adapters = AdapterRegistry(engine.config, model_id)
+        self.queue = Queue(server.config, engine, self.metrics, server.keys)
+        self._found = found
+        self._loading: asyncio.Task[EngineInfo] | None = None
+        engine.observers += [self._take_warnings, self.metrics.take_steps, self._rest]
+
+    @property
+    def config(self) -> ServerConfig:
+        return self.server.config
+
+    @property
+    def use(self) -> KeyUse:
+        """The use that the holders of keys make of what they may."""
+        return self.server.use
+
+    @property
+    def text_pool(self) -> ThreadPoolExecutor:
+        """Threads for templates and tokenizers, so that long texts stall nobody."""
+        return self.server.text_pool
+
+    @property
+    def several_keys(self) -> bool:
+        """True if more than one key is accepted."""
+        return self.server.several_keys
+
+    @property
+    def key_names(self) -> list[str]:
+        """Names of the keys that are let in."""
+        return list(self.server.keys() or (NO_KEY,))
+
+    def _take_warnings(self, report: StepReport) -> None:
+        for line in report.logs:
+            self.server.warnings.add(line)
+
+    def _rest(self, report: StepReport) -> None:
+        """End the tokenizer's processes with the engine's."""
+        if self.engine.state is EngineState.ASLEEP and self.tokenizer is not None:
+            self.tokenizer.rest()
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the model was loaded once; it may sleep now."""
+        return self.tokenizer is not None and self.engine.info is not None
+
+    def begin_loading(
+        self, on_progress: ProgressCallback = lambda stage, done, total: None
+    ) -> asyncio.Task[EngineInfo]:
+        """Read the tokenizer and load the model for the first time, once for all who ask."""
+        if self._loading is None or (self._loading.done() and not self.is_loaded):
+            self._loading = asyncio.create_task(self._load(on_progress), name="model-loading")
+        return self._loading
+
+    async def loaded(self) -> None:
+        """Wait until the model has been loaded once.
+
+        Raises:
+            EngineUnavailableError: it cannot be; the next call tries again.
+        """
+        if self.is_loaded:
+            return
+        try:
+            await asyncio.shield(self.begin_loading())
+        except EngineUnavailableError:
+            raise
+        except ApplianceError as error:
+            raise EngineUnavailableError(
+                f"the model {self.model_id!r} cannot be loaded: {error}"
+            ) from error
+
+    async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._found.path)
+            info, _ = await asyncio.gather(
+                self.engine.start(tokenizer.eos_token_ids, on_progress),
+                asyncio.to_thread(tokenizer.isolate_template),
+            )
+        except ApplianceError as error:
+            if self.server.is_up:  # no one may be left to hear it
+                logger.error("%s cannot be loaded: %s", self.model_id, error)
+            raise
+        self.sampling = choose_defaults(
+            self.engine.config.generation_config, tokenizer.sampling, self._found.sampling
+        )
+        self.tokenizer = tokenizer
+        settle()
+        return info
+
+    async def close(self, *, now: bool = False) -> None:
+        """End its processes."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
+        await self.engine.close(now=now)
+        if self.tokenizer is not None:
+            self.tokenizer.close()
+        self.grammars.close()
+
+    @property
+    def unavailable(self) -> str | None:
+        """The reason in one word why requests are not accepted, if so."""
+        return "draining" if self.server.draining else self.not_working
+
+    @property
+    def doubtful(self) -> bool:
+        """True if the engine has been silent for a while that may still be an accident."""
+        return self.engine.state is EngineState.READY and not self.engine.responsive
+
+    @property
+    def not_working(self) -> str | None:
+        """The reason in one word why the engine takes nothing, if so; asleep, it does."""
+        if self.engine.state.accepts and self.tokenizer is not None:
+            return None
+        state = self.engine.state
+        return EngineState.LOADING.value if state.accepts else state.value
+
+    def serving(self) -> tuple[EngineInfo, Tokenizer]:
+        """Return the loaded model.
+
+        Raises:
+            EngineUnavailableError: nothing is, at the moment.
+        """
+        why = self.unavailable
+        info, tokenizer = self.engine.info, self.tokenizer
+        if why is None and info is not None and tokenizer is not None:
+            return info, tokenizer
+        reason = f" ({self.engine.reason})" if self.engine.reason else ""
+        retry = "" if self.engine.state is EngineState.FAILED else "; try again in a moment"
+        raise EngineUnavailableError(
+            f"the server is not ready: {why}{reason}{retry}",
+            retry_after=self.engine.seconds_to_start or None,
+        )
+
+    @property
+    def aliases(self) -> list[str]:
+        """Further names in requests."""
+        return [alias for alias, name in self.server.aliases.items() if name == self.model_id]
+
+    def has_name(self, name: str | None) -> bool:
+        """Return True if a request with this name means this model or an adapter of it."""
+        if name is None or name == self.model_id or self.server.aliases.get(name) == self.model_id:
+            return True
+        return self.adapters.find(name) is not None
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the served model and its adapters only.
+
+        Raises:
+            UnknownModelError: it is another.
+        """
+        if not self.has_name(name):
+            raise UnknownModelError(
+                f"the model {(name or '')[:100]!r} is not served here; the one that is:"
+                f" {self.in_words()}"
+            )
+
+    def in_words(self) -> str:
+        """The names of the model and of its adapters."""
+        adapters = [repr(one) for one in self.adapters.names()[:_MOST_NAMES]]
+        beside = f", and as adapters of it {', '.join(adapters)}" if adapters else ""
+        return f"{self.model_id!r}{beside}"
