@@ -28,10 +28,12 @@ class Factors:
     Attributes:
         path: of the adapter, for messages.
         targets: the linears that may be changed.
+        unserved: of those that may not, the part of the model that they belong to.
     """
 
     path: Path
     targets: Mapping[str, AdapterTarget]
+    unserved: Mapping[str, str]
     _a: dict[str, Tensor] = field(default_factory=dict)
     _b: dict[str, Tensor] = field(default_factory=dict)
 
@@ -126,6 +128,11 @@ class Factors:
             return (
                 "changes experts, which is not supported: train the linears of attention, or merge"
                 " the adapter into the model"
+            )
+        if part := self.unserved.get(module):
+            return (
+                f"changes {module}, which belongs to {part}, where adapters are not supported:"
+                " train without it, or merge the adapter into the model"
             )
         last = module.rpartition(".")[2]
         alike = sorted({name.rpartition(".")[2] for name in self.targets})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import family_settings
 import numpy as np
 import pytest
 import torch
@@ -12,15 +14,16 @@ from gguf import GGUFWriter
 from lora import ALL, with_adapter, write_adapter
 
 from appliance.errors import AdapterError
+from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.peft_settings import read_settings
 from appliance.model.adapters.reader import read_adapter
-from appliance.model.adapters.targets import adapter_bytes, adapter_targets
+from appliance.model.adapters.targets import adapter_bytes, adapter_targets, unserved_linears
+from appliance.model.families.registry import FAMILIES
 from appliance.model.linear import halves_from_pairs
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from appliance.model.source import ModelSource
 
@@ -172,6 +175,34 @@ def test_a_tensor_without_a_place_is_refused_by_name(
     folder = write_adapter(tmp_path / "adapter", shapes, change=change)
     with pytest.raises(AdapterError, match=words):
         read_adapter(folder, source, 16)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part", "modules"),
+    [
+        (
+            "deepseek_v3",
+            "latent attention",
+            ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        ),
+        ("granitemoehybrid", "a Mamba-2 layer", ["in_proj", "out_proj"]),
+        ("nemotron_h", "an MLP without a gate", ["up_proj", "down_proj"]),
+    ],
+)
+def test_parts_that_run_no_adapters_are_refused_by_name(
+    model_type: str, part: str, modules: list[str]
+) -> None:
+    family = next(one for one in FAMILIES if one.model_type == model_type)
+    spec = family.spec(family_settings.SIZES | family_settings.OF_FAMILY[model_type][0], "a test")
+    targets = adapter_targets(spec, family.names)
+    unserved = unserved_linears(spec, family.names)
+    assert targets
+    assert not targets.keys() & unserved.keys()
+    factors = Factors(Path("adapter"), targets, unserved)
+    refused = [name for name, own in unserved.items() if own == part]
+    assert {name.rpartition(".")[2] for name in refused} == set(modules)
+    with pytest.raises(AdapterError, match=f"which belongs to {part}, where adapters are not"):
+        factors.add("stored", refused[0], is_first=True, factor=torch.ones(2, 2))
 
 
 def test_files_that_are_missing_or_damaged(
