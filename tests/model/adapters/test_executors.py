@@ -130,12 +130,12 @@ def test_kld_on_packed_weights_is_that_of_the_model_itself(
     quantized, _ = write_both(tmp_path, FORMS["awq"])
     folder = write_adapter(tmp_path / "adapter", ALL, rank=16, dtype=torch.bfloat16)
     exact = load_decoder(quantized, REFERENCE, CPU_DEVICE, torch.float32)
-    held = native(quantized.path)
+    executors: list[Executor[Any]] = [exact, native(quantized.path)]
     adapted = [
         logits_of(one, token_ids, adapters=slots_with(one, quantized, [folder]))
-        for one in (exact, held)
+        for one in executors
     ]
-    without = divergence(*(logits_of(one, token_ids) for one in (exact, held)))
+    without = divergence(*(logits_of(one, token_ids) for one in executors))
     assert 0 < divergence(*adapted) < min(0.002, 1.5 * without)
 
 
