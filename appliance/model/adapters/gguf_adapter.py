@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ def _read(
     alpha = float(file.metadata.get("adapter.lora.alpha") or 0.0)
     stored_targets = adapter_targets(base.spec, mapping.names)
     renamed = dict(zip(stored_targets, targets.values(), strict=True))
-    factors = Factors(path, targets, unserved_linears(base.spec, mapping.names))
+    factors = Factors(path, targets, partial(unserved_linears, base.spec, mapping.names))
     for stored in file.tensor_names():
         found = _FACTOR.fullmatch(stored)
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ def read_folder(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarg
     data = _content(path, WEIGHTS_NAME)
     digest = blake2b(text, digest_size=16)
     digest.update(data)
-    factors = Factors(path, targets, unserved_linears(base.spec, base.family.names))
+    factors = Factors(path, targets, partial(unserved_linears, base.spec, base.family.names))
     for stored, tensor in _tensors(path, data).items():
         found = _FACTOR.fullmatch(stored)
         if found is None:

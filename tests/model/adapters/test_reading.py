@@ -196,7 +196,7 @@ def test_parts_that_run_no_adapters_are_refused_by_name(
     unserved = unserved_linears(spec, family.names)
     assert targets
     assert not targets.keys() & unserved.keys()
-    factors = Factors(Path("adapter"), targets, unserved)
+    factors = Factors(Path("adapter"), targets, lambda: unserved)
     refused = [name for name, own in unserved.items() if own == part]
     assert {name.rpartition(".")[2] for name in refused} == set(modules)
     with pytest.raises(AdapterError, match=f"which belongs to {part}, where adapters are not"):
