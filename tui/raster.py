@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,8 @@ from appliance.tui import palette
 from appliance.tui.grid import NO_BLOCK
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from appliance.tui.blocks import Blocks
@@ -30,6 +33,7 @@ class ColorMode(Enum):
     REFERENCES = "references"
     PRECISION = "precision"
     AGE = "age"
+    ADAPTER = "adapter"
 
     @property
     def next(self) -> ColorMode:
@@ -68,6 +72,7 @@ _DIGITS = np.array([ord(digit) for digit in "0123456789ABCDEF"], dtype=np.uint32
 AGE_LIMITS = (1.0, 10.0, 60.0, 600.0)  # seconds where the next step of `palette.AGE_STEPS` begins
 _STEP_OF_REFERENCES = np.array([0, 0, 1, 2, 2, 3, 3, 3, 3] + [4] * 247, dtype=np.uint8)
 _HOLDS_TOKENS = CACHED  # the first of the looks that hold tokens
+_NO_ADAPTERS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ def pixels(
     mode: ColorMode,
     emphasis: Emphasis = Emphasis(),
     now: float = 0.0,
+    adapters: Mapping[int, int] = _NO_ADAPTERS,
 ) -> NDArray[np.uint8]:
     """Draw the block map.
 
@@ -127,6 +133,7 @@ def pixels(
         mode: meaning of the colours.
         emphasis: the part to highlight.
         now: seconds of the clock of `blocks.changed`.
+        adapters: number of the adapter of each owner slot that has one.
 
     Returns:
         (grid.height, grid.width) indices into `PAINT`.
@@ -139,7 +146,7 @@ def pixels(
     if focused is not None:
         ranks = ranks | focused * _FOCUSED_RANK
     shown = grid.shown(ranks)
-    index = _colors(blocks.cells[shown], blocks.changed[shown], mode, now)
+    index = _colors(blocks.cells[shown], blocks.changed[shown], mode, now, adapters)
     if emphasis.stale:
         index = index + np.uint8(DIMMED)
     elif focused is not None:
@@ -150,7 +157,7 @@ def pixels(
 def letters(
     picture: NDArray[np.uint8], blocks: Blocks, grid: Grid, mode: ColorMode
 ) -> NDArray[np.uint32]:
-    """Return a letter for each pixel, for maps without half blocks; by owner, its slot's letter.
+    """Return a letter for each pixel, for maps without half blocks; of owners and adapters, a-z.
 
     `picture` is (grid.height, grid.width) indices into `PAINT`, of these blocks.
 
@@ -158,12 +165,17 @@ def letters(
         (grid.height, grid.width) code points.
     """
     drawn = _LETTER_OF[picture]
-    if mode not in (ColorMode.OWNER, ColorMode.PRECISION) or not blocks.num_blocks:
+    if (
+        mode not in (ColorMode.OWNER, ColorMode.PRECISION, ColorMode.ADAPTER)
+        or not blocks.num_blocks
+    ):
         return drawn
     cells = blocks.cells[grid.shown(_RANKS[blocks.cells & np.uint32(0xFFFF)])]
     named = (picture >= OWNER) & (picture < REFERENCE)
     if mode is ColorMode.OWNER:
         names = ord(letter_of(0)) + (cells >> np.uint32(16)) % 26
+    elif mode is ColorMode.ADAPTER:
+        names = ord(letter_of(0)) + picture.astype(np.uint32) - OWNER
     else:
         names = _DIGITS[cells >> np.uint32(4) & np.uint32(0xF)]
     return np.where(named, names, drawn).astype(np.uint32)
@@ -188,7 +200,11 @@ def _focused(blocks: Blocks, emphasis: Emphasis) -> NDArray[np.bool_] | None:
 
 
 def _colors(
-    cells: NDArray[np.uint32], changed: NDArray[np.float32], mode: ColorMode, now: float
+    cells: NDArray[np.uint32],
+    changed: NDArray[np.float32],
+    mode: ColorMode,
+    now: float,
+    adapters: Mapping[int, int],
 ) -> NDArray[np.uint8]:
     """Return the index into `PAINT` of each cell."""
     looks = appearance(cells)
@@ -206,6 +222,11 @@ def _colors(
         case ColorMode.PRECISION:
             index = (cells >> np.uint32(4) & np.uint32(0xF)) % len(palette.OWNER_HUES)
             return np.where(looks >= _HOLDS_TOKENS, OWNER + index, looks).astype(np.uint8)
+        case ColorMode.ADAPTER:
+            of_owner = np.full(2**16, ACTIVE, dtype=np.uint8)
+            for slot, number in adapters.items():
+                of_owner[slot] = OWNER + number % len(palette.OWNER_HUES)
+            return np.where(looks >= ACTIVE, of_owner[cells >> np.uint32(16)], looks)
         case ColorMode.AGE:
             steps = AGE + np.searchsorted(AGE_LIMITS, now - changed, side="right")
             return np.where(looks >= _HOLDS_TOKENS, steps, looks).astype(np.uint8)

@@ -65,6 +65,20 @@ class View:
         """Key of the focused sequence."""
         return self.look.focus
 
+    @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters of live sequences, in the order of their hues."""
+        return tuple(sorted({one.adapter for one in self.state.sequences if one.adapter}))
+
+    @cached_property
+    def adapter_of_slot(self) -> dict[int, int]:
+        """Place in `adapters` by the owner slot of each running sequence that has one."""
+        return {
+            one.slot: self.adapters.index(one.adapter)
+            for one in self.state.sequences
+            if one.adapter and is_running(one)
+        }
+
     def whole(self) -> View:
         """Return the view with the whole block map and without a cursor."""
         return replace(self, look=replace(self.look, level=0, cursor=None))

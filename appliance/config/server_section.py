@@ -115,6 +115,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             Group.ADDRESS,
         ),
     ] = False
+    force_include_usage: Annotated[
+        bool,
+        Setting(
+            "End every stream with its token counts, for clients that show them but do not ask.",
+            Group.REQUESTS,
+        ),
+    ] = False
     max_body_bytes: Annotated[
         int,
         Setting("Largest body of a request.", Group.REQUESTS, unit=Unit.BYTES, low=1024, high=GIB),

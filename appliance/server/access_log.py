@@ -9,9 +9,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
-
 from appliance.server.door import key_name
+from appliance.server.errors import request_id_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,13 +31,12 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         begin = time.monotonic()
-        status, request_id = 0, ""
+        status = 0
 
         async def send_and_look(message: Message) -> None:
-            nonlocal status, request_id
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                request_id = Headers(raw=message["headers"]).get("x-request-id", "")
             await send(message)
 
         try:
@@ -51,7 +49,7 @@ class AccessLog:
                 "path": scope["path"],
                 "status": status or "-",
                 "seconds": round(time.monotonic() - begin, 3),
-                "request_id": request_id or "-",
+                "request_id": request_id_of(scope) or "-",
             }
             logger.info(
                 "%(client)s %(key)s %(method)s %(path)s %(status)s %(seconds).3fs %(request_id)s",

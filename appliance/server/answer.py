@@ -46,6 +46,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None
     parts: tuple[Part, ...] | None = None  # instead of the text, where it is read
     stopped_by: str = ""  # at the end, the stop string
+    completion_tokens: int = 0  # of all choices up to this piece
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
@@ -176,10 +177,7 @@ class Answer:
 
     def usage(self) -> Usage:
         """Token counts so far."""
-        prompt, completion = self.prompt_tokens, self.completion_tokens
-        usage = Usage(
-            prompt, completion, prompt + completion, PromptTokensDetails(self.cached_tokens)
-        )
+        usage = self.usage_at(self.completion_tokens)
         proposed, accepted = map(sum, zip(*self._drafts, strict=True))
         if self._reading is not None or proposed:
             usage.completion_tokens_details = CompletionTokensDetails(
@@ -188,6 +186,16 @@ class Answer:
                 proposed - accepted if proposed else UNSET,
             )
         return usage
+
+    def usage_at(self, completion_tokens: int) -> Usage:
+        """Token counts where so many were generated, as `Piece` says it; without details."""
+        prompt = self.prompt_tokens
+        return Usage(
+            prompt,
+            completion_tokens,
+            prompt + completion_tokens,
+            PromptTokensDetails(self.cached_tokens),
+        )
 
     @property
     def cached_tokens(self) -> int:
@@ -303,9 +311,12 @@ class Answer:
         """Return the pieces that a delta adds; none if nothing can be shown yet."""
         number = prompt * self._sampling.num_choices + delta.index
         choice = self._choices[number]
+        if choice.ended:  # by a stop string, while more of it was on its way through a queue
+            return []
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self.prompt_logprobs[prompt] += delta.prompt_logprobs or ()
+        _, accepted = self._drafts[number]
         self._drafts[number] = delta.num_draft_tokens, delta.num_accepted_tokens
         if delta.token_ids:
             self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
@@ -315,9 +326,11 @@ class Answer:
             return self._push(prompt, number, delta)
         # What follows its end in the same step is no part of an answer.
         pieces: list[Piece] = []
-        for one in delta.one_by_one():
+        for kept, one in enumerate(delta.one_by_one(), 1):
             pieces += self._push(prompt, number, one)
             if choice.ended:
+                used = min(delta.num_accepted_tokens, accepted + kept)
+                self._drafts[number] = delta.num_draft_tokens, used
                 break
         return pieces
 
@@ -346,7 +359,7 @@ class Answer:
         if choice.held:
             tokens, choice.held = tuple(choice.held), []
         stopped_by = "" if reason is None else choice.text.stopped_by
-        return [Piece(number, text, tokens, reason, parts, stopped_by)]
+        return [Piece(number, text, tokens, reason, parts, stopped_by, self.completion_tokens)]
 
     def _read(
         self, reader: Reader, text: str, num_tokens: int, reason: FinishReason | None

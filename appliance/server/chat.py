@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
     from appliance.server.answer import Answer, Piece, Whole
     from appliance.server.exchange import Exchange
+    from appliance.server.stream_usage import StreamUsage
 
 
 async def chat_frames(
-    exchange: Exchange, answer: Answer, *, include_usage: bool
+    exchange: Exchange, answer: Answer, *, usage: StreamUsage
 ) -> AsyncGenerator[bytes, None]:
     """Frames in order: role, parts of the answer, finish reason, usage, [DONE]."""
     head = ChatChunk(
@@ -38,8 +39,8 @@ async def chat_frames(
         choices=[],
         system_fingerprint=exchange.fingerprint,
     )
-    if include_usage:
-        head.usage = None
+    if usage.at_end:
+        head.usage = answer.usage_at(0) if usage.in_chunks else None
 
     def frame(choice: ChatChunkChoice) -> bytes:
         head.choices = [choice]
@@ -48,13 +49,19 @@ async def chat_frames(
     choices: dict[int, ChoiceFrames] = {}  # those that have begun
 
     def frames_of(piece: Piece) -> bytes:
-        if piece.choice not in choices:
-            choices[piece.choice] = ChoiceFrames(piece.choice, exchange.tokenizer, frame)
-        return choices[piece.choice].frames(piece)
+        begin, choice = b"", choices.get(piece.choice)
+        if choice is None:
+            choice = choices[piece.choice] = ChoiceFrames(
+                piece.choice, exchange.tokenizer, frame, alike=not usage.in_chunks
+            )
+            begin = choice.begin()
+        if usage.in_chunks:
+            head.usage = answer.usage_at(piece.completion_tokens)
+        return begin + choice.frames(piece)
 
     async for pieces in answer.pieces():
         yield b"".join(map(frames_of, pieces))
-    if include_usage:
+    if usage.at_end:
         head.choices = []
         head.usage = answer.usage()
         yield data_frame(head)

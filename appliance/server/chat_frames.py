@@ -28,24 +28,31 @@ class ChoiceFrames:
     Args:
         number: of the choice.
         frame: a frame with this choice in it.
+        alike: whether frames differ in nothing else, so that one can be a template of the next.
     """
 
     def __init__(
-        self, number: int, tokenizer: Tokenizer, frame: Callable[[ChatChunkChoice], bytes]
+        self,
+        number: int,
+        tokenizer: Tokenizer,
+        frame: Callable[[ChatChunkChoice], bytes],
+        *,
+        alike: bool,
     ) -> None:
         self._number = number
         self._tokenizer = tokenizer
         self._frame = frame
-        self._begun = False
+        self._alike = alike
         self._calls = 0
         self._templates: dict[type[Part], FrameTemplate] = {}  # of the latest call, for arguments
 
+    def begin(self) -> bytes:
+        """The first frame, which says the role, and no more."""
+        return self._one(ChatDelta(role="assistant", content=""))
+
     def frames(self, piece: Piece) -> bytes:
-        """Frames of one piece: the first says the role, the last the reason, and no more."""
+        """Frames of one piece: the last of all says the reason, and no more."""
         frames = b""
-        if not self._begun:
-            self._begun = True
-            frames = self._one(ChatDelta(role="assistant", content=""))
         parts = piece.all_parts
         if piece.tokens:  # with the first part, if any is certain
             first = self._delta(parts[0]) if parts else ChatDelta(content="")
@@ -59,7 +66,7 @@ class ChoiceFrames:
         return frames
 
     def _part(self, part: Part) -> bytes:
-        if isinstance(part, CallBegin):
+        if isinstance(part, CallBegin) or not self._alike:
             return self._one(self._delta(part))
         template = self._templates.get(type(part))
         if template is None:

@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from appliance.engine.messages import TokenLogprobs
     from appliance.server.answer import Answer, Piece, Whole
     from appliance.server.exchange import Exchange
+    from appliance.server.stream_usage import StreamUsage
     from appliance.tokenizer import Tokenizer
 
 
 async def completion_frames(
-    exchange: Exchange, answer: Answer, *, include_usage: bool, echo: Sequence[str]
+    exchange: Exchange, answer: Answer, *, usage: StreamUsage, echo: Sequence[str]
 ) -> AsyncGenerator[bytes, None]:
     """Frames: text, an empty text with the reason, usage, [DONE].
 
     Args:
-        include_usage: whether a last chunk has the token counts.
+        usage: the chunks that have the token counts.
         echo: text that comes before each choice.
     """
     head = Completion(
@@ -33,8 +34,8 @@ async def completion_frames(
         choices=[],
         system_fingerprint=exchange.fingerprint,
     )
-    if include_usage:
-        head.usage = None
+    if usage.at_end:
+        head.usage = answer.usage_at(0) if usage.in_chunks else None
     offsets = [0] * answer.num_choices
 
     def frame(
@@ -54,10 +55,14 @@ async def completion_frames(
             templates[number] = FrameTemplate(frame(number, FrameTemplate.MARK))
             if echo[number]:
                 frames = frame(number, echo[number])
+        if usage.in_chunks:
+            head.usage = answer.usage_at(piece.completion_tokens)
         if exchange.logprobs and (piece.text or piece.tokens):
             logprobs = completion_logprobs(piece.tokens, exchange.tokenizer, offsets[number])
             offsets[number] += sum(map(len, logprobs.tokens))
             frames += frame(number, piece.text, logprobs)
+        elif piece.text and usage.in_chunks:
+            frames += frame(number, piece.text)
         elif piece.text:
             frames += templates[number].fill(piece.text)
         if piece.finish_reason is not None:
@@ -66,7 +71,7 @@ async def completion_frames(
 
     async for pieces in answer.pieces():
         yield b"".join(map(frames_of, pieces))
-    if include_usage:
+    if usage.at_end:
         head.choices = []
         head.usage = answer.usage()
         yield data_frame(head)

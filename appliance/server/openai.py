@@ -23,12 +23,12 @@ from appliance.server.responses import ChatCompletion, Completion, ModelCard, Mo
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import EchoScoring
 from appliance.server.stream import EventStream
+from appliance.server.stream_usage import StreamUsage
 from appliance.server.thinking import template_options
 from appliance.server.turns import tools_of, turns_of
 
 if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
-    from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
@@ -56,7 +56,7 @@ def openai_router(server: ServerState) -> APIRouter:
                 request_id=request_id_of(request.scope),
             )
             if body.stream:
-                frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
+                frames = chat_frames(exchange, answer, usage=StreamUsage.of(body, state.config))
                 return EventStream(frames, on_close=answer.close)
             return await whole_response(request, answer, partial(whole_chat, exchange, answer))
 
@@ -133,7 +133,8 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
         grammar=grammar,
     )
     if body.stream:
-        frames = completion_frames(exchange, answer, include_usage=_include_usage(body), echo=echo)
+        usage = StreamUsage.of(body, state.config)
+        frames = completion_frames(exchange, answer, usage=usage, echo=echo)
         return EventStream(frames, on_close=answer.close)
     return await whole_response(
         request, answer, partial(whole_completion, exchange, answer, echo=echo)
@@ -165,7 +166,3 @@ def _conversation(body: ChatRequest) -> Conversation:
         thought_tokens=body.thinking_token_budget,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-
-
-def _include_usage(body: SamplingFields) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)

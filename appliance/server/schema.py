@@ -55,6 +55,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Extras of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with it, in every chunk
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "cpu_linears": "cpu.linears",
     "cpu_models": "cpu.models",
     "cpu_quality": "cpu.quality",
+    "adapters": "engine.adapters",
     "decode": "engine.decode",
     "host_step": "engine.host_step",
     "kernel_compile": "engine.kernel_compile",

@@ -20,10 +20,13 @@ RESOLVE = """
 import json, sys
 from pathlib import Path
 from appliance.errors import ModelError
-from appliance.hub import resolve_model
+from appliance.hub import resolve_adapter, resolve_model
 progress = []
 report = lambda *values: progress.append(values)
 try:
+    if "-lora" in sys.argv[1]:
+        print(json.dumps({"path": str(resolve_adapter(sys.argv[1]))}))
+        sys.exit()
     found = resolve_model(sys.argv[1], cache_dir=Path(sys.argv[2]), progress=report)
     print(json.dumps({"path": str(found.path), "name": found.name, "progress": progress}))
 except ModelError as error:
@@ -77,6 +80,15 @@ def test_folder_without_what_could_run(hub: Any, tmp_path: Path) -> None:
     again = resolve("org/model", hub.url, tmp_path)
     assert again["path"] == found["path"]
     assert len(hub.downloaded()) == before  # nothing is fetched twice
+
+
+def test_an_adapter_comes_the_same_way(hub: Any, tmp_path: Path) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}
+    hub.repos["org/a-lora"] = {**files, "adapter_model.bin": b"\x80\x04.", "run.py": b"print()"}
+    found = resolve("org/a-lora", hub.url, tmp_path)
+    path = Path(found["path"])
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == files
+    assert resolve("org/a-lora", "http://127.0.0.1:9", tmp_path) == found, "without the hub"
 
 
 def test_cached_models_work_without_the_hub(hub: Any, tmp_path: Path) -> None:

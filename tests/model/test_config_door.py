@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from family_settings import EXPERTS, GGUF_SIZES, LLAMA3, OF_ARCHITECTURE, OF_FAMILY
+from family_settings import EXPERTS, GGUF_SIZES, LLAMA3, OF_ARCHITECTURE, OF_FAMILY, SIZES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from teacher_forcing import logits_of
@@ -46,17 +46,6 @@ CASES = int(os.environ.pop("APPLIANCE_TEST_HEADER_CASES", "300"))
 MAX_WEIGHTS = 2**17  # elements of a model that is built
 ORIGIN = "/models/stranger/config.json"
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
 EDGES = [
     *(0, -1, 1, 2, 3, 7, 8, 15, 16, 17, 18, 32, 48, 64, 100, 255, 256, 257, 272, 1024, 1025),
     *(2**15, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 16, 2**62, 2**63, 2**64, 10**9),

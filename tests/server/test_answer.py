@@ -14,6 +14,7 @@ from appliance.server.answer import MAX_TURN, Answer
 from appliance.server.completions import completion_frames
 from appliance.server.exchange import Exchange
 from appliance.server.responses import CompletionTokensDetails
+from appliance.server.stream_usage import StreamUsage
 
 if TYPE_CHECKING:
     from tests.server.conftest import Running, Serve
@@ -44,7 +45,7 @@ async def test_it_is_still_one_frame_a_token(serve: Serve) -> None:
         answer = answer_to(running, b"ab", max_tokens=5)
         exchange = Exchange.begin(running.state, "cmpl", None, logprobs=False)
         await until(lambda: running.state.engine.stats.generation_tokens_total == 5)
-        frames = completion_frames(exchange, answer, include_usage=False, echo=[""])
+        frames = completion_frames(exchange, answer, usage=StreamUsage(), echo=[""])
         async with aclosing(frames):
             writes = [write async for write in frames]
         answer.close()
@@ -80,6 +81,8 @@ async def test_tokens_behind_a_stop_string_in_the_same_step_do_not_count(serve: 
             num_accepted_tokens=4,
         )
         pieces = answer._take(0, run)
+        late = SequenceDelta(request_id="r", token_ids=tuple(b"xyz"))
+        assert answer._take(0, late) == [], "what was on its way when it ended"
         answer.close()
         assert "".join(piece.text for piece in pieces) == "ab"
         assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [

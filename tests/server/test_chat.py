@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from waiting import until
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.server.conftest import Serve
 
 CHAT = "/v1/chat/completions"
@@ -211,6 +213,18 @@ async def test_min_tokens_and_ignore_eos_reach_the_engine(serve: Serve) -> None:
         ignored = (await running.chat("hi", ignore_eos=True, max_tokens=40)).json()
         assert ignored["usage"]["completion_tokens"] == 40
         assert ignored["choices"][0]["finish_reason"] == "length"
+
+
+async def test_an_unknown_field_is_logged_once(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "appliance")
+    async with serve() as running:
+        for _ in range(3):
+            answer = await running.chat("hi", max_tokens=1, nobody_knows_this="secret")
+            assert answer.status_code == 200
+    told = [line for line in caplog.messages if "nobody_knows_this" in line]
+    assert told == ["field 'nobody_knows_this' of a request is not known and ignored"]
 
 
 async def test_fields_without_effect_are_accepted(serve: Serve) -> None:

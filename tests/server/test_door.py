@@ -285,6 +285,10 @@ async def test_an_app_of_an_allowed_origin_may_call_and_read(serve: Serve) -> No
             assert answer.status_code == status
             assert answer.headers["access-control-allow-origin"] == "app://obsidian.md"
             assert "origin" in answer.headers["vary"].lower()
+        body = {"prompt": "hi", "stream": True}
+        streamed = await running.http.post("/v1/completions", json=body, headers=app | RIGHT[0])
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert streamed.headers["access-control-allow-origin"] == "app://obsidian.md"
         two = [("origin", "app://obsidian.md"), ("origin", "http://evil.example")]
         assert (await running.http.get("/v1/models", headers=two)).status_code == 403
         own = await running.http.get("/v1/models", headers=RIGHT[0])

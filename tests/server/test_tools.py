@@ -101,6 +101,17 @@ async def test_calls_of_a_stream(serve: Serve, tokenizer: Tokenizer) -> None:
             assert "".join(own) == expected
 
 
+async def test_a_call_ends_alike_whoever_chose_it(serve: Serve, tokenizer: Tokenizer) -> None:
+    """OpenAI says stop for a tool that was named; clients look for calls by the reason."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with serve(tokenizer=tokenizer) as running:
+        for choice in ("auto", "required", named):
+            body = ask(OSLO, tool_choice=choice)
+            (whole,) = (await running.http.post(CHAT, json=body)).json()["choices"]
+            parts = deltas(await running.frames(CHAT, **body))
+            assert whole["finish_reason"] == parts[-1]["finish_reason"] == "tool_calls"
+
+
 async def test_one_call_only_if_the_client_says_so(serve: Serve, tokenizer: Tokenizer) -> None:
     async with serve(tokenizer=tokenizer) as running:
         body = ask(f"{OSLO}{ROME} and more", parallel_tool_calls=False, ignore_eos=True)

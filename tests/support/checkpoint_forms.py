@@ -107,7 +107,21 @@ def in_channel_fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {key.removeprefix(name): part for key, part in parts.items()}, fp8.dequantize()
 
 
+INT8 = WeightScheme(8, 64, symmetric=True)
+
+
+def in_int8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    packed = rtn.quantize(weight, INT8, torch.float16)
+    parts = compressed_tensors.encode(name + ".weight", packed, INT8)
+    return {key.removeprefix(name): part for key, part in parts.items()}, packed.dequantize()
+
+
 FORMS = {
+    "int8": Form(
+        quantization_config({"model.layers.0.mlp.up_proj": INT8}, ["lm_head"]),
+        in_int8,
+        "8 bits (groups of 64)",
+    ),
     "fp8-channel": Form(
         quantization_config({"model.layers.0.mlp.up_proj": Fp8Scheme()}, ["lm_head"]),
         in_channel_fp8,

@@ -4,7 +4,8 @@ Started as a program, by tests and by benchmarks of the API process alone. Its k
 "step_seconds=0.01", the time from step to step, are the first argument if that is no flag, else
 `EngineConfig.model`. With "holds_at=9" no sequence gets beyond 9 tokens, its prompt's among them,
 before it is ended from outside or the file of "until=PATH" exists: what a test does meanwhile comes
-in time on any machine. With "script=PATH" it says what stands there, see `echo_script`.
+in time on any machine. With "script=PATH" it says what stands there, see `echo_script`. With
+"tokens_per_step=4" a step adds so many tokens, as one that verifies drafts does.
 Prompts that contain one of the trigger tokens make it misbehave.
 """
 
@@ -16,24 +17,22 @@ import select
 import signal
 import sys
 import time
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from echo_reports import pooled, reported
 from echo_script import Script
 
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.messages import (
     AdapterAnswer,
-    Candidate,
     EngineInfo,
     SequenceDelta,
     StepReport,
     Table,
-    TokenLogprobs,
     Vocabulary,
 )
 from appliance.engine.process.entry import run_engine_process
@@ -71,6 +70,8 @@ class EchoSequence:
     says: tuple[int, ...]
     computed: int = 0
     output: int = 0
+    drafts: int = 0
+    accepted: int = 0
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
@@ -96,6 +97,7 @@ class EchoEngine:
         self.script = Script(None if script is None else Path(script))
         self.busy_seconds = float(knobs.get("busy_seconds", "1000"))
         self.advances = "advances" in knobs
+        self.tokens_per_step = int(knobs.get("tokens_per_step", "1"))
         self.chunk = config.max_num_batched_tokens
         self.max_running = config.max_num_seqs
         self.eos = set(eos_token_ids)
@@ -206,11 +208,11 @@ class EchoEngine:
             if sequence in self.running:
                 if age < (request.timeout or age + 1):
                     continue
-                delta = self.delta(sequence, None, FinishReason.TIMEOUT)
+                delta = self.delta(sequence, (), FinishReason.TIMEOUT)
             else:
                 if age < min(request.timeout or age + 1, request.max_queue_seconds or age + 1):
                     continue
-                delta = self.delta(sequence, None, FinishReason.ERROR, "waited for too long")
+                delta = self.delta(sequence, (), FinishReason.ERROR, "waited for too long")
             deltas.append(msgspec.structs.replace(delta, expired=delta.error is not None))
             self.finish(sequence)
         return deltas
@@ -240,12 +242,24 @@ class EchoEngine:
             return None
         if FAIL in prompt:
             self.finish(sequence)
-            return self.delta(sequence, None, FinishReason.ERROR, "no valid token")
+            return self.delta(sequence, (), FinishReason.ERROR, "no valid token")
         if request.sampling.max_tokens == 0:
             self.finish(sequence)
-            delta = self.delta(sequence, None, FinishReason.LENGTH)
+            delta = self.delta(sequence, (), FinishReason.LENGTH)
             return msgspec.structs.replace(delta, pooled=pooled(request), queue_seconds=0.001)
-        says = sequence.says
+        run: list[int] = []
+        reason = None
+        while reason is None and len(run) < self.tokens_per_step:
+            token, reason = self.next_token(sequence)
+            run.append(token)
+        sequence.drafts += self.tokens_per_step - 1
+        sequence.accepted += len(run) - 1
+        if reason is not None:
+            self.finish(sequence)
+        return self.delta(sequence, tuple(run), reason)
+
+    def next_token(self, sequence: EchoSequence) -> tuple[int, FinishReason | None]:
+        says, request = sequence.says, sequence.request
         token = says[(sequence.output + sequence.index) % len(says)]
         if (budget := request.sampling.thought_budget) is not None:
             said = [says[(n + sequence.index) % len(says)] for n in range(sequence.output)]
@@ -260,45 +274,37 @@ class EchoEngine:
             reason = FinishReason.STOP
         elif sequence.output == request.sampling.max_tokens:
             reason = FinishReason.LENGTH
-        if reason is not None:
-            self.finish(sequence)
-        return self.delta(sequence, token, reason)
+        return token, reason
 
     def delta(
         self,
         sequence: EchoSequence,
-        token: int | None,
+        run: tuple[int, ...],
         reason: FinishReason | None,
         error: str | None = None,
     ) -> SequenceDelta:
         logprobs = None
         count = sequence.request.sampling.logprobs
-        if token is not None and count is not None:
-            others = (Candidate((token + rank) % 256, -0.5 - rank) for rank in range(count))
-            chosen = Candidate(token, -0.5 / (1 + sequence.index))  # later choices are likelier
-            logprobs = (TokenLogprobs(chosen, tuple(others)),)
+        if run and count is not None:  # later choices are likelier
+            logprobs = tuple(reported(token, -0.5 / (1 + sequence.index), count) for token in run)
         scores = None
         count = sequence.request.sampling.prompt_logprobs
-        if count is not None and error is None and sequence.output <= 1 and not sequence.index:
-            near = range(count)
+        first = sequence.output <= len(run) and not sequence.index
+        if count is not None and error is None and first:
             ids = sequence.request.prompt_token_ids[1:]
-            scores = tuple(
-                TokenLogprobs(
-                    Candidate(token, -0.5),
-                    tuple(Candidate((token + rank) % 256, -0.5 - rank) for rank in near),
-                )
-                for token in ids
-            )
+            scores = tuple(reported(token, -0.5, count) for token in ids)
         return SequenceDelta(
             prompt_logprobs=scores,
             request_id=sequence.request.request_id,
             index=sequence.index,
-            token_ids=() if token is None else (token,),
+            token_ids=run,
             logprobs=logprobs,
             finish_reason=reason,
             error=error,
             num_cached_tokens=sequence.cached,
-            queue_seconds=0.001 if sequence.output == 1 else None,
+            num_draft_tokens=sequence.drafts,
+            num_accepted_tokens=sequence.accepted,
+            queue_seconds=0.001 if run and sequence.output == len(run) else None,
         )
 
     def take_steps(self) -> tuple[StepView, ...]:
@@ -351,15 +357,6 @@ class EchoEngine:
             )
             for sequence in [*self.running, *self.waiting]
         )
-
-
-def pooled(request: Request) -> bytes | None:
-    """How often each of the first tokens is in the prompt, and its length; labels likewise."""
-    if request.pooling is None:
-        return None
-    prompt = request.prompt_token_ids
-    counts = [float(prompt.count(token)) for token in request.labels or range(97, 104)]
-    return array("f", counts if request.labels else [*counts, float(len(prompt))]).tobytes()
 
 
 def load(

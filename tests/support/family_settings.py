@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -17,6 +17,7 @@ from tests.tui.conftest import (
     EventServer,
     active,
     page,
+    sequences,
     snapshot,
 )
 from tests.tui.piloting import (
@@ -131,11 +132,29 @@ async def test_every_mode_has_a_legend(event_server: EventServer) -> None:
             ColorMode.REFERENCES: "used by ■ 1 ■ 2 ■ 3-4 ■ 5-8 ■ 9+",
             ColorMode.PRECISION: "int8 2,048",
             ColorMode.AGE: "changed ■ <1 s ■ <10 s ■ <1 min ■ <10 min ■ older",
+            ColorMode.ADAPTER: "no adapter 1,536",
         }.items():
             app.session.change(mode=mode)
             await shown(app, pilot)
             assert words in screen_text(app)
             assert f"KV blocks by {mode.value}" in screen_text(app)
+
+
+async def test_blocks_are_coloured_by_the_adapter_of_their_sequence(
+    event_server: EventServer,
+) -> None:
+    first, *others = SEQUENCES.sequences
+    adapted = sequences(msgspec.structs.replace(first, adapter="sql"), *others)
+    cells = [active(first.slot)] * 3 + [active(first.slot + 1)] * 2 + [FREE] * 3
+    answer = Answer((INFO, snapshot(cells), adapted, STATS))
+    async with dashboard(event_server, LARGE, answer) as (app, pilot):
+        await pilot.press("2")
+        app.session.change(mode=ColorMode.ADAPTER)
+        await shown(app, pilot, lambda: app.session.state.stats)
+        text = screen_text(app)
+        assert "no adapter 2" in text
+        assert "sql 3" in text
+        assert palette.OWNER_HUES[0] in block_map_colors(app)
 
 
 async def test_nothing_to_look_at(event_server: EventServer) -> None:

@@ -42,6 +42,18 @@ def test_reference_counts_are_steps() -> None:
     ]  # fmt: skip
 
 
+def test_adapters_are_hues_also_of_shared_blocks() -> None:
+    blocks = Blocks.of(snapshot(CELLS))
+    grid, adapters = Grid(len(CELLS), len(CELLS), 1), {1: 2, 9: 8}
+    picture = pixels(blocks, grid, ColorMode.ADAPTER, adapters=adapters)
+    first, own = raster.OWNER, raster.OWNER + 2
+    assert picture[0].tolist() == [
+        raster.FREE, raster.CACHED, own, raster.ACTIVE, first + 1, *[own] * 3
+    ]  # fmt: skip
+    drawn = raster.letters(picture, blocks, grid, ColorMode.ADAPTER)[0]
+    assert "".join(map(chr, drawn)) == ".:c#bccc"
+
+
 def test_focus_dims_all_others() -> None:
     plain, focused = row(ColorMode.OWNER), row(ColorMode.OWNER, focus=1)
     bright = [2, 5, 6, 7]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _KEYS = (
     ("1 2 3 4 5", "overview, map, requests, model and memory, log"),
-    ("c", "colour the map by owner, state, references, precision, age"),
+    ("c", "colours by owner, state, references, precision, age, adapter"),
     ("tab shift+tab", "focus the next or previous sequence, all others dimmed"),
     ("click", "on a block or a line: focus its sequence"),
     ("esc", "show all again"),

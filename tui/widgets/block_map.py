@@ -55,7 +55,7 @@ class BlockMap(Lines):
         moment = int(view.clock / AGE_LIMITS[0]) if look.mode is ColorMode.AGE else 0
         return (
             view.state.blocks, look.mode, view.emphasis, look.level, look.cursor, view.lettered,
-            moment, *notice(view),
+            moment, view.adapter_of_slot, *notice(view),
         )  # fmt: skip
 
     def redraw(self, view: View, terminal: Driver | None) -> None:
@@ -150,7 +150,7 @@ class BlockMap(Lines):
         port = self.viewport(view)
         part, grid = blocks.part(port.span), port.grid
         emphasis = view.emphasis.moved(-port.span.start)
-        picture = pixels(part, grid, look.mode, emphasis, view.clock)
+        picture = pixels(part, grid, look.mode, emphasis, view.clock, view.adapter_of_slot)
         if port.lettered:
             drawn = letters(picture, part, grid, look.mode)
             if not view.lettered:

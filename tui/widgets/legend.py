@@ -8,7 +8,16 @@ import numpy as np
 from rich.text import Text
 
 from appliance.tui import numbers, palette
-from appliance.tui.raster import AGE_LIMITS, FREE, LETTERS, PAINT, ColorMode, appearance
+from appliance.tui.raster import (
+    ACTIVE,
+    AGE_LIMITS,
+    FREE,
+    LETTERS,
+    PAINT,
+    ColorMode,
+    appearance,
+    letter_of,
+)
 from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.lines import Lines
 
@@ -28,9 +37,10 @@ class Legend(Lines):
     DEFAULT_CSS = "Legend { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The block map, the mode and the names of precisions."""
+        """The block map, the mode and the names of precisions and adapters."""
         precisions = view.state.info.precisions if view.state.info else ()
-        return view.state.blocks, view.mode, precisions, self._lettered(view), _swapped(view)
+        names = precisions, view.adapters, view.adapter_of_slot
+        return view.state.blocks, view.mode, *names, self._lettered(view), _swapped(view)
 
     def _lettered(self, view: View) -> bool:
         """Return True if the map above has letters, even in a terminal with colours."""
@@ -83,6 +93,9 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
             return [free, cached, _steps("used by", palette.REFERENCE_STEPS, _REFERENCES, entry)]
         case ColorMode.PRECISION:
             return [free, *_precisions(view, blocks, counts, entry)]
+        case ColorMode.ADAPTER:
+            adapters = _adapters(view, blocks, entry, lettered=lettered)
+            return [free, cached, *loading, *adapters, *swapped]
         case ColorMode.AGE:
             return [free, _steps("changed", palette.AGE_STEPS, _AGES, entry)]
 
@@ -118,6 +131,22 @@ def _precisions(view: View, blocks: Blocks, counts: BlockCounts, entry: _Entry) 
         for index in order
         if per_index[index]
     ]
+
+
+def _adapters(view: View, blocks: Blocks, entry: _Entry, *, lettered: bool) -> list[Text]:
+    """List what runs on the model itself, then the adapters, with the blocks that each holds."""
+    owners = blocks.owners[appearance(blocks.cells) >= ACTIVE]
+    per_slot = np.bincount(owners, minlength=1)
+    counts = [0] * len(view.adapters)
+    for slot, number in view.adapter_of_slot.items():
+        counts[number] += int(per_slot[slot]) if slot < len(per_slot) else 0
+    entries = [entry(palette.ACTIVE, "no adapter", owners.size - sum(counts))]
+    for number, (name, count) in enumerate(zip(view.adapters, counts, strict=True)):
+        hue = palette.owner_hue(number)
+        swatch = letter_of(number % len(palette.OWNER_HUES)) if lettered else _SWATCH
+        words = f" {name} {numbers.count(count)}"
+        entries.append(Text.assemble((swatch, hue), (words, palette.TEXT)))
+    return entries
 
 
 if TYPE_CHECKING:

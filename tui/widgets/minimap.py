@@ -23,7 +23,10 @@ class Minimap(Lines):
 
     def reads(self, view: View) -> tuple[object, ...]:
         look = view.look
-        return view.state.blocks, look.level, look.cursor, look.mode, view.emphasis, view.lettered
+        return (
+            view.state.blocks, look.level, look.cursor, look.mode, view.emphasis, view.lettered,
+            view.adapter_of_slot,
+        )  # fmt: skip
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         """Draw the line if part of the map is visible; else explain the zoom."""
@@ -35,7 +38,8 @@ class Minimap(Lines):
             words = "all blocks" if view.look.level else "all blocks; + looks closer"
             return [Text(f"{words}, arrows move the cursor", palette.NOTE)]
         grid = Grid(blocks.num_blocks, width, 1)
-        row = pixels(blocks, grid, view.mode, view.emphasis, view.clock)[0].tolist()
+        drawn = pixels(blocks, grid, view.mode, view.emphasis, view.clock, view.adapter_of_slot)
+        row = drawn[0].tolist()
         line = Text()
         for x, index in enumerate(row):
             under = grid.blocks_at(x, 0)

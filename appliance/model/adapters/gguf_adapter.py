@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from appliance.gguf import GGUFFile
 from appliance.kernels.weight import dense
 from appliance.model.adapters.adapter import Adapter
 from appliance.model.adapters.factors import Factors
-from appliance.model.adapters.targets import adapter_targets
+from appliance.model.adapters.targets import adapter_targets, unserved_linears
 from appliance.model.linear import halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
 from appliance.model.tensors import Role
@@ -58,7 +59,7 @@ def _read(
     alpha = float(file.metadata.get("adapter.lora.alpha") or 0.0)
     stored_targets = adapter_targets(base.spec, mapping.names)
     renamed = dict(zip(stored_targets, targets.values(), strict=True))
-    factors = Factors(path, targets)
+    factors = Factors(path, targets, partial(unserved_linears, base.spec, mapping.names))
     for stored in file.tensor_names():
         found = _FACTOR.fullmatch(stored)
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from appliance.errors import AdapterError
 from appliance.model.adapters.adapter import Adapter
 from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.peft_settings import CONFIG_NAME, read_settings
+from appliance.model.adapters.targets import unserved_linears
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +46,7 @@ def read_folder(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarg
     data = _content(path, WEIGHTS_NAME)
     digest = blake2b(text, digest_size=16)
     digest.update(data)
-    factors = Factors(path, targets)
+    factors = Factors(path, targets, partial(unserved_linears, base.spec, base.family.names))
     for stored, tensor in _tensors(path, data).items():
         found = _FACTOR.fullmatch(stored)
         if found is None:

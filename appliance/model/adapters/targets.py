@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec, LayerSpec
     from appliance.model.tensors import TensorSlot
 
+_INTO_MLP = (AdapterPlace.INTO_MLP, AdapterPlace.OUT_OF_MLP)
 _PLACES = {
     Role.QUERY: AdapterPlace.INTO_MIXER,
     Role.KEY: AdapterPlace.INTO_MIXER,
@@ -109,7 +110,7 @@ def adapter_targets(spec: DecoderSpec, names: TensorNames) -> dict[str, AdapterT
             continue
         assert slot.layer is not None
         place = _PLACES[slot.role]
-        if not _runs_adapters(spec.layers[slot.layer], place):
+        if _why_not(spec.layers[slot.layer], place):
             continue
         begin = taken.get((slot.layer, place), 0)
         pieces = _pieces(spec, slot, begin)
@@ -119,12 +120,28 @@ def adapter_targets(spec: DecoderSpec, names: TensorNames) -> dict[str, AdapterT
     return found
 
 
-def _runs_adapters(layer: LayerSpec, place: AdapterPlace) -> bool:
-    """Return False in latent attention, Mamba-2 and MLPs without gates."""
-    if place in (AdapterPlace.INTO_MIXER, AdapterPlace.OUT_OF_MIXER):
-        return not isinstance(layer.mixer, LatentAttentionSpec | Mamba2Spec)
+def unserved_linears(spec: DecoderSpec, names: TensorNames) -> dict[str, str]:
+    """Return the part of the model by the names of linears that no adapter may change in it."""
+    found = {}
+    for slot in tensor_slots(spec, names):
+        if slot.layer is None or len(slot.shape) != 2 or slot.expert is not None:
+            continue
+        layer, place = spec.layers[slot.layer], _PLACES.get(slot.role, AdapterPlace.INTO_MIXER)
+        if slot.role in (Role.ROUTER, Role.TOKEN_INPUT):
+            continue
+        if part := _why_not(layer, place):
+            found[slot.name.removesuffix(".weight")] = part
+    return found
+
+
+def _why_not(layer: LayerSpec, place: AdapterPlace) -> str:
+    """Return the part of the model that the executors run without adapters; empty if they do."""
+    if place not in _INTO_MLP:
+        if isinstance(layer.mixer, LatentAttentionSpec):
+            return "latent attention"
+        return "a Mamba-2 layer" if isinstance(layer.mixer, Mamba2Spec) else ""
     mlp = layer.mlp.shared if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
-    return mlp is not None and mlp.gated
+    return "" if mlp is not None and mlp.gated else "an MLP without a gate"
 
 
 def _own_outputs(spec: DecoderSpec, slot: TensorSlot) -> int:

@@ -20,6 +20,20 @@ INLINE vfloat load_elements(const void *codes, ptrdiff_t index, int format) {
     return vf_load((const float *)codes + index);
 }
 
+/* A row by a tile that has none beside it, as the shrinking factors of adapters often are. */
+INLINE void multiply_last_tile(const multiplication *m, int format, const float *x, int32_t tile) {
+    const uint8_t *codes = tile_codes(m->w, tile);
+    const ptrdiff_t element = format == AP_F32 ? 4 : 2;
+    vfloat acc = vf_zero();
+    for (ptrdiff_t k = 0, i = 0; k < m->w->in_features; k++, i += AP_LANES) {
+        acc = vf_fma(load_elements(codes, i, format), vf_set(x[k]), acc);
+        prefetch(codes + i * element + PREFETCH_BYTES);
+    }
+    float sums[AP_LANES];
+    vf_store(sums, acc);
+    store_outputs(m, tile, sums);
+}
+
 /* m->rows is `rows`, a constant like `format`, so that the sums live in registers. */
 INLINE void multiply_dense(const multiplication *m, int format, int rows) {
     const ap_linear *w = m->w;
@@ -29,6 +43,10 @@ INLINE void multiply_dense(const multiplication *m, int format, int rows) {
     for (int32_t tile = m->tile; tile < m->last_tile; tile += DENSE_TILES) {
         const uint8_t *codes = tile_codes(w, tile);
         int32_t tiles = smaller(m->last_tile - tile, DENSE_TILES);
+        if (rows == 1 && tiles == 1) {
+            multiply_last_tile(m, format, x[0], tile);
+            return;
+        }
         ptrdiff_t other = tiles == 1 ? 0 : (ptrdiff_t)w->in_features * AP_LANES;
         vfloat acc[DENSE_TILES][DENSE_ROWS];
 #define EACH UNROLL for (int r = 0; r < rows; r++) UNROLL for (int t = 0; t < DENSE_TILES; t++)

@@ -3,95 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoint_forms import FORMS, SHAPES, write_both
-from late_device import LateDevice
+from adapter_requests import ALL, PROMPT, finish, load, ref, request, run
 from lora import write_adapter
 from teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
-from appliance.engine.request import AdapterRef, Request, SamplingParams
+from appliance.engine.request import Request, SamplingParams
 from appliance.errors import AdapterError, ConfigError
-from appliance.files import stamp_of
 from appliance.model.adapters.reader import read_adapter
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import AdapterAnswer, SequenceDelta
+    from pathlib import Path
 
-ALL = {
-    f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()
-}
-PROMPT = tuple(range(3, 43))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    quantized, _ = write_both(tmp_path_factory.mktemp("model"), FORMS["awq"])
-    return quantized.path
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("adapters")
-    return [write_adapter(root / f"a{i}", ALL, rank=4 + i, seed=i, spread=0.08) for i in range(4)]
-
-
-def load(model: Path, **options: Any) -> LLMEngine:
-    given = {
-        "threads": 1,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "lora_dir": "/adapters",
-        "max_loras": 2,
-        "kv_cache_dtype": "bf16",
-        **options,
-    }
-    device = LateDevice() if given.pop("late", False) else None
-    config = EngineConfig(model=str(model), **given)
-    return LLMEngine(*load_parts(config, (), None, lambda *_: None, device))
-
-
-def ref(folder: Path) -> AdapterRef:
-    return AdapterRef(folder.name, str(folder), stamp_of(folder))
-
-
-def request(
-    name: str, folder: Path | None = None, prompt: tuple[int, ...] = PROMPT, **sampling: Any
-) -> Request:
-    return Request(
-        request_id=name,
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling}),
-        adapter=None if folder is None else ref(folder),
-    )
-
-
-def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
-    """Run requests together; return the tokens of each, by id and choice."""
-    for one in requests:
-        engine.submit(one)
-    found: dict[str, list[int]] = {}
-    for delta in finish(engine):
-        assert delta.error is None, delta.error
-        key = delta.request_id + (f"/{delta.index}" if delta.index else "")
-        found.setdefault(key, []).extend(delta.token_ids)
-    return found
-
-
-def finish(engine: LLMEngine) -> list[SequenceDelta]:
-    deltas: list[SequenceDelta] = []
-    while engine.has_work:
-        deltas += engine.step().deltas
-        engine._scheduler.check_invariants()
-    return deltas
+    from appliance.engine.messages import AdapterAnswer
 
 
 def greedy(engine: LLMEngine, model: Path, folder: Path, count: int) -> list[int]:

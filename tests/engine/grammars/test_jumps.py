@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import save_byte_tokenizer
 from drafting import draft_always
 from grammar_words import EOS, FIRST_BYTE, words
 
+from appliance import LLM
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.merge_order import MergeOrder
@@ -125,6 +127,31 @@ def test_a_stop_token_ends_an_answer_that_would_go_on(tiny_llama: Path) -> None:
     tokens, reason = found["stop", 0]
     assert (tokens[-1], reason) == (stop, FinishReason.STOP)
     assert stop not in tokens[:-1]
+
+
+def test_a_stop_string_within_what_a_grammar_forces_ends_text_and_tokens(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    for file in tiny_llama.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    save_byte_tokenizer(tmp_path)
+    sampling = SamplingParams(
+        max_tokens=200, temperature=1.0, seed=3, n=3, logprobs=1, stop=("ther", "zz"), grammar=NAMES
+    )
+    found = []
+    for speculate in ("off", "auto"):
+        llm = LLM(str(tmp_path), threads=1, speculate=speculate)
+        draft_always(llm.engine)
+        (output,) = llm.generate("a prompt", sampling, progress=False)
+        steps = llm.engine.stats().steps_total
+        found.append((output.outputs, steps))
+    (expected, without), (outputs, steps) = found
+    assert outputs == expected
+    assert steps < without / 2
+    for one in outputs:
+        assert one.text.endswith('"a constant that is ra')
+        assert one.finish_reason is FinishReason.STOP
+        assert len(one.logprobs) == len(one.token_ids) == len(one.text.encode()) + len("ther")
 
 
 def test_a_vocabulary_in_no_order_is_left_its_own_spelling(tiny_llama: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from checkpoint_forms import FORMS, SHAPES, write_both
+from gguf_models import gguf_factors, write_gguf, write_gguf_adapter
 from lora import write_adapter
 from native_models import native
 from teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
@@ -14,6 +15,7 @@ from teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.weight import dense
 from appliance.model.adapters.reader import read_adapter
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
@@ -78,17 +80,63 @@ def test_an_adapter_on_each_form_of_weights_is_that_of_peft(
     assert share < (1e-5 if form.startswith("fp8") else 0.04)  # inputs of 8 bits
 
 
+def test_a_gguf_model_takes_adapters_of_peft_and_of_llama_cpp(
+    make_model: Any, save: Any, tmp_path: Path, token_ids: list[int]
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    model = make_model("llama", num_hidden_layers=2, **sizes)
+    metadata = {"rope.freq_base": 10000.0}
+    source = open_model(write_gguf(tmp_path / "m.gguf", model, "llama", metadata, quantize=True))
+    stored = {slot.name: source.weights.load(slot.name) for slot in source.slots()}
+    model.load_state_dict({name: dense(weight, torch.float32) for name, weight in stored.items()})
+    targets = adapter_targets(source.spec, source.family.names)
+    shapes = {name: (one.slot.shape[0], one.slot.shape[1]) for name, one in targets.items()}
+    folder = write_adapter(tmp_path / "adapter", shapes, rank=5)
+    expected = of_peft(save(model), folder, token_ids)
+    factors = gguf_factors(source, read_adapter(folder, source, 64).parts)
+    file = write_gguf_adapter(tmp_path / "adapter.gguf", factors, alpha=10.0)
+    decoder = load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32)
+    assert float((logits_of(decoder, token_ids) - expected).norm() / expected.norm()) > 0.1
+    held = native(source.path)
+    for path in (folder, file):
+        found = logits_of(decoder, token_ids, adapters=slots_with(decoder, source, [path]))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        found = logits_of(held, token_ids, adapters=slots_with(held, source, [path]))
+        assert float((found - expected).norm() / expected.norm()) < 0.04  # inputs of 8 bits
+
+
 def test_kld_against_merged_weights(tmp_path: Path, token_ids: list[int]) -> None:
     """In bfloat16, as by default: factors are rounded once, and nothing else is."""
     _, dense = write_both(tmp_path, FORMS["fp8"])
     folder = write_adapter(tmp_path / "adapter", ALL, rank=16, dtype=torch.bfloat16)
-    expected = of_peft(dense.path, folder, token_ids).log_softmax(-1)
+    expected = of_peft(dense.path, folder, token_ids)
     executor = native(dense.path)
     found = logits_of(executor, token_ids, adapters=slots_with(executor, dense, [folder]))
-    divergence = torch.nn.functional.kl_div(
-        found.log_softmax(-1), expected, log_target=True, reduction="none"
-    ).sum(-1)
-    assert float(divergence.mean()) <= 1e-5
+    assert divergence(expected, found) <= 1e-5
+
+
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Return the mean KL divergence of logits."""
+    exact, other = expected.log_softmax(-1), found.log_softmax(-1)
+    return float(torch.nn.functional.kl_div(other, exact, log_target=True, reduction="sum")) / len(
+        exact
+    )
+
+
+def test_kld_on_packed_weights_is_that_of_the_model_itself(
+    tmp_path: Path, token_ids: list[int]
+) -> None:
+    """Against dequantized weights + BA: what diverges are the inputs of 8 bits, also without."""
+    quantized, _ = write_both(tmp_path, FORMS["awq"])
+    folder = write_adapter(tmp_path / "adapter", ALL, rank=16, dtype=torch.bfloat16)
+    exact = load_decoder(quantized, REFERENCE, CPU_DEVICE, torch.float32)
+    executors: list[Executor[Any]] = [exact, native(quantized.path)]
+    adapted = [
+        logits_of(one, token_ids, adapters=slots_with(one, quantized, [folder]))
+        for one in executors
+    ]
+    without = divergence(*(logits_of(one, token_ids) for one in executors))
+    assert 0 < divergence(*adapted) < min(0.002, 1.5 * without)
 
 
 @pytest.fixture

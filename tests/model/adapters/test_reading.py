@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import family_settings
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf_models import gguf_factors, write_gguf_adapter
 from lora import ALL, with_adapter, write_adapter
 
 from appliance.errors import AdapterError
+from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.peft_settings import read_settings
 from appliance.model.adapters.reader import read_adapter
-from appliance.model.adapters.targets import adapter_bytes, adapter_targets
-from appliance.model.linear import halves_from_pairs
+from appliance.model.adapters.targets import adapter_bytes, adapter_targets, unserved_linears
+from appliance.model.families.registry import FAMILIES
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from appliance.model.source import ModelSource
 
@@ -174,6 +175,34 @@ def test_a_tensor_without_a_place_is_refused_by_name(
         read_adapter(folder, source, 16)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "part", "modules"),
+    [
+        (
+            "deepseek_v3",
+            "latent attention",
+            ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        ),
+        ("granitemoehybrid", "a Mamba-2 layer", ["in_proj", "out_proj"]),
+        ("nemotron_h", "an MLP without a gate", ["up_proj", "down_proj"]),
+    ],
+)
+def test_parts_that_run_no_adapters_are_refused_by_name(
+    model_type: str, part: str, modules: list[str]
+) -> None:
+    family = next(one for one in FAMILIES if one.model_type == model_type)
+    spec = family.spec(family_settings.SIZES | family_settings.OF_FAMILY[model_type][0], "a test")
+    targets = adapter_targets(spec, family.names)
+    unserved = unserved_linears(spec, family.names)
+    assert targets
+    assert not targets.keys() & unserved.keys()
+    factors = Factors(Path("adapter"), targets, lambda: unserved)
+    refused = [name for name, own in unserved.items() if own == part]
+    assert {name.rpartition(".")[2] for name in refused} == set(modules)
+    with pytest.raises(AdapterError, match=f"which belongs to {part}, where adapters are not"):
+        factors.add("stored", refused[0], is_first=True, factor=torch.ones(2, 2))
+
+
 def test_files_that_are_missing_or_damaged(
     source: ModelSource, shapes: dict[str, tuple[int, int]], tmp_path: Path
 ) -> None:
@@ -217,46 +246,21 @@ def test_notes_and_digests(
     assert exact == 2 * same[0].num_parameters
 
 
-def write_gguf(path: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> Path:
-    writer = GGUFWriter(str(path), fields.get("architecture", "llama"))
-    writer.add_type(fields.get("type", "adapter"))
-    writer.add_string("adapter.type", fields.get("kind", "lora"))
-    if "alpha" in fields:
-        writer.add_float32("adapter.lora.alpha", fields["alpha"])
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.numpy().astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_a_gguf_adapter_has_its_rows_in_order_again(
     source: ModelSource, shapes: dict[str, tuple[int, int]], tmp_path: Path
 ) -> None:
     """Stored as llama.cpp's converter does it: rows of B of queries and keys are permuted."""
     folder = write_adapter(tmp_path / "adapter", shapes)
     expected = read_adapter(folder, source, 16)
-    mapping = source.family.gguf
-    assert mapping is not None
-    assert mapping.interleaved_rope
-    stored = adapter_targets(source.spec, mapping.names)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, part in zip(stored, expected.parts.values(), strict=True):
-        b = part.b
-        if name.endswith(("attn_q", "attn_k")):
-            order = halves_from_pairs(len(b), 16)
-            b = torch.empty_like(b).index_copy_(0, order, b)
-        tensors[f"{name}.weight.lora_a"], tensors[f"{name}.weight.lora_b"] = part.a, b
-    path = write_gguf(tmp_path / "a.gguf", tensors, alpha=8.0)
+    tensors = gguf_factors(source, expected.parts)
+    path = write_gguf_adapter(tmp_path / "a.gguf", tensors, alpha=8.0)
     found = read_adapter(path, source, 16)
     assert found.parts.keys() == expected.parts.keys()
     for name, part in expected.parts.items():
         assert torch.equal(found.parts[name].a, part.a)
         assert torch.equal(found.parts[name].b, part.b)
         assert found.parts[name].scale == part.scale == 2.0
-    without = read_adapter(write_gguf(tmp_path / "b.gguf", tensors), source, 16)
+    without = read_adapter(write_gguf_adapter(tmp_path / "b.gguf", tensors), source, 16)
     assert {part.scale for part in without.parts.values()} == {1.0}
     assert without.digest != found.digest
     for fields, words in (
@@ -265,11 +269,11 @@ def test_a_gguf_adapter_has_its_rows_in_order_again(
         ({"kind": "control_vector"}, "adapter.type"),
     ):
         with pytest.raises(AdapterError, match=words):
-            read_adapter(write_gguf(tmp_path / "c.gguf", tensors, **fields), source, 16)
+            read_adapter(write_gguf_adapter(tmp_path / "c.gguf", tensors, **fields), source, 16)
     whole = {"output.weight.lora_a": tensors["blk.0.attn_q.weight.lora_a"]}
     for extra, words in (
         (whole, "head"),
         ({"blk.0.attn_norm.weight": torch.ones(60)}, "no factor"),
     ):
         with pytest.raises(AdapterError, match=words):
-            read_adapter(write_gguf(tmp_path / "d.gguf", tensors | extra), source, 16)
+            read_adapter(write_gguf_adapter(tmp_path / "d.gguf", tensors | extra), source, 16)

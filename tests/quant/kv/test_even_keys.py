@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from lora import write_adapter
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.weight import dense
+from appliance.model.adapters.reader import read_adapter
+from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
@@ -19,6 +22,7 @@ from appliance.quant.formats.kv_plan import KVLayer
 from appliance.quant.kv.attention import EVERY, attend_with
 from appliance.quant.kv.calibrate import measure_layer
 from appliance.quant.kv.even_keys import even, with_even_keys
+from appliance.quant.run.adapter_factors import write_adapter_factors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 32, 100
+SIZES = {"q": 64, "k": 32, "v": 32}  # outputs of the tiny model's linears
 SPEC = AttentionSpec(
     num_heads=HEADS,
     num_kv_heads=KV_HEADS,
@@ -83,7 +88,10 @@ def test_where_nothing_is_gained_there_are_no_factors() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_model_with_factors_in_its_weights_says_the_same(tiny_llama: Path, seed: int) -> None:
+def test_a_model_with_factors_in_its_weights_says_the_same(
+    tiny_llama: Path, tmp_path: Path, seed: int
+) -> None:
+    """Also with an adapter of the original, to which the factors are applied."""
     source = open_model(tiny_llama)
     half = 2 ** torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
     layer = KVLayer(
@@ -94,16 +102,24 @@ def test_a_model_with_factors_in_its_weights_says_the_same(tiny_llama: Path, see
         errors={},
         key_factors=torch.cat((half, half), dim=1),
     )
-    evened = with_even_keys(source, [layer, replace(layer, key_factors=None)])
+    layers = [layer, replace(layer, key_factors=None)]
+    evened = replace(with_even_keys(source, layers), path=tmp_path)
+    write_adapter_factors(source, (), layers, tmp_path)
     name = "model.layers.0.self_attn.k_proj.weight"
     changed, original = (dense(of.weights.load(name), torch.float32) for of in (evened, source))
     assert not torch.equal(changed, original)
     ids = list(range(3, 40))
-    ours, theirs = (
-        logits_of(load_decoder(of, REFERENCE, torch.device("cpu"), torch.float32), ids)
-        for of in (evened, source)
-    )
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    shapes = {f"model.layers.0.self_attn.{key}_proj": (size, 64) for key, size in SIZES.items()}
+    adapter = write_adapter(tmp_path / "adapter", shapes, spread=0.2)
+    found = []
+    for of in (evened, source):
+        decoder = load_decoder(of, REFERENCE, torch.device("cpu"), torch.float32)
+        slots = decoder.adapter_slots(adapter_targets(of.spec, of.family.names), 1)
+        slots.put(0, slots.lay_out(read_adapter(adapter, of, 16)))
+        found.append([logits_of(decoder, ids), logits_of(decoder, ids, adapters=slots)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert float((found[1][0] - found[1][1]).abs().max()) > 0.1, "an adapter that says something"
 
 
 def test_a_plan_without_factors_leaves_the_model_as_it_is(tiny_llama: Path) -> None:

@@ -84,6 +84,31 @@ async def test_ids_repeats_the_log_and_metrics(
         assert read == len(READ)
 
 
+async def test_the_usual_log_tells_the_id_of_what_ended_badly(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "appliance")
+    scored = {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 1}
+    posted = [*READ.items(), ("/v1/completions", scored)]
+    async with serve("holds_at=1", server={"access_log": True}) as running:
+        for number, (path, body) in enumerate(posted):
+            headers = {"x-request-id": f"gone-{number}"}
+            first = asyncio.create_task(running.http.post(path, json=body, headers=headers))
+            await until(lambda: running.state.engine.num_running > 0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await until(running.idle)
+            assert f"ended early (x-request-id gone-{number})" in caplog.text
+            asked = next(line for line in caplog.messages if f" POST {path} " in line)
+            assert asked.endswith(f"gone-{number}"), "also where nothing was answered"
+        await running.state.engine.close(now=True)
+        for number, (path, body) in enumerate(posted):
+            headers = {"x-request-id": f"failed-{number}"}
+            answer = await running.http.post(path, json=body, headers=headers)
+            assert answer.status_code == 503
+            assert f"x-request-id failed-{number}: POST {path} failed with 503" in caplog.text
+
+
 async def test_priority_is_given_on_the_terms_of_the_key(serve: Serve) -> None:
     keys = {"ann": KEY, "ben": "another-key-of-ben"}
     async with serve(server={"api_keys": keys}, headers={"x-api-key": KEY}) as running:

@@ -1,0 +1,218 @@
+"""Measure what adapters cost: steps with none, one and several, loading, and Zipf traffic.
+
+    scripts/benchmark adapters                       # the packaged default model, one thread
+    scripts/benchmark adapters --adapters 100 --slots 8 --requests 400
+
+Steps of answers are compared in alternation, in one process, by the processor's time where one
+thread computes, so that other work on the machine counts little:
+
+- `unused_ratio`: slots for adapters that no request uses, over an engine without slots.
+- `one_ratio`: batch 1 with an adapter over batch 1 without.
+- `several_ratio`: a batch of `--slots` requests with an adapter each over the same without.
+
+Traffic: more adapters are registered than there are slots, requests choose theirs by Zipf's law,
+and a fixed number of them is open at any time. The same requests without adapters run in
+alternation. `slot_hits` counts requests whose adapter was in a slot when they came.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance import LLM, SamplingParams
+from appliance.engine.request import Request
+from bench.lib.command import parser_of, write_result
+from bench.lib.conditions import conditions
+from bench.lib.prompts import random_tokens
+from bench.lib.random_adapters import write_adapters
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Sequence
+
+    from appliance.engine.engine import LLMEngine
+    from appliance.engine.request import AdapterRef
+
+PROMPT_TOKENS = 32
+
+
+def request(name: str, seed: int, tokens: int, adapter: AdapterRef | None) -> Request:
+    """Return a request whose prompt no other one has."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(random_tokens(PROMPT_TOKENS, random.Random(seed))),
+        sampling=SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
+        adapter=adapter,
+    )
+
+
+def decode_seconds(
+    engine: LLMEngine,
+    adapters: Sequence[AdapterRef | None],
+    tokens: int,
+    clock: Callable[[], float],
+) -> float:
+    """Return the median time of a step in which each of some requests goes on by a token."""
+    for number, adapter in enumerate(adapters):
+        engine.submit(request(f"r{number}", number, tokens, adapter))
+    taken = []
+    while engine.has_work:
+        begin = clock()
+        engine.step()
+        seconds, stats = clock() - begin, engine.stats()
+        if stats.step_decode_tokens == len(adapters) and not stats.step_prefill_tokens:
+            taken.append(seconds)
+    return statistics.median(taken)
+
+
+def steps(options: Namespace, bare: LLMEngine, adapted: LLMEngine, refs: list[AdapterRef]) -> Any:
+    """Compare steps in alternation; ratios are medians of those of each round."""
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    none: list[AdapterRef | None] = [None] * options.slots
+    kinds: dict[str, tuple[LLMEngine, Sequence[AdapterRef | None]]] = {
+        "bare": (bare, none[:1]),
+        "unused": (adapted, none[:1]),
+        "one": (adapted, refs[:1]),
+        "bare_batch": (bare, none),
+        "unused_batch": (adapted, none),
+        "several": (adapted, refs[: options.slots]),
+        "same": (adapted, refs[:1] * options.slots),
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(options.rounds + 1):
+        for kind, (engine, adapters) in kinds.items():
+            seconds = decode_seconds(engine, adapters, options.tokens, clock)
+            if turn:  # the first one warms up
+                found[kind].append(seconds)
+
+    def ratio(kind: str, base: str) -> float:
+        pairs = zip(found[kind], found[base], strict=True)
+        return round(statistics.median(one / other for one, other in pairs), 3)
+
+    return {
+        "clock": clock.__name__,
+        "ms": {kind: round(1e3 * statistics.median(times), 3) for kind, times in found.items()},
+        "unused_ratio": ratio("unused", "bare"),
+        "unused_batch_ratio": ratio("unused_batch", "bare_batch"),
+        "one_ratio": ratio("one", "bare"),
+        "several_ratio": ratio("several", "bare_batch"),
+        "same_ratio": ratio("same", "bare_batch"),
+    }
+
+
+def traffic(
+    options: Namespace, engine: LLMEngine, choices: Sequence[AdapterRef | None]
+) -> dict[str, float]:
+    """Serve requests in order, so many at a time; return counts and times."""
+    pool, waiting = engine._adapters, list(enumerate(choices))
+    assert pool is not None
+    left, hits, begin, cpu = 0, 0, time.perf_counter(), time.process_time()
+    longest = 0.0
+    while waiting or engine.has_work:
+        while waiting and left < options.open:
+            number, adapter = waiting.pop(0)
+            hits += adapter is None or (adapter.path, adapter.stamp) in pool._residents
+            engine.submit(request(f"t{number}", 1000 + number, options.tokens, adapter))
+            left += 1
+        start = time.perf_counter()
+        report = engine.step()
+        if report.deltas:
+            longest = max(longest, time.perf_counter() - start)
+        left -= sum(delta.finish_reason is not None for delta in report.deltas)
+    tokens = len(choices) * options.tokens
+    return {
+        "slot_hits": hits,
+        "tokens_per_second": tokens / (time.perf_counter() - begin),
+        "tokens_per_cpu_second": tokens / (time.process_time() - cpu),
+        "longest_step_ms": 1e3 * longest,
+    }
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default="", help="default: the packaged one")
+    parser.add_argument("--adapters", type=int, default=100)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--open", type=int, default=8, help="requests at a time")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent")
+    parser.add_argument("--tokens", type=int, default=24, help="of an answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+
+    common: dict[str, Any] = {
+        "threads": options.threads,
+        "max_model_len": 512,
+        "max_num_seqs": max(options.slots, options.open),
+        "prefix_caching": False,
+        "speculate": "off",
+    }
+    bare = LLM(options.model, **common)
+    folder = Path(tempfile.mkdtemp(prefix="adapters-"))
+    try:
+        refs = write_adapters(folder, Path(bare.path), options.adapters, options.rank)
+        adapted = LLM(
+            options.model,
+            lora_dir=str(folder),
+            max_loras=options.slots,
+            max_lora_rank=options.rank,
+            **common,
+        ).engine
+        pool = adapted._adapters
+        assert pool is not None
+        loads: list[float] = []
+        load = pool._loader.load
+
+        def timed(ref: AdapterRef) -> Any:
+            begin = time.thread_time()
+            loaded = load(ref)
+            loads.append(time.thread_time() - begin)
+            return loaded
+
+        pool._loader.load = timed  # type: ignore[method-assign]
+        for ref in refs[: options.slots]:
+            pool.install(ref)
+        compared = steps(options, bare.engine, adapted, refs)
+        loads.clear()
+        shares = [(1 + place) ** -options.zipf for place in range(len(refs))]
+        chosen = random.Random(0).choices(refs, shares, k=options.requests)
+        plain = traffic(options, adapted, [None] * options.requests)
+        mixed = traffic(options, adapted, chosen)
+        again = traffic(options, adapted, [None] * options.requests)
+    finally:
+        shutil.rmtree(folder)
+    per_cpu = statistics.mean(one["tokens_per_cpu_second"] for one in (plain, again))
+    result = {
+        "benchmark": "adapters",
+        "conditions": conditions(),
+        "model": bare.engine.info.model,
+        "rank": options.rank,
+        "adapter_mb": round(adapted.info.adapter_bytes / (options.slots + 1) / 1e6, 1),
+        "steps": compared,
+        "traffic": {
+            "adapters": options.adapters,
+            "distinct_adapters": len({one.name for one in chosen}),
+            "slots": options.slots,
+            "open": options.open,
+            "requests": options.requests,
+            "slot_hits": mixed["slot_hits"],
+            "loads": len(loads),
+            "load_cpu_ms": round(1e3 * statistics.median(loads), 1),
+            "longest_step_ms": round(mixed["longest_step_ms"], 1),
+            "longest_step_ms_without": round(plain["longest_step_ms"], 1),
+            "cpu_throughput_ratio": round(mixed["tokens_per_cpu_second"] / per_cpu, 3),
+        },
+    }
+    write_result(options.out, result)
+
+
+if __name__ == "__main__":
+    main()
