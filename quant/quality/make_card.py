@@ -250,7 +250,8 @@ def _quantizes_inputs(candidate: ModelSource) -> bool:
 
 
 def _weights_in_words(source: ModelSource) -> str:
-    reader = ModelReader(source, torch.device("cpu"), stored_dtype(source))
+    # As the library holds them: GGUF's types and FP4 as they are stored.
+    reader = ModelReader(source, torch.device("cpu"), stored_dtype(source), native=True)
     is_packed = any(source.weights.packed_bits(slot.name) for slot in source.slots())
     for index in range(len(source.spec.layers) if is_packed else 1):  # packed ones may be mixed
         reader.layer(index)

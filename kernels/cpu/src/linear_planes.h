@@ -68,15 +68,15 @@ INLINE planes load_planes(const uint8_t *codes, int half, int format) {
 
 /* The codes of inputs 4v to 4v + 3 of 16; 0 to 63, or with AP_IQ4 the values + 128. */
 INLINE vbyte plane_codes(const planes *p, int half, int v, int format) {
-    vbyte codes;
-    if (HAS_NIBBLES(format))
-        codes = v % 2 ? vb_high(p->nibbles[v / 2]) : vb_low(p->nibbles[v / 2]);
-    if (format == AP_IQ4) return vb_lookup(codes, iq4_values);
-    if (format == AP_INT6) return vb_or(codes, vb_bits(p->pairs, 2 * v, 4, 0x30));
-    if (format == AP_INT5) return vb_or(codes, vb_bits(p->bits, 4 * half + v, 4, 0x10));
-    if (format == AP_INT4) return codes;
-    codes = vb_bits(p->pairs, 2 * v, 0, 3);
-    return format == AP_INT2 ? codes : vb_or(codes, vb_bits(p->bits, 4 * half + v, 2, 4));
+    if (!HAS_NIBBLES(format)) {
+        vbyte low = vb_bits(p->pairs, 2 * v, 0, 3);
+        return format == AP_INT2 ? low : vb_or(low, vb_bits(p->bits, 4 * half + v, 2, 4));
+    }
+    vbyte low = v % 2 ? vb_high(p->nibbles[v / 2]) : vb_low(p->nibbles[v / 2]);
+    if (format == AP_IQ4) return vb_lookup(low, iq4_values);
+    if (format == AP_INT6) return vb_or(low, vb_bits(p->pairs, 2 * v, 4, 0x30));
+    if (format == AP_INT5) return vb_or(low, vb_bits(p->bits, 4 * half + v, 4, 0x10));
+    return low;
 }
 
 /* Products of 16 inputs, the first or the second half of a piece. Sums of 16 bits hold 16 products
