@@ -186,6 +186,19 @@ def test_what_a_killed_start_left_is_not_trusted(checkout: Path, setup: Setup) -
     assert "noise of pip: -m pip --disable-pip-version-check install torch" in log_of(checkout)
 
 
+def test_the_library_is_compiled_beside_pip_and_ends_with_it(checkout: Path, setup: Setup) -> None:
+    """Each waits for the other's file, so neither can come first."""
+    both = "touch {0}; until test -e {1}; do sleep 0.01; done"
+    code, _ = setup(PIP=both.format("piping", "building"), BUILD=both.format("building", "piping"))
+    assert code == 0
+    compiles = "echo $$ > compiler; exec sleep 1000"
+    (checkout / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
+    code, _ = setup(PIP="until test -s compiler; do sleep 0.01; done; exit 1", BUILD=compiles)
+    assert code == 1
+    compiler = Path("/proc", (checkout / "compiler").read_text().strip())
+    wait_until(lambda: not compiler.exists() or "Z" in (compiler / "stat").read_text().split())
+
+
 def test_an_update_that_fails_keeps_what_there_is(checkout: Path, setup: Setup) -> None:
     assert setup()[0] == 0
     (checkout / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
@@ -210,7 +223,7 @@ def test_where_no_index_has_pytorch_for_the_cpu_uv_finds_it(checkout: Path, setu
     uv.write_text('#!/bin/sh\necho "uv was asked: $*"\ntouch .venv/torch\n')
     uv.chmod(0o755)
     code, _ = setup(
-        PIP=f'case "$*" in *+cpu) exit 1;; *"install uv"*) cp {uv} .venv/bin/uv; exit;; esac'
+        PIP=f'case "$*" in *+cpu*) exit 1;; *"install uv"*) cp {uv} .venv/bin/uv; exit;; esac'
     )
     assert code == 0
     assert "uv was asked: pip install" in log_of(checkout)

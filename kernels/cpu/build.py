@@ -7,6 +7,7 @@ Also: `python -m appliance.kernels.cpu.build [--if-changed] [--out FILE] [--cfla
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import logging
 import os
@@ -85,6 +86,20 @@ def is_current(library: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> bool:
     return library.is_file() and bytes.fromhex(source_digest(cflags)) in library.read_bytes()
 
 
+def build_if_changed(out: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> Path:
+    """Build, unless the library is of these sources; wait for a build that is under way.
+
+    Args and errors are those of `build`.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(out.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        return out if is_current(out, cflags) else build(out, cflags)
+    finally:
+        os.close(folder)
+
+
 def build(out: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> Path:
     """Compile and link.
 
@@ -153,11 +168,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     cflags = tuple(options.cflags)
-    if options.if_changed and is_current(options.out, cflags):
-        return
     logging.basicConfig(format="==> %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
-        build(options.out, cflags)
+        (build_if_changed if options.if_changed else build)(options.out, cflags)
     except BuildError as error:
         sys.exit(str(error))
 

@@ -29,10 +29,8 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build into the wheel, or into the checkout for an editable install."""
         out = _build.LIBRARY if self.editable_mode else Path(self.get_ext_fullpath(ext.name))
-        if _build.is_current(out):
-            return
         try:
-            _build.build(out)
+            _build.build_if_changed(out)
         except _build.BuildError as error:
             self.warn(str(error))
 

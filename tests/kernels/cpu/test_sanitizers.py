@@ -25,10 +25,10 @@ from appliance.kernels.cpu.structs import Isa
 HERE = Path(__file__).parent
 DOOR = HERE.parents[1] / "model" / "test_config_door.py"
 FILES = sorted(set(HERE.glob("test_*.py")) - {HERE / "test_library.py", Path(__file__)})
-CASES = 4
+CASES = 3
 FLAGS = (
     "-fsanitize=address,undefined,float-cast-overflow",
-    *("-fno-sanitize-recover=all", "-g", "-O1", "-DAP_CHECKED"),
+    *("-fno-sanitize-recover=all", "-g1", "-O1", "-DAP_CHECKED"),
 )
 
 pytestmark = [

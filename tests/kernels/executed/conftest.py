@@ -8,8 +8,9 @@ here; in a parallel run, where others compute already, from the moment that the 
 comes up in one of the workers.
 
 "sm_86" and so on: `ptx_machine` runs the PTX that they are compiled to for that architecture, in
-this process. Some cases of each test are, one after another on another architecture; all of them
-on all with `--every-target`.
+this process. Some cases of each test are, one after another on another architecture, and these are
+not interpreted as well: what their source says is in what it was compiled to. With `--every-target`
+all cases are, and all are interpreted.
 """
 
 from __future__ import annotations
@@ -120,29 +121,35 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave a share of what is compiled; the first test that is interpreted waits for all."""
     cases: dict[tuple[Path, str], dict[str, list[pytest.Item]]] = {}
+    interpreted: dict[tuple[Path, str, str], pytest.Item] = {}
     left_out: set[pytest.Item] = set()
     for item in items:
         target = target_of_item(item)
         if target == INTERPRETER and not INTERPRETS:
             item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT + 60))
             item.add_marker(pytest.mark.slow)
+        if target is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        case = item.callspec.id.replace(target, "")
         if target in TARGETS:
-            assert isinstance(item, pytest.Function)
             left_out.add(item)
-            case = item.callspec.id.replace(target, "")
             of_test = cases.setdefault((item.path, item.originalname), {})
             least = item.get_closest_marker("least_capability")
             if least is None or TARGETS[target] >= least.args[0]:
                 of_test.setdefault(case, []).append(item)
-        elif target == INTERPRETER and item.get_closest_marker("compiled"):
+        elif item.get_closest_marker("compiled"):
             left_out.add(item)
+        else:
+            interpreted[item.path, item.originalname, case] = item
     kept: set[pytest.Item] = set()
-    for number, of_test in enumerate(cases.values()):
-        for i, on_targets in enumerate(of_test.values()):
+    for number, (test, of_test) in enumerate(cases.items()):
+        for i, (case, on_targets) in enumerate(of_test.items()):
             if config.getoption("--every-target"):
                 kept.update(on_targets)
             elif i % SHARE == 0:
                 kept.add(on_targets[(number + i // SHARE) % len(on_targets)])
+                left_out.update(filter(None, [interpreted.get((*test, case))]))
     items[:] = [item for item in items if item in kept or item not in left_out]
 
 

@@ -52,7 +52,7 @@ settings_of_a_row = st.tuples(
 )
 
 
-@settings(max_examples=8, derandomize=True, database=None)
+@settings(max_examples=4, derandomize=True, database=None)
 @given(st.lists(settings_of_a_row, min_size=1, max_size=4), st.integers(0, 1000), st.booleans())
 def test_tokens_equal_the_reference_up_to_rounding_of_the_boundary(
     rows: list[Settings], seed: int, coarse: bool

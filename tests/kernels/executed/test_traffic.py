@@ -30,7 +30,7 @@ from appliance.kernels.sealed_pages import SealedPages
 
 pytestmark = pytest.mark.compiled
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, HEAD_DIM, CONTEXT, PAGE = 8, 2, 128, 2048, 32
+HEADS, KV_HEADS, HEAD_DIM, CONTEXT, PAGE = 4, 1, 128, 2048, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,11 @@ def matmul_of(weight: PackedWeight | Fp4Weight, rows: int) -> Cost:
 # The share of sectors, and instructions for an element: a little above what was found, the latter
 # on the capability that needs most.
 DECODE = {
-    KVFormat.BF16: (1.03, 0.112),
-    KVFormat.FP8: (1.04, 0.179),
-    KVFormat.INT8: (1.04, 0.160),
-    KVFormat.INT4: (1.07, 0.173),
-    KVFormat.INT4_SEALED: (1.065, 0.176),
+    KVFormat.BF16: (1.01, 0.103),
+    KVFormat.FP8: (1.013, 0.176),
+    KVFormat.INT8: (1.012, 0.162),
+    KVFormat.INT4: (1.02, 0.172),
+    KVFormat.INT4_SEALED: (1.02, 0.174),
 }
 FP8_BY_HARDWARE = 0.130  # from 8.9 on
 MATMUL = {  # by rows and group size; what is read on top is the sums of splits

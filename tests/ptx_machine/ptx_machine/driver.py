@@ -69,6 +69,7 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
 
     Attributes:
         traffic: counts of instructions and accesses since it was last cleared.
+        executes: False to compile what is launched and leave its results undefined.
     """
 
     def __init__(self, capability: int, device: int, seed: int = 0) -> None:
@@ -76,6 +77,7 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
         self.capability = capability
         self.device = device  # by its number Triton keeps what it compiled
         self.traffic: Counter[str] = Counter()
+        self.executes = True
         self.random = random.Random(seed)
         self.utils = self
         self.launcher_cls = _Launcher
@@ -121,6 +123,8 @@ class _Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *more: Any) -> None:
         driver = triton.runtime.driver.active
         assert isinstance(driver, PtxDriver)
+        if not driver.executes:
+            return
         program, steps, shared = function
         values = [
             value
