@@ -21,7 +21,7 @@ class ChatScreen:
     """
 
     out: TextIO = field(default_factory=lambda: sys.stdout)
-    is_terminal: bool = field(default_factory=sys.stdout.isatty)
+    is_terminal: bool = field(default_factory=lambda: sys.stdout.isatty())
     _in_thought: bool = False
     _at_start: bool = True  # of a line
 

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 PAGE = 16
 LAYER = 1  # of two, the other one stays poisoned
-FORMATS = [format for format in Format if format is not Format.E2M1]  # of weights only
+FORMATS = [format for format in Format if format < Format.E2M1]  # the others are of weights
 SEALED = (Format.SEALED, Format.K8V4)
 INTEGER = (Format.INT8, Format.INT4, *SEALED)
 BLOCK = 32  # of sealed layers

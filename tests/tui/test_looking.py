@@ -53,6 +53,9 @@ async def test_colour_modes(event_server: EventServer) -> None:
         assert "KV blocks by age" in screen_text(app)
         await pilot.press("c")
         await pilot.pause()
+        assert "KV blocks by adapter" in screen_text(app)
+        await pilot.press("c")
+        await pilot.pause()
         assert "KV blocks by owner" in screen_text(app)
         assert palette.owner_hue(1) in block_map_colors(app)
 

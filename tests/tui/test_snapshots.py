@@ -125,7 +125,7 @@ SCREENS = (
     Screen("state", "c"),
     Screen("references", "c"),
     Screen("precision", "c"),
-    Screen("zoomed", "c c plus plus plus plus plus plus", {"cursor": 1030}),
+    Screen("zoomed", "c c c plus plus plus plus plus plus", {"cursor": 1030}),
 )
 
 

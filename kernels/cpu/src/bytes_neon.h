@@ -1,5 +1,6 @@
-/* Products of bytes with ARM's dot products; included by vector_scalar.h. Integers, so that the bits
- * are those of plain C. SDOT and UDOT come with dotprod, USDOT, which mixes signs, with i8mm. */
+/* Products of bytes with ARM's dot products; included by vector_scalar.h. Integers, so that the
+ * bits are those of plain C. SDOT and UDOT come with dotprod, USDOT, which mixes signs, with
+ * i8mm. */
 #include <arm_neon.h>
 
 /* what codes of four bits stand for: the bytes of a table of 16 */

@@ -91,7 +91,8 @@ static void check_attention(ap_engine *engine, int which, int format) {
     void *kept[2];
     for (int turn = 0; turn < 2; turn++) {
         int set = turn ? which : 0;
-        uint8_t *pages = aligned((size_t)(page * BLOCKS)), *opened = aligned((size_t)(open_page * 2));
+        uint8_t *pages = aligned((size_t)(page * BLOCKS));
+        uint8_t *opened = aligned((size_t)(open_page * 2));
         ap_cache_layer layer = {.format = format};
         ap_cache cache = {.base = pages, .block_bytes = page, .num_blocks = BLOCKS,
                           .block_size = SLOTS, .layers = &layer};
@@ -103,7 +104,8 @@ static void check_attention(ap_engine *engine, int which, int format) {
     }
     compare("attention", format, which, out[0], out[1], HEADS * DIM);
     compare("cache", format, which, kept[0], kept[1], (size_t)page * BLOCKS / sizeof(float));
-    if (out[0][0] == 0.0f || out[0][HEADS * DIM - 1] == 0.0f) puts("nothing was attended"), failures++;
+    if (out[0][0] == 0.0f || out[0][HEADS * DIM - 1] == 0.0f)
+        puts("nothing was attended"), failures++;
     free(kept[0]), free(kept[1]);
 }
 

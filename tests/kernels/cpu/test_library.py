@@ -161,7 +161,8 @@ def test_the_instruction_sets_are_those_that_the_compiler_sees(
     subprocess.run([*build.find_compiler(), "-shared", "-fPIC", source, "-o", out], check=True)
     seen, ours = ctypes.CDLL(str(out)), ctypes.CDLL(loaded._name)
     for isa in Isa:
-        assert bool(ours.ap_isa_supported(isa)) == bool(seen[isa.name.lower()]()), isa
+        expected = isa in needs and bool(seen[isa.name.lower()]())
+        assert bool(ours.ap_isa_supported(isa)) == expected, isa
 
 
 def test_each_supported_instruction_set_can_be_chosen(library: ctypes.CDLL) -> None:
@@ -191,9 +192,9 @@ def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(
 def test_the_setting_knows_every_instruction_set() -> None:
     for isa in Isa:
         assert EngineConfig(cpu_isa=isa.name.lower()).cpu_isa == isa.name.lower()
-    names = ", ".join(isa.name.lower() for isa in reversed(Isa))
-    with pytest.raises(ConfigError, match=f"one of auto, {names};"):
+    with pytest.raises(ConfigError, match="one of auto, ") as caught:
         EngineConfig(cpu_isa="")
+    assert all(isa.name.lower() in str(caught.value) for isa in Isa)
 
 
 # ---- the build
