@@ -103,8 +103,10 @@ def test_logits_equal_the_reference(
     assert why_unsupported(open_model(folder)) is None
     exact = load_decoder(open_model(folder), REFERENCE, CPU_DEVICE, torch.float32)
     expected = logits_of(exact, token_ids)
-    assert expected.std() > 0.5  # a model that says something
-    torch.testing.assert_close(logits_of(native(folder), token_ids), expected, atol=1e-4, rtol=0)
+    spread = float(expected.std())
+    assert spread > 0.5  # a model that says something
+    found = logits_of(native(folder), token_ids)
+    torch.testing.assert_close(found, expected, atol=1e-4 * spread, rtol=0)
 
 
 @pytest.fixture(params=["llama", "gemma3", "gemma4"])

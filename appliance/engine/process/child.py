@@ -42,20 +42,21 @@ class EngineProcess:
         Raises:
             EngineError: the system is out of processes, descriptors or memory.
         """
-        launched = LaunchedProcess(command)
         try:
-            return await cls.over(launched)
+            return await cls.over(LaunchedProcess(command))
         except OSError as error:
-            launched.__exit__(None, None, None)
             reason = error.strerror or error
             raise EngineError(f"the engine process cannot be started: {reason}") from error
 
     @classmethod
     async def over(cls, launched: LaunchedProcess) -> EngineProcess:
-        """Talk to a process that was started already."""
-        sock, metadata = launched.take()
-        connection = await EngineConnection.over(sock)
-        return cls(launched.process, connection, map_metadata(metadata, writable=False))
+        """Talk to a process that was started already; end it if that fails or is cancelled."""
+        with contextlib.ExitStack() as undo:
+            undo.push(launched)
+            connection = await EngineConnection.over(launched.socket)
+            undo.pop_all()
+        metadata = map_metadata(launched.take(), writable=False)
+        return cls(launched.process, connection, metadata)
 
     @property
     def pid(self) -> int:

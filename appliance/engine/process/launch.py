@@ -32,6 +32,8 @@ class LaunchedProcess:
 
     Attributes:
         when: monotonic seconds at which it was started.
+        process: it itself.
+        socket: the parent's end, closed with the others unless it was taken.
 
     Raises:
         EngineError: the system is out of processes, descriptors or memory.
@@ -48,8 +50,8 @@ class LaunchedProcess:
     def _launch(self, command: Sequence[str]) -> None:
         level, form = log.configured()
         with contextlib.ExitStack() as undo:  # release it all if a later call fails
-            self._socket, theirs = socket.socketpair()
-            undo.callback(self._socket.close)
+            self.socket, theirs = socket.socketpair()
+            undo.callback(self.socket.close)
             with theirs:
                 self._metadata = create_metadata()
                 undo.callback(os.close, self._metadata)
@@ -68,10 +70,10 @@ class LaunchedProcess:
                 )
             self._held = undo.pop_all()
 
-    def take(self) -> tuple[socket.socket, int]:
-        """Hand over the socket and the descriptor of the metadata; once."""
+    def take(self) -> int:
+        """Hand over the socket, and the descriptor of the metadata, which is returned; once."""
         self._held.pop_all()
-        return self._socket, self._metadata
+        return self._metadata
 
     def __enter__(self) -> LaunchedProcess:
         return self

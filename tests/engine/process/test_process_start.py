@@ -58,6 +58,17 @@ async def test_ending_while_it_loads_leaves_nothing() -> None:
     assert not process.is_running()
 
 
+async def test_ending_while_it_is_started_leaves_nothing() -> None:
+    before = set(psutil.Process().children())
+    start = asyncio.create_task(EngineProcess.spawn(ECHO))
+    await asyncio.sleep(0)
+    (process,) = set(psutil.Process().children()) - before
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not process.is_running()
+
+
 PARENT = """
 import asyncio, sys, time
 from appliance.config import EngineConfig

@@ -65,7 +65,7 @@ def test_a_quantized_folder_is_served_with_its_plan(
     logits = logits_of(reference, (*prompt, *tokens[:-1]), format=precisions)[len(prompt) - 1 :]
     chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
     best, average = logits.amax(1), logits.mean(1)
-    assert float(((best - chosen) / (best - average)).max()) < 0.05, "not what the reference says"
+    assert float(((best - chosen) / (best - average)).max()) < 0.1, "not what the reference says"
     assert len(set(tokens)) > 3, "nothing to compare"
 
 
