@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -76,6 +77,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from file_scheduling import longest_first
 
         longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Look through what was imported for garbage no more, and through the rest less often.
+
+    With the usual thresholds it took a quarter of the processor's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,13 +10,14 @@ Usage: killed_runs.py MODEL OUT TEXT METHOD SEED writes|moments
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,21 @@ def die_at(call: int) -> None:
         setattr(owner, name, counted(name, getattr(owner, name)))
 
 
+def live_until(moment: int) -> Iterator[int]:
+    """Count the calls and returns of the main thread's functions; kill this process at one of them.
+
+    Processor time would do as well, had its clock more than a few ticks in a run.
+    """
+    moments = itertools.count(1)
+
+    def live(*_: object) -> None:
+        if next(moments) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(live)
+    return moments
+
+
 def main() -> None:
     model, out, text, method, seed, how = sys.argv[1:]
     rng = random.Random(int(seed))
@@ -91,21 +107,22 @@ def main() -> None:
             die_at(calls)
         quantize_model(Path(model), Path(out), options)
 
-    longest = 0.0
+    told = Path(out).with_name("moments")
     for kills in range(MOST_KILLS):
         calls = rng.randint(1, 130) if how == "writes" else 0
-        # Of work, which other processes do not change.
-        seconds = rng.uniform(0, longest) if longest else 0.0
+        moment = rng.randrange(int(told.read_text())) + 1 if told.exists() else 0
         child = os.fork()
         if child == 0:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # it dies then, or runs if that is 0
+            moments = live_until(moment) if how == "moments" else None
             try:
                 run(calls)
+                sys.setprofile(None)
+                if moments is not None:
+                    told.write_text(str(next(moments)))
             finally:
                 os._exit(int(sys.exc_info()[0] is not None))
-        _, status, usage = os.wait4(child, 0)
-        if how == "moments" and not kills:  # the first one tells how much work a run is
-            longest = usage.ru_utime + usage.ru_stime
+        _, status = os.waitpid(child, 0)
+        if how == "moments" and not kills:  # the first one tells how many moments a run has
             shutil.rmtree(out)
             trace.unlink(missing_ok=True)
             continue

@@ -88,7 +88,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
         )
         assert result.returncode == 0, result.stderr
         assert contents(out) == contents(whole)
-        assert {path.name for path in out.parent.iterdir()} <= {"out", "trace"}
+        assert {path.name for path in out.parent.iterdir()} <= {"out", "trace", "moments"}
         found = json.loads(result.stdout)
         kills += found["kills"]
         layers = found["layers"]
