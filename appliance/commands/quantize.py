@@ -125,6 +125,7 @@ def quantize(
     from appliance.quantize_events import QuantizeEvent, encode_event
 
     chosen = Method.parse(method)
+    card_tokens = card_tokens if card else 0
     options = QuantizeOptions(
         scheme=choose_scheme(chosen, bits, group_size, symmetric=symmetric),
         method=chosen,
@@ -140,6 +141,7 @@ def quantize(
         max_ram=None if max_ram is None else parse_size(max_ram),
         max_vram=None if max_vram is None else parse_size(max_vram),
         kv_bits=kv_bits,
+        card_tokens=card_tokens,
     )
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
@@ -159,7 +161,7 @@ def quantize(
         typer.echo(report.summary(), err=True)
         later = f"make it with: appliance evaluate {out} --against {resolved.path}"
         with _interruptible(lambda: f"the weights are done, their quality card is not; {later}"):
-            make_card_of_run(report, resolved.path, card_tokens if card else 0, tell)
+            make_card_of_run(report, resolved.path, card_tokens, options.max_ram, tell)
     typer.echo(f"serve it with: appliance serve {out}", err=True)
 
 

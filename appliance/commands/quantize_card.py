@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from appliance.quantize_events import OnEvent
 
 
-def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: OnEvent) -> None:
+def make_card_of_run(
+    report: QuantizeReport, base: Path, tokens: int, max_ram: int | None, on_event: OnEvent
+) -> None:
     """Keep a run's facts beside its weights, then measure these and write their card.
 
     The weights are safe before any of this begins. If it fails or is killed, `appliance evaluate`
@@ -24,11 +26,13 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: 
     Args:
         base: the model that was quantized.
         tokens: number to measure on; 0 makes no card.
+        max_ram: most bytes of memory the process may use; None takes what is free.
         on_event: called with progress and result.
     """
     from appliance.progress import ProgressLine
     from appliance.quant.quality.make_card import CardOptions, make_card, write_card
     from appliance.quant.quality.run_facts import keep_facts
+    from appliance.quant.run.evaluation_memory import CARD_WINDOW
     from appliance.quant.text.held_out import HeldOutText
     from appliance.quantize_events import CardWritten, Measuring
 
@@ -36,8 +40,8 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: 
         keep_facts(report)
         if not tokens:
             return
-        window = min(512, tokens)
-        options = CardOptions(text=HeldOutText(None, tokens, window))
+        text = HeldOutText(None, tokens, min(CARD_WINDOW, tokens))
+        options = CardOptions(text=text, max_ram=max_ram)
         with ProgressLine() as progress:
 
             def tell(stage: str, done: int, total: int) -> None:

@@ -22,6 +22,9 @@ from appliance.quant.quality.measures import Divergence, Losses
 from appliance.quant.quality.streams import ModelVariant, Streams
 from appliance.quant.quality.vocabulary import Gap, Prediction
 from appliance.quant.quality.weight_sets import RoundedWeights, StoredWeights
+from appliance.quant.run.evaluation_memory import PLACES, EvaluationMemory
+from appliance.quant.run.memory import MemoryUse
+from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
     OnProgress = Callable[[str, int, int], object]
 
 BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"
-PLACES_AT_ONCE = 512
-TOKENS_AT_ONCE = 4096  # entries of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class What:
         kv: caches by name, each a precision per layer; see `kv_caches.caches_of`.
         kv_windows: number of windows that caches are measured on; None is all.
         folder: for files of some bytes per token and hidden element; None is the system's.
+        max_ram: most bytes of memory the process may use; None takes what is free.
     """
 
     base: ModelSource | None = None
@@ -58,6 +60,7 @@ class What:
     kv: Mapping[str, tuple[LayerPrecision, ...]] = field(default_factory=dict)
     kv_windows: int | None = None
     folder: Path | None = None
+    max_ram: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -97,6 +100,7 @@ def evaluate(
     Raises:
         QuantizeError: base and candidate are not the same model.
         ModelError: weights or activations are not finite.
+        MemoryPlanError: it takes more memory than it may.
     """
     what = what or What()
     report = on_progress or (lambda stage, done, total: None)
@@ -107,8 +111,17 @@ def evaluate(
             f" {candidate.spec.vocab_size}; its tokenizer belongs to another model"
         )
     variants = _variants(candidate, what)
+    memory = EvaluationMemory(
+        candidate,
+        windows.length,
+        windows.tokens.numel(),
+        num_models=len({id(variant.weights) for variant in variants}),
+        num_variants=len(variants),
+        max_ram=what.max_ram,
+    )
+    tokens_at_once = memory.tokens_at_once(MemoryUse.now(what.device).ram)
     with tempfile.TemporaryDirectory(prefix=".evaluation-", dir=what.folder) as folder:
-        streams = Streams(variants, windows.tokens, Path(folder), what.device)
+        streams = Streams(variants, windows.tokens, Path(folder), what.device, tokens_at_once)
         count = len(candidate.spec.layers)
         layers = []
         for index in range(count):
@@ -117,7 +130,8 @@ def evaluate(
             if what.base is not None:
                 layers.append(errors[CANDIDATE])
         report("evaluating layers", count, count)
-        found = _Heads(streams, variants, windows, what.device).run(report)
+        release_unused()  # what layers took, before heads take their place
+        found = _Heads(streams, variants, windows, what.device, memory).run(report)
     return Evaluation(
         candidate=found.losses,
         against=found.gaps.get(CANDIDATE),
@@ -180,7 +194,12 @@ class _Heads:
     """Turns streams into predictions, a piece of the vocabulary at a time."""
 
     def __init__(
-        self, streams: Streams, variants: list[ModelVariant], windows: Windows, device: torch.device
+        self,
+        streams: Streams,
+        variants: list[ModelVariant],
+        windows: Windows,
+        device: torch.device,
+        memory: EvaluationMemory,
     ) -> None:
         self._streams = streams
         self._variants = variants
@@ -190,6 +209,7 @@ class _Heads:
         for weights in {id(v.weights): v.weights for v in variants}.values():
             norm = weights.norm(len(weights.source.spec.layers))
             self._heads[id(weights)] = weights, self._shared(weights.head()), norm
+        self._entries = memory.entries_at_once(MemoryUse.now(device).ram)
 
     def run(self, report: OnProgress) -> _Found:
         found = _Found(self._variants)
@@ -210,7 +230,7 @@ class _Heads:
     def _chunks(self) -> Iterator[range]:
         """Split windows into chunks in which each variant has all windows or none."""
         count = len(self._windows.tokens)
-        at_once = max(1, PLACES_AT_ONCE // self._windows.length)
+        at_once = max(1, PLACES // self._windows.length)
         ends = sorted({count, *(v.num_windows or count for v in self._variants)})
         for start, end in zip([0, *ends], ends, strict=False):
             for first in range(start, end, at_once):
@@ -235,8 +255,8 @@ class _Heads:
             for v in variants
         }
         spec = self._variants[0].weights.source.spec
-        for first in range(0, spec.vocab_size, TOKENS_AT_ONCE):
-            columns = slice(first, min(first + TOKENS_AT_ONCE, spec.vocab_size))
+        for first in range(0, spec.vocab_size, self._entries):
+            columns = slice(first, min(first + self._entries, spec.vocab_size))
             for weights, head, _ in self._heads.values():
                 piece = weights.head_rows(head, columns)
                 for variant in variants:

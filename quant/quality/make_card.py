@@ -67,6 +67,7 @@ class CardOptions:
         kv_tokens: most tokens to measure them on.
         rounding: measure rounding to nearest as a yardstick, where the weights are packed.
         compare: folders whose cards are shown as alternatives.
+        max_ram: most bytes of memory the process may use; None takes what is free.
     """
 
     text: HeldOutText = field(default_factory=HeldOutText)
@@ -74,6 +75,7 @@ class CardOptions:
     kv_tokens: int = KV_TOKENS
     rounding: bool = True
     compare: tuple[Path, ...] = ()
+    max_ram: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -130,6 +132,7 @@ def make_card(
         kv=caches,
         kv_windows=min(len(windows.tokens), max(1, options.kv_tokens // windows.length)),
         folder=model.parent if _is_writable(model.parent) else None,
+        max_ram=options.max_ram,
         device=options.device,
     )
     compared = _compared(options.compare, windows)  # refused before the work, if at all

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from appliance.quant.quality.weight_sets import WeightSet
 
 FLOAT = torch.float32
-TOKENS_AT_ONCE = 2048  # tokens that pass through a layer at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,19 @@ class Streams:
         variants: the first is the base of all layer errors.
         windows: (num_windows, window) int64.
         folder: for files; 4 bytes per token and hidden element, for each variant and two more.
+        tokens_at_once: that pass through a layer, but never less than a window.
     """
 
     def __init__(
-        self, variants: list[ModelVariant], windows: Tensor, folder: Path, device: torch.device
+        self,
+        variants: list[ModelVariant],
+        windows: Tensor,
+        folder: Path,
+        device: torch.device,
+        tokens_at_once: int,
     ) -> None:
         self.variants = variants
+        self._windows_at_once = max(1, tokens_at_once // windows.shape[1])
         self._windows = windows
         self._device = device
         spec = variants[0].weights.source.spec
@@ -157,8 +163,7 @@ class Streams:
         spec = variant.weights.source.spec
         place = spec.cache_places[index] if index in spec.cache_layers else None
         sums = {part: _Relative() for part in ("stream", "attention", "mlp")}
-        length = stream.shape[1]
-        at_once = max(1, TOKENS_AT_ONCE // length)
+        at_once = self._windows_at_once
         for start in range(0, len(stream), at_once):
             rows = slice(start, min(start + at_once, len(stream)))
             before = stream[rows].flatten(0, 1).to(self._device)

@@ -15,6 +15,7 @@ import torch
 from appliance.errors import MemoryPlanError, QuantizeError
 from appliance.model.tensors import Role
 from appliance.quant.methods.calibrated import quantize_layers
+from appliance.quant.run.evaluation_memory import EvaluationMemory
 from appliance.quant.run.memory import MemoryUse
 from appliance.quant.run.memory_plan import MIB, plan_memory
 from appliance.quant.run.plan import growth_note
@@ -58,6 +59,8 @@ def plan_run(
     device = torch.device(options.device)
     row_tokens = 0 if calibration is None else calibration.rows.shape[1]
     use = MemoryUse.now(device)
+    card = EvaluationMemory.of_run(source, options)
+    card_ram = 0 if card is None else card.peak(use.ram)
     memory = plan_memory(
         source, plan, options, row_tokens, use, torch.get_num_threads(), PIECE_ELEMENTS
     )
@@ -83,7 +86,7 @@ def plan_run(
         disk = 2 * stream_bytes(calibration.rows, source.spec.hidden_size)
     growth = growth_note(source, plan)
     return memory, RunPlanned(
-        peak_ram=ram,
+        peak_ram=max(ram, card_ram),
         peak_vram=vram,
         disk_bytes=disk,
         seconds=seconds,

@@ -99,7 +99,7 @@ def plan_memory(
     packed = max(tensor.nbytes for tensor in plan.tensors if tensor.scheme is not None)
     layer = {}
     if row_tokens:
-        layer = _layer_parts(source, options, row_tokens, tokens_at_once(row_tokens))
+        layer = layer_parts(source, options, row_tokens, tokens_at_once(row_tokens))
     heap = {"results": ROUND_PACKED * packed, "allocators": HEAP}
     vram = sum(layer.values()) if on_gpu else 0
     parts = heap if on_gpu else layer | heap
@@ -137,7 +137,7 @@ def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use:
     spec = source.spec
     streams = (1 + LINEARS * len(spec.layers)) * tokens * spec.hidden_size
     head = spec.vocab_size * (spec.hidden_size * END_BYTES + LOGITS * HEAD_ROWS * FLOAT_BYTES)
-    layer = _layer_parts(source, replace(options, method=Method.AWQ), tokens, tokens)
+    layer = layer_parts(source, replace(options, method=Method.AWQ), tokens, tokens)
     most = max(sum(layer.values()), head)
     needed = use.ram + streams * FLOAT_BYTES + most + HEAP
     if options.max_ram is not None and needed > options.max_ram:
@@ -155,7 +155,7 @@ def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
     return advice
 
 
-def _layer_parts(
+def layer_parts(
     source: ModelSource, options: QuantizeOptions, row_tokens: int, tokens: int
 ) -> dict[str, int]:
     spec, hidden = source.spec, source.spec.hidden_size

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 4 << 30
 BLOCK = "block"  # a group size of FP8
 # Options that change how a run goes but not its result.
-RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram"})
+RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens"})
 
 
 AnyChoice = TypeVar("AnyChoice", bound=Enum)
@@ -177,6 +177,7 @@ class QuantizeOptions:
         max_ram: most bytes of memory the process may use, libraries included; None takes what is
             free.
         max_vram: most bytes torch may allocate on the GPU; None takes what is free.
+        card_tokens: of text that the card which follows is measured on; 0 if none does.
         max_shard_bytes: size at which a new safetensors file begins.
         kv_bits: mean bits per KV cache element, scales included, for which each layer's precision
             is chosen with the calibration text; None leaves the KV cache alone.
@@ -195,6 +196,7 @@ class QuantizeOptions:
     device: str = "cpu"
     max_ram: int | None = None
     max_vram: int | None = None
+    card_tokens: int = 0
     max_shard_bytes: int = MAX_SHARD_BYTES
     kv_bits: float | None = None
 
