@@ -17,6 +17,7 @@ from appliance.engine.blocks.checkpoints import Checkpoints
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.scheduling import scheduler
 from appliance.engine.scheduling.policy import most_drafts
+from appliance.engine.tiers.state_key import is_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,14 @@ def test_a_script_runs_the_same_each_time(caplog: pytest.LogCaptureFixture) -> N
     assert runs[0].run() == runs[1].run()
     assert runs[0].seen == runs[1].seen
     assert runs[0].clock == runs[1].clock
+
+
+def test_room_for_a_state_that_the_disk_still_reads_is_kept_for_somebody() -> None:
+    """An era that failed: its last request is aborted while the disk reads blocks and a state."""
+    era = Simulation(script_of(seed=99, era=273))
+    era.run()
+    assert era.disk is not None
+    assert any(is_state(key) for job in era.disk.unfinished for key in job.hashes)
 
 
 def test_a_failure_is_found_again_and_cut_down_to_a_few_events(

@@ -379,8 +379,9 @@ class Simulation:
         held = (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens)
         assert held == (0, 0, 0, 0), "nothing is left to do, but something is held"
         assert stats.blocks_cached + stats.blocks_free == self.script.setting.num_blocks
-        unread = 0 if self.disk is None else sum(len(job.hashes) for job in self.disk.unfinished)
         host = self.tiers.host
+        jobs = [] if self.disk is None else self.disk.unfinished
+        unread = sum(host.room_of(job.hashes) for job in jobs)
         assert host.room == host.capacity - unread, "room in host memory is kept for nobody"
         if not self.searches:  # their tokens count for each beam
             assert stats.generation_tokens_total == self.num_tokens, "tokens are counted wrongly"
