@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from bench.docs.tables import stale_pages
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(FOLDER.glob("*.md"))]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)]+)\)")
+MODULE = re.compile(r"`([\w./-]+\.py)`")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -46,6 +48,20 @@ def command_lines() -> list[tuple[str, str]]:
     return found
 
 
+@cache
+def modules() -> tuple[str, ...]:
+    """Every Python file of the project, from its root."""
+    folders = ("appliance", "kernels", "quant", "tui", "tests", "scripts")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return tuple(str(path.relative_to(ROOT)) for path in found)
+
+
+def headings(page: str) -> set[str]:
+    """The anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.*)", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_all_pages_are_listed_and_nothing_else() -> None:
     assert sorted(NAMES) == sorted(path.stem for path in FOLDER.glob("*.md"))
     assert all(read(name).title for name in NAMES)
@@ -58,8 +74,17 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=named)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in LINK.findall(path.read_text()):
+        name, _, heading = target.partition("#")
         if "://" not in target:
-            assert (path.parent / target.partition("#")[0]).exists(), target
+            assert (path.parent / name).exists(), target
+        if heading and name.endswith(".md"):
+            assert heading in headings((path.parent / name).read_text()), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_modules_that_a_page_names_are_there(path: Path) -> None:
+    for name in MODULE.findall(path.read_text()):
+        assert any(f"/{module}".endswith(f"/{name}") for module in modules()), name
 
 
 @pytest.mark.parametrize(("page", "line"), command_lines())
