@@ -51,6 +51,8 @@ class RaggedBatch:
     are the last ones of its context: row j of it stands at position
     context_lens[i] - query_lens[i] + j and attends to positions 0 .. its own. The first
     `num_decodes` sequences have a row each, or where drafts are verified up to `decode_rows`.
+    In a padded step the last sequences may have no row, and the last rows no sequence: what
+    attention returns for these is undefined.
 
     With a sealed cache the rows of a sequence lie in one block, which they read from its open
     page, and all blocks before it closed; a chunk that spans several is laid out as one sequence
@@ -72,6 +74,9 @@ class RaggedBatch:
     state_slots: Tensor | None = None
     host_state_slots: tuple[int, ...] | None = None
     adapters: AdapterRows | None = None  # None where no sequence has one
+    # (num_tiles, 2) int32, see `paged_attention.work.prefill_tiles`; None: made of the host's
+    # numbers, which a captured graph must not do.
+    prefill_tiles: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:

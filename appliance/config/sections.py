@@ -125,7 +125,7 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     cuda_graphs: Annotated[
         str,
         Setting(
-            "Replay decode steps as CUDA graphs: auto or off.",
+            "Replay decode steps, and small ones with prompts, as CUDA graphs: auto or off.",
             Group.COMPUTE,
             choices=("auto", "off"),
         ),

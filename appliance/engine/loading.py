@@ -32,6 +32,7 @@ from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_device import CudaDevice
+from appliance.engine.run.cuda_graphs import PROMPTS
 from appliance.engine.run.device import HostDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -118,7 +119,7 @@ def load_parts(
     limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
-    sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs)
+    sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs + PROMPTS)
     in_torch = source.spec.has_experts or source.spec.state_bytes > 0  # on a GPU too
     with_graphs = _may_capture(config, execution, device) and not in_torch
     parts = RunnerParts(execution, executor, device, limits, sample_tokens, num_open, with_graphs)
@@ -184,7 +185,7 @@ def _open_device(device: torch.device) -> Device:
 
 
 def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> bool:
-    """Return True if decode steps can become graphs.
+    """Return True if steps can become graphs.
 
     On a GPU plain torch functions read the host's numbers, which a captured graph would freeze.
     """

@@ -53,7 +53,7 @@ class RunnerParts:
     limits: SchedulerLimits
     sample_tokens: SampleTokens
     num_open: int  # open pages; 0 if nothing is sealed
-    # Decode steps may be captured. Then the cache has one block more than planned, and one open
+    # Steps may be captured. Then the cache has one block more than planned, and one open
     # page: padding rows write there.
     with_graphs: bool
 
@@ -96,7 +96,7 @@ def plan_measured(
             compile_kernels(executor, parts.kv_layers, first_steps, on_progress)
         taken = first_steps(executor, parts.kv_layers)
     logger.info("the largest step takes %.0f MiB at its peak", taken.largest / 2**20)
-    graph_bytes = graph_allowance(request.budget_bytes, taken.decode) if parts.with_graphs else 0
+    graph_bytes = graph_allowance(request.budget_bytes, taken.captured) if parts.with_graphs else 0
     state_bytes = executor.spec.state_bytes
     largest = largest_step(
         limits,

@@ -107,6 +107,8 @@ def _prefill_chunks(
     row = single_rows(batch)
     for i in range(row, batch.num_seqs):
         rows, context = batch.host_query_lens[i], batch.host_context_lens[i]
+        if not rows:  # it pads the step
+            continue
         begin = context - rows  # position of the chunk's first row
         key = torch.arange(_first_key(begin, window), context).unsqueeze(0)
         position = torch.arange(begin, context).unsqueeze(1)

@@ -65,10 +65,11 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
     """
     assert block_size == PAGE_TOKENS, block_size
     assert batch.decode_rows <= MAX_ROWS, batch.decode_rows
-    device = batch.query_start.device
-    if batch.num_seqs > batch.num_decodes:
-        tiles = torch.from_numpy(prefill_tiles(batch)).to(device, non_blocking=True)
-    else:  # nothing may be copied from the host while a graph is captured
+    device, tiles = batch.query_start.device, batch.prefill_tiles
+    if tiles is None and batch.num_seqs > batch.num_decodes:
+        host_tiles = prefill_tiles(batch.host_query_lens, batch.num_decodes)
+        tiles = torch.from_numpy(host_tiles).to(device, non_blocking=True)
+    if tiles is None:  # nothing may be copied from the host while a graph is captured
         tiles = torch.empty((0, 2), dtype=torch.int32, device=device)
     return AttentionWork(batch, tiles)
 

@@ -54,6 +54,8 @@ def paged_attention(
     row = 0
     parts = zip(work.host_query_lens, work.host_context_lens, work.block_tables, strict=True)
     for i, (rows, context, blocks) in enumerate(parts):
+        if not rows:  # it pads the step
+            continue
         table = blocks.tolist()
         q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)
         if isinstance(cache, SealedPages):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -29,6 +31,7 @@ FAN_IN = 16  # partial results that are merged at a time
 SPAN_COLUMNS = 6  # int32: sequence, first key, last key + 1, span, the sequence's first and last
 MAX_ROWS = 16  # of a sequence in decode
 TILE_ROWS = 128  # query rows of a prefill tile; programs divide them by the size of their group
+NO_TILE = (0, 1 << 30)  # behind all rows of any sequence
 MAX_KV_HEADS = 128
 
 
@@ -81,11 +84,11 @@ def most_spans(tokens: int, rows: int = 1, window: int | None = None) -> int:
     return min(most, -(-(window + rows - 1) // min(SPAN_LENGTHS)) + 1)
 
 
-def prefill_tiles(batch: RaggedBatch) -> NDArray[np.int32]:
-    """The tiles of all chunks: (num_tiles, 2)."""
+def prefill_tiles(query_lens: Sequence[int], first: int) -> NDArray[np.int32]:
+    """The tiles of all chunks: (num_tiles, 2); sequences before the first are not prefill."""
     tiles = [
         (sequence, row)
-        for sequence in range(batch.num_decodes, batch.num_seqs)
-        for row in range(0, batch.host_query_lens[sequence], TILE_ROWS)
+        for sequence in range(first, len(query_lens))
+        for row in range(0, query_lens[sequence], TILE_ROWS)
     ]
     return np.array(tiles, dtype=np.int32).reshape(-1, 2)

@@ -88,7 +88,7 @@ def test_a_table_for_longer_contexts_has_room_for_shorter_ones(
 def test_every_row_of_every_chunk_is_in_one_tile(chunks: list[int]) -> None:
     covered = [
         (sequence, row)
-        for sequence, first in prefill_tiles(batch_of([9, 9], chunks)).tolist()
+        for sequence, first in prefill_tiles([1, 1, *chunks], 2).tolist()
         for row in range(first, min(first + TILE_ROWS, chunks[sequence - 2]))
     ]
     assert covered == [(2 + i, row) for i, rows in enumerate(chunks) for row in range(rows)]

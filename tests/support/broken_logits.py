@@ -38,6 +38,6 @@ def break_logits(
     """Until the test is over; `breaks` gets the call's number, from 1, and how many rows it has."""
     runner: Any = engine._runner
     broken = BrokenExecutor(runner._executor, breaks)
-    for owner in (runner, runner._decode):
+    for owner in (runner, runner._graphed):
         if owner is not None:
             monkeypatch.setattr(owner, "_executor", broken)

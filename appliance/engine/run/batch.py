@@ -12,6 +12,7 @@ import numpy as np
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.plan import sampling_rows
 from appliance.engine.run.staging import StepShape
+from appliance.kernels.paged_attention.work import NO_TILE, TILE_ROWS, prefill_tiles
 from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.run.cuda_graphs import StepSize
     from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.slot_settings import StepSettings
     from appliance.engine.run.staging import Staging, StepTensors
@@ -43,13 +45,29 @@ class Geometry:
     """Maps rows to sequences, on the host; padding included.
 
     With a sealed cache an entry that spans several blocks is as many sequences, see `RaggedBatch`.
+    A step that is padded has sequences of one token in the spare block behind those of one row, at
+    the end sequences without rows, and rows of no sequence.
+
+    Attributes:
+        query_lens: rows of each sequence.
+        block_tables: of the sequences, covering at least their contexts.
+        block_size: token slots.
+        num_rows: of the step.
+        num_decodes: leading sequences with one row.
+        padding: of these, the last ones that only pad.
+        spare: of a padded step.
+        size: what the step is padded to.
     """
 
     query_lens: Sequences[int]
     context_lens: Sequences[int]
-    block_tables: Sequences[array[int]]  # of the sequences, covering at least their contexts
-    block_size: int  # token slots
-    padding: int = 0  # number of padding sequences at the end
+    block_tables: Sequences[array[int]]
+    block_size: int
+    num_rows: int
+    num_decodes: int
+    padding: int = 0
+    spare: Spare | None = None
+    size: StepSize | None = None
     open_pages: Sequences[int] | None = None  # with a sealed cache: each one's open page
     state_slots: Sequences[int] | None = None  # with recurrent layers: each one's slot
     adapter_slots: Sequences[int] | None = None  # each one's, below 0: none; None if nobody has one
@@ -60,16 +78,15 @@ class Geometry:
         plan: Plan,
         block_size: int,
         spare: Spare | None = None,
-        padding: int = 0,
+        size: StepSize | None = None,
         *,
         may_adapt: bool = False,
     ) -> Geometry:
-        """Lay out a plan's entries, followed by padding sequences of one token in the spare block.
+        """Lay out a plan's entries, padded to a size with the spare block.
 
         In the plan, entries with a single row come first. With `may_adapt` some of their requests
         may have adapters.
         """
-        assert spare is not None or not padding
         query_lens = [entry.num_tokens for entry in plan.scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
         tables = [entry.sequence.block_table for entry in plan.scheduled]
@@ -87,39 +104,75 @@ class Geometry:
             if adapter_slots is not None:
                 pieces = zip(adapter_slots, plan.open_pages, strict=True)
                 adapter_slots = [slot for slot, pages in pieces for _ in pages]
-        if spare is not None:
-            query_lens += [1] * padding
-            context_lens += [1] * padding
-            tables += [array("i", (spare.block,))] * padding
-            if spare.open_page is not None:
-                assert open_pages is not None or not plan.scheduled
-                open_pages = [*(open_pages or ()), *([spare.open_page] * padding)]
-            if spare.state_slot is not None:
-                state_slots = [*(state_slots or ()), *([spare.state_slot] * padding)]
+        num_decodes = next((i for i, rows in enumerate(query_lens) if rows > 1), len(query_lens))
+        if size is None:
+            return cls(
+                *(query_lens, context_lens, tables),
+                block_size=block_size,
+                num_rows=sum(query_lens),
+                num_decodes=num_decodes,
+                open_pages=open_pages,
+                state_slots=state_slots,
+                adapter_slots=adapter_slots,
+            )
+        assert spare is not None
+        assert adapter_slots is None
+        singles = plan.num_single_rows
+        padding = size.num_singles - singles
+        room = size.num_prompts(None if spare.open_page is None else block_size)
+        empty = room - (len(query_lens) - singles)
+        assert padding >= 0, (size, singles)
+        assert empty >= 0, (size, len(query_lens))
+
+        def pad(values: list[Any], value: Any, end: Any) -> list[Any]:
+            return [*values[:singles], *[value] * padding, *values[singles:], *[end] * empty]
+
+        table = array("i", (spare.block,))
+        if spare.open_page is not None:
+            open_pages = pad(open_pages or [], spare.open_page, spare.open_page)
+        if spare.state_slot is not None:
+            state_slots = pad(state_slots or [], spare.state_slot, spare.state_slot)
         return cls(
-            *(query_lens, context_lens, tables, block_size),
-            *(padding, open_pages, state_slots, adapter_slots),
+            *(pad(query_lens, 1, 0), pad(context_lens, 1, 0), pad(tables, table, table)),
+            block_size=block_size,
+            num_rows=size.num_rows,
+            num_decodes=size.num_singles,
+            padding=padding,
+            spare=spare,
+            size=size,
+            open_pages=open_pages,
+            state_slots=state_slots,
         )
+
+    @property
+    def is_decode(self) -> bool:
+        """True if every row is a sequence."""
+        return self.num_rows == self.num_decodes
+
+    @property
+    def num_tiles(self) -> int:
+        """Room for tiles of prompts in a padded step; others are laid out when they run."""
+        if self.size is None or self.is_decode:
+            return 0
+        return len(self.query_lens) - self.num_decodes + self.size.prompt_rows // TILE_ROWS
 
     def ragged(
         self, tensors: StepTensors, block_tables: Tensor, adapters: AdapterSlots | None = None
     ) -> RaggedBatch:
         """Combine it with the step's tensors on the device, and with the executor's adapters."""
-        num_decodes = next(
-            (i for i, rows in enumerate(self.query_lens) if rows > 1), len(self.query_lens)
-        )
         return RaggedBatch(
             query_start=tensors.query_start,
             context_lens=tensors.context_lens,
             block_tables=block_tables,
             slot_mapping=tensors.slot_mapping,
-            num_decodes=num_decodes,
+            num_decodes=self.num_decodes,
             host_query_lens=tuple(self.query_lens),
             host_context_lens=tuple(self.context_lens),
             sealed=self._sealed(tensors),
             state_slots=tensors.state_slots,
             host_state_slots=None if self.state_slots is None else tuple(self.state_slots),
             adapters=self._adapters(tensors, adapters),
+            prefill_tiles=None if tensors.tiles is None else tensors.tiles.view(-1, 2),
         )
 
     def _adapters(self, tensors: StepTensors, table: AdapterSlots | None) -> AdapterRows | None:
@@ -139,7 +192,7 @@ class Geometry:
         return SealedSpans(
             lens=tensors.sealed_lens,
             open_tables=tensors.open_tables.unsqueeze(1),
-            host_lens=tuple((context - 1) // size * size for context in self.context_lens),
+            host_lens=tuple(max(context - 1, 0) // size * size for context in self.context_lens),
             host_open_tables=tuple((page,) for page in self.open_pages),
             slot_mapping=tensors.open_slots,
             moves=tensors.moves.view(-1, 2),
@@ -166,15 +219,18 @@ def is_decode(plan: Plan) -> bool:
 
 def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> StepShape:
     """Return the sizes of the step; padding rows have sampling settings too."""
+    size = geometry.size
     return StepShape(
-        num_tokens=sum(geometry.query_lens),
+        num_tokens=geometry.num_rows,
         num_seqs=len(geometry.query_lens),
-        num_samples=geometry.padding
-        + sum([1 + len(entry.drafts) for entry in scheduled if entry.samples]),
+        num_samples=sum([1 + len(entry.drafts) for entry in scheduled if entry.samples])
+        if size is None
+        else size.num_samples,
         table_width=max(map(len, geometry.block_tables)),
         is_sealed=geometry.open_pages is not None,
         is_recurrent=geometry.state_slots is not None,
         is_adapted=geometry.adapter_slots is not None,
+        num_tiles=geometry.num_tiles,
     )
 
 
@@ -208,7 +264,7 @@ def _fill(
     first_source: int,
 ) -> None:
     """Write everything but sampling settings; `first_source` is the source of the first row."""
-    num_tokens = len(arrays["token_ids"])
+    num_tokens, padding = len(arrays["token_ids"]), geometry.padding
     token_ids: list[int] = []
     sample_rows: list[int] = []
     arrays["sources"][:] = counting(num_tokens)
@@ -223,6 +279,8 @@ def _fill(
         elif rows == 1:
             token_ids.append(sequence.token_ids[start])
         else:
+            token_ids += [0] * padding  # behind the single rows
+            padding = 0
             token_ids += sequence.token_ids[start : start + rows - len(drafts)]
             token_ids += drafts
         if samples:
@@ -232,13 +290,19 @@ def _fill(
     num_filled = len(token_ids)
     arrays["token_ids"][:num_filled] = token_ids
     arrays["token_ids"][num_filled:] = 0
-    arrays["sample_rows"][:] = [*sample_rows, *range(num_filled, num_tokens)]
-    _fill_places(arrays, geometry, num_filled)
+    count = len(sample_rows)
+    arrays["sample_rows"][:count] = sample_rows
+    arrays["sample_rows"][count:] = 0
+    _fill_places(arrays, geometry)
+    if geometry.num_tiles:
+        tiles = prefill_tiles(geometry.query_lens, geometry.num_decodes)
+        arrays["tiles"].reshape(-1, 2)[:] = NO_TILE
+        arrays["tiles"][: tiles.size] = tiles.reshape(-1)
 
 
-def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_filled: int) -> None:
-    """Write positions and slots; sequences from `num_filled` on are padding."""
-    size, num_tokens = geometry.block_size, len(arrays["token_ids"])
+def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry) -> None:
+    """Write positions and slots; rows that pad have different slots of the spare block."""
+    size, num_tokens = geometry.block_size, geometry.num_rows
     contexts = np.array(geometry.context_lens)
     num_seqs = len(contexts)
     arrays["context_lens"][:] = contexts
@@ -254,13 +318,20 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
         arrays["query_start"][0] = 0
         arrays["query_start"][1:] = ends
         owners = np.repeat(owners, rows)
-        np.add(counting(num_tokens), (contexts - ends)[owners], out=positions)
+        used = len(owners)
+        np.add(counting(used), (contexts - ends)[owners], out=positions[:used])
+        positions[used:] = 0
+    used = len(owners)
     blocks, offsets = np.divmod(positions, size)
-    if num_filled < num_tokens:
-        # Padding rows have different slots, up to the number of slots in a block.
-        offsets[num_filled:] = counting(num_tokens - num_filled) % size
+    if geometry.padding:
+        end = geometry.num_decodes
+        offsets[end - geometry.padding : end] = counting(geometry.padding) % size
+    if used < num_tokens:
+        offsets[used:] = counting(num_tokens - used) % size
     slots = arrays["slot_mapping"]
-    slots[:] = tables[owners, blocks]
+    slots[:used] = tables[owners, blocks[:used]]
+    if geometry.spare is not None:
+        slots[used:] = geometry.spare.block
     slots *= size
     slots += offsets
     if geometry.state_slots is not None:
@@ -270,13 +341,19 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
     if geometry.open_pages is None:
         return
     pages = np.array(geometry.open_pages)
-    arrays["sealed_lens"][:] = (contexts - 1) // size * size
+    lasts = np.maximum(contexts - 1, 0)
+    arrays["sealed_lens"][:] = lasts // size * size
     arrays["open_tables"][:] = pages
-    arrays["open_slots"][:] = pages[owners] * size + offsets
+    open_slots = arrays["open_slots"]
+    open_slots[:used] = pages[owners]
+    if geometry.spare is not None:
+        open_slots[used:] = geometry.spare.open_page
+    open_slots *= size
+    open_slots += offsets
     # The blocks that the step fills.
-    last = tables[counting(num_seqs), (contexts - 1) // size]
+    last = tables[counting(num_seqs), lasts // size]
     moves = np.stack((pages, last), axis=1)
-    moves[contexts % size > 0] = -1
+    moves[(contexts % size > 0) | (contexts == 0)] = -1
     arrays["moves"].reshape(-1, 2)[:] = moves
 
 

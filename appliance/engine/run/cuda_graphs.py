@@ -1,4 +1,4 @@
-"""Captures decode steps as graphs, one per padded batch size.
+"""Captures steps as graphs: decode steps by their padded batch size, and small mixed ones.
 
 All are captured while the model is loaded, about a tenth of a second each: no request waits for
 one. A size without a graph, for want of memory, runs eagerly.
@@ -7,13 +7,14 @@ one. A size without a graph, for want of memory, runs eagerly.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.engine.run.device import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from appliance.engine.limits import SchedulerLimits
     from appliance.engine.run.device import Device, Graph
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,40 @@ logger = logging.getLogger(__name__)
 # Padding rows cost next to nothing below the width of a tensor core's tile.
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48)
 _STEP = 32  # beyond: 64, 96, 128, ...
+# With more rows of prompts a step takes the device longer than the host takes to launch it.
+PROMPT_ROWS = (32, 64, 128, 192, 256, 384, 512)
+PROMPTS = 4  # sequences that share these rows
+
+
+class StepSize(NamedTuple):
+    """Room of a captured step.
+
+    Attributes:
+        num_singles: sequences with one row each.
+        prompt_rows: rows of up to PROMPTS other sequences; 0 in a decode step.
+    """
+
+    num_singles: int
+    prompt_rows: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_singles + self.prompt_rows
+
+    @property
+    def num_samples(self) -> int:
+        """Rows that may sample: those of single ones, and the last of each prompt."""
+        return self.num_singles + (PROMPTS if self.prompt_rows else 0)
+
+    def num_prompts(self, block_size: int | None) -> int:
+        """Return the number of sequences beside the single ones.
+
+        Args:
+            block_size: where sequences are cut at blocks, see `RaggedBatch`.
+        """
+        if not self.prompt_rows:
+            return 0
+        return PROMPTS if block_size is None else self.prompt_rows // block_size + 2 * PROMPTS
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
@@ -29,28 +64,49 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
-class GraphCache:
-    """Graphs by batch size, under a bound on their memory.
+def step_sizes(limits: SchedulerLimits, *, is_mixed: bool = True) -> tuple[StepSize, ...]:
+    """Return the sizes to capture; of those that hold a step the first has the least padding.
 
     Args:
-        sizes: buckets, rising.
+        is_mixed: whether steps with prompts are captured too.
+    """
+    decodes = [StepSize(size) for size in buckets(limits.max_num_seqs)]
+    if not is_mixed:
+        return tuple(decodes)
+    # Each four times the one before; at least one sequence has the prompt.
+    most = limits.max_num_seqs - 1
+    singles = [*(size for size in (8, 32, 128, 512) if size < most), most]
+    mixed = [StepSize(size, rows) for size in singles for rows in PROMPT_ROWS]
+    return (*decodes, *(size for size in mixed if size.num_rows <= limits.max_num_batched_tokens))
+
+
+class GraphCache:
+    """Graphs by size, under a bound on their memory.
+
+    Args:
+        sizes: the result of `step_sizes`.
         limit_bytes: no graph is captured once they take this much; 0 turns graphs off.
     """
 
-    def __init__(self, device: Device, sizes: tuple[int, ...], limit_bytes: int) -> None:
+    def __init__(self, device: Device, sizes: Iterable[StepSize], limit_bytes: int) -> None:
         self._device = device
-        self.sizes = sizes
+        self.sizes = tuple(sizes)
         self._limit_bytes = limit_bytes
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[StepSize, Graph] = {}
         self.num_bytes = 0
 
-    def bucket(self, num_rows: int) -> int:
-        """Return the smallest size that holds a batch."""
-        return next(size for size in self.sizes if size >= num_rows)
+    def size_of(self, num_singles: int, prompt_rows: int = 0) -> StepSize | None:
+        """Return the size that a step is padded to; None leaves a step with prompts as it is."""
+        for size in self.sizes:
+            holds = size.num_singles >= num_singles and size.prompt_rows >= prompt_rows
+            # A decode step is padded even where its size has no graph: sizes have kernels.
+            if holds and (size in self._graphs if prompt_rows else not size.prompt_rows):
+                return size
+        return None
 
-    def run(self, bucket: int, function: Callable[[], None]) -> None:
+    def run(self, size: StepSize, function: Callable[[], None]) -> None:
         """Replay the graph of a size, or call the function it would capture."""
-        graph = self._graphs.get(bucket)
+        graph = self._graphs.get(size)
         if graph is not None:
             graph.replay()
             return
@@ -61,19 +117,19 @@ class GraphCache:
         """False once graphs take what they may, or one could not be captured."""
         return self.num_bytes < self._limit_bytes
 
-    def capture(self, bucket: int, function: Callable[[], None]) -> None:
+    def capture(self, size: StepSize, function: Callable[[], None]) -> None:
         """Capture the step of a size; after a failure, none is captured any more."""
         # A capture releases unused reserves, which would hide what the graph takes.
         before = self._device.begin_peak()
         try:
-            self._graphs[bucket] = self._device.capture(function)
+            self._graphs[size] = self._device.capture(function)
         except (MemoryError, CaptureError) as error:
             logger.warning("no more CUDA graphs: %s", error)
             self._limit_bytes = 0
             return
         self.num_bytes += max(0, self._device.memory_in_use() - before)
-        logger.debug("captured decode steps of %d, %.0f MiB in all", bucket, self.num_bytes / 2**20)
+        logger.debug("captured %s, %.0f MiB in all", size, self.num_bytes / 2**20)
 
     @property
-    def captured(self) -> tuple[int, ...]:
+    def captured(self) -> tuple[StepSize, ...]:
         return tuple(sorted(self._graphs))

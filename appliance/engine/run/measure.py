@@ -10,6 +10,7 @@ import torch
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.limits import LOGIT_ROWS
 from appliance.engine.request import MAX_LOGPROBS
+from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import SamplingRows
@@ -43,12 +44,12 @@ class StepMemory:
     """Peak bytes of steps, beside weights and cache."""
 
     largest: int  # over all steps
-    decode: int  # over those that can be graphs
+    captured: int  # over those that can be graphs
 
 
-def graph_allowance(budget_bytes: int, decode_bytes: int) -> int:
-    """Return the bytes that graphs may take; they keep what the widest decode step takes."""
-    return decode_bytes + max(MIN_GRAPH_BYTES, int(budget_bytes * GRAPH_SHARE))
+def graph_allowance(budget_bytes: int, captured_bytes: int) -> int:
+    """Return the bytes that graphs may take; they keep what the widest of their steps takes."""
+    return captured_bytes + max(MIN_GRAPH_BYTES, int(budget_bytes * GRAPH_SHARE))
 
 
 @torch.inference_mode()
@@ -81,8 +82,10 @@ def measure_workspace(
         num_states=2 * is_recurrent,
     )
     tiny = device.memory_in_use() - before
-    most, decode = limits.max_num_batched_tokens, 0
-    sizes = sorted({*(rows for rows in KERNEL_ROWS if rows < most), limits.max_num_seqs, most})
+    most, captured = limits.max_num_batched_tokens, 0
+    widest = max(size.num_rows for size in step_sizes(limits))
+    several = {*(rows for rows in KERNEL_ROWS if rows < most), limits.max_num_seqs, widest, most}
+    sizes = sorted(several)
     for rows in sizes:
         lengths, contexts = largest_mixture(rows, limits)
         tables = [[0] * -(-context // block_size) for context in contexts]
@@ -112,12 +115,12 @@ def measure_workspace(
         _mask(logits, mask_tokens)
         _sample(logits, sample_tokens, with_logprobs=rows == most)
         del batch, logits
-        if rows == limits.max_num_seqs:
-            decode = device.peak() - before - tiny
+        if rows == widest:
+            captured = device.peak() - before - tiny
     largest = device.peak() - before - tiny
     del cache
     device.begin_peak()
-    return StepMemory(largest, decode)
+    return StepMemory(largest, captured)
 
 
 def largest_mixture(rows: int, limits: SchedulerLimits) -> tuple[list[int], list[int]]:

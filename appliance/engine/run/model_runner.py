@@ -1,7 +1,8 @@
 """Runs plans on a device: enqueues a step and reads its tokens when the device has them.
 
 On an asynchronous device a sampled token stays there for the next step and reaches the host one
-step later; decode steps are padded to a few sizes and replayed as graphs. Changes no sequence.
+step later; decode steps, and small ones with prompts, are padded to a few sizes and replayed as
+graphs. Changes no sequence.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.plan import sampling_rows
-from appliance.engine.run.batch import Geometry, Spare, has_adapters, is_decode, stage
-from appliance.engine.run.graphed_decode import GraphedDecode
+from appliance.engine.run.batch import Geometry, Spare, has_adapters, stage
+from appliance.engine.run.cuda_graphs import step_sizes
+from appliance.engine.run.graphed_steps import GraphedSteps
 from appliance.engine.run.prompt_reader import PromptReading
 from appliance.engine.run.staging import Staging, StepShape
+from appliance.kernels.paged_attention.work import TILE_ROWS
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
@@ -49,14 +52,21 @@ def largest_step(
 ) -> StepShape:
     """Return the sizes of the largest step, with tables for all blocks of a context.
 
-    Where it `verifies` drafts, a sequence may sample in several rows.
+    Where it `verifies` drafts, a sequence may sample in several rows; elsewhere a step may be
+    padded.
     """
     rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
     # Then entries are cut at blocks, and each piece has an open page of its own.
     pieces = num_open_pages(num_seqs, rows, block_size) if is_sealed else num_seqs
-    num_samples = limits.sample_rows if verifies else num_seqs
-    return StepShape(rows, pieces, num_samples, width, is_sealed, is_recurrent, is_adapted)
+    num_samples, tiles = limits.sample_rows, 0
+    if not verifies:
+        sizes = step_sizes(limits)
+        cut = block_size if is_sealed else None
+        pieces = max(pieces, *(size.num_singles + size.num_prompts(cut) for size in sizes))
+        num_samples = max(size.num_samples for size in sizes)
+        tiles = pieces + rows // TILE_ROWS
+    return StepShape(rows, pieces, num_samples, width, is_sealed, is_recurrent, is_adapted, tiles)
 
 
 def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
@@ -80,8 +90,8 @@ class ModelRunner(Generic[AnyCache]):
         limits: how large a step can be.
         moves: takes blocks out of the cache and puts them back.
         reader: makes what is wanted of prompts.
-        spare: where rows write that fill a decode step up to a size that has a graph; None leaves
-            steps as they are and captures none.
+        spare: where rows write that fill a step up to a size that has a graph; None leaves steps
+            as they are and captures none.
         is_sealed: whether there are open pages.
         states: the rows of recurrent state; None for models without.
         adapters: that requests may have; None without any.
@@ -125,16 +135,16 @@ class ModelRunner(Generic[AnyCache]):
             is_adapted=adapters is not None,
         )
         self._staging = Staging(device, largest)
-        self._decode: GraphedDecode[AnyCache] | None = None
+        self._graphed: GraphedSteps[AnyCache] | None = None
         if spare is not None:
-            self._decode = GraphedDecode(
+            self._graphed = GraphedSteps(
                 executor,
                 cache,
                 sampler,
                 device,
                 self._staging,
                 spare=spare,
-                num_seqs=limits.max_num_seqs,
+                limits=limits,
                 # The last token of a sequence never needs a slot.
                 table_width=min(largest.table_width, spare.block),
                 limit_bytes=graph_bytes,
@@ -147,8 +157,8 @@ class ModelRunner(Generic[AnyCache]):
 
     @property
     def graphs(self) -> GraphCache | None:
-        """Graphs of decode steps, if there can be any."""
-        return None if self._decode is None else self._decode.graphs
+        """Graphs of steps, if there can be any."""
+        return None if self._graphed is None else self._graphed.graphs
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
@@ -199,25 +209,24 @@ class ModelRunner(Generic[AnyCache]):
 
     @torch.inference_mode()
     def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
-        """Capture the graphs of decode steps, before the first request; later ones would wait."""
-        if self._decode is not None:
-            self._decode.capture(on_progress)
+        """Capture the graphs of steps, before the first request; later ones would wait."""
+        if self._graphed is not None:
+            self._graphed.capture(on_progress)
 
     def _enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
         reading = PromptReading.of(plan)
         may_adapt = self._adapters is not None
-        plain = reading is None and is_decode(plan) and not (may_adapt and has_adapters(plan))
-        decode = self._decode if plain else None
-        padding = 0 if decode is None else decode.padding(len(plan.scheduled))
-        spare = None if decode is None else decode.spare
-        size = self._cache.block_size
-        geometry = Geometry.of(plan, size, spare, padding, may_adapt=may_adapt)
+        is_plain = reading is None and not (may_adapt and has_adapters(plan))
+        graphed = self._graphed if is_plain else None
+        size = None if graphed is None else graphed.size_of(plan)
+        spare = None if graphed is None else graphed.spare
+        geometry = Geometry.of(plan, self._cache.block_size, spare, size, may_adapt=may_adapt)
         shape, settings = stage(
             plan.scheduled, geometry, self._staging, self._sampler, self._places
         )
         tensors = self._staging.send(shape)
         read = drawn = reads = None
-        if decode is None:
+        if graphed is None or size is None:
             token_ids = self._staging.token_ids(shape)
             rows = tensors.sample_rows
             batch = geometry.ragged(tensors, tensors.block_tables, self._adapters)
@@ -233,7 +242,7 @@ class ModelRunner(Generic[AnyCache]):
             if settings.has_penalties:
                 read = token_ids.index_select(0, rows)
         else:
-            logits, drawn = decode.run(geometry, shape, tensors)
+            logits, drawn = graphed.run(size, geometry, shape, tensors)
         sampling = sampling_rows(plan.scheduled)
         self._places = {entry.sequence: place for place, entry in enumerate(sampling)}
         if not sampling:

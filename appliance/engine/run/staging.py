@@ -47,6 +47,7 @@ class StepShape(NamedTuple):
     is_sealed: bool = False  # there are open pages
     is_recurrent: bool = False  # there are state slots
     is_adapted: bool = False  # some sequences have adapters
+    num_tiles: int = 0  # of prompts, in a step that is padded
 
     def parts(self) -> dict[str, tuple[type[np.generic], int]]:
         """Return element type and count of each part, in order."""
@@ -62,6 +63,7 @@ class StepShape(NamedTuple):
             **(self._sealed_parts() if self.is_sealed else {}),
             **({"state_slots": (np.int32, seqs)} if self.is_recurrent else {}),
             **({"adapter_slots": (np.int32, seqs)} if self.is_adapted else {}),
+            **({"tiles": (np.int32, 2 * self.num_tiles)} if self.num_tiles else {}),
             "sample_rows": (np.int64, samples),
             "temperature": (np.float32, samples),
             "top_k": (np.int64, samples),
@@ -132,6 +134,7 @@ class StepTensors:
     moves: Tensor | None = None  # (2 * num_seqs,)
     state_slots: Tensor | None = None  # (num_seqs,), with recurrent layers
     adapter_slots: Tensor | None = None  # (num_seqs,), with adapters
+    tiles: Tensor | None = None  # (2 * num_tiles,), see `RaggedBatch.prefill_tiles`
 
     @property
     def sampling(self) -> SamplingRows:

@@ -45,6 +45,7 @@ from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import Spare, stage
 from appliance.engine.run.block_moves import HostMoves
+from appliance.engine.run.cuda_graphs import StepSize
 from appliance.engine.run.device import Event, Graph, HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
@@ -249,7 +250,7 @@ def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevic
         engine.step()
     for _ in range(8):
         engine.step()
-    assert batch in engine._runner.graphs.captured  # type: ignore[attr-defined]
+    assert StepSize(batch) in engine._runner.graphs.captured  # type: ignore[attr-defined]
     return engine, device
 
 

@@ -8,15 +8,17 @@ from appliance.engine.moves import StateMoves
 from appliance.engine.plan import Plan, ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run.batch import Geometry, Spare, stage
+from appliance.engine.run.cuda_graphs import StepSize
 from appliance.engine.run.device import HostDevice
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.run.staging import Staging, StepShape, StepTensors
 from appliance.engine.sequence import Sequence
+from appliance.kernels.paged_attention.work import NO_TILE
 from appliance.kernels.penalties.cpu import penalize
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import batched
 
-LARGEST = StepShape(num_tokens=64, num_seqs=8, num_samples=8, table_width=8)
+LARGEST = StepShape(64, 16, num_samples=8, table_width=8, is_sealed=True, num_tiles=16)
 
 
 def sequence(tokens: list[int], table: list[int], slot: int) -> Sequence:
@@ -27,16 +29,22 @@ def sequence(tokens: list[int], table: list[int], slot: int) -> Sequence:
 def staged(
     *scheduled: ScheduledSequence,
     spare: Spare | None = None,
-    padding: int = 0,
+    size: StepSize | None = None,
     states: StateMoves | None = None,
+) -> tuple[StepTensors, RaggedBatch]:
+    return staged_plan(Plan(scheduled, states=states), spare, size)
+
+
+def staged_plan(
+    plan: Plan, spare: Spare | None, size: StepSize | None
 ) -> tuple[StepTensors, RaggedBatch]:
     device = HostDevice()
     staging = Staging(device, LARGEST)
     for tensor in (staging._memory,):
         tensor.fill_(77)  # whatever the step before has left
     sampler = Sampler((), batched.choose, penalize, device, num_slots=8, vocab_size=300)
-    geometry = Geometry.of(Plan(scheduled, states=states), 16, spare, padding)
-    shape, _ = stage(scheduled, geometry, staging, sampler, {})
+    geometry = Geometry.of(plan, 16, spare, size)
+    shape, _ = stage(plan.scheduled, geometry, staging, sampler, {})
     tensors = staging.send(shape)
     return tensors, geometry.ragged(tensors, tensors.block_tables)
 
@@ -59,6 +67,55 @@ def test_decodes_and_chunks_lie_side_by_side() -> None:
     assert batch.block_tables[:, :2].tolist() == [[7, 2], [4, 5]]
 
 
+def test_a_padded_step_has_room_behind_single_rows_and_behind_prompts() -> None:
+    decoding = sequence(list(range(100, 118)), [7, 2, 9], 1)
+    chunk = sequence(list(range(200, 250)), [4, 5, 6, 1], 2)
+    size = StepSize(3, 32)
+    tensors, batch = staged(
+        ScheduledSequence(decoding, start=17, num_tokens=1, samples=True),
+        ScheduledSequence(chunk, start=14, num_tokens=5, samples=True),
+        spare=Spare(8),
+        size=size,
+    )
+    assert tensors.token_ids.tolist() == [117, 0, 0, 214, 215, 216, 217, 218, *[0] * 27]
+    assert tensors.positions.tolist() == [17, 0, 0, 14, 15, 16, 17, 18, *[0] * 27]
+    assert tensors.sample_rows.tolist() == [0, 7, *[0] * 5]
+    assert batch.slot_mapping[:8].tolist() == [33, 128, 129, 78, 79, 80, 81, 82]
+    assert batch.slot_mapping[8:].tolist() == [*range(128, 144), *range(128, 139)]
+    assert batch.query_start.tolist() == [0, 1, 2, 3, 8, 8, 8, 8]
+    assert batch.context_lens.tolist() == [18, 1, 1, 19, 0, 0, 0]
+    assert batch.num_decodes == 3
+    assert batch.block_tables[:, 0].tolist() == [7, 8, 8, 4, 8, 8, 8]
+    assert batch.prefill_tiles is not None
+    assert batch.prefill_tiles.tolist() == [[3, 0], *[list(NO_TILE)] * 3]
+
+
+def test_a_padded_step_seals_only_what_is_full() -> None:
+    decoding = sequence(list(range(100, 116)), [7], 1)
+    chunk = sequence(list(range(200, 250)), [4, 5, 6, 1], 2)
+    plan = Plan(
+        (
+            ScheduledSequence(decoding, start=15, num_tokens=1, samples=True),
+            ScheduledSequence(chunk, start=14, num_tokens=20, samples=False),
+        ),
+        open_pages=((20,), (21, 22, 23)),
+    )
+    spare = Spare(8, open_page=30)
+    tensors, batch = staged_plan(plan, spare, StepSize(2, 32))
+    assert batch.sealed is not None
+    assert batch.sealed.moves is not None
+    assert tensors.open_tables is not None
+    empty = [-1, -1]
+    assert batch.sealed.moves.tolist() == [[20, 7], empty, [21, 4], [22, 5], *[empty] * 8]
+    assert tensors.open_tables.tolist() == [20, 30, 21, 22, 23, *[30] * 7]
+    assert batch.sealed.lens.tolist() == [0, 0, 0, 16, 32, *[0] * 7]
+    assert batch.sealed.slot_mapping is not None
+    first, padding, *chunks = batch.sealed.slot_mapping.tolist()
+    assert (first, padding) == (20 * 16 + 15, 30 * 16)
+    assert chunks[:20] == [350, 351, *range(352, 368), 368, 369]
+    assert chunks[20:] == list(range(480, 492))
+
+
 def test_each_sequence_names_its_state_slot() -> None:
     scheduled = (
         ScheduledSequence(sequence([1, 2, 3], [8], 5), start=2, num_tokens=1, samples=True),
@@ -68,8 +125,12 @@ def test_each_sequence_names_its_state_slot() -> None:
     assert batch.state_slots is None
     assert batch.host_state_slots is None
     spare = Spare(11, state_slot=40)
-    for padding, slots in ((0, [4, 1]), (2, [4, 1, 40, 40])):
-        _, batch = staged(*scheduled, spare=spare, padding=padding, states=StateMoves())
+    padded = (scheduled[0], scheduled[1]._replace(start=2, num_tokens=1))
+    for entries, size, slots in (
+        (scheduled, None, [4, 1]),
+        (padded, StepSize(4), [4, 1, 40, 40]),
+    ):
+        _, batch = staged(*entries, spare=spare, size=size, states=StateMoves())
         assert batch.state_slots is not None
         assert batch.state_slots.tolist() == slots
         assert batch.state_slots.dtype == torch.int32
@@ -91,7 +152,7 @@ def test_rows_that_fill_up_write_to_the_spare_block_and_no_two_to_one_place() ->
     tensors, batch = staged(
         ScheduledSequence(decoding, start=17, num_tokens=1, samples=True),
         spare=Spare(9),
-        padding=3,
+        size=StepSize(4),
     )
     assert tensors.token_ids.tolist() == [17, 0, 0, 0]
     assert batch.slot_mapping.tolist() == [33, 144, 145, 146]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason, Request, SamplingParams
-from appliance.engine.run.cuda_graphs import GraphCache
+from appliance.engine.run.cuda_graphs import GraphCache, StepSize
 from appliance.engine.run.device import Device
 
 pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
@@ -151,20 +151,56 @@ def test_all_graphs_are_there_before_the_first_request(tiny_llama: Path) -> None
     device = LateDevice()
     engine = load(tiny_llama, device, max_num_seqs=9)
     graphs = graphs_of(engine)
-    assert graphs.captured == (1, 2, 4, 8, 9)
-    assert device.captures == 5
+    decodes, mixed = (1, 2, 4, 8, 9), (StepSize(8, 32),)
+    assert graphs.captured == tuple(sorted([*map(StepSize, decodes), *mixed]))
+    assert device.captures == 6
     five = [request(f"r{i}", prompt(20 + i, i), ignore_eos=True) for i in range(5)]
     expected = run(load(tiny_llama, None), *five)
     for _ in range(2):
         assert run(engine, *five) == expected
         assert run(engine, five[0]) == {("r0", 0): expected["r0", 0]}
-    assert device.captures == 5, "no request waits for a capture"
+    assert device.captures == 6, "no request waits for a capture"
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int4-sealed"])
+def test_prompts_beside_answers_replay_a_graph_too(
+    tiny_llama: Path, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request(f"r{i}", prompt(20 + 3 * i, i), ignore_eos=True) for i in range(4)]
+    requests.append(request("drawn", prompt(25, 9), temperature=1.0, presence_penalty=1.0))
+    expected = run(load(tiny_llama, None, kv_cache_dtype=kv), *requests)
+    # With 32 rows of prompts at most, every step has a graph.
+    engine = load(tiny_llama, LateDevice(), max_num_seqs=9, kv_cache_dtype=kv)
+    graphs, replayed = graphs_of(engine), list[StepSize]()
+    real = graphs.run
+
+    def counted(size: StepSize, function: Callable[[], None]) -> None:
+        replayed.append(size)
+        real(size, function)
+
+    monkeypatch.setattr(graphs, "run", counted)
+    answers: dict[tuple[str, int], list[int]] = {}
+    for item in requests:
+        engine.submit(item)
+        for _ in range(2):
+            answers_of(engine.step().deltas, answers)
+    while engine.has_work:
+        answers_of(engine.step().deltas, answers)
+    assert answers == {key: tokens for key, (tokens, _, _) in expected.items()}
+    assert len(replayed) == engine.stats().steps_total
+    assert StepSize(8, 32) in replayed
+    assert set(replayed) <= set(graphs.captured)
+
+
+def answers_of(deltas: Iterable[SequenceDelta], answers: dict[tuple[str, int], list[int]]) -> None:
+    for delta in deltas:
+        answers.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
 
 
 def test_graphs_are_told_while_they_are_made(tiny_llama: Path) -> None:
     told: list[tuple[str, int, int]] = []
     load_telling(lambda *now: told.append(now), tiny_llama, LateDevice(), {"max_num_seqs": 3})
-    assert [now for now in told if now[0] == "graphs"] == [("graphs", i, 3) for i in range(4)]
+    assert [now for now in told if now[0] == "graphs"] == [("graphs", i, 4) for i in range(5)]
 
 
 def test_graphs_can_be_turned_off(tiny_llama: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from appliance.engine.run.cuda_graphs import GraphCache, buckets
+from appliance.engine.limits import SchedulerLimits
+from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, buckets, step_sizes
 from appliance.engine.run.device import CaptureError, Graph, HostDevice
 from appliance.engine.run.staging import ALIGNMENT, Staging, StepShape
 
@@ -85,9 +86,32 @@ def test_buckets_rise_to_the_largest_batch_and_waste_little(most: int) -> None:
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
     assert all(low < high for low, high in pairwise(sizes))
-    cache = GraphCache(HostDevice(), sizes, 0)
+    cache = GraphCache(HostDevice(), step_sizes(SchedulerLimits(most, 2048, 4096)), 0)
     for rows in range(1, most + 1):
-        assert rows <= cache.bucket(rows) <= min(most, max(2 * rows - 1, rows + 31))
+        size = cache.size_of(rows)
+        assert size is not None
+        assert rows <= size.num_rows <= min(most, max(2 * rows - 1, rows + 31))
+
+
+@pytest.mark.parametrize("most", [1, 4, 9, 64, 256])
+def test_steps_with_prompts_are_padded_to_what_has_a_graph(most: int) -> None:
+    limits = SchedulerLimits(most, 700, 4096)
+    sizes = step_sizes(limits)
+    assert len(set(sizes)) == len(sizes)
+    assert max(size.num_rows for size in sizes) <= 700
+    cache = GraphCache(HostDevice(), sizes, 1)
+    assert cache.size_of(0, 20) is None, "nothing is captured yet"
+    for size in sizes:
+        cache.capture(size, lambda: None)
+    for singles in range(most):
+        for rows in (2, 32, 33, 150):
+            found = cache.size_of(singles, rows)
+            assert found is not None
+            assert found.num_singles <= max(8, 4 * singles)
+            assert singles <= found.num_singles < max(most, 1)
+            assert rows <= found.prompt_rows <= max(32, 2 * rows)
+            assert found.num_samples == found.num_singles + PROMPTS
+    assert cache.size_of(0, 600) is None
 
 
 class Hungry(HostDevice):
@@ -115,36 +139,39 @@ class Hungry(HostDevice):
         return super().capture(lambda: None)
 
 
+SIZES = (StepSize(1), StepSize(2), StepSize(4), StepSize(8))
+
+
 def run_all(cache: GraphCache, sizes: tuple[int, ...]) -> list[int]:
     """The sizes that were run eagerly."""
     eager: list[int] = []
     for size in sizes:
-        cache.run(size, lambda size=size: eager.append(size))  # type: ignore[misc]
+        cache.run(StepSize(size), lambda size=size: eager.append(size))  # type: ignore[misc]
     return eager
 
 
 def test_graphs_stop_at_their_bound() -> None:
-    cache = GraphCache(Hungry(), (1, 2, 4, 8), 150)
+    cache = GraphCache(Hungry(), SIZES, 150)
     assert run_all(cache, (1, 2, 2, 4)) == [1, 2, 2, 4]
-    for size in (1, 2):
+    for size in SIZES[:2]:
         assert cache.has_room
         cache.capture(size, lambda: None)
     assert cache.num_bytes == 200
     assert not cache.has_room
-    assert cache.captured == (1, 2)
+    assert cache.captured == SIZES[:2]
     assert run_all(cache, (1, 2, 4)) == [4]
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), CaptureError("not permitted")])
 def test_when_a_graph_cannot_be_there_are_no_more_of_them(error: Exception) -> None:
-    cache = GraphCache(Hungry(error), (1, 2, 4, 8), 10**6)
-    for size in (1, 2, 4, 8):
+    cache = GraphCache(Hungry(error), SIZES, 10**6)
+    for size in SIZES:
         assert cache.has_room
         cache.capture(size, lambda: None)
-    assert cache.captured == (1, 2, 4)
+    assert cache.captured == SIZES[:3]
     assert run_all(cache, (8,)) == [8]
     assert not cache.has_room
 
 
 def test_graphs_that_are_off_have_no_room() -> None:
-    assert not GraphCache(HostDevice(), (1, 2), 0).has_room
+    assert not GraphCache(HostDevice(), SIZES, 0).has_room

@@ -1,0 +1,141 @@
+"""Runs steps as graphs, padded to captured sizes: decode steps, and small ones with prompts.
+
+All memory that a graph reads and writes stays in place: tables at full width, logits, tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic
+
+import torch
+
+from appliance.engine.plan import Plan
+from appliance.engine.run.batch import Geometry, Spare, is_decode, shape_of, stage
+from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, step_sizes
+from appliance.model.executor import AnyCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from appliance.engine.limits import SchedulerLimits
+    from appliance.engine.run.device import Device
+    from appliance.engine.run.sampler import Sampler
+    from appliance.engine.run.staging import Staging, StepShape, StepTensors
+    from appliance.model.executor import Executor
+
+
+class GraphedSteps(Generic[AnyCache]):
+    """Runs steps on a device whose work can be captured.
+
+    Args:
+        cache: the KV cache, including the spare block.
+        sampler: draws tokens inside the graph.
+        staging: holds the inputs of a step.
+        spare: where padding rows write.
+        limits: how large a step can be.
+        table_width: blocks of the longest sequence.
+        limit_bytes: bound on the memory of graphs; 0 turns them off.
+    """
+
+    def __init__(
+        self,
+        executor: Executor[AnyCache],
+        cache: AnyCache,
+        sampler: Sampler,
+        device: Device,
+        staging: Staging,
+        *,
+        spare: Spare,
+        limits: SchedulerLimits,
+        table_width: int,
+        limit_bytes: int,
+    ) -> None:
+        self._executor = executor
+        self._cache = cache
+        self._sampler = sampler
+        self._staging = staging
+        self.spare = spare
+        # Layers with recurrent state cut a prompt by the host's numbers.
+        sizes = step_sizes(limits, is_mixed=spare.state_slot is None)
+        self.graphs = GraphCache(device, sizes, limit_bytes)
+        where = device.torch_device
+        num_seqs = max(size.num_singles + size.num_prompts(self._cut) for size in sizes)
+        self._tables = torch.full(
+            (num_seqs, table_width), spare.block, dtype=torch.int32, device=where
+        )
+        num_samples = max(size.num_samples for size in sizes)
+        self._logits = torch.empty(
+            (num_samples, executor.spec.vocab_size), dtype=torch.float32, device=where
+        )
+        self._drawn = torch.empty(num_samples, dtype=torch.int64, device=where)
+        self._geometry = Geometry.of(Plan(()), cache.block_size, spare, sizes[0])
+
+    def size_of(self, plan: Plan) -> StepSize | None:
+        """Return the captured size that a plan is padded to; None if it runs as it is."""
+        if is_decode(plan):
+            return self.graphs.size_of(len(plan.scheduled))
+        singles = plan.num_single_rows
+        others = plan.scheduled[singles:]
+        if not 0 < len(others) <= PROMPTS or any(entry.drafts for entry in others):
+            return None
+        return self.graphs.size_of(singles, sum(entry.num_tokens for entry in others))
+
+    def run(
+        self, size: StepSize, geometry: Geometry, shape: StepShape, tensors: StepTensors
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits (num_samples, vocab_size) float32 and drawn tokens (num_samples,) int64."""
+        self._geometry = geometry
+        self._place_tables(shape, tensors)
+        self.graphs.run(size, lambda: self._step(shape))
+        return self._logits[: shape.num_samples], self._drawn[: shape.num_samples]
+
+    def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
+        """Capture the sizes from the first on, as long as graphs may take more memory."""
+        sizes = self.graphs.sizes
+        for done, size in enumerate(sizes):
+            if not self.graphs.has_room:
+                break
+            on_progress("graphs", done, len(sizes))
+            self._capture(size)
+        on_progress("graphs", len(sizes), len(sizes))
+
+    @property
+    def _cut(self) -> int | None:
+        return None if self.spare.open_page is None else self._cache.block_size
+
+    def _place_tables(self, shape: StepShape, tensors: StepTensors) -> None:
+        self._tables[: shape.num_seqs, : shape.table_width].copy_(tensors.block_tables)
+
+    def _step(self, shape: StepShape) -> None:
+        """Do what a graph captures: compute logits and tokens from inputs at fixed places."""
+        tensors = self._staging.tensors(shape)
+        token_ids = self._staging.token_ids(shape)
+        batch = self._geometry.ragged(tensors, self._tables[: shape.num_seqs])
+        rows = None if self._geometry.is_decode else tensors.sample_rows
+        logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache, rows)
+        count = shape.num_samples
+        # Out of the graphs' pool, so that they can all use the same memory in turn; and as the
+        # model gave them, for reported log probabilities.
+        self._logits[:count].copy_(logits)
+        read = token_ids if rows is None else token_ids.index_select(0, rows)
+        tokens = self._sampler.choose(logits, read, tensors, self._staging.latest)
+        self._drawn[:count].copy_(tokens)
+
+    def _capture(self, size: StepSize) -> None:
+        """Capture a step of padding rows only: its eager run before the capture changes nothing."""
+        geometry = Geometry.of(Plan(()), self._cache.block_size, self.spare, size)
+        shape = shape_of((), geometry)
+        stage((), geometry, self._staging, self._sampler, {})
+        self._place_tables(shape, self._staging.send(shape))
+        # Launchers that size a grid by the host's numbers must leave room for any context.
+        width = self._tables.shape[1]
+        self._geometry = replace(
+            geometry,
+            context_lens=(width * self._cache.block_size,) * shape.num_seqs,
+            block_tables=[array("i", (self.spare.block,) * width)] * shape.num_seqs,
+        )
+        self.graphs.capture(size, lambda: self._step(shape))
