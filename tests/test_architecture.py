@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": set(),
     "service": {"config"},
     "fit": {
-        "bench", "config", "engine.loading", "engine.memory_plan", "gguf", "hub", "model",
+        "bench", "config", "engine.memory_plan", "engine.memory_request", "gguf", "hub", "model",
     },
     "doctor": {
         "config", "api_keys", "hub", "jobs", "progress", "kernels.cpu", "kernels.packed_matmul",
@@ -116,7 +116,8 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     "loading": {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.state_memory",
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
-        "engine.load_speculation", "engine.admission",
+        "engine.load_speculation", "engine.admission", "engine.memory_request",
+        "engine.engine_info",
     },
     "engine": {
         "engine.engine", "engine.deltas", "engine.check_tokens", "engine.sequence_views",

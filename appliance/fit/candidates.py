@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.loading import request_memory
 from appliance.engine.memory_plan import plan_memory
+from appliance.engine.memory_request import request_memory
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from appliance.engine.beacon import Beacon
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.reference import MaskTokens
@@ -78,7 +79,10 @@ class Execution(Protocol):
         source: ModelSource,
         on_progress: Callable[[str, int, int], None],
         context_length: int,
-    ) -> Executor[Any]: ...
+        beacon: Beacon | None = None,
+    ) -> Executor[Any]:
+        """Load a model that counts its layers on the beacon."""
+        ...
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
         """Return the function that draws tokens without waiting for the device.

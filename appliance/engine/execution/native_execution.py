@@ -18,6 +18,7 @@ from appliance.model.size import estimate_native_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.engine.beacon import Beacon
     from appliance.engine.execution.execution import Precision
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.cpu.engine import NativeEngine
@@ -75,8 +76,11 @@ class NativeExecution:
         source: ModelSource,
         on_progress: Callable[[str, int, int], None],
         context_length: int,
+        beacon: Beacon | None = None,
     ) -> Executor[Any]:
         """Load the weights into the library's tiles."""
+        if beacon is not None:
+            self.engine.watch(beacon.address)
         return load_native(
             source,
             self.engine,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.kv_cache import KVFormat, KVPages
@@ -17,6 +17,7 @@ from appliance.model.size import estimate_weight_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.engine.beacon import Beacon
     from appliance.engine.execution.execution import Precision
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.backend import Backend
@@ -75,9 +76,10 @@ class TorchExecution:
         source: ModelSource,
         on_progress: Callable[[str, int, int], None],
         context_length: int,
+        beacon: Beacon | None = None,
     ) -> Executor[Any]:
         """Load the weights in the backend's layout."""
-        return load_decoder(
+        decoder = load_decoder(
             source,
             self.backend,
             self.precision.device,
@@ -85,6 +87,7 @@ class TorchExecution:
             on_progress,
             context_length=context_length,
         )
+        return decoder if beacon is None else replace(decoder, on_layer=beacon.advance)
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
         """Return Triton's sampling, or torch's.

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.commands.serve import banner
 from appliance.config import EngineConfig
-from appliance.engine import loading
+from appliance.engine import memory_request
 from appliance.engine.engine import LLMEngine
 from appliance.errors import MemoryPlanError
 
@@ -27,7 +27,7 @@ def load(folder: Path, **options: Any) -> LLMEngine:
 
 
 def budget(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(loading, "memory_budget", lambda device, share: num_bytes)
+    monkeypatch.setattr(memory_request, "memory_budget", lambda device, share: num_bytes)
 
 
 def test_what_was_asked_for_is_there_and_told(tiny_llama: Path) -> None:

@@ -1,0 +1,110 @@
+"""Describes a loaded engine to its clients: settings, sizes, fingerprint, notes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.kv_precision import in_words
+from appliance.engine.messages import EngineInfo
+from appliance.engine.weights_fingerprint import weights_digest
+from appliance.version import __version__
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.engine.memory_plan import MemoryPlan
+    from appliance.engine.run.device import Device
+    from appliance.engine.runner_setup import RunnerParts
+    from appliance.model.source import ModelSource
+
+
+def describe(
+    config: EngineConfig,
+    source: ModelSource,
+    parts: RunnerParts,
+    plan: MemoryPlan,
+    eos_token_ids: tuple[int, ...],
+    threads: int,
+) -> EngineInfo:
+    """Build what clients are told; the caller adds times, notes and the process's own memory."""
+    execution, weight_format = parts.execution, parts.executor.weight_format
+    precision = execution.precision
+    kv_format, router = in_words(precision), source.spec.router
+    arithmetic = (
+        f"{weight_format} {execution.name} {precision.device} {precision.dtype} "
+        f"{kv_format} {precision.block_size}"
+    )
+    return EngineInfo(
+        model=Path(config.model).stem,
+        architecture=source.spec.architecture,
+        device=_device_name(precision.device, threads),
+        backend=execution.name,
+        weight_format=weight_format,
+        kv_format=kv_format,
+        context_length=plan.context_length,
+        vocab_size=source.spec.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        weight_bytes=parts.executor.weight_bytes,
+        kv_bytes=plan.kv_bytes,
+        workspace_bytes=plan.workspace_bytes,
+        memory_bytes=plan.budget_bytes,
+        load_seconds=0.0,
+        fingerprint=_fingerprint(Path(config.model), arithmetic),
+        # As `BlockManager` writes them: 1 is a block with an open page.
+        precisions=(kv_format, *(["int8 while open"] if parts.num_open else [])),
+        kv_host_bytes=plan.kv_host_bytes,
+        state_bytes=plan.states.num_bytes,
+        adapter_bytes=plan.adapter_bytes,
+        num_checkpoints=plan.states.num_checkpoints,
+        hidden_size=source.spec.hidden_size,
+        num_experts=0 if router is None else router.num_experts,
+        experts_per_token=0 if router is None else router.top_k,
+    )
+
+
+def notes_on(source: ModelSource, device: Device, plan: MemoryPlan) -> tuple[str, ...]:
+    """Return what a user should know of a model's weights, of a GPU's kernels and of the memory."""
+    return (*source.weights.notes(), *_torch_notes(source, device), *_host_notes(plan))
+
+
+def _torch_notes(source: ModelSource, device: Device) -> tuple[str, ...]:
+    """Build notes on what runs on a GPU without a kernel of its own."""
+    if device.torch_device.type != "cuda":
+        return ()
+    notes = []
+    if source.spec.has_experts:
+        notes.append("experts run one after another on the GPU, without graphs: slower than can be")
+    if source.spec.state_bytes:
+        notes.append("recurrent layers run in torch on the GPU, without graphs: slower than can be")
+    return tuple(notes)
+
+
+def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
+    """Build a note if little is left for blocks that have to leave the cache."""
+    if not plan.host_is_short:
+        return ()
+    return (
+        f"only {plan.kv_host_bytes / 2**20:,.0f} MiB of host memory are left for sequences that"
+        " have to make room: long ones are computed again; --kv-host-memory says how much,"
+        " --kv-cache-memory or --max-model-len leave more",
+    )
+
+
+def _device_name(device: torch.device, threads: int) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'} of {os.cpu_count()}"
+
+
+def _fingerprint(path: Path, arithmetic: str) -> str:
+    """Changes when the answers to a seeded request may change: weights, formats, version."""
+    digest = hashlib.blake2b(weights_digest(path), digest_size=8)
+    digest.update(f"{__version__} {arithmetic}".encode())
+    return f"fp_{digest.hexdigest()}"

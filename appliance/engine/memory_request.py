@@ -1,0 +1,159 @@
+"""Chooses precision and requests memory before a model is loaded, here or for another GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from appliance.engine.adapters.loader import planned_bytes
+from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.execution.choice import choose_execution, why_not_native
+from appliance.engine.execution.torch_execution import TorchExecution
+from appliance.engine.kv_precision import choose_kv, in_words
+from appliance.engine.memory_plan import MemoryRequest
+from appliance.errors import ConfigError
+from appliance.kernels.backend import select_backend
+from appliance.runtime import resident_bytes
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.engine.execution.execution import Execution, Precision
+    from appliance.model.source import ModelSource
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+# Left to the rest of the system on a CPU, whose memory everything shares.
+CPU_RESERVE = 0.10
+
+
+def request_memory(
+    config: EngineConfig, source: ModelSource, gpu_bytes: int | None = None
+) -> tuple[Execution, MemoryRequest]:
+    """Collect what has to fit before a model is loaded, without loading it.
+
+    Args:
+        config: the settings.
+        source: the model.
+        gpu_bytes: free memory of a GPU, which need not be here; None plans for this machine.
+
+    Returns:
+        What would execute the model, and its request for `plan_memory`.
+
+    Raises:
+        ConfigError: the settings ask for something that the device cannot do.
+    """
+    if gpu_bytes is None:
+        precision, _ = choose_precision(config, source)
+        execution, _ = choose_execution(config, precision, source, config.threads or 1)
+    else:
+        gpu = torch.device("cuda")
+        precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
+        execution = TorchExecution(precision, select_backend(gpu))
+    num_open = num_open_of(config, source, precision, precision.device.type == "cuda")
+    return execution, memory_of(config, source, precision, execution, num_open, gpu_bytes)
+
+
+def choose_precision(
+    config: EngineConfig, source: ModelSource
+) -> tuple[Precision, tuple[str, ...]]:
+    """Choose the device and the types of activations and of the KV cache, with notes for the user.
+
+    Raises:
+        ConfigError: the settings ask for something that the device cannot do.
+    """
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "--device cuda was asked for, but PyTorch sees no usable NVIDIA GPU; "
+            "check nvidia-smi, or use --device cpu"
+        )
+    device = torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+    if config.dtype != "auto":
+        dtype = _DTYPES[config.dtype]
+    else:
+        old_gpu = device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0)
+        dtype = torch.float16 if old_gpu else torch.bfloat16
+    native = (
+        device.type == "cpu" and config.kernels == "auto" and why_not_native(config, source) is None
+    )
+    return choose_kv(config, source, device, dtype, native=native)
+
+
+def num_open_of(
+    config: EngineConfig, source: ModelSource, precision: Precision, is_asynchronous: bool
+) -> int:
+    """Return the number of open pages; 0 if no layer is sealed."""
+    if not precision.is_sealed(len(source.spec.cache_layers)):
+        return 0
+    plans = 1 + int(is_asynchronous)
+    return num_open_pages(
+        config.max_num_seqs, config.max_num_batched_tokens, precision.block_size, plans=plans
+    )
+
+
+def memory_of(
+    config: EngineConfig,
+    source: ModelSource,
+    precision: Precision,
+    execution: Execution,
+    num_open: int,
+    gpu_bytes: int | None = None,
+) -> MemoryRequest:
+    """Ask with the memory that is free now, or with that of a GPU; see `request_memory`."""
+    if gpu_bytes is None:
+        budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
+    else:
+        budget_bytes = int(gpu_bytes * config.gpu_memory_utilization)
+    # Memory taken already is not free any more, and counts as this process's use.
+    process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
+    return MemoryRequest(
+        spec=source.spec,
+        weight_bytes=execution.weight_bytes(source),
+        kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
+        kv_format=in_words(precision),
+        block_size=precision.block_size,
+        activation_bytes=execution.activation_bytes,
+        budget_bytes=budget_bytes + process_bytes,
+        process_bytes=process_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        kv_cache_memory=config.kv_cache_memory,
+        fill=precision.device.type == "cuda",
+        open_bytes=num_open * execution.open_page_bytes(source.spec),
+        kv_host_memory=config.kv_host_memory,
+        prefix_caching=config.prefix_caching,
+        state_checkpoint_memory=config.state_checkpoint_memory,
+        adapter_bytes=planned_bytes(config, source, precision.dtype.itemsize),
+        host_budget_bytes=None if precision.device.type == "cpu" else _host_budget(),
+    )
+
+
+def memory_budget(device: torch.device, gpu_memory_utilization: float) -> int:
+    """Return the bytes that this process may still take on a device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total * gpu_memory_utilization) - (total - free)
+    return _host_budget()
+
+
+def _host_budget() -> int:
+    available = psutil.virtual_memory().available
+    return int(min(available, _cgroup_headroom()) * (1 - CPU_RESERVE))
+
+
+def _cgroup_headroom() -> int:
+    """Return the bytes below a container's limit; without one, more than any machine has."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 2**62
+    return 2**62 if limit == "max" else int(limit) - used
