@@ -178,11 +178,6 @@ class Plan:
         several = self.scheduled[self.num_single_rows :]
         return sum([entry.num_tokens for entry in several if not entry.drafts])
 
-    @property
-    def num_results(self) -> int:
-        """Rows that yield a token, and sequences whose prompt is read."""
-        return sum([entry.num_results for entry in self.scheduled])
-
 
 class Sampled(NamedTuple):
     """The result of one row: a token, scores of a prompt, or why there is neither."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.limits import Bounds
+    from appliance.engine.messages import TokenLogprobs
     from appliance.engine.plan import Sampled
     from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
@@ -66,15 +67,17 @@ class SequenceGroup:
         if not self.generates:
             updates.append(Update(sequence, finish_reason=FinishReason.LENGTH))
             return FinishReason.LENGTH
-        reason, added = None, []
+        reason = None
+        tokens: tuple[int, ...] = ()
+        reports: tuple[TokenLogprobs, ...] = ()
         for sampled in run:
-            added.append(sampled)
             sequence.token_ids.append(sampled.token_id)
+            tokens += (sampled.token_id,)
+            if sampled.logprobs is not None:
+                reports += (sampled.logprobs,)
             reason = reason_to_finish(sequence, self._bounds)
             if reason is not None:
                 break
-        tokens = tuple([sampled.token_id for sampled in added])
-        reports = tuple([one.logprobs for one in added if one.logprobs is not None])
         updates.append(Update(sequence, tokens, reason, reports or None))
         return reason
 

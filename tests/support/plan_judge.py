@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 
+def num_results(plan: Plan) -> int:
+    """Count what `commit` is given for a plan."""
+    return sum(entry.num_results for entry in plan.scheduled)
+
+
 def look_at(plan: Plan, in_flight: Sequences[Plan], blocks: BlockManager, *, depth: int) -> None:
     """Assert that a plan can be run behind others and harms nobody.
 

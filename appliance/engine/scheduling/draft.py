@@ -53,11 +53,13 @@ class Draft:
         samples = end == (known if before is None else known + before.samples)
         follows = end > known
         assert not follows or (samples and num_tokens == 1)
-        read = sequence.rows_to_read(start, end) if sequence.to_read else sequence.to_read
-        self.entries[sequence] = ScheduledSequence(
-            sequence, start, num_tokens + len(drafts), samples, follows, read, drafts
-        )
-        self.budget -= num_tokens + len(drafts)
+        entry = ScheduledSequence(sequence, start, num_tokens, samples, follows)
+        if sequence.to_read:
+            entry = entry._replace(read=sequence.rows_to_read(start, end))
+        if drafts:
+            entry = entry._replace(num_tokens=num_tokens + len(drafts), drafts=drafts)
+        self.entries[sequence] = entry
+        self.budget -= entry.num_tokens
         if copies:
             self.copies[sequence] = copies
 

@@ -179,9 +179,10 @@ class Scheduler:
         state.in_flight.starved = None
         drafts = self._drafts(decodes, prompts)
         for place, (sequence, num_left) in enumerate(decodes, 1):
-            num_later = len(decodes) - place  # each of these gets a row as well
-            rows = max(1, min(num_left, draft.budget - num_later))
-            extend(state, draft, sequence, rows, drafts.get(sequence, ()))
+            if num_left > 1:
+                num_later = len(decodes) - place  # each of these gets a row as well
+                num_left = max(1, min(num_left, draft.budget - num_later))
+            extend(state, draft, sequence, num_left, drafts.get(sequence, ()) if drafts else ())
         state.accounts.charge(draft.entries)
         if draft.budget and (prompts or state.waiting):
             plan_prompts(state, draft, prompts)
@@ -204,10 +205,9 @@ class Scheduler:
         Returns:
             Updates for the clients: new tokens, ends and failures.
         """
-        assert len(sampled) == plan.num_results
         state, results = self._state, iter(sampled)
         blocks, in_flight, counters = state.blocks, state.in_flight, state.counters
-        parked = state.waiting.parked
+        parked, num_generated = state.waiting.parked, 0
         if blocks.states is not None:
             blocks.states.settle()
         state.tiers.confirm(plan.scheduled)
@@ -238,12 +238,14 @@ class Scheduler:
             if not entry.samples:
                 continue
             group = sequence.group
-            counters.generation_tokens += group.generates
+            num_generated += group.generates
             reason = group.take(sequence, (result,), updates)
             if sequence in parked:
                 state.waiting.unpark(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
+        counters.generation_tokens += num_generated
+        assert next(results, None) is None, "there are more results than the plan has rows for"
         return updates
 
     def _drafts(self, decodes: Rows, prompts: Rows) -> dict[Sequence, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.limits import SchedulerLimits
@@ -31,7 +32,7 @@ def scheduler(seqs: int = 1) -> Scheduler:
 def step(engine: Scheduler, now: float) -> None:
     plan = engine.plan(now)
     assert plan is not None
-    engine.commit(plan, [Sampled(50)] * plan.num_results)
+    engine.commit(plan, [Sampled(50)] * num_results(plan))
     engine.check_invariants()
 
 

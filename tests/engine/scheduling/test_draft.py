@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from plan_judge import num_results
+
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.moves import BlockCopy
 from appliance.engine.plan import Plan
@@ -36,7 +38,7 @@ def test_single_rows_come_first_and_only_last_rows_sample() -> None:
         (chunk, 2, 3, False),
         (rest, 2, 7, True),
     ]
-    assert (plan.num_tokens, plan.num_results) == (11, 2)
+    assert (plan.num_tokens, num_results(plan)) == (11, 2)
 
 
 def test_what_is_taken_back_leaves_nothing() -> None:

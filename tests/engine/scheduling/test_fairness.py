@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
+from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.plan import Plan, Sampled, StepLoad
@@ -58,7 +59,7 @@ class House:
         for name in plan.started:
             self.started[name] = self.now
         self.preempted += [sequence.request.request_id for sequence in plan.preempted]
-        for update in self.scheduler.commit(plan, [Sampled(50)] * plan.num_results):
+        for update in self.scheduler.commit(plan, [Sampled(50)] * num_results(plan)):
             if update.finish_reason is not None:
                 self.ended[update.sequence.request.request_id] = self.now
         if self.now % 16 == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.plan import Plan, Sampled
@@ -153,7 +154,7 @@ def test_who_lacks_a_block_gets_it_from_one_that_would_always_be_in_flight() -> 
         in_flight.append(engine.plan())
         preempted += [s.request.request_id for s in in_flight[-1].preempted]
         plan = in_flight.pop(0)
-        engine.commit(plan, *[50] * plan.num_results)
+        engine.commit(plan, *[50] * num_results(plan))
         if preempted:
             break
     assert preempted == ["b"]

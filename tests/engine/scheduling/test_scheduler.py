@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.limits import Bounds, reason_to_finish
@@ -48,7 +49,7 @@ def rows(plan: Plan | None) -> list[tuple[str, int, int, int, bool]]:
 def step(engine: Scheduler, token: int = 50) -> Plan:
     plan = engine.plan(now=0.0)
     assert plan is not None
-    engine.commit(plan, [Sampled(token)] * plan.num_results)
+    engine.commit(plan, [Sampled(token)] * num_results(plan))
     engine.check_invariants()
     return plan
 
@@ -289,7 +290,7 @@ def test_a_prompt_that_fills_the_pool_is_refused_with_both_numbers() -> None:
         engine.add(request("a", range(12)), now=0.0)
     assert refusal.value.code == "context_length_exceeded"
     engine.add(request("a", range(11)), now=0.0)
-    assert step(engine).num_results == 1
+    assert num_results(step(engine)) == 1
 
 
 def test_an_answer_that_outgrows_the_pool_ends_there() -> None:
