@@ -16,6 +16,7 @@ import msgspec
 from appliance.adapter_names import AdapterRegistry
 from appliance.best_of import Likelihood, best, with_logprobs
 from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
+from appliance.draft_names import resolve_draft
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import AdapterRef, FinishReason, Request, SamplingParams
 from appliance.errors import ChatTemplateError, EngineError, RequestError
@@ -82,6 +83,7 @@ class LLM:
         resolved = resolve_model(config.model, cache_dir=cache_dir(), progress=_ignore_progress)
         adapters = resolve_adapters(config.lora, progress=_ignore_progress)
         config = msgspec.structs.replace(config, model=str(resolved.path), lora=adapters)
+        config = resolve_draft(config, resolved.path, progress=_ignore_progress)
         self._adapters = AdapterRegistry(config, resolved.name)
         self.path = str(resolved.path)
         self.tokenizer = Tokenizer.from_path(resolved.path)

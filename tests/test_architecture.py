@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf": {"kernels.packed", "kernels.fp4", "kernels.ggml", "kernels.ggml_types"},
     "checkpoint": set(),
     "adapter_names": {"config", "engine.request"},
+    "draft_names": {"config", "hub", "tokenizer"},
     "grammar": set(),
     "vocabulary": {"engine.messages", "engine.grammars", "tokenizer"},
     "tokenizer": {"gguf", "sampling_defaults", "retrieval_recipe", "dialects", "grammar"},
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "retrieval_recipe",
     },
     "model": {"kernels", "quant.formats", "checkpoint", "gguf"},
+    "model.narrowed": {"kernels", "quant.formats", "quant.methods.rtn", "model"},
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log", "grammar"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
@@ -86,13 +88,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "llm": {
         "engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub",
-        "sampling_defaults", "vocabulary", "adapter_names",
+        "sampling_defaults", "vocabulary", "adapter_names", "draft_names",
     },
     "commands": {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
         "monitoring", "sampling_defaults", "docs", "api_keys", "doctor", "connect",
         "chat", "bench", "service", "fit", "adapter_names", "model.adapters",
-        "model.source",
+        "model.source", "draft_names",
     },
     "cli": {"commands", "config"},
     "__init__": {"llm", "engine.request", "grammar"},
@@ -117,7 +119,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.state_memory",
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
         "engine.load_speculation", "engine.admission", "engine.memory_request",
-        "engine.engine_info",
+        "engine.engine_info", "engine.draft_source",
     },
     "engine": {
         "engine.engine", "engine.deltas", "engine.check_tokens", "engine.sequence_views",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from appliance.commands.model_argument import Model
@@ -42,6 +43,9 @@ def fit(
     from appliance.quant.quality.card import card_of
 
     settings = load_section(EngineConfig, {}, config)
+    if settings.draft_model:
+        typer.echo("note: the draft model is not counted", err=True)
+        settings = msgspec.structs.replace(settings, speculate="auto")
     with opened(model or settings.model, cache_dir()) as (name, source, path):
         place = place_of(gpu, settings, measures=speed)
         found = candidates(source, settings, place, context_length=context, streams=streams)

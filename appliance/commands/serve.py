@@ -107,6 +107,7 @@ def _run(
     auto: bool,
 ) -> int:
     """Find the model and serve it; return how many requests came to their end."""
+    from appliance.draft_names import resolve_draft
     from appliance.hub import resolve_adapters, resolve_model
     from appliance.progress import ProgressLine
     from appliance.server.serve import ModelToServe, run_server
@@ -129,6 +130,7 @@ def _run(
                 )
                 adapters = resolve_adapters(model.engine.lora, progress=show_progress)
                 engine = msgspec.structs.replace(model.engine, lora=adapters)
+                engine = resolve_draft(engine, resolved.path, progress=show_progress)
                 if auto:
                     engine, why = with_best_fit(engine, resolved.path)
                     logger.info("auto: %s", why)

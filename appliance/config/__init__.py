@@ -8,7 +8,7 @@ from appliance.config.address import authority_to_trust, local_url, network_url,
 from appliance.config.folders import cache_dir, config_path, jobs_dir, kv_dir
 from appliance.config.keys import api_key_from_environment, key_file, known_keys, own_key
 from appliance.config.model_tables import ModelConfig, Settings, check_names
-from appliance.config.sections import SECTIONS, EngineConfig
+from appliance.config.sections import SECTIONS, SELF_DRAFT, EngineConfig
 from appliance.config.server_section import ServerConfig
 from appliance.config.service import ServiceSocket, service_socket
 from appliance.config.sources import (
@@ -24,6 +24,7 @@ from appliance.config.units import parse_duration, parse_size
 
 __all__ = [
     "SECTIONS",
+    "SELF_DRAFT",
     "EngineConfig",
     "ModelConfig",
     "ServerConfig",

@@ -18,6 +18,7 @@ from appliance.config.units import GIB, MIB
 from appliance.errors import ConfigError
 
 MOST_BYTES = 2**50
+SELF_DRAFT = "self"  # the model that is served drafts, at fewer bits
 
 
 class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,10 +192,13 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Setting(
             "Propose the next tokens of answers and verify several in a step, which changes no"
-            " answer: auto, off or suffix. Both look the last tokens up in the text and in earlier"
-            " answers, and run drafts as long as they pay; auto does so where it can.",
+            " answer: auto, off, suffix or draft=MODEL. auto and suffix look the last tokens up in"
+            " the text and in earlier answers; draft=MODEL also asks a smaller model of the same"
+            " vocabulary, draft=self the model itself at 4 bits. Drafts are run as long as they"
+            " pay; auto speculates where it can.",
             Group.STEPS,
             choices=("auto", "off", "suffix"),
+            named=("draft=MODEL",),
         ),
     ] = "auto"
     speculate_tokens: Annotated[
@@ -207,6 +211,12 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
             high=15,
         ),
     ] = 15
+
+    @property
+    def draft_model(self) -> str:
+        """The model that drafts, `SELF_DRAFT` or a name; empty if none does."""
+        method, _, name = self.speculate.partition("=")
+        return name if method == "draft" else ""
 
     def __post_init__(self) -> None:
         check_all(self)

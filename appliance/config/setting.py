@@ -62,6 +62,7 @@ class Setting:
         low: least value.
         high: largest value.
         choices: all valid values; empty means any.
+        named: further ones that end in a name, such as "draft=MODEL".
         default_is: the default in words, where the value does not explain itself.
         has_flag: the command line accepts it.
         is_key: it is an API key, which no message may contain.
@@ -73,6 +74,7 @@ class Setting:
     low: float | None = None
     high: float | None = None
     choices: tuple[str | int, ...] = ()
+    named: tuple[str, ...] = ()
     default_is: str = ""
     has_flag: bool = True
     is_key: bool = False
@@ -132,8 +134,8 @@ class Field:
             return
         if setting.is_key and isinstance(value, str):
             ApiKey.parse(value, origin)
-        elif setting.choices and value not in setting.choices:
-            words = ", ".join(map(str, setting.choices))
+        elif setting.choices and value not in setting.choices and not _is_named(value, setting):
+            words = ", ".join(map(str, (*setting.choices, *setting.named)))
             raise ConfigError(f"{origin} must be one of {words}{self._got(value)}")
         elif value == "" and self.default != "":
             raise ConfigError(f"{origin} must not be empty")
@@ -251,6 +253,14 @@ def _field(info: Any) -> Field:
 def _holds_text(value: object) -> bool:
     """Return True unless a table holds a value that is not text."""
     return not isinstance(value, dict) or all(isinstance(one, str) for one in value.values())
+
+
+def _is_named(value: object, setting: Setting) -> bool:
+    """Return True for one of the choices that end in a name, with a name."""
+    starts = [one[: one.index("=") + 1] for one in setting.named]
+    return isinstance(value, str) and any(
+        value.startswith(start) and value != start for start in starts
+    )
 
 
 def _is_within(value: object, low: float | None, high: float | None) -> bool:

@@ -66,5 +66,6 @@ def total_bytes(plan: MemoryPlan, request: MemoryRequest) -> int:
         + plan.workspace_bytes
         + plan.states.num_bytes
         + plan.adapter_bytes
+        + plan.draft_bytes
         + host_bytes
     )

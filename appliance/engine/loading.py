@@ -18,6 +18,7 @@ from appliance.engine.admission import Admission
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.state_slots import StateSlots
+from appliance.engine.draft_source import open_draft
 from appliance.engine.engine_info import describe, notes_on
 from appliance.engine.execution.choice import choose_execution
 from appliance.engine.grammars.matchers import Matchers
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.beacon import Beacon
+    from appliance.engine.draft_source import DraftSource
     from appliance.engine.execution.execution import Execution, Precision
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.messages import EngineInfo
@@ -124,7 +126,9 @@ def load_parts(
         eos_token_ids,
         look_ahead=runner.depth > 0,
         tiers=tiers,
-        speculator=load_speculator(config, opened.execution, opened.device, matchers),
+        speculator=load_speculator(
+            *(config, opened.execution, opened.device, matchers, plan, opened.draft)
+        ),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     return EngineParts(scheduler, tiers, runner, info, matchers, adapters)
@@ -141,6 +145,7 @@ class _Opened:
     threads: int
     num_open: int  # open pages; 0 if nothing is sealed
     notes: tuple[str, ...]
+    draft: DraftSource | None
 
 
 def _open(config: EngineConfig, source: ModelSource, device: Device | None) -> _Opened:
@@ -154,14 +159,15 @@ def _open(config: EngineConfig, source: ModelSource, device: Device | None) -> _
         device = CudaDevice(precision.device) if is_cuda else HostDevice()
     num_open = num_open_of(config, source, precision, device.is_asynchronous)
     notes = (*kv_notes, *notes)
-    return _Opened(source, precision, execution, device, threads, num_open, notes)
+    draft = open_draft(config, source, execution)
+    return _Opened(source, precision, execution, device, threads, num_open, notes, draft)
 
 
 def _plan(
     config: EngineConfig, opened: _Opened, admission: Admission
 ) -> tuple[MemoryRequest, MemoryPlan]:
     measured = opened.device.is_asynchronous
-    chosen = (opened.source, opened.precision, opened.execution, opened.num_open)
+    chosen = (opened.source, opened.precision, opened.execution, opened.num_open, opened.draft)
     request = admission.plan(partial(memory_of, config, *chosen), measured=measured)
     # Where the workspace is measured later, refuse only what cannot fit at all.
     return request, plan_memory(replace(request, workspace_bytes=0) if measured else request)

@@ -43,6 +43,7 @@ class MemoryPlan:
     host_is_short: bool = False  # less than usual, and less than one context
     states: StateMemory = NO_STATES
     adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
+    draft_bytes: int = 0  # of a draft model, without its part of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class MemoryRequest:
     prefix_caching: bool = True
     state_checkpoint_memory: int | None = None  # requested bytes, or None
     adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
+    draft_bytes: int = 0  # of a draft model, without its part of the cache
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
@@ -88,7 +90,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     workspace = workspace_bytes(request)
     block_bytes = request.kv_bytes_per_token * request.block_size
     taken = request.process_bytes + request.weight_bytes + workspace + _host_share(request)
-    taken += needed_states(request).num_bytes + request.adapter_bytes
+    taken += needed_states(request).num_bytes + request.adapter_bytes + request.draft_bytes
     for_kv = request.budget_bytes - taken
     least = -(-context // request.block_size)
     sure = max(least * block_bytes, request.kv_cache_memory or 0)
@@ -117,6 +119,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         host_is_short=host_bytes < min(usual, least * block_bytes),
         states=states,
         adapter_bytes=request.adapter_bytes,
+        draft_bytes=request.draft_bytes,
     )
 
 
@@ -210,10 +213,11 @@ def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) 
     recurrent = f", {_size(states.num_bytes)} of recurrent states{rows}" if states.num_bytes else ""
     slots = request.adapter_bytes
     adapters = f", {_size(slots)} of adapters (--max-loras, --max-lora-rank)" if slots else ""
+    draft = f", {_size(own)} of the draft model" if (own := request.draft_bytes) else ""
     numbers = (
         f"{wish}one context of {context:,} tokens needs {_size(needed)} of KV cache"
         f" ({request.kv_format})"
-        f" beside {_size(request.weight_bytes)} of weights{itself}{recurrent}{adapters} and"
+        f" beside {_size(request.weight_bytes)} of weights{itself}{recurrent}{adapters}{draft} and"
         f" {_size(workspace)} of"
         f" workspace{swapped}; {_size(request.budget_bytes)} may be used"
     )
@@ -233,6 +237,8 @@ def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) 
             advice.append(f"--max-num-seqs {fewer} would fit")
     if slots and wanted - for_kv <= slots:
         advice.append("a smaller --max-loras or --max-lora-rank would fit")
+    if request.draft_bytes and wanted - for_kv <= request.draft_bytes:
+        advice.append("--speculate auto, without a draft model, would fit")
     if asked is not None and needed <= for_kv:
         too_much = asked > for_kv
         size = for_kv // 2**20 if too_much else -(-needed // 2**20)

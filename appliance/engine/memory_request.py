@@ -10,6 +10,7 @@ import torch
 
 from appliance.engine.adapters.loader import planned_bytes
 from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.draft_source import open_draft
 from appliance.engine.execution.choice import choose_execution, why_not_native
 from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.kv_precision import choose_kv, in_words
@@ -20,6 +21,7 @@ from appliance.runtime import resident_bytes
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
+    from appliance.engine.draft_source import DraftSource
     from appliance.engine.execution.execution import Execution, Precision
     from appliance.model.source import ModelSource
 
@@ -56,7 +58,8 @@ def request_memory(
         precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
         execution = TorchExecution(precision, select_backend(gpu))
     num_open = num_open_of(config, source, precision, precision.device.type == "cuda")
-    return execution, memory_of(config, source, precision, execution, num_open, gpu_bytes)
+    draft = open_draft(config, source, execution)
+    return execution, memory_of(config, source, precision, execution, num_open, draft, gpu_bytes)
 
 
 def choose_precision(
@@ -103,6 +106,7 @@ def memory_of(
     precision: Precision,
     execution: Execution,
     num_open: int,
+    draft: DraftSource | None,
     gpu_bytes: int | None = None,
 ) -> MemoryRequest:
     """Ask with the memory that is free now, or with that of a GPU; see `request_memory`."""
@@ -112,7 +116,7 @@ def memory_of(
         budget_bytes = int(gpu_bytes * config.gpu_memory_utilization)
     # Memory taken already is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
-    return MemoryRequest(
+    request = MemoryRequest(
         spec=source.spec,
         weight_bytes=execution.weight_bytes(source),
         kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
@@ -133,6 +137,7 @@ def memory_of(
         adapter_bytes=planned_bytes(config, source, precision.dtype.itemsize),
         host_budget_bytes=None if precision.device.type == "cpu" else _host_budget(),
     )
+    return request if draft is None else draft.added_to(request)
 
 
 def memory_budget(device: torch.device, gpu_memory_utilization: float) -> int:

@@ -114,13 +114,19 @@ class SlotSettings:
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
-            ((sampling.seed or 0) ^ (sequence.index * 0xD1342543DE82EF95)) & _MASK64,
+            random_key(sequence),
             adjusts,
             reports,
             searches,
             obeys,
             not (adjusts or reports or searches or obeys or sampling.has_penalties),
         )
+
+
+def random_key(sequence: Sequence) -> int:
+    """Return the key of a sequence's random numbers, 64 bits."""
+    seed = sequence.request.sampling.seed or 0
+    return (seed ^ (sequence.index * 0xD1342543DE82EF95)) & _MASK64
 
 
 def uniform_numbers(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

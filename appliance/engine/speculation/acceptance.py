@@ -13,9 +13,18 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.engine.speculation.proposal import Proposal
 
-# Lengths of a match from which on it counts to the next kind.
-_BOUNDS = (4, 6, 9, 16, 32)
-_FIRST = {"suffix": (0.35, 0.5, 0.6, 0.75, 0.85, 0.9), "forced": (0.98,) * 6, "model": (0.7,) * 6}
+# Support from which on a token counts to the next kind: lengths of a match, or the percentage that
+# a draft model gives it.
+_LENGTHS, _PERCENT = (4, 6, 9, 16, 32), (30, 50, 70, 85, 95)
+_BOUNDS = {"suffix": _LENGTHS, "forced": (), "draft": _PERCENT, "sampled draft": _PERCENT}
+_FIRST = {
+    "suffix": (0.35, 0.5, 0.6, 0.75, 0.85, 0.9),
+    "forced": (0.98,),
+    "draft": (0.25, 0.4, 0.55, 0.7, 0.8, 0.92),
+    "sampled draft": (0.4, 0.5, 0.6, 0.7, 0.8, 0.92),
+}
+_FIRST_OF_ALL = 0.7  # tokens of a source
+_ALL = -1  # in the place of a kind
 _PRIOR = 4.0  # tokens that the first guess counts as
 _KEEP = 1 - 1 / 256  # weight of a token in the next one's estimate
 _KEEP_OWN = 1 - 1 / 12  # the same for one sequence
@@ -63,13 +72,14 @@ class Acceptance:
         actual = sequence.token_ids[one.position : one.position + len(proposal.token_ids)]
         source = proposal.source
         pairs = zip(proposal.token_ids, actual, strict=False)
-        for support, (token_id, right) in enumerate(pairs, proposal.support):
+        for place, (token_id, right) in enumerate(pairs):
             hit = token_id == right
-            share = self._share(source, support)
+            share = self._share(source, _kind(source, proposal.support_of(place)))
             surplus = one.surplus.get(source, 0.0)
             miss = hit - share.hits / share.tokens
             one.surplus[source] = _KEEP_OWN * surplus + (1 - _KEEP_OWN) * miss
             share.add(hit)
+            self._share(source, _ALL).add(hit)
             if not hit:
                 break
 
@@ -78,25 +88,38 @@ class Acceptance:
 
         Tokens without a chance are left out.
         """
-        one = self._open.get(sequence)
-        surplus = 0.0 if one is None else one.surplus.get(proposal.source, 0.0)
         survival, found = 1.0, []
         for place in range(len(proposal.token_ids)):
-            share = self._share(proposal.source, proposal.support + place)
-            survival *= min(_MOST, max(_LEAST, share.hits / share.tokens + surplus))
+            survival *= self.chance(sequence, proposal.source, proposal.support_of(place))
             if survival < _HOPELESS:
                 break
             found.append(survival)
         return found
 
+    def chance(self, sequence: Sequence, source: str, support: int) -> float:
+        """Return the probability that a token comes true if all before it do; a `Chance`."""
+        return self._chance(sequence, source, _kind(source, support))
+
+    def typical(self, sequence: Sequence, source: str) -> float:
+        """Return the probability that a token comes true of which nothing is known yet."""
+        return self._chance(sequence, source, _ALL)
+
     def end(self, sequence: Sequence) -> None:
         """Forget a sequence."""
         self._open.pop(sequence, None)
 
-    def _share(self, source: str, support: int) -> _Share:
-        kind = sum([support >= bound for bound in _BOUNDS])
+    def _chance(self, sequence: Sequence, source: str, kind: int) -> float:
+        one, share = self._open.get(sequence), self._share(source, kind)
+        surplus = 0.0 if one is None else one.surplus.get(source, 0.0)
+        return min(_MOST, max(_LEAST, share.hits / share.tokens + surplus))
+
+    def _share(self, source: str, kind: int) -> _Share:
         share = self._shares.get((source, kind))
         if share is None:
-            first = _FIRST[source][kind]
+            first = _FIRST_OF_ALL if kind == _ALL else _FIRST[source][kind]
             share = self._shares[source, kind] = _Share(first * _PRIOR)
         return share
+
+
+def _kind(source: str, support: int) -> int:
+    return sum([support >= bound for bound in _BOUNDS[source]])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from appliance.engine.speculation.controller import Controller
+from appliance.engine.speculation.drafting import Drafting
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Ordered
 
     from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.plan import StepLoad
     from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
-    from appliance.engine.speculation.proposal import Proposal, Proposer
+    from appliance.engine.speculation.proposal import Proposal, Proposer, SlowProposer
 
 
 class Speculator:
@@ -25,13 +28,25 @@ class Speculator:
         matchers: the grammars' states; drafts end where a grammar does not allow them.
         most: drafts of one sequence in a step.
         asked_for: the setting that asked for it, in words; empty where it is only welcome.
+        slow: a proposer that takes time; it is asked where it pays, and promises more than these.
+        clock: seconds.
     """
 
     def __init__(
-        self, proposers: Ordered[Proposer], matchers: Matchers, most: int, *, asked_for: str = ""
+        self,
+        proposers: Ordered[Proposer],
+        matchers: Matchers,
+        most: int,
+        *,
+        asked_for: str = "",
+        slow: SlowProposer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controller = Controller()
         self._asked_for = asked_for
+        self._drafting = None if slow is None else Drafting(slow, self.controller, most)
+        self._clock = clock
+        self._spent = 0.0  # seconds that the slow proposer took for the step being planned
         self._proposers = tuple(proposers)
         self._matchers = matchers
         self._most = most
@@ -47,17 +62,19 @@ class Speculator:
             if most > 0:
                 asked.append((sequence, min(most, self._most)))
         proposals: dict[Sequence, Proposal] = {}
+        most_of = dict(asked)
         for proposer in self._proposers:
             if not asked:
                 break
             proposals |= proposer.propose(asked)
             asked = [one for one in asked if one[0] not in proposals]
+        own_rows = sum([rows for _, rows, _ in answers])
+        proposals |= self._drafted(most_of, proposals, own_rows, len(answers))
         if not proposals:
             return {}
         proposals = self._allowed(proposals)
         for sequence, proposal in proposals.items():
             acceptance.watch(sequence, proposal)
-        own_rows = sum([rows for _, rows, _ in answers])
         chosen = self.controller.choose(proposals, own_rows, len(answers), room)
         return {
             sequence: proposals[sequence].token_ids[:count] for sequence, count in chosen.items()
@@ -78,14 +95,42 @@ class Speculator:
             )
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """See `Speculates`."""
-        self.controller.observe(load, seconds)
+        """See `Speculates`; the time to make drafts is no part of a row's price."""
+        spent, self._spent = self._spent, 0.0
+        self.controller.observe(load, seconds - spent)
+        if self._drafting is not None:
+            self._drafting.observe(seconds - spent, spent)
 
     def end(self, sequence: Sequence) -> None:
         """See `Speculates`."""
         self.controller.acceptance.end(sequence)
         for proposer in self._proposers:
             proposer.end(sequence)
+        if self._drafting is not None:
+            self._drafting.end(sequence)
+
+    def _drafted(
+        self,
+        most_of: Mapping[Sequence, int],
+        proposals: dict[Sequence, Proposal],
+        own_rows: int,
+        num_answers: int,
+    ) -> dict[Sequence, Proposal]:
+        """Return what the slow proposer says of sequences without, or with a weak proposal."""
+        if self._drafting is None:
+            return {}
+        begin = self._clock()
+        expected = self.controller.acceptance.expected
+        candidates = []
+        for sequence, most in most_of.items():
+            proposal = proposals.get(sequence)
+            if proposal is None:
+                candidates.append((sequence, most, 0.0))
+            elif proposal.source != "forced":
+                candidates.append((sequence, most, sum(expected(sequence, proposal))))
+        found = self._drafting.propose(candidates, own_rows, num_answers)
+        self._spent = self._clock() - begin
+        return found
 
     def _allowed(self, proposals: dict[Sequence, Proposal]) -> dict[Sequence, Proposal]:
         """Cut proposals where a grammar does not allow them."""

@@ -12,7 +12,7 @@ from appliance.engine.plan import StepLoad
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.engine.speculation.acceptance import Acceptance
-from appliance.engine.speculation.proposal import Proposal
+from appliance.engine.speculation.proposal import Chance, Proposal
 from appliance.engine.speculation.row_costs import RowCosts
 from appliance.engine.speculation.speculator import Speculator
 from appliance.errors import RequestError
@@ -20,6 +20,12 @@ from appliance.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Ordered
+
+
+@pytest.fixture
+def _durations_follow_from_rows() -> None:
+    """Here each step takes what its machine says."""
+
 
 # Milliseconds of a step by rows, `benchmarks/results/cpu/models.json`.
 SMALL = {1: 2.31, 4: 4.35, 8: 8.45, 16: 15.5}
@@ -162,3 +168,84 @@ def test_beams_are_refused_where_speculation_was_asked_for() -> None:
     with pytest.raises(RequestError, match="--speculate suffix; leave use_beam_search out"):
         asked.check(beams)
     asked.check(sequence().request)
+
+
+class SlowOracle:
+    """A draft model: a round takes a known time, and a known share of its tokens comes true."""
+
+    def __init__(self, share: float, round_seconds: float, noise: random.Random) -> None:
+        self.costs, self.read_seconds = RowCosts(), round_seconds / 8
+        self.now, self.made = 0.0, 0
+        self._share, self._seconds, self._noise = share, round_seconds, noise
+        self._read: dict[Sequence, int] = {}
+
+    def source(self, sequence: Sequence) -> str:
+        return "draft"
+
+    def unread(self, sequence: Sequence) -> int:
+        return len(sequence.token_ids) - self._read.get(sequence, 0)
+
+    def propose(
+        self, answers: Ordered[tuple[Sequence, int]], chance: Chance, least: float
+    ) -> dict[Sequence, Proposal]:
+        """Drafts go on as those of a model do: a token is surer if it is right."""
+        found = {}
+        rounds = 0
+        for sequence, most in answers:
+            self.now += self.read_seconds * self.unread(sequence)
+            self._read[sequence] = len(sequence.token_ids)
+            tokens, supports, survival = list[int](), list[int](), 1.0
+            while len(tokens) < most and (not tokens or survival >= least):
+                right = self._noise.random() < self._share
+                tokens.append(int(right))
+                supports.append(self._noise.randrange(60, 100) if right else 50)
+                survival *= chance(sequence, "draft", supports[-1])
+            found[sequence] = Proposal(tuple(tokens), "draft", supports=tuple(supports))
+            rounds = max(rounds, len(tokens))
+            self.made += len(tokens)
+        self.now += rounds * self._seconds
+        self.costs.observe(len(answers), self._seconds)
+        return found
+
+    def end(self, sequence: Sequence) -> None:
+        """See `SlowProposer`."""
+
+
+def with_a_draft_model(
+    table: dict[int, float], share: float, batch: int, round_seconds: float, steps: int = 2000
+) -> tuple[float, int]:
+    """Tokens a second, and tokens of drafts that were made."""
+    noise = random.Random(batch)
+    slow = SlowOracle(share, round_seconds, noise)
+    speculator = Speculator([], Matchers(8, ()), most=15, slow=slow, clock=lambda: slow.now)
+    running = [sequence() for _ in range(batch)]
+    tokens = 0
+    for _ in range(steps):
+        begin = slow.now
+        drafts = speculator.propose([(one, 1, 15) for one in running], room=64)
+        rows = batch + sum(map(len, drafts.values()))
+        slow.now += cost_of(table, rows) * noise.uniform(0.9, 1.3)
+        for one in running:
+            given = drafts.get(one, ())
+            accepted = next((at for at, x in enumerate(given) if x != 1), len(given))
+            one.token_ids += [1] * (1 + accepted)
+            tokens += 1 + accepted
+        speculator.observe(StepLoad(batch, 10, draft_rows=rows - batch), slow.now - begin)
+    return tokens / slow.now, slow.made
+
+
+@pytest.mark.parametrize("table", [SMALL, LARGE], ids=["135M", "0.5B"])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_a_draft_model_that_is_wrong_is_hardly_asked(table: dict[int, float], batch: int) -> None:
+    off = tokens_per_second(table, lambda _: 0.0, batch, steps=2000, on=False)
+    on, made = with_a_draft_model(table, 0.05, batch, 0.3 * table[1] / 1000)
+    assert on >= 0.97 * off
+    assert made > 0, "it is tried"
+
+
+def test_a_draft_model_that_is_right_is_asked_where_it_is_fast_enough() -> None:
+    off = tokens_per_second(LARGE, lambda _: 0.0, 1, steps=2000, on=False)
+    fast, _ = with_a_draft_model(LARGE, 0.9, 1, 0.1 * LARGE[1] / 1000)
+    assert fast > 1.6 * off
+    slow, _ = with_a_draft_model(LARGE, 0.9, 1, 1.2 * LARGE[1] / 1000)
+    assert slow >= 0.97 * off

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
+from draft_answers import SIZES
+from recurrent_models import RECURRENT
+from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
+from appliance.engine.admission import total_bytes
+from appliance.engine.draft_source import open_draft
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
+from appliance.engine.memory_plan import plan_memory, workspace_bytes
+from appliance.engine.memory_request import request_memory
 from appliance.engine.request import Request, SamplingParams
-from appliance.errors import ConfigError, RequestError
+from appliance.errors import ConfigError, MemoryPlanError, RequestError
+from appliance.model.source import open_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +35,8 @@ def load(folder: Path, **options: Any) -> LLMEngine:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculate": "mtp"}, "speculate must be one of auto, off, suffix; got 'mtp'"),
+        ({"speculate": "mtp"}, "must be one of auto, off, suffix, draft=MODEL; got 'mtp'"),
+        ({"speculate": "draft="}, "must be one of auto, off, suffix, draft=MODEL; got 'draft='"),
         ({"speculate_tokens": 16}, "speculate_tokens must be between 1 and 15 tokens; got 16"),
         ({"speculate_tokens": 0}, "speculate_tokens must be between 1 and 15 tokens; got 0"),
     ],
@@ -67,3 +78,53 @@ def test_no_draft_is_longer_than_asked_for(tiny_llama: Path) -> None:
         drafted = engine._scheduler._state.counters.last_plan.drafted
         longest = max(longest, *(len(entry.drafts) for entry in drafted), 0)
     assert longest <= 2
+
+
+def random_model(folder: Path, model_type: str = "llama", **settings: Any) -> Path:
+    write_sure_model(model_type, folder, **{**SIZES, "vocab_size": 512, **settings})
+    return folder
+
+
+def test_a_model_that_cannot_draft_is_refused_by_name(tiny_llama: Path, tmp_path: Path) -> None:
+    model_type, settings = RECURRENT["lfm2"]
+    others = {
+        "vocabulary": random_model(tmp_path / "vocabulary", vocab_size=2048),
+        "context": random_model(tmp_path / "context", max_position_embeddings=32),
+        "state": random_model(tmp_path / "state", model_type, **settings),
+    }
+    for name, says in {
+        "vocabulary": "the draft model has 2,048 tokens and the model 512",
+        "context": "was made for 32 tokens and a context has 64; .* --max-model-len 32",
+        "state": "recurrent layers, whose state cannot go back",
+    }.items():
+        with pytest.raises(ConfigError, match=f"--speculate draft=.*{name}: .*{says}"):
+            load(tiny_llama, speculate=f"draft={others[name]}")
+    with pytest.raises(ConfigError, match="draft=self needs the CPU library"):
+        load(tiny_llama, kernels="torch", speculate="draft=self")
+
+
+@pytest.mark.model
+def test_a_model_of_few_bits_does_not_draft_for_itself(smollm2_gguf: Path) -> None:
+    with pytest.raises(ConfigError, match="its weights have no more than that already; name a"):
+        load(smollm2_gguf, speculate="draft=self")
+
+
+def test_a_draft_model_counts_in_the_memory_plan(tiny_llama: Path) -> None:
+    config = EngineConfig(model=str(tiny_llama), max_model_len=64, max_num_seqs=4)
+    source = open_model(tiny_llama)
+    asked = msgspec.structs.replace(config, speculate="draft=self")
+    _, without = request_memory(config, source)
+    execution, with_ = request_memory(asked, source)
+    draft = open_draft(asked, source, execution)
+    assert draft is not None
+    assert draft.weight_bytes < with_.draft_bytes < without.weight_bytes
+    assert with_.kv_bytes_per_token > without.kv_bytes_per_token
+    full = replace(with_, budget_bytes=with_.process_bytes + with_.weight_bytes)
+    with pytest.raises(MemoryPlanError, match="of the draft model and"):
+        plan_memory(full)
+    context = 64 * with_.kv_bytes_per_token
+    least = full.budget_bytes + workspace_bytes(with_) + context + with_.draft_bytes
+    plan = plan_memory(replace(with_, budget_bytes=least))
+    assert total_bytes(plan, with_) == least
+    with pytest.raises(MemoryPlanError, match="--speculate auto, without a draft model, would fit"):
+        plan_memory(replace(with_, budget_bytes=least - 1))

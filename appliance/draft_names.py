@@ -1,0 +1,60 @@
+"""Finds the model that `--speculate draft=MODEL` names, and compares its vocabulary.
+
+The engine has no tokenizer, so this runs where the model is found.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.config import SELF_DRAFT, cache_dir
+from appliance.errors import ConfigError
+from appliance.hub import resolve_model
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from appliance.config import EngineConfig
+
+
+def resolve_draft(
+    engine: EngineConfig, model: Path, *, progress: Callable[[str, int, int], None]
+) -> EngineConfig:
+    """Return the settings with the place of the draft model on this machine.
+
+    Args:
+        engine: the settings.
+        model: the folder or file of the model that is served.
+        progress: called with bytes downloaded.
+
+    Raises:
+        ConfigError: the draft model has another vocabulary.
+        ModelError: it is not there, or cannot be fetched.
+    """
+    name = engine.draft_model
+    if name in ("", SELF_DRAFT):
+        return engine
+    path = resolve_model(name, cache_dir=cache_dir(), progress=progress).path
+    _compare(name, Tokenizer.from_path(path), Tokenizer.from_path(model))
+    return msgspec.structs.replace(engine, speculate=f"draft={path}")
+
+
+def _compare(name: str, draft: Tokenizer, served: Tokenizer) -> None:
+    """Refuse a draft model that has another token somewhere; one may have more at the end."""
+    (drafted, _), (tokens, _) = draft.vocabulary(), served.vocabulary()
+    pairs = zip(drafted, tokens, strict=False)
+    for token_id, (own, other) in enumerate(pairs):
+        if own != other:
+            raise ConfigError(
+                f"--speculate draft={name}: its token {token_id:,} is {_shown(own)}, and the"
+                f" model's is {_shown(other)}; a draft model needs the same vocabulary, so take a"
+                " smaller one of the same family"
+            )
+
+
+def _shown(token: bytes) -> str:
+    return repr(token.decode(errors="replace"))

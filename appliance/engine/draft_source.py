@@ -1,0 +1,128 @@
+"""Opens the model that drafts, and checks that it can draft for the one that is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.config import SELF_DRAFT
+from appliance.engine.execution.native_execution import NativeExecution
+from appliance.engine.speculation.draft_blocks import scratch_blocks
+from appliance.errors import ConfigError
+from appliance.kernels.cpu.cache import bytes_per_token
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.executor import heads_of
+from appliance.model.narrowed import narrowed
+from appliance.model.native_loader import why_unsupported
+from appliance.model.size import estimate_native_bytes
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.engine.execution.execution import Execution
+    from appliance.engine.memory_plan import MemoryRequest
+    from appliance.model.source import ModelSource
+
+MOST_PADDING = 1024  # rows of a head without a token: sizes of one vocabulary differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model before it is loaded.
+
+    Attributes:
+        name: for people.
+        execution: of the model that is served; they share its threads and workspace.
+        most_tokens: the size of that model's vocabulary.
+    """
+
+    name: str
+    source: ModelSource
+    execution: NativeExecution
+    most_tokens: int
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """8 bits, which lose next to nothing here: what a draft says decides no answer."""
+        return KVFormat.BF16 if self.source.spec.latent_layers else KVFormat.INT8
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token in its cache, all layers."""
+        library = self.execution.engine.library
+        return sum(
+            bytes_per_token(library, self.kv_format, heads, width)
+            for heads, width in heads_of(self.source.spec)
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return estimate_native_bytes(self.source, self.execution.precision.dtype)
+
+    def num_scratch(self, num_seqs: int) -> int:
+        """Return the blocks of its cache behind those of the served model's."""
+        return num_seqs * scratch_blocks(self.execution.precision.block_size)
+
+    def added_to(self, request: MemoryRequest) -> MemoryRequest:
+        """Return a request for memory that counts the draft model too.
+
+        Its keys and values lie beside those of the served model, block for block.
+        """
+        scratch = self.num_scratch(request.max_num_seqs) * request.block_size
+        logits = request.max_num_seqs * self.source.spec.vocab_size * 4
+        own = self.weight_bytes + scratch * self.kv_bytes_per_token + logits
+        per_token = request.kv_bytes_per_token + self.kv_bytes_per_token
+        return replace(request, kv_bytes_per_token=per_token, draft_bytes=own)
+
+
+def open_draft(
+    config: EngineConfig, source: ModelSource, execution: Execution
+) -> DraftSource | None:
+    """Open the model that `--speculate draft=MODEL` names; None if no model drafts.
+
+    Raises:
+        ConfigError: it cannot draft for this model.
+        CheckpointError: a part of it is missing or damaged.
+        UnsupportedModelError: no code here covers it.
+    """
+    name = config.draft_model
+    if not name:
+        return None
+    asked = f"--speculate draft={name}"
+    if not isinstance(execution, NativeExecution):
+        raise ConfigError(
+            f"{asked} needs the CPU library, whose answers drafts do not change, and"
+            f" {execution.name} executes this model; use --speculate auto or off"
+        )
+    draft = narrowed(source) if name == SELF_DRAFT else open_model(Path(name))
+    if draft is None:
+        raise ConfigError(
+            f"{asked} drafts with the model itself at 4 bits, and its weights have no more than"
+            " that already; name a smaller model, or use --speculate auto"
+        )
+    _check(asked, draft, source, config)
+    return DraftSource(Path(name).stem, draft, execution, source.spec.vocab_size)
+
+
+def _check(asked: str, draft: ModelSource, source: ModelSource, config: EngineConfig) -> None:
+    context = config.max_model_len or source.spec.context_length
+    if abs(draft.spec.vocab_size - source.spec.vocab_size) > MOST_PADDING:
+        raise ConfigError(
+            f"{asked}: the draft model has {draft.spec.vocab_size:,} tokens and the model"
+            f" {source.spec.vocab_size:,}; a draft model needs the same vocabulary, so take a"
+            " smaller one of the same family"
+        )
+    if draft.spec.context_length < context:
+        raise ConfigError(
+            f"{asked}: the draft model was made for {draft.spec.context_length:,} tokens and a"
+            f" context has {context:,}; take another one, or --max-model-len"
+            f" {draft.spec.context_length}"
+        )
+    if draft.spec.recurrent_layers:
+        raise ConfigError(
+            f"{asked}: the draft model has recurrent layers, whose state cannot go back to before"
+            " a rejected token; take one with attention alone"
+        )
+    if reason := why_unsupported(draft):
+        raise ConfigError(f"{asked}: the CPU library does not run the draft model: {reason}")

@@ -1,0 +1,83 @@
+"""Runs a draft model's rows and draws its tokens, by the random numbers that the target will use.
+
+Penalties, bias and grammars are left to the target, which draws every token anyway.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from appliance.engine.run.slot_settings import random_key, uniform_numbers
+from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.sampling import SamplingRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Ordered
+
+    from appliance.engine.run.sampler import SampleTokens
+    from appliance.engine.speculation.draft_model import DraftRows
+    from appliance.model.executor import Cache, Executor
+
+
+class DraftExecutor:
+    """A loaded draft model with its cache; see `DraftModel`."""
+
+    def __init__(self, executor: Executor[Any], cache: Cache, sample_tokens: SampleTokens) -> None:
+        self._executor = executor
+        self._cache = cache
+        self._sample_tokens = sample_tokens
+
+    def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
+        """Copy blocks, each a source and a destination."""
+        if pairs:
+            self._cache.copy_blocks([source for source, _ in pairs], [to for _, to in pairs])
+
+    @torch.inference_mode()
+    def run(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
+        """Run rows; return token and probability of each sequence that draws, in order."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for one in rows:
+            token_ids += one.token_ids
+            positions += range(one.start, one.start + len(one.token_ids))
+            if one.draws:
+                wanted.append(len(token_ids) - 1)
+        batch = RaggedBatch.of(
+            [len(one.token_ids) for one in rows],
+            [one.start + len(one.token_ids) for one in rows],
+            [one.blocks for one in rows],
+            block_size=self._cache.block_size,
+            device=self._executor.device,
+        )
+        logits = self._executor.forward(
+            torch.tensor(token_ids),
+            torch.tensor(positions),
+            batch,
+            self._cache,
+            torch.tensor(wanted, dtype=torch.int64),
+        )
+        drawing = [one for one in rows if one.draws]
+        if not drawing:
+            return []
+        tokens = self._sample_tokens(logits, _settings(drawing))
+        chosen = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+        probabilities = (chosen - logits.logsumexp(dim=-1)).exp()
+        return list(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+
+
+def _settings(rows: Ordered[DraftRows]) -> SamplingRows:
+    """Return the sampling settings of rows; each draws the token behind its last one."""
+    sampling = [one.sequence.request.sampling for one in rows]
+    keys = np.array([random_key(one.sequence) for one in rows], dtype=np.uint64)
+    positions = np.array([one.start + len(one.token_ids) for one in rows])
+    return SamplingRows.of(
+        [one.temperature for one in sampling],
+        [one.top_k for one in sampling],
+        [one.top_p for one in sampling],
+        [one.min_p for one in sampling],
+        uniform_numbers(keys, positions).tolist(),
+    )

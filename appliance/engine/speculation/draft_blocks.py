@@ -1,0 +1,156 @@
+"""Knows of which tokens a draft model's cache holds the keys and values. Imports no torch.
+
+A sequence's full blocks lie in it under the target's block ids, so sequences that share blocks
+share them here too. The tokens behind them lie in scratch blocks of the sequence's slot, which
+nobody shares: the target's last block may be copied on write or not be allocated yet. What is
+believed wrongly costs acceptance and never an answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.scheduling.policy import MAX_ANSWER_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Ordered
+
+    from appliance.engine.sequence import Sequence
+
+
+def scratch_blocks(block_size: int) -> int:
+    """Return the blocks that a slot needs for the tokens behind the full blocks, and drafts."""
+    return -(-(block_size - 1 + MAX_ANSWER_ROWS) // block_size)
+
+
+@dataclass(slots=True)
+class _Tail:
+    """Tokens in the scratch blocks of a slot."""
+
+    owner: Sequence
+    first: int  # position of the first token, a multiple of the block size
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class _Read:
+    """The full blocks of a sequence, as far as they were looked at."""
+
+    contents: list[int] = field(default_factory=list)  # chained hash of each block's tokens
+    known: array[int] = field(default_factory=lambda: array("i"))  # leading blocks that hold them
+
+
+class DraftBlocks:
+    """The contents of a draft model's cache, which has scratch blocks behind the target's blocks.
+
+    Args:
+        num_blocks: of the target's cache.
+        block_size: token slots.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._num_blocks = num_blocks
+        self._num_scratch = scratch_blocks(block_size)
+        self._held: dict[int, int] = {}  # content by block
+        self._reads: dict[Sequence, _Read] = {}
+        self._tails: dict[int, _Tail] = {}  # by slot
+        self._copies: list[tuple[int, int]] = []
+
+    def num_read(self, sequence: Sequence) -> int:
+        """Return the leading tokens that the cache holds; never the last one of the sequence.
+
+        A block that was filled in scratch goes to its place with the next `take_copies`.
+        """
+        size, tokens, table = self.block_size, sequence.token_ids, sequence.block_table
+        full = sequence.num_computed // size
+        read = self._reads.setdefault(sequence, _Read())
+        _extend(read.contents, tokens, full, size)
+        if table[: len(read.known)] != read.known:
+            read.known = array("i")
+        while (place := len(read.known)) < full:
+            block, content = table[place], read.contents[place]
+            if self._held.get(block) != content and not self._fill(sequence, place, content):
+                break
+            read.known.append(block)
+        count = len(read.known) * size
+        if len(read.known) == full:
+            count += self._common(sequence, count)
+        return min(count, len(tokens) - 1)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the source and destination of each block to copy before anything is run."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def table(self, sequence: Sequence, end: int) -> list[int]:
+        """Return the blocks in which the first `end` tokens of a sequence, or drafts, lie."""
+        full = sequence.num_computed // self.block_size
+        last = -(-end // self.block_size)
+        blocks = sequence.block_table[: min(full, last)].tolist()
+        return blocks + [self._scratch(sequence, place) for place in range(full, last)]
+
+    def wrote(self, sequence: Sequence, start: int, token_ids: Ordered[int]) -> None:
+        """Record that tokens from a position on were run, which all tokens before them were.
+
+        Where they end among the full blocks, they end at the end of one.
+        """
+        size, end = self.block_size, start + len(token_ids)
+        full = sequence.num_computed // size
+        read = self._reads[sequence]
+        for place in range(start // size, min(full, end // size)):
+            block = sequence.block_table[place]
+            self._held[block] = read.contents[place]
+            read.known[place:] = array("i", (block,))
+        first = full * size
+        if end > first:
+            tail = self._tails.get(sequence.slot)
+            if tail is None or tail.owner is not sequence or tail.first != first:
+                tail = self._tails[sequence.slot] = _Tail(sequence, first, [])
+            del tail.token_ids[max(0, start - first) :]
+            tail.token_ids += token_ids[max(0, first - start) :]
+
+    def end(self, sequence: Sequence) -> None:
+        """Forget a sequence; its full blocks stay, as they do in the target's cache."""
+        self._reads.pop(sequence, None)
+        tail = self._tails.get(sequence.slot)
+        if tail is not None and tail.owner is sequence:
+            del self._tails[sequence.slot]
+
+    def _scratch(self, sequence: Sequence, place: int) -> int:
+        own = (sequence.slot - 1) * self._num_scratch
+        return self._num_blocks + own + place % self._num_scratch
+
+    def _common(self, sequence: Sequence, first: int) -> int:
+        """Count the tokens from a position on that the scratch blocks hold."""
+        tail = self._tails.get(sequence.slot)
+        if tail is None or tail.owner is not sequence or tail.first != first:
+            return 0
+        count = 0
+        for held, token_id in zip(tail.token_ids, sequence.token_ids[first:], strict=False):
+            if held != token_id:
+                break
+            count += 1
+        return count
+
+    def _fill(self, sequence: Sequence, place: int, content: int) -> bool:
+        """Fill a block from scratch; return False if that does not hold all of its tokens."""
+        size = self.block_size
+        if self._common(sequence, place * size) < size:
+            return False
+        block = sequence.block_table[place]
+        self._copies.append((self._scratch(sequence, place), block))
+        self._held[block] = content
+        tail = self._tails[sequence.slot]
+        tail.first += size
+        del tail.token_ids[:size]
+        return True
+
+
+def _extend(contents: list[int], token_ids: list[int], full: int, size: int) -> None:
+    """Add the chained hashes of blocks up to a number."""
+    for place in range(len(contents), full):
+        before = contents[-1] if contents else 0
+        contents.append(hash((before, *token_ids[place * size : (place + 1) * size])))

@@ -1,0 +1,185 @@
+"""Proposes what a smaller model says next, token by token. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from appliance.engine.speculation.proposal import Proposal
+from appliance.engine.speculation.row_costs import RowCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as Ordered
+
+    from appliance.engine.sequence import Sequence
+    from appliance.engine.speculation.draft_blocks import DraftBlocks
+    from appliance.engine.speculation.proposal import Chance
+
+READ_ROWS = 256  # tokens read in a step: a long prompt is read in several
+SOURCES = ("draft", "sampled draft")  # greedy answers, and those that are drawn
+
+
+class DraftRows(NamedTuple):
+    """Rows of one sequence for a draft model.
+
+    Attributes:
+        start: position of the first.
+        blocks: of the draft model's cache, for all tokens up to the last of these.
+        draws: the last row's token is wanted.
+    """
+
+    sequence: Sequence
+    start: int
+    token_ids: Ordered[int]
+    blocks: Ordered[int]
+    draws: bool = True
+
+
+class DraftModel(Protocol):
+    """A model and its cache."""
+
+    def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
+        """Copy blocks, each a source and a destination."""
+        ...
+
+    def run(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
+        """Run rows; return token and probability of each sequence that draws, in order.
+
+        The token is drawn by the random number that the target will use in its place.
+        """
+        ...
+
+
+class _Growing(NamedTuple):
+    """A draft that is being made."""
+
+    sequence: Sequence
+    start: int  # position of the first row that was run for it
+    most: int
+    token_ids: list[int]
+    supports: list[int]
+
+
+class DraftModelProposer:
+    """Lets a draft model continue answers.
+
+    Args:
+        model: its vocabulary is the target's.
+        blocks: what its cache holds.
+        vocab_size: the target's; a draft ends before a token beyond it.
+        clock: seconds.
+
+    Attributes:
+        costs: seconds of a round by the sequences in it.
+        read_seconds: of a token that is read with many others.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        blocks: DraftBlocks,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.costs = RowCosts()
+        self.read_seconds = 0.0
+        self._model = model
+        self._blocks = blocks
+        self._vocab_size = vocab_size
+        self._clock = clock
+
+    def source(self, sequence: Sequence) -> str:
+        """Return the source of proposals for a sequence, by which acceptance is learned."""
+        return SOURCES[sequence.request.sampling.temperature > 0]
+
+    def unread(self, sequence: Sequence) -> int:
+        """Return how many tokens have to be read before the first draft."""
+        return len(sequence.token_ids) - self._blocks.num_read(sequence)
+
+    def propose(
+        self, answers: Ordered[tuple[Sequence, int]], chance: Chance, least: float
+    ) -> dict[Sequence, Proposal]:
+        """Return proposals for those whose tokens are all read.
+
+        Args:
+            answers: running sequences, each with the most tokens of use, at least 1.
+            chance: of a token, by sequence, source and support.
+            least: chance of a whole draft below which it does not go on.
+        """
+        rows = self._first_rows([sequence for sequence, _ in answers])
+        if not rows:
+            return {}
+        most = dict(answers)
+        drafts = [
+            _Growing(one.sequence, one.start, most[one.sequence], [], [])
+            for one in rows
+            if one.draws
+        ]
+        self._model.copy(self._blocks.take_copies())
+        drawn = self._round(rows)
+        for one in rows:
+            self._blocks.wrote(one.sequence, one.start, one.token_ids)
+        growing, chances = drafts, [1.0] * len(drafts)
+        while growing:
+            kept = []
+            for draft, before, (token_id, probability) in zip(growing, chances, drawn, strict=True):
+                if not 0 <= token_id < self._vocab_size:
+                    continue
+                support = int(100 * probability)
+                draft.token_ids.append(token_id)
+                draft.supports.append(support)
+                after = before * chance(draft.sequence, self.source(draft.sequence), support)
+                if len(draft.token_ids) < draft.most and after >= least:
+                    kept.append((draft, after))
+            growing, chances = [draft for draft, _ in kept], [after for _, after in kept]
+            if growing:
+                drawn = self._round([self._next_row(draft) for draft in growing])
+        return self._finished(drafts)
+
+    def end(self, sequence: Sequence) -> None:
+        """See `Proposer`."""
+        self._blocks.end(sequence)
+
+    def _first_rows(self, sequences: Ordered[Sequence]) -> list[DraftRows]:
+        """Return rows of all tokens that are not read yet, as many as one step may read."""
+        found, room, size = [], READ_ROWS, self._blocks.block_size
+        for sequence in sequences:
+            start, end = self._blocks.num_read(sequence), len(sequence.token_ids)
+            is_whole = end - start <= room
+            if not is_whole:
+                end = (start + room) // size * size
+            if end <= start:
+                continue
+            room -= end - start
+            blocks = self._blocks.table(sequence, end)
+            found.append(
+                DraftRows(sequence, start, sequence.token_ids[start:end], blocks, is_whole)
+            )
+        return found
+
+    def _next_row(self, one: _Growing) -> DraftRows:
+        end = len(one.sequence.token_ids) + len(one.token_ids)
+        blocks = self._blocks.table(one.sequence, end)
+        return DraftRows(one.sequence, end - 1, one.token_ids[-1:], blocks)
+
+    def _round(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
+        begin = self._clock()
+        drawn = self._model.run(rows)
+        seconds, count = self._clock() - begin, sum(len(one.token_ids) for one in rows)
+        if count <= 2 * len(rows):
+            self.costs.observe(len(rows), seconds)
+        elif count >= READ_ROWS // 4:
+            self.read_seconds = seconds / count
+        return drawn
+
+    def _finished(self, drafts: Ordered[_Growing]) -> dict[Sequence, Proposal]:
+        found = {}
+        for sequence, _, _, token_ids, supports in drafts:
+            if token_ids:
+                end = len(sequence.token_ids)
+                self._blocks.wrote(sequence, end, token_ids[:-1])
+                found[sequence] = Proposal(
+                    tuple(token_ids), self.source(sequence), supports=tuple(supports)
+                )
+        return found
