@@ -23,7 +23,7 @@ class AccessLog:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        logger.setLevel(logging.INFO)  # who asked for these lines gets them at any --log-level
+        logger.setLevel(logging.INFO)  # shown at any --log-level, since --access-log asked for it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and log it when its response has ended."""
@@ -59,7 +59,7 @@ class AccessLog:
 
 
 def _holder(scope: Scope) -> str:
-    """The name of the key; "-" where none is wanted or the request was not let in."""
+    """Return the key's name; "-" if no key is required or the request was refused."""
     try:
         return key_name(scope) or "-"
     except KeyError:

@@ -31,7 +31,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = False  # the name may exist, and stands for these files from now on
+    load_inplace: bool = False  # the name may exist; from now on it means these files
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
@@ -41,7 +41,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class AdapterDoorError(RequestError):
-    """The key may not load and unload adapters, or this file may not be loaded."""
+    """This key may not manage adapters, or this path is outside the allowed folder."""
 
     status = 403
     type = "permission_error"
@@ -55,7 +55,7 @@ class UnknownAdapterError(RequestError):
 
 
 def adapters_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
 
     @router.post("/v1/load_lora_adapter", **describes(LoadAdapterRequest, None))
@@ -85,7 +85,7 @@ def adapters_router(server: ServerState) -> APIRouter:
 
     @router.post("/v1/unload_lora_adapter", **describes(UnloadAdapterRequest, None))
     async def unload_lora_adapter(request: Request) -> Response:
-        """Forget an adapter; those who use it are served to their end."""
+        """Unload an adapter; requests that use it run to their end."""
         state = server.default
         _check_key(state, request)
         body, _ = await read_json(
@@ -114,11 +114,11 @@ def _check_key(state: ModelState, request: Request) -> None:
 
 
 def _asked_for(adapters: AdapterRegistry, body: LoadAdapterRequest) -> AdapterRef:
-    """Return the adapter that is to be loaded.
+    """Return the adapter to load.
 
     Raises:
-        AdapterDoorError: it is not in the allowed folder, or there is none.
-        RequestError: there is nothing, or the name cannot be.
+        AdapterDoorError: it is outside the allowed folder, or no folder is allowed.
+        RequestError: there is no adapter at that path, or the name is invalid.
     """
     if adapters.folder is None:
         raise AdapterDoorError("no folder of adapters is allowed; start the server with --lora-dir")

@@ -1,6 +1,6 @@
 """The routes of dashboards: the feed of `appliance.events`, block tables, the quality card, aborts.
 
-The feed costs the engine nothing, and this process something only while somebody watches.
+The feed costs the engine nothing, and costs this process something only while it is watched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MAX_WATCHERS = 16
 TICK_SECONDS = 0.2
 STATS_SECONDS = 1.0
-MAX_STEPS_SHOWN = 256  # of those since the previous stats
+MAX_STEPS_SHOWN = 256  # of the steps since the previous stats
 
 
 class Aborted(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 def admin_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
     watchers: set[Watcher] = set()
 
@@ -96,7 +96,7 @@ def admin_router(server: ServerState) -> APIRouter:
         from appliance.server.block_feed import table_entries
 
         if owner is None or not server.may_manage(key_name(request.scope), owner):
-            # Who can guess a prompt could tell by its hashes that it was asked.
+            # From the hashes, someone who guesses a prompt could tell that it was asked.
             table = msgspec.structs.replace(table, hashes=b"")
         return json_response(
             BlockTable(
@@ -138,11 +138,11 @@ def admin_router(server: ServerState) -> APIRouter:
 
 
 class Watcher:
-    """The feeds of one dashboard, which send it news only, of one model at a time.
+    """The feeds of one dashboard: changes only, of one model at a time.
 
     Args:
-        blocks: what it knows of the block map.
-        holder: name of the key that it watches with.
+        blocks: feed of the block map.
+        holder: name of its API key.
     """
 
     def __init__(self, server: ServerState, blocks: BlockFeed, holder: str) -> None:
@@ -159,7 +159,7 @@ class Watcher:
         self._last_step: int | None = None
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield frames as long as the server runs; a slow reader gets fewer, not late ones."""
+        """Yield frames while the server runs; a slow reader gets fewer frames, never stale ones."""
         while not self._server.closing:
             if time.monotonic() >= self._next_stats:
                 await self._server.machine.read()
@@ -169,7 +169,7 @@ class Watcher:
             await asyncio.sleep(TICK_SECONDS)
 
     def poll(self) -> list[Event]:
-        """Events that are due."""
+        """Return the events that are due."""
         self._look_at(self._server.shown(self._state))
         engine = self._state.engine
         events: list[Event] = []
@@ -189,7 +189,7 @@ class Watcher:
         return events
 
     def _look_at(self, model: ModelState) -> None:
-        """Show this model from now on; the block map notices another engine by itself."""
+        """Switch to this model; the block map detects a new engine by itself."""
         if model is not self._state:
             self._state, self._last_step = model, None
             self._sequences, self._rates = SequenceFeed(model, self._holder), TokenRates()
@@ -235,7 +235,7 @@ class Watcher:
 
 
 class LogFeed:
-    """The lines of the log that one watcher has not seen."""
+    """The log lines that one watcher has not seen yet."""
 
     def __init__(self, warnings: RecentWarnings) -> None:
         self._warnings = warnings
@@ -265,7 +265,7 @@ class TokenRates:
         if before is None or when <= before[0]:
             return 0.0, 0.0
         seconds = when - before[0]
-        # Counters start again at 0 with another engine.
+        # A new engine's counters start at 0.
         return max(0, now[1] - before[1]) / seconds, max(0, now[2] - before[2]) / seconds
 
 

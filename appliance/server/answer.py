@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
     from appliance.tokenizer import Tokenizer
 
-MAX_TURN = 64  # pieces that are handed over together
+MAX_TURN = 64  # pieces handed over together
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,13 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     text: str
     tokens: tuple[TokenLogprobs, ...]  # empty unless asked for
     finish_reason: FinishReason | None
-    parts: tuple[Part, ...] | None = None  # instead of the text, where it is read
+    parts: tuple[Part, ...] | None = None  # in place of the text, if it is split
     stopped_by: str = ""  # at the end, the stop string
     completion_tokens: int = 0  # of all choices up to this piece
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
-        """The parts, of which a text that is not read is one."""
+        """Return the parts; unsplit text is one part."""
         if self.parts is not None:
             return self.parts
         return (Content(self.text),) if self.text else ()
@@ -63,15 +63,15 @@ class Whole:
     text: str = ""  # once it has ended
     tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
-    cumulative_logprob: float | UnsetType = UNSET  # of searches, and where the best was chosen
-    parts: list[Part] = field(default_factory=list)  # as they came, where the text was read
+    cumulative_logprob: float | UnsetType = UNSET  # of beam search and best_of
+    parts: list[Part] = field(default_factory=list)  # as they came, if the text is split
     stopped_by: str = ""  # the stop string at its end
     # Parts with their tokens, as they came, where these are reported.
     reported: list[tuple[Sequence[Part], Sequence[TokenLogprobs]]] = field(default_factory=list)
 
     @property
     def all_parts(self) -> list[Part]:
-        """The parts, of which a text that was not read is one."""
+        """Return the parts; unsplit text is one part."""
         return self.parts or ([Content(self.text)] if self.text else [])
 
 
@@ -92,7 +92,7 @@ class Reading:
 class _Choice:
     text: ChoiceText
     reader: Reader | None
-    held: list[TokenLogprobs] = field(default_factory=list)  # of text that is not certain yet
+    held: list[TokenLogprobs] = field(default_factory=list)  # of text that may still change
     likelihood: Likelihood = field(default_factory=Likelihood)
     ended: bool = False
 
@@ -100,18 +100,18 @@ class _Choice:
 class Answer:
     """The answers to one or several prompts; the requests are submitted on construction.
 
-    Choices are numbered prompt by prompt; those that are only made for the best of them to be
-    chosen are in the pieces, too. Close it in every case; that aborts what still runs.
+    Choices are numbered prompt by prompt; candidates of best_of are among the pieces. Always close
+    it; that aborts what still runs.
 
     Args:
         requests: one for each prompt.
-        reading: of their text; None leaves it whole.
-        request_id: of the HTTP request, for the log if this ends badly.
+        reading: splits their text; None leaves it whole.
+        request_id: id of the HTTP request, for the log after a failure.
 
     Raises:
         EngineUnavailableError: the engine is not ready.
-        QuarantinedError: engines died of one of the requests.
-        RateLimitError: the API key has used up what it may have.
+        QuarantinedError: one of the requests has killed engines.
+        RateLimitError: the API key has used up its limit.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Answer:
             raise
 
     async def _begin_again(self) -> None:
-        """Submit everything once more after the engine died, before anything was sent."""
+        """Submit everything again after the engine died, if nothing has been sent."""
         for generation in self._generations:
             generation.close()
         await self._state.engine.ready()
@@ -188,7 +188,7 @@ class Answer:
         return usage
 
     def usage_at(self, completion_tokens: int) -> Usage:
-        """Token counts where so many were generated, as `Piece` says it; without details."""
+        """Return the token counts at a piece with this many generated tokens; without details."""
         prompt = self.prompt_tokens
         return Usage(
             prompt,
@@ -208,9 +208,9 @@ class Answer:
         return self._timer.seconds
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """Pieces of all choices, at each turn all there are; each choice ends with a finish reason.
+        """Yield all pieces available at a time; each choice ends with a finish reason.
 
-        If the engine dies before there is any, everything is begun once more.
+        If the engine dies before the first piece, everything is submitted again.
 
         Raises:
             RequestError: the engine refused the request.
@@ -242,7 +242,7 @@ class Answer:
             (generation,) = self._generations
             async for delta in generation:
                 pieces = self._take(0, delta)
-                # What came while the client did not read goes out together.
+                # Whatever came while the client was not reading goes out together.
                 while len(pieces) < MAX_TURN and (more := generation.ready()) is not None:
                     pieces += self._take(0, more)
                 if pieces:
@@ -252,9 +252,9 @@ class Answer:
             raise
 
     async def whole(self) -> list[Whole]:
-        """The choices that were asked for, when all have ended; errors as for `pieces`.
+        """Return the requested choices once all have ended; raises like `pieces`.
 
-        If the engine dies before that, everything is begun once more.
+        If the engine dies before that, everything is submitted again.
         """
         try:
             return await self._whole()
@@ -308,10 +308,10 @@ class Answer:
         )
 
     def _take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
-        """Return the pieces that a delta adds; none if nothing can be shown yet."""
+        """Return the pieces that a delta adds; empty if nothing can be shown yet."""
         number = prompt * self._sampling.num_choices + delta.index
         choice = self._choices[number]
-        if choice.ended:  # by a stop string, while more of it was on its way through a queue
+        if choice.ended:  # by a stop string, while more deltas were queued
             return []
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
@@ -324,7 +324,7 @@ class Answer:
             self._metrics.observe_wait(self._owner, delta.queue_seconds)
         if len(delta.token_ids) < 2 or not (self._sampling.stop or choice.reader):
             return self._push(prompt, number, delta)
-        # What follows its end in the same step is no part of an answer.
+        # Tokens after its end in the same step are not part of the answer.
         pieces: list[Piece] = []
         for kept, one in enumerate(delta.one_by_one(), 1):
             pieces += self._push(prompt, number, one)
@@ -387,5 +387,5 @@ class Answer:
 
 
 def how_ended(request_id: str, *, complete: bool) -> str:
-    """Say for the log if all was answered, and by which name a client can ask about it if not."""
+    """Describe the end for the log; a failure has the id that a client can quote."""
     return "complete" if complete else f"ended early (x-request-id {request_id or '-'})"

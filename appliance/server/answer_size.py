@@ -1,8 +1,8 @@
-"""The limit on answers that are not streamed: they are in memory as a whole, and as JSON.
+"""Limits the size of unstreamed answers, which are held in memory whole, and again as JSON.
 
-Prompts, choices, tokens and log probabilities multiply, and so do vectors and their dimensions:
-each within its own bound, they would make hundreds of megabytes. A stream has no such bound; it is
-sent as it comes.
+Prompts, choices, tokens and log probabilities multiply, as do vectors and dimensions: each within
+its own bound, together they make hundreds of megabytes. A stream is sent as it comes and has no
+such limit.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from appliance.errors import RequestError
 
 MAX_TOKENS = 2**20
 MAX_LOGPROBS = 2**19  # some 50 MB of JSON
-# An answer with more log probabilities is put together in a thread: that takes the time of some
-# hundred steps of the engine.
+# An answer with more log probabilities is built in a thread: it takes as long as about a hundred
+# steps of the engine.
 OFF_LOOP_LOGPROBS = 2**12
 MAX_VECTOR_BYTES = 2**26
 # One number as text, and as a part of base64.
@@ -20,10 +20,10 @@ FLOAT_BYTES, BASE64_BYTES = 16.0, 16 / 3
 
 
 def most_tokens(prompts: int, choices: int, logprobs: int | None) -> int:
-    """Tokens that each choice may have.
+    """Return the most tokens that each choice may have.
 
     Args:
-        choices: for each of them.
+        choices: number of them.
         logprobs: alternatives reported for each token; None reports nothing.
     """
     answers = prompts * choices
@@ -39,13 +39,13 @@ def check_answer(
     """Refuse an answer that would be too large.
 
     Args:
-        choices: for each of them.
-        tokens: of each choice, at most.
+        choices: number of them.
+        tokens: most tokens of a choice.
         logprobs: alternatives reported for each token; None reports nothing.
         param: the field to blame.
 
     Raises:
-        RequestError: it names the numbers.
+        RequestError: it would be; the message has the numbers.
     """
     most = most_tokens(prompts, choices, logprobs)
     if tokens <= most:
@@ -67,13 +67,13 @@ def check_scores(prompts: int, choices: int, tokens: int, logprobs: int) -> None
     """Refuse scores of prompts that would be too large an answer.
 
     Args:
-        prompts: of the request.
-        choices: for each of them, which all get the scores.
-        tokens: of the longest prompt.
+        prompts: number of them.
+        choices: number for each prompt; each repeats the scores.
+        tokens: length of the longest prompt.
         logprobs: alternatives reported for each token.
 
     Raises:
-        RequestError: it names the numbers.
+        RequestError: it would be; the message has the numbers.
     """
     total = prompts * choices * tokens * (1 + logprobs)
     if total > MAX_LOGPROBS:
@@ -90,12 +90,12 @@ def check_vectors(vectors: int, dimensions: int, bytes_per_value: float, *, para
 
     Args:
         vectors: their number.
-        dimensions: of each.
-        bytes_per_value: in the answer; 0 where only their comparison is told.
+        dimensions: of each vector.
+        bytes_per_value: in the answer; 0 if it has only their similarity.
         param: the field to blame.
 
     Raises:
-        RequestError: it names the numbers.
+        RequestError: it would be; the message has the numbers.
     """
     each = dimensions * max(4.0, bytes_per_value)
     most = int(MAX_VECTOR_BYTES // each)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from appliance.server.state import ServerState
 
-CLIENT_GONE_STATUS = 499  # nginx's number for a client that closed the connection
+CLIENT_GONE_STATUS = 499  # nginx's status for a client that closed the connection
 
 
 def create_app(server: ServerState) -> FastAPI:
@@ -88,7 +88,7 @@ async def _answer_error(
 
 
 def _methods_of(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
-    """The methods that a path knows; Starlette tells those of its first route."""
+    """Return all methods of a path; Starlette reports those of its first route only."""
     found: set[str] = set()
     for route in routes:
         if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:

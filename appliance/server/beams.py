@@ -1,4 +1,4 @@
-"""Prepares a beam search for the engine: room, and the bytes of its stop strings."""
+"""Prepares a beam search for the engine: checks its width, and translates stop strings to bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def prepare_beams(state: ModelState, requests: list[Request]) -> list[Requ
     """Prepare requests with beam search; others stay as they are.
 
     Raises:
-        RequestError: the engine has no room for so many beams.
+        RequestError: the engine runs fewer sequences than it has beams.
     """
     sampling = requests[0].sampling
     if not sampling.use_beam_search:

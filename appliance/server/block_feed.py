@@ -1,6 +1,6 @@
 """The block map for one watcher: a snapshot, then changes.
 
-A watcher that reads slowly is told less often, never from a queue.
+A slow watcher gets fewer updates; nothing is queued for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockFeed:
 
 
 def cells_of(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """Words of the engine (num_blocks,) as cells (num_blocks,), see `Snapshot.cells`."""
+    """Convert the engine's words (num_blocks,) to cells (num_blocks,), see `Snapshot.cells`."""
     fields = unpack(words)
     cells: NDArray[np.uint32] = fields.owner.astype(np.uint32)
     cells[cells == 0] = NO_OWNER
@@ -66,15 +66,15 @@ def cells_of(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
 
 
 def ages_of(words: NDArray[np.uint64], now: float) -> NDArray[np.uint16]:
-    """Seconds since each block changed hands (num_blocks,), at most `MAX_SHOWN_AGE`.
+    """Return the seconds since each block changed owner (num_blocks,), at most `MAX_SHOWN_AGE`.
 
-    A block that nobody has had yet has the largest age.
+    A block that was never used has the largest age.
 
     Args:
-        words: of the engine, (num_blocks,).
-        now: seconds of the monotonic clock.
+        words: the engine's, (num_blocks,).
+        now: monotonic seconds.
     """
-    # 32-bit arithmetic wraps around as the stamps do. A step that has just begun may be ahead.
+    # 32-bit arithmetic wraps around as the stamps do. The stamp of a new step may be ahead.
     past = (np.uint32(stamp_of(now)) - unpack(words).stamp).astype(np.int32).clip(min=0)
     seconds = np.minimum(past // STAMPS_PER_SECOND, MAX_SHOWN_AGE)
     return np.where(words == 0, MAX_SHOWN_AGE, seconds).astype(np.uint16)
@@ -92,9 +92,9 @@ def table_entries(table: Table, metadata: memoryview) -> tuple[TableEntry, ...]:
 
 
 def changed_runs(before: NDArray[np.uint64], after: NDArray[np.uint64]) -> tuple[BlockRun, ...]:
-    """The blocks whose words differ, as runs of neighbours with equal new cells.
+    """Return the blocks whose words differ, as runs of neighbours with equal new cells.
 
-    A block that has come back into the same state is among them: its age is 0 again.
+    This includes a block that returned to the same state: its age is 0 again.
     """
     changed = np.flatnonzero(before != after)
     if changed.size == 0:

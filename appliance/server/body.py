@@ -33,10 +33,10 @@ async def read_json(
     """Read and decode a body.
 
     Returns:
-        The struct, and the object as it was sent, for fields that the struct does not have.
+        The struct, and the object as sent, which has the fields that the struct lacks.
 
     Raises:
-        RequestError: too large, too slow, not JSON or not of this kind.
+        RequestError: it is too large, too slow, not JSON, or does not fit the struct.
     """
     body = await read_body(request, max_bytes=max_bytes)
     if len(body) < OFF_LOOP_BYTES:
@@ -45,7 +45,7 @@ async def read_json(
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """Read the bytes of a JSON body, and hold at most `max_bytes`."""
+    """Read the bytes of a JSON body, at most `max_bytes`."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(f"the content type must be application/json, not {media_type!r}")
@@ -70,10 +70,10 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, Any]]:
-    """Decode strictly: exact types, no NaN, no number out of range, no key twice.
+    """Decode strictly: exact types, no NaN, no number out of range, no repeated key.
 
     Raises:
-        RequestError: it is something else; `param` names the field, if one is at fault.
+        RequestError: it is none of that; `param` names the field at fault, if one is.
     """
     try:
         decoded = msgspec.json.decode(body, type=kind)
@@ -94,7 +94,7 @@ def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, An
 
 
 def note_ignored(fields: Mapping[str, Any], known: set[str]) -> None:
-    """Log names of fields that have no effect, each once."""
+    """Log the names of fields without effect, each name once."""
     for name in fields.keys() - known - _names_logged:
         if len(_names_logged) < _MAX_NAMES_LOGGED:
             _names_logged.add(name)

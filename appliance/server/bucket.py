@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 
 class Bucket:
-    """Starts full; a take of more than it holds overdraws it, which has to refill first.
+    """Starts full; taking more than it holds overdraws it, and the debt refills first.
 
     Args:
-        size: of what it holds at most.
-        seconds: in which an empty one fills.
-        clock: monotonic seconds.
+        size: the most it holds.
+        seconds: time to fill an empty one.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, size: float, seconds: float, clock: Callable[[], float]) -> None:
@@ -22,7 +22,7 @@ class Bucket:
         self._when = clock()
 
     def seconds_until(self, wanted: float) -> float:
-        """Return the time until it holds that much; 0 if it does now."""
+        """Return the seconds until it holds an amount; 0 if it does now."""
         now = self._clock()
         self._left = min(self._size, self._left + (now - self._when) * self._rate)
         self._when = now

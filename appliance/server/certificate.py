@@ -1,4 +1,4 @@
-"""A TLS certificate from files, which are read again when they have changed."""
+"""A TLS certificate from files, reloaded when they change."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Certificate:
     """A certificate and its private key.
 
     Args:
-        file: the certificate in PEM, followed by those of its chain.
+        file: the certificate in PEM, followed by its chain.
         key_file: its private key; None if that is in the same file.
 
     Attributes:
-        context: for a server; connections that come later have what was read last.
+        context: for a server; new connections use the latest certificate.
 
     Raises:
         ConfigError: a file is missing or wrong, or the certificate has expired.
@@ -41,13 +41,13 @@ class Certificate:
         self._load(self.context)
 
     async def follow(self) -> None:
-        """Read the files again whenever they have changed, until cancelled."""
+        """Reload the files whenever they change, until cancelled."""
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             self.refresh()
 
     def refresh(self) -> None:
-        """Read changed files again; keep the old certificate if they are invalid."""
+        """Reload changed files; keep the old certificate if they are invalid."""
         try:
             stamp = self._read_stamp()
             if stamp == self._stamp:
@@ -55,7 +55,7 @@ class Certificate:
             self._check()
             self._load(self.context)
         except ConfigError as error:
-            # Perhaps the other of the two files is still to be written: they are looked at again.
+            # Perhaps only one of the two files is written yet: check again later.
             logger.warning("the TLS certificate stays as it was: %s", error)
         else:
             self._stamp = stamp
@@ -91,10 +91,10 @@ class Certificate:
         )
 
     def _check(self) -> None:
-        """Let a client that trusts this certificate alone look at it.
+        """Run a handshake with a client that trusts this certificate only.
 
         Raises:
-            ConfigError: it cannot be loaded, or no client would take it.
+            ConfigError: it cannot be loaded, or no client would accept it.
         """
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load(server)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: pieces of an answer in the shape of chat completions."""
+"""POST /v1/chat/completions: formats the pieces of an answer as chat completions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 async def chat_frames(
     exchange: Exchange, answer: Answer, *, usage: StreamUsage
 ) -> AsyncGenerator[bytes, None]:
-    """Frames in order: role, parts of the answer, finish reason, usage, [DONE]."""
+    """Yield frames in order: role, parts of the answer, finish reason, usage, [DONE]."""
     head = ChatChunk(
         id=exchange.id,
         created=exchange.created,
@@ -46,7 +46,7 @@ async def chat_frames(
         head.choices = [choice]
         return data_frame(head)
 
-    choices: dict[int, ChoiceFrames] = {}  # those that have begun
+    choices: dict[int, ChoiceFrames] = {}  # choices that have begun
 
     def frames_of(piece: Piece) -> bytes:
         begin, choice = b"", choices.get(piece.choice)
@@ -69,7 +69,7 @@ async def chat_frames(
 
 
 def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> ChatCompletion:
-    """The answer in one object, of choices that have ended."""
+    """Build the answer as one object, from choices that have ended."""
     choices = []
     for number, whole in enumerate(wholes):
         message = _message(exchange, whole)

@@ -1,4 +1,4 @@
-"""The frames of one choice of a streamed chat: one part of the answer in each."""
+"""Frames of one choice of a streamed chat, a part of the answer in each."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ChoiceFrames:
     """Makes frames of one choice's pieces.
 
     Args:
-        number: of the choice.
+        number: index of the choice.
         frame: a frame with this choice in it.
-        alike: whether frames differ in nothing else, so that one can be a template of the next.
+        alike: frames differ in the choice only, so one can be the template of the next.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class ChoiceFrames:
         self._templates: dict[type[Part], FrameTemplate] = {}  # of the latest call, for arguments
 
     def begin(self) -> bytes:
-        """The first frame, which says the role, and no more."""
+        """Return the first frame, which has the role only."""
         return self._one(ChatDelta(role="assistant", content=""))
 
     def frames(self, piece: Piece) -> bytes:
-        """Frames of one piece: the last of all says the reason, and no more."""
+        """Return the frames of one piece; the choice's last frame has the finish reason only."""
         frames = b""
         parts = piece.all_parts
         if piece.tokens:  # with the first part, if any is certain
@@ -103,7 +103,7 @@ def reason_of(reason: str, *, called: bool) -> str:
     """Return OpenAI's word for why a choice ended: a cut stays a cut, also where a tool was called.
 
     Args:
-        reason: of the engine.
-        called: whether there are calls.
+        reason: the engine's.
+        called: there are calls.
     """
     return TOOL_CALLS if called and reason == FinishReason.STOP.value else reason

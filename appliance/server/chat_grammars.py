@@ -1,4 +1,4 @@
-"""The grammar of a chat's answer: its tools and its format."""
+"""Builds the grammar of a chat's answer from its tools and its format."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool) -> Grammar | None:
-    """The grammar for the engine; None if any answer is right.
+    """Return the grammar for the engine; None if any answer is valid.
 
     Args:
-        thinking: whether the answer begins within a thought.
+        thinking: the answer begins inside a thought.
 
     Raises:
-        RequestError: two things do not go together, or something cannot be compiled.
+        RequestError: two settings exclude each other, or a schema cannot be compiled.
     """
     tools = chat.tools
     form = chat.form or grammar_of(chat.sampling)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
-    """Log probabilities with the text and bytes of every token."""
+    """Return log probabilities with the text and bytes of every token."""
 
     def entry(candidate: Candidate) -> TopLogprob:
         token_id = candidate.token_id
@@ -34,7 +34,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Chat
 def tokens_of(
     text: str, tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> Sequence[TokenLogprobs]:
-    """Those that spell a text, without marks before and after it that are not shown."""
+    """Return the tokens that spell a text, without hidden marks around it."""
     pieces = [tokenizer.token_bytes(token.chosen.token_id) for token in tokens]
     begin = b"".join(pieces).find(text.encode())
     if begin < 0:

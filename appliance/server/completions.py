@@ -1,4 +1,4 @@
-"""POST /v1/completions: pieces of an answer in the shape of text completions."""
+"""POST /v1/completions: formats the pieces of an answer as text completions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 async def completion_frames(
     exchange: Exchange, answer: Answer, *, usage: StreamUsage, echo: Sequence[str]
 ) -> AsyncGenerator[bytes, None]:
-    """Frames: text, an empty text with the reason, usage, [DONE].
+    """Yield frames: text, an empty text with the finish reason, usage, [DONE].
 
     Args:
-        usage: the chunks that have the token counts.
-        echo: text that comes before each choice.
+        usage: makes the chunks with token counts.
+        echo: text in front of each choice.
     """
     head = Completion(
         id=exchange.id,
@@ -81,7 +81,7 @@ async def completion_frames(
 def whole_completion(
     exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, echo: Sequence[str]
 ) -> Completion:
-    """The answer in one object, of choices that have ended; see `completion_frames`."""
+    """Build the answer as one object, from choices that have ended; see `completion_frames`."""
     per_prompt = len(wholes) // len(answer.prompt_logprobs)
     choices = [
         CompletionChoice(
@@ -111,13 +111,13 @@ def whole_completion(
 def completion_logprobs(
     tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int
 ) -> CompletionLogprobs:
-    """Log probabilities with the text of every token; the first one starts at `offset`."""
+    """Return log probabilities with the text of every token; the first starts at `offset`."""
     found = CompletionLogprobs([], [], [], [])
     for token in tokens:
         text = tokenizer.token_text(token.chosen.token_id)
         top = {text: token.chosen.logprob}
         for candidate in token.top:
-            # Of several tokens with the same text the likeliest comes first.
+            # Among tokens with the same text the likeliest comes first.
             top.setdefault(tokenizer.token_text(candidate.token_id), candidate.logprob)
         found.tokens.append(text)
         found.token_logprobs.append(token.chosen.logprob)

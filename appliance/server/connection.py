@@ -1,8 +1,8 @@
 """One client's connection: HTTP/1.1 with limits on each client's time and share.
 
-Whatever a client sends or leaves unread, its connection ends: a request's head must come in some
-seconds, a body that nobody reads may not hold the connection, and an answer must be read at some
-pace. When there are too many connections, one without a request makes room, or the new one is told.
+No client can hold a connection: a request's head must arrive within seconds, an unread body has a
+deadline, and an answer must be read at a minimum rate. When there are too many connections, an idle
+one is closed, or the new one is refused.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
     from starlette.types import Message, Receive, Scope, Send
 
-HEADER_SECONDS = 10.0  # for the head of a request, from its first byte on
-LINGER_SECONDS = 5.0  # for what is left of a body when its request is answered
-STALL_SECONDS = 60.0  # for a client that does not read what it is sent
+HEADER_SECONDS = 10.0  # for a request's head, from its first byte
+LINGER_SECONDS = 5.0  # for the rest of a body once its request is answered
+STALL_SECONDS = 60.0  # for a client that does not read
 CHECK_SECONDS = 10.0
 LEAST_RATE = 1024  # bytes per second that count as reading
 # An ASGI extension: a function that writes a piece of a response that has begun and has no
-# content-length. False if that cannot be done at once; then the piece is to be sent as usual.
+# content-length. It returns False if it cannot write at once; then send the piece as usual.
 CHUNKS = "appliance.chunks"
-# Bytes that may lie unsent in the kernel, and again as many before it. What reads slowly is given
-# less, as with a dashboard's feed, only if it is seen to: by default megabytes fit in between.
+# Bytes that may wait in the kernel, and as many again in front of it. Slow readers are only noticed
+# if these are few: by default megabytes fit in between.
 _UNSENT_BYTES = 4 * 1024
 
 
 def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
-    """Return the maker of connections for uvicorn.
+    """Return uvicorn's factory of connections.
 
     Args:
         max_connections: of all clients together.
@@ -50,8 +50,8 @@ def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
 class HttpProtocol(H11Protocol):
     """One connection.
 
-    h11 is strict and bounds what a stranger may send, but takes its time over every piece of a
-    stream. Responses may therefore write pieces past it, see `CHUNKS`.
+    h11 is strict and limits a stranger's input, but is slow for each piece of a stream. So
+    responses may write pieces past it, see `CHUNKS`.
 
     Args:
         max_connections: of all clients together.
@@ -76,7 +76,7 @@ class HttpProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Keep little unsent, start the clocks, and see that there is room."""
+        """Limit unsent bytes, start the clocks and make room for this connection."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_UNSENT_BYTES)
         sock = transport.get_extra_info("socket")
@@ -96,7 +96,7 @@ class HttpProtocol(H11Protocol):
             self._check.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, and start the deadline of a request that they begin."""
+        """Receive bytes and start the deadline of a request that begins."""
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -119,7 +119,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: a request to speak another protocol may be answered in this one."""
+        """Do nothing: an upgrade request may be answered in HTTP/1.1."""
 
     def _refuse(self, error: Exception, status: int | None = None) -> None:
         usual, body, headers = describe(error)
@@ -134,7 +134,7 @@ class HttpProtocol(H11Protocol):
         self.transport.write(b"\r\n".join([*lines, b"", content]))
 
     def _make_room(self) -> None:
-        """End the connection that has been without a request for longest, if there are too many."""
+        """Close the connection that has been idle for longest, if there are too many."""
         if len(self.connections) <= self._max_connections:
             return
         open_ones = [one for one in self.connections if not one.transport.is_closing()]
@@ -156,7 +156,7 @@ class HttpProtocol(H11Protocol):
         return self.transport.get_write_buffer_size() > 0
 
     def _watch_request(self) -> None:
-        """Set a deadline for a started head, or for a body that no route reads."""
+        """Set a deadline for an unfinished head, or for a body that no route reads."""
         if self.transport.is_closing() or not self.is_idle:
             self._clear_deadline()
         elif self.conn.their_state is h11.SEND_BODY:
@@ -171,7 +171,7 @@ class HttpProtocol(H11Protocol):
                 )
 
     def _set_deadline(self, of: str, seconds: float) -> None:
-        """Keep the one there is, if it is of the same: more bytes win no time."""
+        """Keep the current deadline of the same cause: more bytes do not extend it."""
         if self._deadline is None or self._deadline_of != of:
             self._clear_deadline()
             self._deadline = self.loop.call_later(seconds, self.transport.close)
@@ -183,7 +183,7 @@ class HttpProtocol(H11Protocol):
             self._deadline = None
 
     def _check_progress(self) -> None:
-        """End a connection whose client stopped reading, even while it is being closed."""
+        """Close a connection whose client stopped reading, even while it is closing."""
         unsent = self.transport.get_write_buffer_size()
         read = self._wrote or not unsent or unsent < self._unsent - LEAST_RATE * CHECK_SECONDS
         self._stalled = 0.0 if read else self._stalled + CHECK_SECONDS

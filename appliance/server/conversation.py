@@ -1,4 +1,4 @@
-"""A chat request in the form that all protocols are translated to."""
+"""A chat request, as all protocols are translated to it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Conversation:
     """One chat.
 
     Attributes:
-        sampling: how tokens are chosen, what the answer looks like, and the terms.
-        turns: makes the messages as templates expect them; called in a thread, since it can take
-            long, and raises RequestError for what is not supported.
-        tools: that are offered.
-        max_tokens: of the answer; None for as many as fit.
+        sampling: sampling, format and terms of the request.
+        turns: builds the messages as templates expect them; slow, so called in a thread; raises
+            RequestError for unsupported parts.
+        tools: the offered tools.
+        max_tokens: limit of the answer; None for as many as fit.
         options: variables for the chat template.
-        thought_tokens: after which a thought is ended; None for never.
+        thought_tokens: limit of a thought; None for none.
         logprobs: alternatives to report for each token; None reports nothing.
-        form: grammar of the answer, behind the name of the field that asks for it; None leaves it
-            to `sampling`.
+        form: the requesting field's name and the grammar of the answer; None leaves it to
+            `sampling`.
         param: field of the body that holds the messages.
-        begins_answer: the prompt ends where an answer begins.
+        begins_answer: the prompt ends with the opening of an answer.
     """
 
     sampling: SamplingFields

@@ -30,7 +30,7 @@ class EngineCollector(Collector):
         self._labels = {"model_name": state.model_id}
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Yield the metric families; the registry calls it."""
         yield from self._counters()
         yield from self._gauges()
         yield from self._requests()
@@ -138,7 +138,7 @@ class EngineCollector(Collector):
             yield counter(name, text, samples)
 
     def _adapters(self) -> Metric:
-        """Adapters of open requests in vLLM's words; the value is the time."""
+        """Return the adapters of open requests under vLLM's names; the value is the time."""
         engine = self._state.engine
         names: dict[bool, set[str]] = {False: set(), True: set()}
         for request, started in engine.open_requests():
@@ -182,7 +182,7 @@ class EngineCollector(Collector):
         ):
             yield gauge(name, text, [(self._labels, value)])
         yield self._adapters()
-        # As the block map has them; there is none before the engine is ready.
+        # From the block map, which exists once the engine is ready.
         states = {} if engine.metadata is None else count_states(engine.metadata)
         host = {
             "swapped": stats.kv_host_swapped,
@@ -215,7 +215,7 @@ class EngineCollector(Collector):
             yield gauge(name, text, samples)
 
     def _requests(self) -> Iterator[Metric]:
-        # Zeros too, so that no series ends when nobody asks for anything.
+        # Zeros too, so that no series ends in idle times.
         names = self._state.key_names
         counts = Counter({(name, state): 0 for name in names for state in ("running", "waiting")})
         for request, started in self._state.engine.open_requests():

@@ -1,4 +1,4 @@
-"""Every failure as an error body, from one table: OpenAI's, or that of the path's own protocol."""
+"""Maps every failure to an error body by one table: OpenAI's, or that of the path's protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUEST_ID = "request_id"  # in the state of a request
 
 
 class ForbiddenError(RequestError):
-    """A request that a browser was talked into, by its Host or Origin header."""
+    """A request forged through a browser, as its Host or Origin header shows."""
 
     status = 403
     type = "permission_error"
@@ -56,11 +56,11 @@ class MediaTypeError(RequestError):
 
 
 class FramingError(RequestError):
-    """It is not certain where the request ends, so its connection does."""
+    """The request's end is ambiguous, so its connection is closed."""
 
 
 class TooManyWrongKeysError(RequestError):
-    """Somebody tries keys; `retry_after` is in seconds."""
+    """An address tried too many keys; `retry_after` is in seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -85,7 +85,7 @@ class RateLimitError(RequestError):
 
 
 class TooManyConnectionsError(RequestError):
-    """More connections than are accepted at once; `retry_after` is in seconds."""
+    """There are too many connections; `retry_after` is in seconds."""
 
     status = 503
     type = "server_error"
@@ -111,14 +111,14 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
-    """Status, body and extra headers for an error."""
+    """Return status, body and extra headers of an error."""
     match error:
         case RequestError():
             headers = {}
             if (seconds := getattr(error, "retry_after", None)) is not None:
                 headers["retry-after"] = str(math.ceil(seconds))
             if isinstance(error, QuarantinedError):
-                headers["x-should-retry"] = "false"  # OpenAI's clients would, as of any 500
+                headers["x-should-retry"] = "false"  # OpenAI's clients retry, as after any 500
             if isinstance(error, FramingError):
                 headers["connection"] = "close"
             if error.status == 401:
@@ -136,13 +136,13 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             body = _body(str(error.detail), "invalid_request_error", None, code)
             return error.status_code, body, dict(error.headers or {})
         case _:
-            # The text of an EngineError is meant for people; that of a bug is not.
+            # An EngineError's text is for people; a bug's is not.
             text = str(error) if isinstance(error, EngineError) else "internal error; see the log"
             return 500, _body(text, "server_error", None, "internal_error"), {}
 
 
 def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
-    """The body of an error as the clients of a path expect it."""
+    """Return an error's body in the protocol of a path."""
     status, body, _ = describe(error)
     path, message = scope.get("path", ""), body.error.message
     if path.startswith(anthropic.PATH):
@@ -153,16 +153,16 @@ def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """The whole response for an error of a request."""
+    """Return the whole response to a request that failed."""
     status, _, headers = describe(error)
-    if status >= 500 and scope["method"] == "POST":  # who probes for health is answered often
+    if status >= 500 and scope["method"] == "POST":  # health probes are frequent
         request_id, path = request_id_of(scope), scope["path"]
         logger.info("x-request-id %s: POST %s failed with %d", request_id or "-", path, status)
     return json_response(error_body(error, scope), status=status, headers=headers)
 
 
 def request_id_of(scope: Scope) -> str:
-    """The id of a request, as the door gave it; empty before that."""
+    """Return the id that the door gave a request; empty before that."""
     name: str = scope.get("state", {}).get(REQUEST_ID, "")
     return name
 
@@ -170,7 +170,7 @@ def request_id_of(scope: Scope) -> str:
 def json_response(
     content: Any, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """A JSON response of a msgspec struct."""
+    """Encode a msgspec struct as a JSON response."""
     return Response(
         msgspec.json.encode(content),
         status_code=status,

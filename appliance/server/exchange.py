@@ -1,4 +1,4 @@
-"""The fields that every part of one answer repeats: id, time, model, fingerprint."""
+"""Fields that every part of an answer repeats: id, time, model, fingerprint."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Exchange:
     model: str
     fingerprint: str
     tokenizer: Tokenizer
-    logprobs: bool  # whether they were asked for
+    logprobs: bool  # if requested
 
     @classmethod
     def begin(
         cls, state: ModelState, prefix: str, adapter: AdapterRef | None, *, logprobs: bool
     ) -> Exchange:
-        """A new one; its id starts with `prefix`."""
+        """Begin an exchange whose id starts with `prefix`."""
         info, tokenizer = state.serving()
         return cls(
             id=f"{prefix}{secrets.token_hex(12)}",

@@ -1,4 +1,4 @@
-"""A prompt with a suffix: what the model is to write stands between them."""
+"""Builds prompts with a suffix, between which the model writes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 async def fim_prompts(
     state: ModelState, prompt: object, suffix: str
 ) -> tuple[list[list[int]], list[int]]:
-    """Token ids of each prompt with its suffix, and ids that end an answer to it.
+    """Return the token ids of each prompt with its suffix, and the ids that end its answer.
 
-    Control tokens in either text stay text: files speak of them.
+    Control tokens in either text stay text: source files mention them.
 
     Raises:
-        RequestError: the model was not trained to fill in, or a prompt is no text.
+        RequestError: the model cannot fill in the middle, or a prompt is not text.
     """
     info, tokenizer = state.serving()
     form = find_form(tokenizer)

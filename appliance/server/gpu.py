@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from appliance.events import Gpu
 
-ENERGY_SECONDS = 60.0  # over which joules per token are counted
+ENERGY_SECONDS = 60.0  # window of joules per token
 
-# Bits of nvml.h, "clocks event reasons". Idle clocks and settings of the owner's own are no news.
+# Bits of nvml.h, "clocks event reasons", without idle clocks and the owner's own settings.
 REASONS = (
     (0x04, "power cap"),
     (0x08, "hardware slowdown"),
@@ -31,10 +31,10 @@ ResultT = TypeVar("ResultT")
 
 
 def open_nvml(library: Any = None) -> Any:
-    """Start NVIDIA's management library, by default pynvml.
+    """Load NVIDIA's management library; pynvml by default.
 
     Raises:
-        Exception: there is no driver, or it fails; each error has a class of its own.
+        Exception: there is no driver, or it fails; pynvml has a class for each error.
     """
     if library is None:
         import pynvml
@@ -62,10 +62,10 @@ class GpuProbe:
         self._meters: list[EnergyMeter] = []
 
     def read(self, generated_tokens: int) -> tuple[Gpu, ...]:
-        """Every GPU at this moment.
+        """Read every GPU now.
 
         Args:
-            generated_tokens: by the engine, ever.
+            generated_tokens: the engine's total.
         """
         if self._handles is None:
             self._handles = self._open()
@@ -78,7 +78,7 @@ class GpuProbe:
 
     @property
     def handles(self) -> list[Any]:
-        """The library's handles of the GPUs that `read` has returned, in their order."""
+        """Return the library's handles of the GPUs, in the order of `read`."""
         return self._handles or []
 
     def _open(self) -> list[Any]:
@@ -86,10 +86,10 @@ class GpuProbe:
             self._library = open_nvml(self._library)
             count = self._library.nvmlDeviceGetCount()
         except Exception as error:
-            # On a machine without a GPU that is as it should be.
+            # Expected on a machine without a GPU.
             logger.debug("no facts of GPUs: %s", error)
             return []
-        # One that has fallen off the bus, or belongs to somebody else, hides no other.
+        # A GPU that fell off the bus, or belongs to another user, must not hide the others.
         found = [ask(partial(self._library.nvmlDeviceGetHandleByIndex, at)) for at in range(count)]
         return [handle for handle in found if handle is not None]
 
@@ -126,7 +126,7 @@ class EnergyMeter:
         self._samples: deque[tuple[float, float, int]] = deque()
 
     def update(self, now: float, joules: float, tokens: int) -> float | None:
-        """Joules per token since the oldest sample of the last minute; None without a token."""
+        """Return joules per token over the last minute; None without a token."""
         samples = self._samples
         if samples and (tokens < samples[-1][2] or joules < samples[-1][1]):
             samples.clear()  # counters start again with another engine, or another driver

@@ -1,7 +1,7 @@
 """Reads the format that a body asks for, and checks it before the engine gets it.
 
-Whoever sends a grammar may try to keep its compiler busy, so it is first compiled in a process
-with limits, off the event loop.
+A grammar may be made to keep the compiler busy, so it is first compiled in a limited process, off
+the event loop.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 1 << 30
-MAX_KNOWN = 64  # grammars that were fine lately: 16 MiB of text at most
+MAX_KNOWN = 64  # grammars found valid lately: 16 MiB of text at most
 
 _FORMATS = ("text", "json_object", "json_schema")
 
 
 class GrammarChecks:
-    """Compiles grammars elsewhere, one at a time, and remembers the good ones.
+    """Compiles grammars in another process, one at a time, and caches valid ones.
 
     Attributes:
-        vocabulary: of the model, once something gave reason to want it.
+        vocabulary: the model's, once the first grammar or tool needed it.
     """
 
     def __init__(self) -> None:
@@ -48,14 +48,14 @@ class GrammarChecks:
         self._known: OrderedDict[Grammar, Grammar] = OrderedDict()
 
     async def check(self, grammar: Grammar, param: str) -> Grammar:
-        """The grammar in the form that the engine compiles.
+        """Compile a grammar and return it in the engine's form.
 
         Args:
-            grammar: what was asked for.
-            param: the field that said so.
+            grammar: the requested one.
+            param: the requesting field.
 
         Raises:
-            RequestError: it cannot be compiled, or not in time; `param` leads to the place.
+            RequestError: it does not compile, or not in time; `param` has the place.
         """
         if grammar in self._known:
             self._known.move_to_end(grammar)
@@ -83,7 +83,7 @@ class GrammarChecks:
         return self._workers.ask(request, cpu_seconds=CPU_SECONDS)
 
     def close(self) -> None:
-        """End the process; the next grammar would start one."""
+        """End the process; the next grammar starts another."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
 
@@ -92,7 +92,7 @@ async def prepare_grammar(state: ModelState, body: SamplingFields) -> Grammar | 
     """Return the grammar that the engine enforces, or None.
 
     Raises:
-        RequestError: it asks for two things at once, or for something that cannot be.
+        RequestError: it asks for two formats, or for an invalid one.
     """
     found = grammar_of(body)
     if found is None:
@@ -102,23 +102,23 @@ async def prepare_grammar(state: ModelState, body: SamplingFields) -> Grammar | 
 
 
 async def checked_grammar(state: ModelState, grammar: Grammar, param: str) -> Grammar:
-    """A grammar that is ready for the engine, and the engine for it.
+    """Check a grammar, and prepare the engine for it.
 
     Raises:
-        RequestError: see `GrammarChecks.check`; or it names a token that the model lacks.
+        RequestError: it does not compile, see `GrammarChecks.check`, or names an unknown token.
     """
     grammar = await state.grammars.check(grammar, param)
     vocabulary = await asyncio.shield(expect_grammars(state))
-    if param.endswith("grammar"):  # what is put together here names what there is
+    if param.endswith("grammar"):  # built here, so it names existing tokens only
         _check_tokens(state, vocabulary, grammar, param)
     return grammar
 
 
 def expect_grammars(state: ModelState) -> asyncio.Future[Vocabulary]:
-    """Have the engine learn the model's tokens, and prepare for grammars when it has time.
+    """Send the engine the vocabulary, so that it prepares for grammars when idle.
 
-    That takes it a second for a large vocabulary, and memory, so only who offers tools or asks for
-    a form of the answer gives reason to it.
+    For a large vocabulary that takes a second, and memory, so only requests with tools or a format
+    cause it.
     """
     checks = state.grammars
     if checks.vocabulary is None:
@@ -139,10 +139,10 @@ def _check_tokens(state: ModelState, vocabulary: Vocabulary, grammar: Grammar, p
 
 
 def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
-    """The grammar that a body asks for, behind the name of the field that does.
+    """Return the name of the field that asks for a grammar, and the grammar.
 
     Raises:
-        RequestError: there are two, or it is none.
+        RequestError: two fields ask for one, or it is invalid.
     """
     given: list[tuple[str, Callable[[], Grammar]]] = []
     if (form := body.response_format) is not None and form.type != "text":
@@ -169,10 +169,10 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def schema_form(param: str, schema: Any) -> tuple[str, Grammar]:
-    """The grammar of answers that obey a schema, behind the name of the field that has it.
+    """Return the name of the field with a schema, and the grammar of answers that obey it.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is not a schema.
     """
     try:
         return param, Grammar.json_schema(schema)
@@ -204,4 +204,6 @@ def _make(name: str, value: Any) -> Grammar:
         case "choice":
             return Grammar.choice(value)
         case _:
-            return Grammar(GrammarKind.LARK, value)  # or GBNF, which is read where it may take long
+            return Grammar(
+                GrammarKind.LARK, value
+            )  # or GBNF, which is parsed in the limited process

@@ -20,18 +20,18 @@ class Health(msgspec.Struct, omit_defaults=True):
     """Answer of /health and /ready."""
 
     status: str  # ok, asleep, waking or loading, the liveliest of all models; of /ready, ready
-    restarts: int = 0  # of the engine; left out where there were none
-    quarantined: int = 0  # requests that are refused for a while, because engines died of them
-    models: dict[str, str] = {}  # states by id, where there are several
+    restarts: int = 0  # of the engine; left out if there were none
+    quarantined: int = 0  # requests that killed engines and are refused for a while
+    models: dict[str, str] = {}  # states by id, of several models
 
 
 def health_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
 
     @router.get("/health", **describes(None, Health))
     async def health(request: Request) -> Response:
-        """200 while the engine works or sleeps, also while the server drains; else 503, and why."""
+        """Answer 200 while the engine works, sleeps or drains; else 503 and the reason."""
         why = server.not_working
         engines = [model.engine for model in server.models]
         restarts = sum(engine.restarts for engine in engines)
@@ -45,7 +45,7 @@ def health_router(server: ServerState) -> APIRouter:
                     states if len(states) > 1 else {},
                 )
             )
-        # Open to all, so it does not tell the reason of a failure.
+        # Open to all, so it hides the reason of a failure.
         seconds = server.default.engine.seconds_to_start
         when = f"; restart {restarts + 1} begins in {seconds:.0f} s" if seconds > 0 else ""
         return error_response(
@@ -55,7 +55,7 @@ def health_router(server: ServerState) -> APIRouter:
 
     @router.get("/ready", **describes(None, Health))
     async def ready(request: Request) -> Response:
-        """200 if a request that comes now would be accepted."""
+        """Answer 200 if a request would be accepted now."""
         why = "draining" if server.draining else server.not_working
         able = [model for model in server.models if not model.doubtful]
         if why is None and not able:
@@ -68,7 +68,7 @@ def health_router(server: ServerState) -> APIRouter:
 
     @router.get("/metrics", **describes(None, None, media_types=("text/plain",)))
     async def metrics() -> Response:
-        """Metrics in Prometheus' text format; the engine is not involved."""
+        """Return the metrics in Prometheus' text format, without asking the engine."""
         await server.machine.read()
         return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

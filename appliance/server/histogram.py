@@ -1,6 +1,6 @@
 """A histogram for Prometheus that is filled once per token.
 
-The library's own takes a lock and a method call per bucket; here one thread fills it.
+The library's own takes a lock and a method call per bucket; this one is filled by one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HistogramCollector(Collector):
         self._text = text
         self._model_name = model_name
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)  # per bucket; the last is for all that is larger
+        self._counts = [0] * (len(bounds) + 1)  # per bucket; the last one is unbounded
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -39,7 +39,7 @@ class HistogramCollector(Collector):
         self._sum += value * count
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Yield the metric families; the registry calls it."""
         yield histogram(
             self._name, self._text, self._model_name, self._bounds, self._counts, self._sum
         )

@@ -1,8 +1,8 @@
-"""A request that is sent twice is answered once: by Idempotency-Key, or by X-Request-ID.
+"""Answers a repeated request once: by Idempotency-Key, or by X-Request-ID.
 
-An ASGI middleware behind the door. Who sends the same again while the first is being answered, or
-shortly after, gets that answer, streamed too. Nothing else of a request may differ, and nobody else
-than the holder of its API key can repeat it. Failures are not kept: to try again is right then.
+An ASGI middleware behind the door. A repetition during the first answer, or shortly after, gets the
+same answer, streams included. Nothing else of the request may differ, and only the holder of its
+API key can repeat it. Failures are not kept, so that a retry runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-KEEP_SECONDS = 300.0  # of an answer, after its end
+KEEP_SECONDS = 300.0  # that an answer is kept after its end
 MAX_ANSWERS = 256
 MAX_BYTES = 32 * 2**20  # of all that are kept
 MAX_KEY = 255  # characters
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class RepeatedKeyError(RequestError):
-    """The same key came with another request."""
+    """The key was used before, for another request."""
 
     status = 422
 
@@ -53,8 +53,8 @@ class Idempotency:
     """Answers a repeated request with the answer to the first.
 
     Args:
-        max_body_bytes: of a request.
-        clock: monotonic seconds.
+        max_body_bytes: limit of a request's body.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Idempotency:
         self._answers: OrderedDict[_Name, SharedAnswer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it as before."""
+        """Pass a request on, or repeat its answer."""
         try:
             name = _name_of(scope)
             if name is None:
@@ -86,10 +86,10 @@ class Idempotency:
             self._forget_what_is_over()
 
     def _find(self, name: _Name, scope: Scope, body: bytes) -> tuple[SharedAnswer, bool]:
-        """Return the answer to a request, and True if it existed already.
+        """Return a request's answer, and True if it is a repetition.
 
         Raises:
-            RepeatedKeyError: something else had been asked for under its key.
+            RepeatedKeyError: its key came with another request.
         """
         self._forget_what_is_over()
         request = f"{scope['path']}?{scope['query_string'].decode('latin-1')}\n".encode()
@@ -107,7 +107,7 @@ class Idempotency:
         return answer, False
 
     def _forget_what_is_over(self) -> None:
-        """Keep answers that are being made, and the latest of the good ones, so long."""
+        """Drop expired answers; keep running ones and the latest successful ones."""
         now = self._clock()
         for name, answer in list(self._answers.items()):
             if answer.spoiled or (answer.ended is not None and now - answer.ended > KEEP_SECONDS):
@@ -122,10 +122,10 @@ class Idempotency:
 
 
 def _name_of(scope: Scope) -> _Name | None:
-    """Under which a request may be repeated; None if it may not.
+    """Return the identity of a repeatable request; None if it is not repeatable.
 
     Raises:
-        RequestError: its key is none.
+        RequestError: its key is invalid.
     """
     if scope["type"] != "http" or scope["method"] != "POST":
         return None

@@ -1,4 +1,4 @@
-"""From a checked body to an answer that has begun: queue, prompt, grammar, lengths, engine."""
+"""Begins the answer to a checked body: queue, prompt, grammar, lengths, engine."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ async def take_body(
     find: Callable[[str | None], ModelState] | None = None,
     streams: bool = False,
 ) -> tuple[ModelState, StructT]:
-    """The body of a request that may come now, and the model that it names.
+    """Read a request's body if the queue has room, and find the model that it names.
 
     Args:
         table: fields that are not supported; see `unsupported`.
         harmless: fields without effect.
-        find: returns the model of a name; None stands for `ServerState.find`.
-        streams: the answer may be a stream, so that `once_loaded` waits for the model.
+        find: returns the model of a name; `ServerState.find` by default.
+        streams: the answer may be a stream, for which `once_loaded` loads the model.
 
     Raises:
-        RequestError: there is no room for it, the body is wrong, or no such model is served.
-        EngineUnavailableError: nothing is loaded, or the model cannot be.
+        RequestError: the queue is full, the body is invalid, or the model is unknown.
+        EngineUnavailableError: no model is loaded, or this one cannot be loaded.
     """
     owner = key_name(request.scope)
     server.check_room(owner)
@@ -87,12 +87,12 @@ async def once_loaded(
     streams: bool,
     wire: Wire = SERVER_SENT_EVENTS,
 ) -> Response:
-    """The response to a request, once its model has been loaded.
+    """Load a request's model, then respond.
 
     Args:
         respond: begins the answer.
-        streams: it is a stream, whose client is told meanwhile that it is not forgotten.
-        wire: of this stream.
+        streams: it is a stream, whose client gets keep-alive comments meanwhile.
+        wire: the stream's protocol.
 
     Raises:
         EngineUnavailableError: the model cannot be loaded.
@@ -118,17 +118,17 @@ async def _late_frames(
 async def begin_chat(
     state: ModelState, chat: Conversation, owner: str, *, prefix: str, request_id: str
 ) -> tuple[Answer, Exchange]:
-    """Hand a chat to the engine; the answer is to be closed in every case.
+    """Submit a chat to the engine; always close the answer.
 
     Args:
-        owner: name of the key that it came with.
-        prefix: of the answer's id.
-        request_id: of the HTTP request.
+        owner: name of the API key it came with.
+        prefix: beginning of the answer's id.
+        request_id: id of the HTTP request.
 
     Raises:
-        RequestError: something of it cannot be done, or there is no room.
+        RequestError: it asks for something unsupported, or the queue is full.
         ChatTemplateError: there is no template, or it does not render these messages.
-        EngineUnavailableError: nothing is loaded.
+        EngineUnavailableError: no model is loaded.
     """
     prompt = await chat_prompt(state, chat, salt_of(state, chat.sampling, owner))
     grammar = await chat_grammar(state, chat, thinking=prompt.thinking)
@@ -164,7 +164,7 @@ async def submit(
     grammar: Grammar | None = None,
     budget: ThoughtBudget | None = None,
 ) -> tuple[Answer, Exchange]:
-    """Check lengths and queue, then hand one request per prompt to the engine."""
+    """Check lengths and queue, then submit one request per prompt to the engine."""
     info, _ = state.serving()
     terms = Terms.of(body, state, owner)
     exchange = Exchange.begin(state, prefix, terms.adapter, logprobs=logprobs is not None)
@@ -204,10 +204,10 @@ async def submit(
 async def whole_response(
     request: Request, answer: Answer, build: Callable[[list[Whole]], msgspec.Struct]
 ) -> Response:
-    """The response to a client that waits for all of its answer, unless it goes away.
+    """Build an unstreamed response, unless the client disconnects.
 
     Args:
-        build: makes what is sent.
+        build: makes the body.
     """
     try:
         wholes = await unless_disconnected(request.receive, answer.whole())

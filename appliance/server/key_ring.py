@@ -1,4 +1,4 @@
-"""The API keys that are let in now: their file is read again when it has changed."""
+"""The accepted API keys, reloaded when their file changes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ _Stamp = tuple[int, int, int] | None
 
 
 class KeyRing:
-    """Maps names to keys; a file that becomes invalid changes nothing and is warned of once.
+    """Maps names to keys; a file that becomes invalid is ignored with one warning.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Raises:
         ConfigError: the key file cannot be used.
     """
 
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.observers: list[Callable[[Mapping[str, ApiKey]], None]] = []  # get keys that changed
+        self.observers: list[
+            Callable[[Mapping[str, ApiKey]], None]
+        ] = []  # called with changed keys
         self._config = config
         self._clock = clock
         self._looked = clock()
@@ -43,7 +45,7 @@ class KeyRing:
         self._keys = known_keys(config)
 
     def __call__(self) -> Mapping[str, ApiKey]:
-        """The keys as they are now; empty where none is wanted."""
+        """Return the current keys; empty if no key is required."""
         now = self._clock()
         if now - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = now

@@ -1,4 +1,4 @@
-"""API keys as a server sees them: known by their digests, and not to be found by trying."""
+"""Checks API keys by their digests, and limits guessing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from appliance.api_keys import ApiKey
 
-BURST = 10  # different wrong keys that an address may try at once
-SECONDS_PER_GUESS = 6.0  # for each one more
+BURST = 10  # different wrong keys of an address, at once
+SECONDS_PER_GUESS = 6.0  # until it may try one more
 _MAX_ADDRESSES = 4096
 _MAX_REMEMBERED = 64  # wrong keys of an address
 
@@ -37,13 +37,13 @@ class _Guesser:
 
 
 class GuessLimit:
-    """Limits the wrong keys of an address.
+    """Limits wrong keys by address.
 
-    Only different keys count: a program that was set up with a wrong one asks with it again and
-    again, and must not shut out the others on its machine.
+    Only different keys count: a program with a wrong key repeats it, and must not lock out others
+    on its machine.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,10 +51,10 @@ class GuessLimit:
         self._guessers: OrderedDict[str, _Guesser] = OrderedDict()
 
     def check(self, address: str) -> None:
-        """Check that an address may try now.
+        """Check that an address may try another key.
 
         Raises:
-            TooManyWrongKeysError: it has tried too often.
+            TooManyWrongKeysError: it tried too many.
         """
         guesser = self._guessers.get(address)
         if guesser is not None and (seconds := guesser.guesses.seconds_until(1)):
@@ -80,11 +80,11 @@ class GuessLimit:
 
 
 class KeyCheck:
-    """Knows keys by their digests; where there are none, everything is right.
+    """Knows keys by their digests; without any, every request is accepted.
 
     Args:
-        known: name to key, as they are now.
-        limit: of wrong ones.
+        known: returns the current keys by name.
+        limit: limits wrong keys.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class KeyCheck:
         self._limit = limit or GuessLimit()
 
     def check(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> str:
-        """Compare a key with every known one in constant time.
+        """Compare keys with every known one in constant time.
 
         Args:
-            address: where they come from; empty if that is not known.
+            address: the client's; empty if unknown.
 
         Returns:
-            The name of the key; empty where none is wanted.
+            The name of the key; empty if no key is required.
 
         Raises:
             AuthError: none was given, or one is wrong.
-            TooManyWrongKeysError: there were too many wrong ones before.
+            TooManyWrongKeysError: the address tried too many.
         """
         known = self._known()
         if not known:
@@ -115,7 +115,7 @@ class KeyCheck:
         network = _network(address)
         self._limit.check(network)
         digests = [digest_of(key) for key in keys]
-        # Every one must be right, and of the same holder: a second header is no second guess.
+        # All must be valid and of one holder: a second header is no second guess.
         holders = {digest: _holder(known, digest) for digest in digests}
         if len(found := set(holders.values())) == 1 and (holder := found.pop()):
             return holder
@@ -134,7 +134,7 @@ def _holder(known: Mapping[str, ApiKey], digest: bytes) -> str:
 
 
 def _network(address: str) -> str:
-    """An address, or of IPv6 the network: one machine has billions in it."""
+    """Return an address, or for IPv6 its network, in which one machine has billions."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

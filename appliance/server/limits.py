@@ -1,7 +1,7 @@
 """Limits of each API key: requests and tokens a minute, and open requests.
 
-A minute's worth can be used at once and comes back evenly. Tokens are counted as they are read and
-written, so a key that has overdrawn waits before it may ask again; what runs is never cut.
+A minute's worth can be used at once and refills evenly. Tokens are counted as they are read and
+written; a key that has overdrawn waits before its next request, and running ones are never cut.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from appliance.api_keys import ApiKey
 
 MINUTE = 60.0  # seconds
-_PARALLEL_RETRY_AFTER = 2.0  # seconds; when a request ends is not known
+_PARALLEL_RETRY_AFTER = 2.0  # seconds, since nobody knows when a request ends
 
 
 NO_LIMITS = KeyLimits()
@@ -40,8 +40,8 @@ class KeyUse:
     """Counts the use of each key against its limits.
 
     Args:
-        known: name to key, as they are now.
-        clock: monotonic seconds.
+        known: returns the current keys by name.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class KeyUse:
         self._holders: dict[str, _Holder] = {}
 
     def limits_of(self, name: str) -> KeyLimits:
-        """Those of a key; none where no key is wanted, or it has been taken away meanwhile."""
+        """Return a key's limits; none if no key is required, or the key was removed."""
         key = self._known().get(name)
         return NO_LIMITS if key is None else key.limits
 
     def begin(self, name: str, num_tokens: int) -> Use:
-        """A request has come with a key.
+        """Begin a key's request.
 
         Args:
-            name: of the key.
-            num_tokens: of its prompts.
+            name: the key's name.
+            num_tokens: tokens of its prompts.
 
         Raises:
             RateLimitError: its limits leave no room for it now.
@@ -112,12 +112,12 @@ class Use:
         holder.num_open += 1
 
     def take(self, num_tokens: int) -> None:
-        """So many tokens were read or written."""
+        """Count tokens that were read or written."""
         if self._holder.tokens is not None:
             self._holder.tokens.take(num_tokens)
 
     def end(self) -> None:
-        """It is over; more than once is once."""
+        """End the request; later calls do nothing."""
         if not self._ended:
             self._ended = True
             self._holder.num_open -= 1

@@ -17,10 +17,10 @@ _BACKLOG = 512
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket.
+    """Open the listening socket.
 
     Raises:
-        ConfigError: the address cannot be had, or would be open to all without a key.
+        ConfigError: the address is unavailable, or would be open to all without a key.
     """
     host, port = config.host, config.port
     if not is_loopback(host) and not known_keys(config):

@@ -25,8 +25,8 @@ class MachineProbe:
     """Reads processes and GPUs once for all watchers.
 
     Args:
-        engines: lists those whose processes are counted beside this one.
-        gpus: what reads the GPUs.
+        engines: lists the engines whose processes count beside this one.
+        gpus: reads the GPUs.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class MachineProbe:
         self._processes: dict[int, psutil.Process] = {}
 
     async def read(self) -> Machine | None:
-        """Return the last or a new reading; None if even the first one is not done in time.
+        """Return a new or the last reading; None if the first one takes too long.
 
-        A driver that hangs costs one thread, and nobody's patience for long.
+        A driver that hangs costs one thread and a short wait.
         """
         now = time.monotonic()
         stale = self.latest is None or now - self._when > FRESH_SECONDS
@@ -61,7 +61,7 @@ class MachineProbe:
         return self.latest
 
     def _read(self, now: float, engine_pids: set[int], tokens: int) -> Machine:
-        import psutil  # not before somebody watches
+        import psutil  # started by the first watcher
 
         seconds, self._when = now - self._when, now
         before, self._busy = self._busy, {}

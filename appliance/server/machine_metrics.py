@@ -1,4 +1,4 @@
-"""Log, processes and GPUs for Prometheus, these as `machine` read them for this scrape."""
+"""Exports log, processes and GPUs to Prometheus, as `machine` read them for this scrape."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _GPU_GAUGES = (
 
 
 class MachineCollector(Collector):
-    """Counts warnings, and shows the latest reading; makes none itself, since that may block."""
+    """Counts warnings and exports the latest reading; takes none itself, which may block."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry."""
+        """Yield the metric families; the registry calls it."""
         warnings = self._state.warnings.total
         yield counter("appliance_log_warnings", "Warnings and errors in the log.", [({}, warnings)])
         machine = self._state.machine.latest

@@ -8,11 +8,11 @@ from appliance.runtime import release_unused
 
 
 def settle() -> None:
-    """Free start-up's temporary memory, and exempt the rest from garbage collection.
+    """Free the temporary memory of the start, and exempt the rest from garbage collection.
 
-    The tokenizer is built of lists that are gone afterwards: 7 MiB for a vocabulary of 49 thousand,
-    38 MiB for one of 262 thousand. A full collection takes 15 ms, in which no stream goes on, and
-    finds nothing in what is loaded by now.
+    Building the tokenizer leaves free lists: 7 MiB for a vocabulary of 49 thousand, 38 MiB for one
+    of 262 thousand. A full collection stalls all streams for 15 ms, and finds nothing in what is
+    loaded.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""One stream of deltas out of several."""
+"""Merges streams of deltas."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 async def merged(
     generations: Sequence[Generation], max_queued: int
 ) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
-    """Deltas of several generations as they come, each with the number of its generation.
+    """Yield the deltas of several generations as they come, with the generation's number.
 
     Args:
-        generations: to take from; whoever made them closes them.
-        max_queued: deltas that were taken and are not asked for yet.
+        generations: sources; their maker closes them.
+        max_queued: deltas taken ahead of the consumer.
     """
-    # What is not taken waits with its generation, which gives up on a consumer that lags behind.
+    # The rest waits in its generation, which gives up on a consumer that lags behind.
     queue: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue(max_queued)
 
     async def pump(number: int, generation: Generation) -> None:

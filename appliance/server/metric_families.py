@@ -1,4 +1,4 @@
-"""Short ways to make metric families, for collectors that read numbers kept elsewhere."""
+"""Builds metric families for collectors that read numbers kept elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def gauge(name: str, text: str, samples: Samples) -> Metric:
-    """A gauge with a sample for each set of labels."""
+    """Build a gauge with a sample for each set of labels."""
     family = GaugeMetricFamily(name, text)
     for labels, value in samples:
         family.add_sample(name, dict(labels), value)
@@ -29,7 +29,7 @@ def gauge(name: str, text: str, samples: Samples) -> Metric:
 
 
 def counter(name: str, text: str, samples: Samples) -> Metric:
-    """A counter; its samples end in `_total`."""
+    """Build a counter; its samples end in `_total`."""
     family = CounterMetricFamily(name, text)
     for labels, value in samples:
         family.add_sample(f"{name}_total", dict(labels), value)
@@ -44,13 +44,13 @@ def histogram(
     counts: Sequence[int],
     total: float,
 ) -> Metric:
-    """A histogram of one model.
+    """Build one model's histogram.
 
     Args:
         model_name: value of its only label.
         bounds: rising upper bounds of the buckets.
-        counts: of each bucket by itself, and of all that is larger.
-        total: of all values.
+        counts: of each bucket alone; the last one is unbounded.
+        total: sum of all values.
     """
     family = HistogramMetricFamily(name, text, labels=["model_name"])
     names = [*map(floatToGoString, bounds), "+Inf"]

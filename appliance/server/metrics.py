@@ -45,7 +45,7 @@ class RecentTimes:
         self._samples.append((now, seconds))
 
     def rate(self, now: float) -> float:
-        """Samples a second in the last minute, from the first of them on; 0 without any."""
+        """Return samples a second, from the first sample of the last minute; 0 without any."""
         times = [when for when, _ in self._samples if when >= now - _RECENT_SECONDS]
         return len(times) / max(1.0, now - times[0]) if times else 0.0
 
@@ -60,11 +60,11 @@ class RecentTimes:
 
 
 class Metrics:
-    """Everything that the API process counts of one model.
+    """The API process's counts for one model.
 
     Args:
         model_name: value of the label `model_name`.
-        shared: what is counted of all models together.
+        shared: counts of all models together.
     """
 
     def __init__(self, model_name: str, shared: SharedMetrics | None = None) -> None:
@@ -148,19 +148,19 @@ class Metrics:
             self.step_seconds.observe(step.seconds)
 
     def count_choice(self, reason: str) -> None:
-        """A choice ended as the engine reported."""
+        """Count a choice that ended."""
         self._success.labels(self.model_name, reason).inc()
 
     def observe_wait(self, owner: str, seconds: float) -> None:
-        """A request of a key left the queue after so long."""
+        """Add the time that a key's request waited in the queue."""
         self.shared.observe_wait(owner or NO_KEY, seconds)
 
     def count_shed(self, owner: str) -> None:
-        """A request of a key was refused because too many waited."""
+        """Count a key's request that was refused because the queue was full."""
         self.shared.count_shed(owner or NO_KEY)
 
     def count_expired(self, owner: str, state: str) -> None:
-        """The time of a request of a key was over while it was `waiting` or `running`."""
+        """Count a key's request that timed out while `waiting` or `running`."""
         self.shared.count_expired(owner or NO_KEY, state)
 
 
@@ -174,18 +174,18 @@ class Seconds:
 
 
 class RequestTimer:
-    """The times of one request, from its arrival on."""
+    """Times one request from its arrival."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrival = time.monotonic()
-        self._begin = self._arrival  # of the engine's work, once that is known
+        self._begin = self._arrival  # of the engine's work, once known
         self._first = 0.0
         self._count = 0
         self._last: dict[int, float] = {}  # choice to the time of its latest token
 
     def tokens(self, choice: int, count: int, queue_seconds: float | None) -> None:
-        """A choice got tokens just now."""
+        """Add the tokens that a choice has just got."""
         now = time.monotonic()
         metrics = self._metrics
         if queue_seconds is not None:
@@ -206,7 +206,7 @@ class RequestTimer:
 
     @property
     def seconds(self) -> Seconds:
-        """The times so far; its wait is part of the total only."""
+        """Return the times so far; queueing is part of the total only."""
         total = time.monotonic() - self._arrival
         if not self._last:
             return Seconds(total, 0.0, 0.0)
@@ -214,7 +214,7 @@ class RequestTimer:
         return Seconds(total, max(0.0, self._first - self._begin), decode)
 
     def end(self, *, complete: bool) -> None:
-        """The request is over."""
+        """End the request."""
         metrics, now = self._metrics, time.monotonic()
         metrics.finished += 1
         if self._last:

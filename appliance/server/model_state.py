@@ -57,17 +57,17 @@ class ModelState:
     """One model of a server.
 
     Args:
-        server: what all its models share.
+        server: state shared by its models.
         found: its files.
         model_id: its id in the API.
-        quality_card: if it has one.
+        quality_card: the model's, if it has one.
 
     Attributes:
-        tokenizer: None until it is read.
-        sampling: what counts where a request says nothing.
-        queue: of requests that wait.
+        tokenizer: None until it is loaded.
+        sampling: defaults for requests.
+        queue: waiting requests.
         adapters: names of adapters, which are served like models.
-        grammars: checks what requests ask of their answers.
+        grammars: checks the formats that requests ask for.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class ModelState:
 
     @property
     def use(self) -> KeyUse:
-        """The use that the holders of keys make of what they may."""
+        """Use of each key against its limits."""
         return self.server.use
 
     @property
     def text_pool(self) -> ThreadPoolExecutor:
-        """Threads for templates and tokenizers, so that long texts stall nobody."""
+        """Threads for templates and tokenizers, which keep long texts off the event loop."""
         return self.server.text_pool
 
     @property
@@ -114,7 +114,7 @@ class ModelState:
 
     @property
     def key_names(self) -> list[str]:
-        """Names of the keys that are let in."""
+        """Names of the accepted keys."""
         return list(self.server.keys() or (NO_KEY,))
 
     def _take_warnings(self, report: StepReport) -> None:
@@ -122,28 +122,28 @@ class ModelState:
             self.server.warnings.add(line)
 
     def _rest(self, report: StepReport) -> None:
-        """End the tokenizer's processes with the engine's."""
+        """Stop the tokenizer's processes with the engine's."""
         if self.engine.state is EngineState.ASLEEP and self.tokenizer is not None:
             self.tokenizer.rest()
 
     @property
     def is_loaded(self) -> bool:
-        """True if the model was loaded once; it may sleep now."""
+        """True if the model has been loaded; it may sleep now."""
         return self.tokenizer is not None and self.engine.info is not None
 
     def begin_loading(
         self, on_progress: ProgressCallback = lambda stage, done, total: None
     ) -> asyncio.Task[EngineInfo]:
-        """Read the tokenizer and load the model for the first time, once for all who ask."""
+        """Load tokenizer and model for the first time, once for all callers."""
         if self._loading is None or (self._loading.done() and not self.is_loaded):
             self._loading = asyncio.create_task(self._load(on_progress), name="model-loading")
         return self._loading
 
     async def loaded(self) -> None:
-        """Wait until the model has been loaded once.
+        """Wait until the model has been loaded.
 
         Raises:
-            EngineUnavailableError: it cannot be; the next call tries again.
+            EngineUnavailableError: it cannot be loaded; the next call tries again.
         """
         if self.is_loaded:
             return
@@ -164,7 +164,7 @@ class ModelState:
                 asyncio.to_thread(tokenizer.isolate_template),
             )
         except ApplianceError as error:
-            if self.server.is_up:  # no one may be left to hear it
+            if self.server.is_up:  # its waiters may be gone
                 logger.error("%s cannot be loaded: %s", self.model_id, error)
             raise
         self.sampling = choose_defaults(
@@ -175,7 +175,7 @@ class ModelState:
         return info
 
     async def close(self, *, now: bool = False) -> None:
-        """End its processes."""
+        """Stop its processes."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
@@ -186,17 +186,17 @@ class ModelState:
 
     @property
     def unavailable(self) -> str | None:
-        """The reason in one word why requests are not accepted, if so."""
+        """One word for why requests are refused; None if they are accepted."""
         return "draining" if self.server.draining else self.not_working
 
     @property
     def doubtful(self) -> bool:
-        """True if the engine has been silent for a while that may still be an accident."""
+        """True if the engine is silent for longer than usual, but not yet hung."""
         return self.engine.state is EngineState.READY and not self.engine.responsive
 
     @property
     def not_working(self) -> str | None:
-        """The reason in one word why the engine takes nothing, if so; asleep, it does."""
+        """One word for why the engine takes no requests; None if it works or sleeps."""
         if self.engine.state.accepts and self.tokenizer is not None:
             return None
         state = self.engine.state
@@ -206,7 +206,7 @@ class ModelState:
         """Return the loaded model.
 
         Raises:
-            EngineUnavailableError: nothing is, at the moment.
+            EngineUnavailableError: it is not loaded at the moment.
         """
         why = self.unavailable
         info, tokenizer = self.engine.info, self.tokenizer

@@ -35,7 +35,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
 
 def openai_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", **describes(ChatRequest, ChatCompletion, streams=True))

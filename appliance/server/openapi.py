@@ -1,4 +1,4 @@
-"""An honest /openapi.json: the schemas of the structs that really decode and encode."""
+"""Generates /openapi.json from the structs that decode and encode."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def describes(
     stream_type: str = "text/event-stream",
     error: type[msgspec.Struct] = ErrorBody,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route that document it.
+    """Return keyword arguments that document a route.
 
     Args:
-        takes: the body.
-        gives: the answer; None means one of `media_types`.
-        streams: whether the answer may also come in pieces.
+        takes: struct of the body.
+        gives: struct of the answer; None means one of `media_types`.
+        streams: the answer may also be a stream.
         path: names of the path parameters.
-        media_types: that an answer which is no struct may have.
+        media_types: of an answer that is not a struct.
         stream_type: media type of a stream.
-        error: body of every failure.
+        error: struct of every failure.
     """
     if gives is not None:
         content: dict[str, Any] = {"application/json": {"schema": _reference(gives)}}
@@ -85,11 +85,11 @@ def describes(
 
 
 def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
-    """Make the app describe itself with the schemas of the structs.
+    """Make the app describe itself by the structs' schemas.
 
     Args:
-        key_required: whether requests need one.
-        root_path: under which a reverse proxy shows it, or nothing.
+        key_required: requests need an API key.
+        root_path: prefix behind a reverse proxy, or empty.
     """
 
     def openapi() -> dict[str, Any]:
@@ -111,7 +111,7 @@ def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
 
 
 def _pieces(media_type: str) -> dict[str, Any]:
-    """Content of answers that no struct describes."""
+    """Return the content of answers that no struct describes."""
     if media_type == "application/json":
         return {}
     return {"schema": _EVENT if media_type == "text/event-stream" else {"type": "string"}}

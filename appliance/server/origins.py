@@ -1,7 +1,7 @@
 """Protects this server against other web pages, by Host, Origin and site.
 
-A browser on this machine reaches it as its owner does. So a name that is not the server's own is
-refused, as it may have been made to point here, and so is what a page of another origin sends.
+A browser on this machine reaches the server as its owner does. So a foreign Host is refused, which
+may have been pointed here (DNS rebinding), and so are requests of pages of another origin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Origins:
-    """The names under which a server answers, and the origins that it answers to.
+    """The Host names of a server, and the origins that it answers.
 
     Args:
         config: address, allowed hosts and allowed origins of the server.
@@ -43,7 +43,7 @@ class Origins:
     def __init__(self, config: ServerConfig) -> None:
         hosts, self._allowed = _words(config.allowed_hosts), _words(config.allowed_origins)
         own = config.host.lower()
-        # Who listens for other machines has many names, and a key that a foreign page lacks.
+        # A server that other machines reach has many names, and a key that foreign pages lack.
         any_host = _ANY in hosts or not (hosts or is_loopback(own))
         own_names = {*_LOOPBACK_NAMES, f"[{own}]" if ":" in own else own}
         self._hosts = None if any_host else own_names | hosts
@@ -55,7 +55,7 @@ class Origins:
             The foreign origin that is allowed, if the request came from one.
 
         Raises:
-            ForbiddenError: one of them is wrong.
+            ForbiddenError: one of them is not accepted.
         """
         host = host.lower()
         match = _HOST.fullmatch(host)
@@ -80,10 +80,10 @@ class Origins:
 
 
 def check_site(sites: Iterable[str]) -> None:
-    """Refuse requests that a page of another site triggers, as images and scripts do.
+    """Refuse requests that a page of another site triggers, such as images and scripts.
 
-    Such a request carries no Origin, and its page cannot read the answer, but what it holds open is
-    held all the same.
+    Such a request has no Origin, and its page cannot read the answer, but it holds resources all
+    the same.
 
     Args:
         sites: all Sec-Fetch-Site headers; only browsers send one.

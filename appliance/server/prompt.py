@@ -1,4 +1,4 @@
-"""From messages or prompts to token ids; chats and long texts in a thread."""
+"""Turns messages or prompts into token ids; chats and long texts in a thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat as a prompt, with the reader of its answer."""
+    """A chat's prompt, and the reader of its answer."""
 
     ids: list[int]
     reading: Reading | None
@@ -40,14 +40,14 @@ class ChatPrompt:
 
 
 async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatPrompt:
-    """A conversation in the model's own chat format.
+    """Render a conversation by the model's chat template.
 
     Args:
-        salt: only chats of the same salt find one another's texts tokenized; see `terms.salt_of`.
+        salt: only chats of the same salt share tokenized texts; see `terms.salt_of`.
 
     Raises:
-        RequestError: a message is of a kind that is not supported.
-        ChatTemplateError: there is no template, or it does not render these messages.
+        RequestError: a message is of an unsupported kind.
+        ChatTemplateError: there is no template, or it fails on these messages.
     """
     _, tokenizer = state.serving()
     if tokenizer.chat_template is None:
@@ -73,12 +73,12 @@ async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatP
         budget = thought_budget(chat.thought_tokens, tokenizer, thinking=thinking)
         return ChatPrompt(ids, reading, thinking, budget)
 
-    # However short its texts are, a chat can have a great deal beside them.
+    # Even a chat of short texts can carry a lot beside them.
     return await off_loop(state, encode)
 
 
 def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading | None:
-    """Return the reader of an answer that may begin in a thought; None if all of it is content."""
+    """Return the reader of an answer; None if all of it is content."""
     dialect = tokenizer.dialect
     if tools.schemas is None and not dialect.splits_any:
         return None
@@ -99,13 +99,13 @@ async def completion_prompts(
     param: str = "prompt",
     most: int = MAX_PROMPTS,
 ) -> list[list[int]]:
-    """Token ids of each prompt: a text, texts, token ids or lists of these.
+    """Return the token ids of each prompt: a text, texts, token ids or lists of these.
 
     Args:
-        state: the server.
-        prompt: of the body.
-        param: its field.
-        most: prompts that are accepted.
+        state: the server's.
+        prompt: the body's field.
+        param: its name.
+        most: limit on prompts.
 
     Raises:
         RequestError: an empty or mixed list, an unknown token id, or too many prompts.
@@ -134,7 +134,7 @@ async def completion_prompts(
 
 
 def prompt_text(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[str]:
-    """The text of each prompt; token ids are detokenized."""
+    """Return the text of each prompt; token ids are detokenized."""
     texts = []
     for one in _separate(prompt, "prompt"):
         if isinstance(one, str):
@@ -169,5 +169,5 @@ def _check_ids(ids: list[int], info: EngineInfo, param: str) -> None:
 
 
 async def off_loop(state: ModelState, work: Callable[[], ResultT]) -> ResultT:
-    """Run something that reads long texts, where it stalls nobody."""
+    """Run work on long texts in a thread."""
     return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)

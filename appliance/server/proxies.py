@@ -1,4 +1,4 @@
-"""Reverse proxies in front: their path prefix, and the client behind them.
+"""Undoes reverse proxies: their path prefix, and the client's address.
 
 An ASGI middleware outside all others, so that the door, the log and the limits see the client.
 """
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Proxies:
-    """Takes requests as proxies pass them on.
+    """Reads the headers of trusted proxies.
 
-    `X-Forwarded-For` and `X-Forwarded-Proto` count only from a proxy that is trusted: from anybody
-    else, they are what a stranger likes to say. The path of the proxy may be there or be cut off.
+    `X-Forwarded-For` and `X-Forwarded-Proto` count only from a trusted proxy, since anybody can
+    send them. The proxy may keep its path prefix or strip it.
 
     Args:
-        config: says which proxies, and which path.
+        config: names the proxies and the path.
 
     Raises:
-        ConfigError: a proxy is no address, or the path is none.
+        ConfigError: a proxy is not an address, or the path is invalid.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -48,7 +48,7 @@ class Proxies:
         app = self._app
         if self._root and scope["type"] == "http":
             path: str = scope["path"]
-            if path == self._root:  # whose page needs the slash for its links
+            if path == self._root:  # the page's links need the slash
                 app = RedirectResponse(f"{self._root}/", 308)
             elif path.startswith(f"{self._root}/"):
                 scope = {**scope, "path": path.removeprefix(self._root)}
@@ -56,10 +56,10 @@ class Proxies:
 
 
 def root_path(config: ServerConfig) -> str:
-    """The path before all others, without a slash at its end; empty if there is none.
+    """Normalize the path prefix, without a trailing slash; empty for none.
 
     Raises:
-        ConfigError: it is no path.
+        ConfigError: it is not a path.
     """
     path = config.root_path.rstrip("/")
     if path and (not path.startswith("/") or any(c in path for c in "?#%\\ ") or "//" in path):

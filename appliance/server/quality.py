@@ -14,7 +14,7 @@ class ServedCard:
     """The quality card of the served model's weights.
 
     Attributes:
-        as_json: the whole card.
+        as_json: the whole card as JSON.
         facts: its figures, for dashboards and metrics.
     """
 

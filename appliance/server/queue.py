@@ -1,4 +1,4 @@
-"""The queue's bounds in requests and tokens, and the time until there is room again."""
+"""Bounds the queue in requests and tokens, and estimates when there will be room."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from appliance.server.key_ring import KeyRing
     from appliance.server.metrics import Metrics
 
-UNKNOWN_RETRY_AFTER = 2.0  # seconds, while nothing has been started that would tell
+UNKNOWN_RETRY_AFTER = 2.0  # seconds, before the first start
 MAX_RETRY_AFTER = 300.0
 
 
 class Queue:
-    """Requests that the engine has been given and has not started.
+    """Requests submitted to the engine and not yet started.
 
     Args:
-        metrics: what was started lately, and whom there was no room for.
-        keys: that share the queue.
+        metrics: counts starts and refusals.
+        keys: the keys that share the queue.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class Queue:
         self._keys = keys
 
     def has_room(self, requests: int = 1, tokens: int = 0) -> bool:
-        """Return True if that many more requests, with that many prompt tokens, can run or wait.
+        """Return True if so many requests and prompt tokens more can run or wait.
 
-        However long it is, a prompt may wait where no other does.
+        One prompt of any length may wait alone.
         """
         return self._excess(requests) <= 0 and self._fits(tokens)
 
     def check(self, owner: str, requests: int = 1, tokens: int = 0) -> None:
-        """Make sure that requests of a key may come.
+        """Refuse a key's requests if the queue is full.
 
-        When the queue is full, a key that has less than its share of it waiting still gets in.
+        In a full queue, a key with less than its share still gets in.
 
         Raises:
-            QueueFullError: too many wait already; it says when there will be room at the rate at
-                which requests were started in the last minute.
+            QueueFullError: too many wait; it estimates when there will be room, by the starts of
+                the last minute.
         """
         if self.has_room(requests, tokens):
             return
@@ -66,7 +66,7 @@ class Queue:
         )
 
     def _excess(self, requests: int) -> int:
-        """Return the number of requests that have to start first."""
+        """Return how many requests must start first."""
         engine = self._engine
         slots = 0 if engine.info is None else engine.info.max_num_seqs
         room = self._config.max_queue + max(0, slots - engine.num_running_sequences)

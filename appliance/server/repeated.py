@@ -1,4 +1,4 @@
-"""One answer for several connections: generated once, sent to each."""
+"""An answer that is generated once and sent to several connections."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MAX_ANSWER_BYTES = 4 * 2**20  # of an answer that is kept
-MAX_AHEAD = 8  # messages that wait for the quickest of those that follow
+MAX_ANSWER_BYTES = 4 * 2**20  # of an answer to keep
+MAX_AHEAD = 8  # messages that wait for the fastest follower
 FAILED = "failed"  # in the state of a request: its stream has begun well and ended badly
 
 
 class SharedAnswer:
-    """An answer that begins on construction, and ends when its last connection leaves.
+    """Begins on construction, and ends when the last connection leaves.
 
     Args:
-        scope: of the request that came first.
-        digest: of all that makes the request what it is.
-        clock: monotonic seconds.
+        scope: ASGI scope of the first request.
+        digest: hash of the request.
+        clock: returns monotonic seconds.
 
     Attributes:
         digest: as above.
         scope: as above.
-        ended: when it was complete; None while it is being made.
-        spoiled: it is of no use to anybody else: a failure, cut off, or too large to keep.
-        num_bytes: of its body so far.
+        ended: when it was complete; None before.
+        spoiled: it cannot be repeated: it failed, was cut off, or is too large to keep.
+        num_bytes: size of its body so far.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class SharedAnswer:
         self.spoiled = False
         self.num_bytes = 0
         self._clock = clock
-        self._messages: list[Message | None] = []  # None where all have got it, and none will come
+        self._messages: list[Message | None] = []  # None once all followers have it
         self._error: Exception | None = None
-        self._places: dict[int, int] = {}  # of those that follow: messages they have got
+        self._places: dict[int, int] = {}  # messages that each follower has
         self._num_followed = 0
         self._complete = False
         self._changed = asyncio.Event()
         self._abandoned = asyncio.Event()
-        # A response must not write past this to the first connection alone.
+        # A response must not bypass this and write to the first connection.
         scope["extensions"] = {}
         self._making = asyncio.create_task(self._make(app, body))
 
     async def follow(self, receive: Receive, send: Send, *, again: bool) -> None:
-        """Send the answer from its beginning, until it or the client has ended.
+        """Send the answer from its beginning, until it or the client ends.
 
         Args:
-            again: somebody else asked for it first; a header says so.
+            again: this is a repetition, which a header says.
 
         Raises:
-            Exception: what the answer could not be made for.
+            Exception: the answer failed with it.
         """
         number, self._num_followed = self._num_followed, self._num_followed + 1
         self._places[number] = 0
@@ -100,7 +100,7 @@ class SharedAnswer:
 
         try:
             await app(self.scope, receive, self._take)
-        except Exception as error:  # is raised for those that follow
+        except Exception as error:  # raised for all followers
             self._error = error
         finally:
             if self._error is not None or self.scope["state"].get(FAILED):
@@ -109,7 +109,7 @@ class SharedAnswer:
             self._notify()
 
     async def _take(self, message: Message) -> None:
-        """Take a message of the answer, once the quickest that follows has got those before."""
+        """Add a message of the answer once the fastest follower has the earlier ones."""
         while self._places and max(self._places.values()) + MAX_AHEAD <= len(self._messages):
             await self._changed.wait()
         if message["type"] == "http.response.start" and not 200 <= message["status"] < 300:
@@ -122,7 +122,7 @@ class SharedAnswer:
         self._notify()
 
     def _notify(self) -> None:
-        if self.spoiled and self._places:  # nobody else will come
+        if self.spoiled and self._places:  # no more followers
             for place in range(min(self._places.values())):
                 self._messages[place] = None
         self._changed.set()

@@ -1,4 +1,4 @@
-"""From the fields of a body to `SamplingParams`, with lengths checked against the context."""
+"""Translates a body's fields to `SamplingParams`, and checks lengths against the context."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def sampling_params(
     grammar: Grammar | None = None,
     budget: ThoughtBudget | None = None,
 ) -> SamplingParams:
-    """Translate; null means the default.
+    """Translate a body's fields; null means the default.
 
     Args:
-        defaults: of the loaded model. They shape a random choice, so a request that asks for none,
-            with temperature 0 or beams, is left as it is.
-        max_tokens: as `completion_budget` allows.
-        logprobs: alternatives per token to report, None for no report.
-        grammar: what the answer must look like.
-        budget: for its thought.
+        defaults: of the loaded model, for random sampling only: temperature 0 and beam search
+            ignore them.
+        max_tokens: result of `completion_budget`.
+        logprobs: alternatives reported per token; None for no report.
+        grammar: constrains the answer.
+        budget: for the answer's thought.
 
     Raises:
-        RequestError: a value is out of range, or two do not go together.
+        RequestError: a value is out of range, or two exclude each other.
     """
     if fields.stream and fields.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs are not streamed; leave stream out", param="stream")
@@ -106,9 +106,9 @@ def completion_budget(
 
     Args:
         prompt_tokens: length of the prompt.
-        max_tokens: what the client asked for, if it did.
+        max_tokens: requested by the client; None if not.
         param: field of the prompt.
-        default: used when the client did not ask, as far as the context allows.
+        default: used without a request, as far as the context allows.
 
     Raises:
         ContextLengthError: the prompt does not fit.

@@ -32,14 +32,14 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
-# Checked elsewhere, where the message can name both ends of the range.
+# Checked elsewhere, by a message with both ends of the range.
 Priority = Annotated[
     int, Meta(extra_json_schema={"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY})
 ]
 Timeout = Annotated[
     float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT})
 ]  # seconds
-# Checked elsewhere, where the message can name what is known.
+# Checked elsewhere, by a message with the known values.
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
 TextType = Annotated[str, Meta(extra_json_schema={"const": "text"})]
 FunctionType = Annotated[str, Meta(extra_json_schema={"const": "function"})]
@@ -166,7 +166,7 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same by its newer name
+    reasoning: str | None = None  # its newer name
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -192,7 +192,7 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: FunctionType
     function: FunctionName
@@ -201,7 +201,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    # As many as a body has room for: agents send hundreds.
+    # Limited by the body's size only: agents send hundreds.
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[Tool] | None = None
@@ -221,4 +221,4 @@ class CompletionRequest(SamplingFields, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: str | None = None  # the answer stands between the prompt and this
+    suffix: str | None = None  # text after the answer

@@ -1,7 +1,7 @@
 """POST /v1/completions with echo and logprobs, or echo alone: scores a given text.
 
-The engine reports on the tokens of a prompt while it computes it, in whole chunks. Evaluation
-harnesses ask for this.
+The engine scores a prompt's tokens while it computes them, in whole chunks. Evaluation harnesses
+use this.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EchoScoring:
-    """One request: prompts, and the answer that repeats them.
+    """A scoring request: prompts, and the answer that repeats them.
 
     Attributes:
-        exchange: who asked.
-        answer: of the engine; close it in every case.
-        prompts: token ids of each.
-        texts: what they read like.
+        exchange: the API request.
+        answer: of the engine; always close it.
+        prompts: token ids of each prompt.
+        texts: their texts.
         generated: tokens after each prompt, 0 or 1.
     """
 
@@ -63,10 +63,10 @@ class EchoScoring:
         owner: str,
         request_id: str,
     ) -> EchoScoring:
-        """Hand one request per prompt to the engine.
+        """Submit one request per prompt.
 
         Raises:
-            RequestError: something else is asked for than scores and at most one token.
+            RequestError: it asks for more than scores and one token.
         """
         generated = body.max_tokens or 0
         for name, value in (
@@ -131,7 +131,7 @@ class EchoScoring:
         )
 
     def completion(self, wholes: Sequence[Whole]) -> Completion:
-        """Build the answer of prompts with their scores, and of generated text behind them."""
+        """Build the answer: prompts with scores, then generated text."""
         choices = [self._choice(number, whole) for number, whole in enumerate(wholes)]
         read, made = sum(map(len, self.prompts)), self.generated * len(self.prompts)
         return Completion(

@@ -1,4 +1,4 @@
-"""The live sequences for one watcher: the engine's view, and the API process's own facts."""
+"""The live sequences for one watcher, from the engine's view and the API process's facts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from appliance.stats import SequenceView
 
 RATE_SECONDS = 1.0  # over which a rate is smoothed
-SHOWN_TOKENS = 400  # of a prompt, where prompts are shown
+SHOWN_TOKENS = 400  # of a prompt, if prompts are shown
 
 Key = tuple[str, int]
 
@@ -23,7 +23,7 @@ class SequenceFeed:
     """The changes of sequences for one watcher.
 
     Args:
-        holder: name of the key that the watcher came with; it sees no prompts of others.
+        holder: name of the watcher's key; it sees no other key's prompts.
     """
 
     def __init__(self, state: ModelState, holder: str) -> None:
@@ -34,7 +34,7 @@ class SequenceFeed:
         self._prompts: dict[str, str] = {}
 
     def poll(self) -> Sequences | None:
-        """All sequences, if the engine has reported since the last call."""
+        """Return all sequences if the engine has reported since the last call."""
         engine = self._state.engine
         if engine.sequences is self._known:
             return None
@@ -76,7 +76,7 @@ class TokenRate:
         self._rate = 0.0
 
     def update(self, now: float, tokens: int) -> float:
-        """The rate when a sequence has this many tokens at a monotonic time."""
+        """Return the rate of a sequence with so many tokens at a monotonic time."""
         before, self._before = self._before, (now, tokens)
         if before is None or now <= before[0]:
             return self._rate

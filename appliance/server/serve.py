@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     from appliance.server.quality import ServedCard
 
 KEEP_ALIVE_SECONDS = 30  # for connections without a request
-_CLOSE_SECONDS = 2  # for responses that have just been ended
+_CLOSE_SECONDS = 2  # for responses that have just ended
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that has begun to serve.
+    """A server that accepts requests.
 
     Attributes:
         url: where it listens.
         name: id of the model in the API.
-        info: what was loaded.
-        chats: whether the model has a chat template.
-        sampling: what counts where a request says nothing.
-        others: ids of the models that a request loads.
+        info: the loaded engine's.
+        chats: the model has a chat template.
+        sampling: defaults for requests.
+        others: ids of the models that are loaded on request.
     """
 
     url: str
@@ -91,23 +91,23 @@ def run_server(
 ) -> int:
     """Serve until a signal ends it.
 
-    SIGTERM and SIGINT let streams in flight finish for a while; a second signal ends at once.
+    SIGTERM and SIGINT let running streams finish for a while; a second signal ends at once.
 
     Args:
-        found: the models of `settings.served`; the first that can be is loaded now, the others
-            when a request names them.
+        found: the models of `settings.served`; the first that loads is loaded now, others on
+            request.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called once requests are accepted.
-        engine_command: starts the engine process.
-        launched: the first one, if it was started already.
-        warnings: what the log keeps for dashboards.
+        engine_command: command of the engine process.
+        launched: the first engine process, if already started.
+        warnings: log lines kept for dashboards.
         notice: tells the service manager; None if there is none.
 
     Returns:
-        How many requests came to their end.
+        Number of finished requests.
 
     Raises:
-        ConfigError: the address cannot be had, a certificate cannot be used, or two models share a
+        ConfigError: the address is unavailable, a certificate is unusable, or two models share a
             name.
         ApplianceError: no model can be loaded.
     """
@@ -164,7 +164,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        # The engine's process imports for a while; everything else is done meanwhile.
+        # The engine's process is importing; do everything else meanwhile.
         await self._state.default.engine.prepare()
         web = self._web_server()
         following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
@@ -200,7 +200,9 @@ class _Server:
         log = logging.getLogger("uvicorn")
         log.handlers[:] = logging.getLogger("appliance").handlers
         log.setLevel(logging.WARNING)
-        logging.getLogger("uvicorn.error").filters[:] = [Sparing()]  # strangers make it speak
+        logging.getLogger("uvicorn.error").filters[:] = [
+            Sparing()
+        ]  # strangers trigger its messages
         return _WebServer(
             uvicorn.Config(
                 create_app(self._state),
@@ -219,7 +221,7 @@ class _Server:
         )
 
     async def _load(self, on_progress: ProgressCallback) -> RunningServer:
-        """Load the first model that can be; the failure of all is that of the first."""
+        """Load the first model that loads; if none does, raise the first one's error."""
         failure: ApplianceError | None = None
         for model in self._state.models:
             try:
@@ -257,7 +259,7 @@ class _Server:
             model.engine.fail_all(EngineUnavailableError("the server is shutting down"))
 
     def _is_alive(self) -> bool:
-        """Return False if an engine has work and does nothing; its supervisor should end it."""
+        """Return False if an engine has work but makes no progress, so it should be ended."""
         return not any(model.doubtful for model in self._state.models)
 
     def _on_signal(self) -> None:
@@ -267,7 +269,7 @@ class _Server:
 
 
 class _WebServer(uvicorn.Server):
-    """Leaves signals to `_Server`, and looks at the clock once a second, not ten times."""
+    """Leaves signals to `_Server`, and wakes up once a second, not ten times."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -279,7 +281,7 @@ class _WebServer(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Renew the Date header until told to stop; an idle server wakes up for nothing else."""
+        """Update the Date header until told to stop; an idle server does nothing else."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0)

@@ -1,6 +1,6 @@
 """Prometheus metrics of the whole server, and the text of all metrics.
 
-Families of the same name, one from each model, become one family.
+Families of one name, one from each model, are merged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class SharedMetrics:
-    """Counts by key and by route, whatever the model.
+    """Counts by key and by route, over all models.
 
     Attributes:
-        registries: of this and of each model's metrics.
+        registries: this one, and each model's.
     """
 
     def __init__(self) -> None:
@@ -69,23 +69,23 @@ class SharedMetrics:
                 self._expired.labels(name, state)
 
     def observe_wait(self, key: str, seconds: float) -> None:
-        """A request of a key left the queue after so long."""
+        """Add the time that a key's request waited in the queue."""
         self._waits.labels(key).observe(seconds)
 
     def count_shed(self, key: str) -> None:
-        """A request of a key was refused because too many waited."""
+        """Count a key's request that was refused because the queue was full."""
         self._shed.labels(key).inc()
 
     def count_expired(self, key: str, state: str) -> None:
-        """The time of a request of a key was over while it was `waiting` or `running`."""
+        """Count a key's request that timed out while `waiting` or `running`."""
         self._expired.labels(key, state).inc()
 
     def count_response(self, route: str, status: int) -> None:
-        """A response began."""
+        """Count a response."""
         self._responses.labels(route, str(status)).inc()
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text for Prometheus."""
         merged = CollectorRegistry()
         merged.register(_Merged(self.registries))
         return generate_latest(merged)
@@ -109,7 +109,7 @@ class _Merged(Collector):
 
 
 class _Build(Collector):
-    """The version that runs."""
+    """The running version."""
 
     def collect(self) -> Iterable[Metric]:
         build = {"version": __version__, "python": platform.python_version()}

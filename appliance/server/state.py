@@ -31,16 +31,16 @@ class ServerState:
     """One server.
 
     Attributes:
-        aliases: further names of models, each with the id it stands for.
-        models: what is served, at least one; the first is meant where a request names none.
-        is_up: a model was loaded, so that requests may ask for any.
-        draining: no new requests; those in flight go on.
-        closing: streams without an end are to end.
-        jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
-        warnings: of this process and the engines', for whoever watches.
-        keys: that are let in.
-        use: what their holders use of what they may.
-        text_pool: threads for templates and tokenizers, so that long texts stall nobody.
+        aliases: further names of models, mapped to ids.
+        models: the served ones, at least one; the first is the default.
+        is_up: a model has been loaded, so requests are accepted.
+        draining: new requests are refused; running ones go on.
+        closing: endless streams must end.
+        jobs_folder: progress files of long tasks on this machine; None for none.
+        warnings: log lines of this process and the engines, for dashboards.
+        keys: the accepted ones.
+        use: use of each key against its limits.
+        text_pool: threads for templates and tokenizers.
     """
 
     config: ServerConfig
@@ -68,10 +68,10 @@ class ServerState:
         self.keys.observers.append(self.metrics.know_keys)
 
     def check_names(self) -> None:
-        """Make sure that each name stands for one model or adapter.
+        """Check that each name means one model or adapter.
 
         Raises:
-            ConfigError: one stands for two, or an alias for none.
+            ConfigError: a name means two, or an alias none.
         """
         check_names([model.model_id for model in self.models], self.aliases)
         taken = {model.model_id: model.model_id for model in self.models} | self.aliases
@@ -92,7 +92,7 @@ class ServerState:
     def may_manage(self, holder: str, owner: str) -> bool:
         """Return True if a key may end a request, and see its text.
 
-        Where several are let in, those are its owner's and the one without a name.
+        With several keys, only the owner's and the nameless one may.
 
         Args:
             holder: name of the key that asks.
@@ -102,14 +102,14 @@ class ServerState:
 
     @property
     def default(self) -> ModelState:
-        """The model that requests mean if they name none."""
+        """The model of requests that name none."""
         return self.models[0]
 
     def find(self, name: str | None) -> ModelState:
         """Return the model that a request names, by its id, an alias or one of its adapters.
 
         Raises:
-            UnknownModelError: there is none.
+            UnknownModelError: no such model is served.
         """
         if name is None:
             return self.default
@@ -132,11 +132,11 @@ class ServerState:
             return self.find(None if name is None else name.removesuffix(LATEST))
 
     def check_room(self, owner: str) -> None:
-        """Make sure that a request of a key may come, whichever model it names.
+        """Refuse a key's request if no model has room.
 
         Raises:
-            EngineUnavailableError: no model can be served at the moment.
-            QueueFullError: too many requests wait already.
+            EngineUnavailableError: no model is available at the moment.
+            QueueFullError: too many requests wait.
         """
         first: ApplianceError | None = None
         for model in self.models:
@@ -153,7 +153,7 @@ class ServerState:
         raise first
 
     def holder_of(self, request_id: str) -> ModelState | None:
-        """Return the model that works on a request; None if it is not open."""
+        """Return the model that runs a request; None if it is not open."""
         for model in self.models:
             if model.engine.owner_of(request_id) is not None:
                 return model
@@ -161,18 +161,18 @@ class ServerState:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of open requests."""
         return sum(model.engine.num_running + model.engine.num_waiting for model in self.models)
 
     @property
     def finished(self) -> int:
-        """Requests that came to their end, well or not."""
+        """Number of ended requests, whatever their outcome."""
         return sum(model.metrics.finished for model in self.models)
 
     def shown(self, before: ModelState | None = None) -> ModelState:
         """Return the model that a dashboard shows.
 
-        It stays with the one before while nothing is asked of another, or both are at work.
+        It stays the same unless another one is busy and it is not.
         """
         current = before or self.default
         at_work = [model for model in self.models if model.engine.num_running]
@@ -182,7 +182,7 @@ class ServerState:
 
     @property
     def not_working(self) -> str | None:
-        """The reason in one word why no model can be served, if so; asleep, it can."""
+        """One word for why no model is available; None if one is, even asleep."""
         can_load = self.is_up and not self.draining
         if can_load and any(not one.is_loaded for one in self.models):
             return None
@@ -191,7 +191,7 @@ class ServerState:
 
     @property
     def state_word(self) -> str:
-        """The liveliest state of all models."""
+        """The most active state of all models."""
         states = [model.engine.state for model in self.models]
         for state in (EngineState.READY, EngineState.WAKING, EngineState.LOADING):
             if state in states:

@@ -1,7 +1,7 @@
 """Server-sent events with keep-alive, and a watch for clients that go away.
 
-Nothing is sent before the first frame or the first keep-alive, so that an error until then still
-has its own status; one after that is a frame with `error`, and then the stream ends.
+Nothing is sent before the first frame or keep-alive, so an earlier error still has its own status;
+a later one is a frame with `error`, which ends the stream.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def data_frame(content: Any) -> bytes:
 
 
 def event_frame(kind: str, content: Any) -> bytes:
-    """One frame of a stream whose events have names."""
+    """Encode one frame of a stream with named events."""
     return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class FrameTemplate:
-    """Frames that differ in one text: all around it is encoded once.
+    """Frames that differ in one text; the rest is encoded once.
 
     Args:
-        frame: one of these frames, with `MARK` wherever the text stands.
+        frame: one such frame, with `MARK` in place of the text.
     """
 
-    MARK = secrets.token_hex(16)  # that no client or model can have foreseen
+    MARK = secrets.token_hex(16)  # that no client or model can guess
 
     def __init__(self, frame: bytes) -> None:
         self._around = frame.split(msgspec.json.encode(self.MARK))
@@ -70,10 +70,10 @@ class FrameTemplate:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run something for a client that is waiting; cancel it as soon as the client goes away.
+    """Run work for a waiting client; cancel it when the client disconnects.
 
     Raises:
-        ClientGoneError: it did.
+        ClientGoneError: it disconnected.
     """
     return await _guarded(work, _disconnect(receive))
 
@@ -83,9 +83,9 @@ class Wire:
     """The form of a stream in one protocol.
 
     Attributes:
-        media_type: of the response.
-        keep_alive: what clients read past.
-        frame: one of a body, for an error in mid-stream.
+        media_type: the response's.
+        keep_alive: bytes that clients ignore.
+        frame: encodes a body, for an error in mid-stream.
     """
 
     media_type: str = "text/event-stream"
@@ -101,9 +101,9 @@ class EventStream(Response):
 
     Args:
         frames: complete frames.
-        wire: what else is sent.
-        on_close: called when the stream is over, however it ended, even if it never began.
-        gzip: whether to compress it; every frame can still be read as soon as it has come.
+        wire: the protocol's form.
+        on_close: called at the stream's end, even if it never began.
+        gzip: compress it; every frame is still readable on arrival.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class EventStream(Response):
         self._gzip = gzip
 
     async def handed_over(self) -> AsyncGenerator[bytes, None]:
-        """Yield the frames for another stream, which sends them in this one's place."""
+        """Yield the frames to another stream, which sends them instead."""
         try:
             async for frame in self._frames:
                 yield frame
@@ -132,7 +132,7 @@ class EventStream(Response):
             self._on_close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, unless the client goes away."""
+        """Send everything, unless the client disconnects."""
         packer = zlib.compressobj(level=1, wbits=_GZIP) if self._gzip else None
         stream = _Stream(scope, receive, send, self, packer)
         try:
@@ -145,9 +145,9 @@ class EventStream(Response):
 
 
 class _Stream:
-    """One stream being sent; the lock keeps frames and keep-alive comments apart.
+    """Sends one stream; the lock separates frames and keep-alive comments.
 
-    A frame takes no clock of its own: one task watches for silence and for a stall.
+    Frames set no timer: one task watches for silence and stalls.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class _Stream:
         """Send comments while the stream is silent.
 
         Raises:
-            ClientGoneError: a write does not come to its end.
+            ClientGoneError: a write stalls.
         """
         while True:
             limit = STALL_SECONDS if self._lock.locked() else KEEP_ALIVE_SECONDS
@@ -219,7 +219,7 @@ class _Stream:
         await self._write(frame, last=True)
 
     def _write_at_once(self, data: bytes) -> bool:
-        """Write past locks and middlewares if the stream is started, idle and not compressed."""
+        """Write past locks and middlewares, if the stream is started, idle and uncompressed."""
         write = self._write_chunk
         if (
             write is None
@@ -257,7 +257,7 @@ class _Stream:
 async def _guarded(
     work: Coroutine[Any, Any, ResultT], *guards: Coroutine[Any, Any, NoReturn]
 ) -> ResultT:
-    """The result of some work, unless a guard raises first."""
+    """Return the result of work, unless a guard raises first."""
     task = asyncio.ensure_future(work)
     watches = [asyncio.ensure_future(guard) for guard in guards]
     try:

@@ -15,8 +15,8 @@ class StreamUsage:
     """Chunks of a stream of the OpenAI routes that carry token counts.
 
     Attributes:
-        at_end: a last chunk has the counts of the whole answer.
-        in_chunks: every chunk before has those up to it, all choices together.
+        at_end: a last chunk has the whole answer's counts.
+        in_chunks: every chunk has the counts so far, of all choices together.
     """
 
     at_end: bool = False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a request beside prompt and sampling."""
+    """A request's terms, beside prompt and sampling."""
 
     owner: str
     priority: int
@@ -29,15 +29,15 @@ class Terms:
 
     @classmethod
     def of(cls, body: TermsFields, state: ModelState, owner: str) -> Terms:
-        """From a body and the name of the key that it came with.
+        """Read a body's terms, and the name of its API key.
 
         Raises:
-            RequestError: a priority that this server does not give.
-            UnknownModelError: the model or adapter is not served any more.
+            RequestError: the priority is not available.
+            UnknownModelError: the model or adapter is no longer served.
         """
         own = state.use.limits_of(owner).priority
         priority = own if body.priority is None else body.priority
-        # Where several share the server, one can stand back but not push in front of the others.
+        # On a shared server a key can yield, but not overtake others.
         lowest = own if state.several_keys else -MAX_PRIORITY
         if not lowest <= priority <= MAX_PRIORITY:
             why = " where several keys share the server" if state.several_keys else ""
@@ -64,10 +64,10 @@ class Terms:
         pooling: Pooling | None = None,
         labels: tuple[int, ...] = (),
     ) -> Request:
-        """A request for the engine.
+        """Build a request for the engine.
 
         Raises:
-            RequestError: a timeout that is out of range.
+            RequestError: the timeout is out of range.
         """
         return Request(
             request_id=request_id,
@@ -93,12 +93,12 @@ def salt_of(state: ModelState, body: TermsFields, owner: str) -> str:
 def prefix_salt(owner: str, asked: str) -> str:
     """Return a salt that two requests share only if owner and `cache_salt` agree.
 
-    It is a digest, so that what clients chose as a secret goes no further than this process; the
-    same in every process, so that a cache on disk is found again.
+    It is a digest, so that a client's secret stays in this process; it is the same in every
+    process, so that a cache on disk is found again.
 
     Args:
-        owner: name of the key; empty shares with all others.
-        asked: `cache_salt` of the body; empty for none.
+        owner: name of the API key; empty shares with all.
+        asked: the body's `cache_salt`; empty for none.
     """
     if not owner and not asked:
         return ""

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 16 * 1024  # as JSON
-# What the server itself says to a template.
+# Set by the server itself.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know three
 
 
 def template_options(effort: Effort | None, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Variables for the chat template.
+    """Return variables for the chat template.
 
     Args:
         effort: `reasoning_effort`.
-        given: `chat_template_kwargs`, which win.
+        given: `chat_template_kwargs`, which take precedence.
 
     Raises:
-        RequestError: there are too many, or one of them has a field of its own.
+        RequestError: there are too many, or one has a field of its own.
     """
     options: dict[str, Any] = {}
     if effort is not None:
@@ -60,8 +60,8 @@ def thought_budget(
     """Return the budget of a thought; None if it is unlimited, or there is none.
 
     Args:
-        most: tokens of a thought; None for any number.
-        thinking: whether the answer begins within a thought.
+        most: tokens of a thought; None for no limit.
+        thinking: the answer begins inside a thought.
     """
     marks = tokenizer.dialect.budget_marks
     if most is None or marks is None:
@@ -75,6 +75,6 @@ def thought_budget(
 
     opening = () if thinking else tokens(marks.opening)
     budget = most
-    if opening:  # by the model itself: one token has to follow before it is known to have begun
+    if opening:  # by the model itself: one more token has to follow the opening mark
         budget = len(opening) + max(1, budget)
     return ThoughtBudget(budget, opening, tokens(marks.closing))

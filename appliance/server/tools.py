@@ -32,10 +32,10 @@ class Offer:
 
     Attributes:
         name: letters, digits, underscores and dashes.
-        parameters: schema of an object; None for none.
-        place: of the schema in the body.
-        description: what it does.
-        strict: the arguments of a call have to obey the schema.
+        parameters: JSON Schema of the arguments; None for none.
+        place: of the schema in the body, for errors.
+        description: for the model.
+        strict: arguments must obey the schema.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Tools:
     """The tools that an answer may or must call.
 
     Attributes:
-        definitions: for the model; None if it may call none.
-        schemas: of the arguments, by name.
+        definitions: for the chat template; None if no tool may be called.
+        schemas: JSON Schema of the arguments, by name.
         places: of these schemas in the body, in their order.
-        required: names of which one has to be called; empty if the model may choose.
-        strict: the arguments of a call have to obey its schema.
-        one_call: there may be one call at most.
+        required: tools of which one must be called; empty if the model may choose.
+        strict: arguments must obey their schema.
+        one_call: at most one call is allowed.
     """
 
     definitions: tuple[dict[str, Any], ...] | None = None
@@ -74,16 +74,16 @@ class Tools:
         named: str | None = None,
         one_call: bool = False,
     ) -> Tools:
-        """The tools of a request.
+        """Check the tools of a request.
 
         Args:
-            offers: what it lists.
-            choice: what is to be done with them.
-            named: the tool that has to be called, once.
-            one_call: there may be one call at most.
+            offers: the listed tools.
+            choice: the body's `tool_choice`.
+            named: the tool that must be called, once.
+            one_call: at most one call is allowed.
 
         Raises:
-            RequestError: a definition is wrong, or the choice fits none.
+            RequestError: a definition is invalid, or the choice names none of them.
         """
         if len(offers) > MAX_TOOLS:
             raise RequestError(
@@ -115,10 +115,10 @@ class Tools:
 
 
 def new_call_id(*, short: bool) -> str:
-    """An id that no other call has.
+    """Return a unique id for a call.
 
     Args:
-        short: nine letters and digits, as some templates want them.
+        short: nine letters and digits, as some templates require.
     """
     if short:
         return "".join(secrets.choice(_ID_LETTERS) for _ in range(SHORT_ID))
@@ -126,7 +126,7 @@ def new_call_id(*, short: bool) -> str:
 
 
 def _definition(offer: Offer) -> dict[str, Any]:
-    """One tool as templates expect it."""
+    """Build a tool's definition as templates expect it."""
     if not _NAME.fullmatch(offer.name):
         where = offer.place.rpartition(".")[0]
         raise RequestError(
@@ -146,7 +146,7 @@ def _definition(offer: Offer) -> dict[str, Any]:
         "function": {
             "name": offer.name,
             "description": offer.description or "",
-            # Templates read both without asking.
+            # Templates read both unconditionally.
             "parameters": {"type": "object", "properties": properties, **parameters},
         },
     }

@@ -1,4 +1,4 @@
-"""Messages and tools of an OpenAI chat, checked, as templates expect them."""
+"""Translates messages and tools of an OpenAI chat for templates, and checks them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Turns, with the arguments of calls as JSON text.
+    """Return the turns, with the arguments of calls as JSON text.
 
     Raises:
-        RequestError: a message is of a kind that is not supported.
+        RequestError: a message is of an unsupported kind.
     """
     names: dict[str, str] = {}  # of tools, by the id of a call
     turns = []
@@ -34,10 +34,10 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def tools_of(body: ChatRequest) -> Tools:
-    """The tools of a chat.
+    """Return the tools of a chat.
 
     Raises:
-        RequestError: a definition is wrong, or the choice fits none.
+        RequestError: a definition is invalid, or the choice names none of them.
     """
     offers = []
     for number, tool in enumerate(body.tools or ()):

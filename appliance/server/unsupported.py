@@ -1,4 +1,4 @@
-"""Fields that would change the answer but are not supported: refused by name, never swallowed."""
+"""Refuses unsupported fields by name if they would change the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from appliance.errors import RequestError
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
-# Name to the values that ask for nothing beyond what is done anyway.
+# Name to the values that change nothing.
 _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": _NOTHING,
     "bad_words": _NOTHING,
@@ -33,7 +33,7 @@ CHAT: dict[str, tuple[Any, ...]] = _ANYWHERE | {
     "web_search_options": (None,),
 }
 COMPLETION: dict[str, tuple[Any, ...]] = _ANYWHERE
-# Accepted and without effect here, as they are elsewhere.
+# Accepted without effect, as by other servers.
 HARMLESS = {
     "metadata",
     "prediction",
@@ -46,10 +46,10 @@ HARMLESS = {
 
 
 def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse the first field that asks for something that would not be done.
+    """Refuse the first field with an unsupported value.
 
     Raises:
-        RequestError: names the field.
+        RequestError: there is one; the message names it.
     """
     for name in fields.keys() & table.keys():
         value = fields[name]

@@ -1,4 +1,4 @@
-"""`appliance top` in a browser: textual-serve behind the checks of our own door.
+"""Serves `appliance top` to browsers: textual-serve behind our own door.
 
 Each browser tab is one process of the terminal dashboard. Needs the extra `web`.
 """
@@ -33,7 +33,7 @@ MAX_SESSIONS = 8  # a process of some 60 MiB each
 MAX_TICKETS = 64
 TICKET_SECONDS = 12 * 3600
 COOKIE = "appliance_dashboard"
-# What textual-serve sends has scripts and styles in its markup, and asks a public host for a font.
+# textual-serve's markup has scripts and styles in it, and loads a font from a public host.
 POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; font-src 'self'; connect-src 'self' {scheme}://{host}; "
@@ -49,10 +49,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Tickets:
-    """Tickets that browsers get in exchange for the key; their number and life are limited.
+    """Tickets that browsers get for the key, limited in number and lifetime.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +76,7 @@ class WebDashboard(Server):
     """Serves the dashboard of one server to browsers.
 
     Args:
-        config: address to listen on and key; without a key only for this machine.
+        config: address and key; without a key it serves this machine only.
     """
 
     def __init__(self, arguments: Sequence[str], config: ServerConfig) -> None:
@@ -93,7 +93,7 @@ class WebDashboard(Server):
         web.run_app(self._make_app(), sock=sock, print=None, access_log=None, shutdown_timeout=2)
 
     async def on_startup(self, app: web.Application) -> None:
-        """Leave the console to the command line."""
+        """Print nothing: the console belongs to the command line."""
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
@@ -108,7 +108,7 @@ class WebDashboard(Server):
         return app
 
     async def handle_index(self, request: web.Request) -> web.Response:
-        """The page, with addresses of the name under which the browser knows this server."""
+        """Return the page, with addresses by the name that the browser uses."""
         context = {
             "font_size": 16,
             "app_websocket_url": f"{_websocket_scheme(request)}://{request.host}/ws",
@@ -118,7 +118,7 @@ class WebDashboard(Server):
         return aiohttp_jinja2.render_template("app_index.html", request, context)
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """One dashboard."""
+        """Run one dashboard."""
         if self._sessions >= MAX_SESSIONS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_SESSIONS} dashboards are open already")
         self._sessions += 1
@@ -156,7 +156,7 @@ class WebDashboard(Server):
         return True
 
     async def _take_key(self, request: web.Request) -> web.Response:
-        """A ticket for the right key, which is never part of an address."""
+        """Exchange the right key for a ticket, so that no address contains the key."""
         form = await request.post()
         try:
             self._keys.check([], [str(form.get("key", ""))], request.remote or "")
@@ -182,7 +182,7 @@ async def _send_icon(request: web.Request) -> web.Response:
 
 
 def _digest(ticket: str) -> bytes:
-    # Looked up by what nobody can foretell, so that no comparison tells how much is right.
+    # Looked up by a digest, so that the time of a comparison tells nothing.
     return hashlib.sha256(ticket.encode(errors="replace")).digest()
 
 

@@ -1,6 +1,6 @@
 """GET /: the status page with a chat, served from files without a build step.
 
-Open to all: it holds no data, and fetches what it shows with the key that a person types.
+Open to all: it contains no data, and fetches it with the key that a person types.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FILES: Final = {
         )
     },
 }
-# What /docs shows, open to all as well: a page of Markdown for each topic, and their names.
+# The pages of /docs, also open to all: Markdown for each topic, and their names.
 DOCUMENTS: Final = ("/docs/topics.txt", *(f"/docs/{name}.md" for name in NAMES))
 HEADERS: Final = {
-    # No markup can bring in a script, a style or a picture from anywhere but these files.
+    # Scripts, styles and pictures come from these files only.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        # Nor can a script of ours turn text into markup, by mistake or talked into it.
+        # Our scripts cannot turn text into markup.
         "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "cross-origin-opener-policy": "same-origin",
@@ -45,7 +45,7 @@ HEADERS: Final = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # ask again, and mostly hear that nothing is new
+    "cache-control": "no-cache",  # revalidate, mostly with 304
 }
 
 
@@ -61,21 +61,21 @@ def web_page_router() -> APIRouter:
 
     @router.head("/", include_in_schema=False)
     async def look() -> Response:
-        """Answer the request by which clients of Ollama detect it."""
+        """Answer the request by which Ollama's clients detect it."""
         return _for_programs()
 
     return router
 
 
 def _for_programs() -> Response:
-    """Return the text that clients of Ollama expect at its root."""
+    """Return the text that Ollama's clients expect at the root."""
     return Response("Ollama is running", media_type="text/plain", headers={"vary": "accept"})
 
 
 def _add(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {**HEADERS, "etag": tag}
-    # The root answers programs too; other files are no part of an API.
+    # The root answers programs too; other files are not part of an API.
     is_root = path == "/"
     documented = describes(None, None, media_types=("text/html", "text/plain"))
     if is_root:
@@ -83,7 +83,7 @@ def _add(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
 
     @router.get(path, include_in_schema=is_root, **documented)
     async def send(request: Request) -> Response:
-        """A file of the status page."""
+        """Return a file of the status page."""
         if is_root and "text/html" not in request.headers.get("accept", ""):
             return _for_programs()
         if request.headers.get("if-none-match") == tag:

@@ -34,6 +34,6 @@ class AnthropicErrorBody(msgspec.Struct, kw_only=True):
 
 
 def error_body(status: int, message: str, request_id: str) -> AnthropicErrorBody:
-    """A failure, whose kind follows from its status."""
+    """Build the body of a failure; its kind follows from the status."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return AnthropicErrorBody(error=AnthropicError(kind, message), request_id=request_id)

@@ -55,7 +55,7 @@ async def message_frames(
     """Frames: the beginning, each block from start to stop, the reason with usage, the end.
 
     Args:
-        max_tokens: that were asked for.
+        max_tokens: that the client requested.
     """
     blocks: _BlockFrames | None = None
     last: Piece | None = None
@@ -114,7 +114,7 @@ class _BlockFrames:
         self._thought: list[str] = []  # that is open
 
     def frames(self, part: Part) -> bytes:
-        """Frames of one part."""
+        """Return the frames of one part."""
         if isinstance(part, CallBegin):
             self.called = True
             return self._start(CallArguments, _call(part, {}))
@@ -130,7 +130,7 @@ class _BlockFrames:
         return frames + self._template.fill(part.text)
 
     def stop(self) -> bytes:
-        """The end of the block that is open, if one is."""
+        """Return the frame that ends the open block, if one is open."""
         if self._kind is None:
             return b""
         frames = b""
@@ -188,7 +188,7 @@ def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The input of a call; empty where it was cut, which the reason of the stop tells."""
+    """Return a call's input; empty if it was cut off, as the stop reason says."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def anthropic_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
     described = partial(describes, error=AnthropicErrorBody)
 
@@ -98,7 +98,7 @@ def _conversation(
 
 
 def _options(body: CountRequest) -> dict[str, Any]:
-    """Variables for the template; who does not ask for thoughts gets none, where that is known."""
+    """Return the template's variables; thinking is off unless requested, where it can be."""
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     effort = None if body.output_config is None else body.output_config.effort
     options = template_options(effort or ("none" if not thinks else None))

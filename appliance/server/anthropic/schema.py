@@ -10,7 +10,7 @@ from msgspec import Meta
 from appliance.engine.request import MAX_STOP_STRINGS
 from appliance.server.schema import MAX_TOKENS, Count, Effort, StopString
 
-# Accepted and without effect: a prompt is cached, and nothing is taken out of it, in any case.
+# Accepted without effect: prompts are always cached and never edited.
 HARMLESS = {
     "cache_control",
     "context_management",
@@ -23,7 +23,7 @@ HARMLESS = {
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
-    "output_format": (None,),  # of the beta; it is `output_config.format` now
+    "output_format": (None,),  # the beta's name of `output_config.format`
 }
 
 

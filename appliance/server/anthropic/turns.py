@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def turns_of(body: CountRequest) -> list[Turn]:
-    """Turns: the system prompt, and each result of a tool as one of its own.
+    """Return the turns; the system prompt and each tool result are turns of their own.
 
     Raises:
-        RequestError: something in them is not supported.
+        RequestError: a message has something unsupported.
     """
     turns: list[Turn] = []
     if body.system:
@@ -45,7 +45,7 @@ def turns_of(body: CountRequest) -> list[Turn]:
 
 
 def tools_of(body: CountRequest) -> Tools:
-    """The tools of a request.
+    """Return the tools of a request.
 
     Raises:
         RequestError: one is not the client's own, or the choice fits none.
@@ -85,7 +85,7 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> Tur
             case ContentBlock(type="thinking", thinking=str(thinking)):
                 thoughts.append(thinking)
             case ContentBlock(type="redacted_thinking"):
-                pass  # nobody but its maker can read it
+                pass  # only its maker can read it
             case ContentBlock(type="tool_use", id=str(call_id), name=str(name)):
                 check_nesting(block.input, "messages")
                 names[call_id] = name
@@ -103,7 +103,7 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> Tur
 
 
 def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[Turn]:
-    """A turn of a user, of which results of tools are turns of their own, in their order."""
+    """Split a user's turn: each tool result becomes a turn of its own, in order."""
     turns: list[Turn] = []
     texts: list[str] = []
 
@@ -122,7 +122,7 @@ def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[T
                 turn = {
                     "role": "tool",
                     "tool_call_id": call_id,
-                    # A template has no other place to say that it failed.
+                    # Templates have no other place for a failure.
                     "content": f"Error: {content}" if block.is_error else content,
                 }
                 if call_id in names:

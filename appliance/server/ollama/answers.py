@@ -77,7 +77,7 @@ class OneEmbedded(msgspec.Struct):
 
 
 class Details(msgspec.Struct, kw_only=True):
-    """Facts about a model; unknown ones are empty."""
+    """Facts about a model; empty if unknown."""
 
     parent_model: str = ""
     format: str = ""
@@ -88,7 +88,7 @@ class Details(msgspec.Struct, kw_only=True):
 
 
 class Tag(msgspec.Struct, kw_only=True):
-    """A model that can be used."""
+    """A served model."""
 
     name: str
     model: str

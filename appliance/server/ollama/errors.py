@@ -14,5 +14,5 @@ class OllamaErrorBody(msgspec.Struct):
 
 
 def error_body(message: str) -> OllamaErrorBody:
-    """A failure."""
+    """Build the body of a failure."""
     return OllamaErrorBody(message)

@@ -1,4 +1,4 @@
-"""An answer as lines of JSON, as Ollama streams it, or as a single one."""
+"""Writes an answer as lines of JSON, as Ollama streams it, or as a single line."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ LineT = TypeVar("LineT", ChatLine, GenerateLine)
 
 
 def line_frame(content: Any) -> bytes:
-    """One line of a stream."""
+    """Encode one line of a stream."""
     data = msgspec.json.encode(content)
     for end, escaped in _LINE_ENDS:
         data = data.replace(end, escaped)
     return data + b"\n"
 
 
-# White space before a line is part of its JSON, so it keeps a connection alive.
+# White space before a line is part of its JSON, and keeps the connection alive.
 WIRE = Wire(media_type="application/x-ndjson", keep_alive=b" ", frame=line_frame)
 
 
@@ -61,7 +61,7 @@ class Found:
 
 
 def chat_line(model: str, found: Found) -> ChatLine:
-    """A line of a chat."""
+    """Make a line of a chat."""
     message = OllamaMessage(content=found.content, thinking=found.thought or UNSET)
     if found.calls:
         message.tool_calls = found.calls
@@ -82,7 +82,7 @@ class LineStream(Generic[LineT]):
     """Makes lines of one answer.
 
     Args:
-        make: a line of what was found, without an end.
+        make: builds a line from content, without an end.
         model: as the client named it.
     """
 
@@ -101,7 +101,7 @@ class LineStream(Generic[LineT]):
         self._num_calls = 0
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Lines as they become certain, a call as a whole; the last one has the numbers."""
+        """Yield lines as they become final, calls whole; the last line has the counts."""
         reason = ""
         async for pieces in self._answer.pieces():
             frames = b""
@@ -116,7 +116,7 @@ class LineStream(Generic[LineT]):
         yield line_frame(self._end(self._make(self._model, Found("", "", [])), reason))
 
     def whole(self, wholes: Sequence[Whole]) -> LineT:
-        """The answer in one object."""
+        """Build the answer as one object."""
         (whole,) = wholes
         found = self._find(whole.all_parts, ended=True)
         return self._end(self._make(self._model, found), whole.finish_reason)
@@ -142,7 +142,7 @@ class LineStream(Generic[LineT]):
         return Found(content, thought, calls)
 
     def _end_call(self, calls: list[OllamaAnsweredCall]) -> str:
-        """Add the call that has begun; its text, if it was cut and is no object."""
+        """Add the call that has begun, or its text if it was cut and is not an object."""
         if self._call is None:
             return ""
         (name, pieces), self._call = self._call, None
@@ -173,10 +173,10 @@ class LineStream(Generic[LineT]):
 
 
 def now() -> str:
-    """The time as Ollama writes it."""
+    """Return the current time as Ollama writes it."""
     return written(datetime.now(UTC))
 
 
 def written(moment: datetime) -> str:
-    """A time in UTC as Ollama writes it."""
+    """Format a time in UTC as Ollama does."""
     return moment.isoformat().replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""The models that are served, as Ollama describes models."""
+"""Describes the served models as Ollama does."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NEVER = "9999-12-31T23:59:59Z"  # the model is not unloaded
 
 
 def check_name(state: ModelState, name: str) -> str:
-    """Accept the served model and its adapters, with the tag that clients add or without.
+    """Accept the served model and its adapters, with or without the tag that clients add.
 
     Returns:
-        The name as other protocols have it.
+        The name without the tag.
 
     Raises:
-        UnknownModelError: it is another.
+        UnknownModelError: no such model is served.
     """
     try:
         state.check_model(name)
@@ -38,7 +38,7 @@ def check_name(state: ModelState, name: str) -> str:
 
 
 def tag(state: ModelState) -> Tag:
-    """The entry of a list of models."""
+    """Build a model's entry in the list of models."""
     info, name = state.engine.info, _name(state)
     return Tag(
         name=name,
@@ -56,7 +56,7 @@ def is_resident(state: ModelState) -> bool:
 
 
 def running(state: ModelState) -> RunningModel:
-    """The entry of a list of models that are loaded."""
+    """Build a model's entry in the list of loaded models."""
     info, _ = state.serving()
     name, size = _name(state), info.weight_bytes + info.kv_bytes + info.workspace_bytes
     return RunningModel(
@@ -99,7 +99,7 @@ def shown(state: ModelState) -> Shown:
 
 
 def thinks(state: ModelState) -> bool:
-    """Return True if the model is known to think."""
+    """Return True if the model is known to write thoughts."""
     _, tokenizer = state.serving()
     return tokenizer.dialect.budget_marks is not None
 

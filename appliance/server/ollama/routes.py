@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     from appliance.server.schema import Effort, SamplingFields
     from appliance.server.state import ServerState
 
-# Clients decide by the number what they may ask for: the one whose API this is.
+# Clients infer features from it, so it is the version whose API this is.
 VERSION = "0.12.0"
 
 
 def ollama_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
     described = partial(describes, error=OllamaErrorBody, stream_type=WIRE.media_type)
 
@@ -177,7 +177,7 @@ def _conversation(
 
 
 def _template_options(think: bool | Effort | None) -> dict[str, Any]:
-    """Return variables for the template; its own defaults hold for the rest."""
+    """Return variables for the template; the template's defaults apply to the rest."""
     if think is True:
         return {"enable_thinking": True, "thinking": True}
     return template_options("none" if think is False else think)
@@ -186,7 +186,7 @@ def _template_options(think: bool | Effort | None) -> dict[str, Any]:
 async def _begin_text(
     state: ModelState, body: GenerateRequest, prompt: str, scope: Scope
 ) -> tuple[Answer, Exchange]:
-    """Begin the answer to a prompt: as a chat of one turn, or to the text as it is."""
+    """Begin the answer to a prompt, as a chat of one turn or to the raw text."""
     owner, request_id = key_name(scope), request_id_of(scope)
     if not (body.raw or body.suffix):
         turns: list[Turn] = [{"role": "user", "content": prompt}]
@@ -242,7 +242,7 @@ def _form(body: OllamaRequest) -> tuple[str, Grammar] | None:
 
 
 def _loaded(line: LineT) -> LineT:
-    """The answer to a request that only asks for the model to be loaded, which it is."""
+    """Build the answer to a request that only asks to load the model, which is loaded."""
     line.done, line.done_reason = True, "load"
     return line
 

@@ -10,9 +10,9 @@ from msgspec import Meta
 from appliance.engine.request import MAX_STOP_STRINGS
 from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString, ToolName
 
-# The model stays loaded, and a prompt is never cut, whatever these say.
+# Without effect: the model stays loaded, and prompts are never cut.
 HARMLESS = {"keep_alive", "shift", "truncate"}
-HARMLESS_FOR_VECTORS = HARMLESS | {"options"}  # which say how tokens are chosen
+HARMLESS_FOR_VECTORS = HARMLESS | {"options"}  # for sampling
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"logprobs": _NOTHING, "top_logprobs": (None, 0)}
 UNSUPPORTED_GENERATE = UNSUPPORTED | {
@@ -25,7 +25,7 @@ UNSUPPORTED_GENERATE = UNSUPPORTED | {
 }
 
 
-# Some clients write whole numbers as 8192.0; what is behind the point does not count, as there.
+# Some clients write 8192.0; as in Ollama, the fraction is dropped.
 Most = Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | Annotated[float, Meta(ge=-2, le=MAX_TOKENS)]
 
 
@@ -116,8 +116,8 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = None  # the prompt as it is, without the chat template
-    suffix: str | None = None  # the answer stands between the prompt and this
+    raw: bool | None = None  # the raw prompt, without the chat template
+    suffix: str | None = None  # text after the answer
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
@@ -139,5 +139,5 @@ class ShowRequest(msgspec.Struct, kw_only=True):
     """Body of POST /api/show."""
 
     model: str | None = None
-    name: str | None = None  # the same by its older name
+    name: str | None = None  # its older name
     verbose: bool | None = None

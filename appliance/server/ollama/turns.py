@@ -1,4 +1,4 @@
-"""Messages, tools and options of Ollama's API, checked, as the rest of the server knows them."""
+"""Translates messages, tools and options of Ollama's API, and checks them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
-    """Turns; calls and results that have no id get one, in their order.
+    """Return the turns; calls and results without an id get one, in order.
 
     Raises:
-        RequestError: something in them is not supported.
+        RequestError: a message has something unsupported.
     """
     open_calls: list[tuple[str, str]] = []  # id and name of those without a result
     turns: list[Turn] = []
@@ -60,7 +60,7 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
 
 
 def _answered(message: OllamaTurn, open_calls: list[tuple[str, str]]) -> tuple[str, str] | None:
-    """The call that a result is of: by its id, else the first of its name, else the first."""
+    """Find the call that a result answers: by id, else the first of its name, else the first."""
     for call in open_calls:
         wanted = message.tool_call_id or message.tool_name
         if wanted in (None, call[0], call[1]):
@@ -70,10 +70,10 @@ def _answered(message: OllamaTurn, open_calls: list[tuple[str, str]]) -> tuple[s
 
 
 def tools_of(tools: Sequence[OllamaTool]) -> Tools:
-    """The tools of a chat.
+    """Return the tools of a chat.
 
     Raises:
-        RequestError: a definition is wrong.
+        RequestError: a definition is invalid.
     """
     offers = []
     for number, tool in enumerate(tools):
@@ -93,7 +93,7 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
     """Translate the sampling options.
 
     Raises:
-        RequestError: an option that would change the answer in a way that is not supported.
+        RequestError: an option would change the answer and is not supported.
     """
     if options.mirostat:
         raise _refused("mirostat", "leave it out, or 0")

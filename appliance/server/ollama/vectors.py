@@ -27,18 +27,18 @@ async def embedded(
     param: str,
     dimensions: int | None = None,
 ) -> Embedded:
-    """The vectors of texts; none for none.
+    """Embed texts; without any there are no vectors.
 
     Args:
-        state: the server.
-        request: of the client.
-        model: as it named it.
-        texts: to embed.
-        param: their field.
-        dimensions: to cut vectors to.
+        state: the server's.
+        request: the client's.
+        model: the name that it gave.
+        texts: the texts to embed.
+        param: field of the texts.
+        dimensions: length to cut vectors to.
 
     Raises:
-        RequestError: something of it cannot be done, or there is no room.
+        RequestError: it asks for something unsupported, or the queue is full.
     """
     begin = time.monotonic()
     recipe = embedding_recipe(state)

@@ -1,6 +1,6 @@
-"""Thoughts as `encrypted_content`, which clients that keep the conversation send back as it is.
+"""Carries thoughts as `encrypted_content`, which stateless clients send back unchanged.
 
-It is no secret here: the same thought stands beside it as text, which some clients do not keep.
+It hides nothing: the thought is also sent as text, which some clients drop.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ _MARK = "appliance-1:"
 
 
 def carried(thought: str) -> str:
-    """A thought in a form that nobody else understands."""
+    """Encode a thought in a form of our own."""
     return _MARK + base64.b64encode(thought.encode()).decode()
 
 
 def thought_of(content: str, where: str) -> str:
-    """The thought that `carried` was given.
+    """Decode what `carried` made.
 
     Args:
-        content: of a client.
-        where: it stands.
+        content: what the client sent.
+        where: its place in the body.
 
     Raises:
-        RequestError: it is from elsewhere.
+        RequestError: another server made it.
     """
     try:
         if content.startswith(_MARK):

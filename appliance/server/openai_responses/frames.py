@@ -1,4 +1,4 @@
-"""A response event by event, in the order in which OpenAI sends them."""
+"""Writes a response event by event, in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 async def response_frames(responding: Responding, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """Frames of a whole stream; a failure after the first of them is one of them."""
+    """Yield the frames of a stream; a failure after the first frame is a frame too."""
     events = _Events(responding)
     begun = False
     try:
@@ -71,7 +71,7 @@ async def response_frames(responding: Responding, answer: Answer) -> AsyncGenera
 
 
 class _Events:
-    """Numbers events and makes frames of them."""
+    """Numbers events and makes their frames."""
 
     def __init__(self, responding: Responding) -> None:
         self._responding = responding
@@ -132,7 +132,7 @@ class _Events:
         return frames + self._part("response.content_part.added", item, empty)
 
     def _more(self, text: str) -> bytes:
-        """A delta of the open item: encoded once but for its text and number."""
+        """Make a delta's frame; all but text and number is encoded once."""
         if self._delta is None:
             item, index = self._output.items[-1], len(self._output.items) - 1
             event: Any = TextDelta(item_id=item.id, output_index=index, delta=_MARK)

@@ -1,4 +1,4 @@
-"""The items of an answer, as its parts arrive."""
+"""Builds the items of an answer as its parts arrive."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _KINDS: dict[type[Part], type[OutputItem]] = {
 
 
 class OutputItems:
-    """Makes items of parts, each run of a kind one item.
+    """Makes items from parts; a run of one kind is one item.
 
     Args:
-        names: namespaces and names of tools, by what the model calls them.
-        short_ids: calls have ids as some templates want them.
-        carries: thoughts are also in the form in which clients send them back.
+        names: namespace and name of each tool, by the model's name for it.
+        short_ids: calls get the short ids that some templates require.
+        carries: thoughts also have `encrypted_content`.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class OutputItems:
         self._texts: list[str] = []  # of the open item
 
     def begins(self, part: Part) -> bool:
-        """Return True if a part begins an item, and so ends the open one."""
+        """Return True if a part begins a new item."""
         if isinstance(part, CallBegin) or not self.is_open:
             return True
         return not isinstance(self.items[-1], _KINDS[type(part)])
 
     def push(self, part: Part, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Add a part with what is reported of its tokens, and close the item that it ends."""
+        """Add a part with its tokens' reports, and close the item that it ends."""
         if self.begins(part):
             self.close("completed")
             self.items.append(self._item(part))
@@ -69,7 +69,7 @@ class OutputItems:
         """End the open item.
 
         Args:
-            status: completed, or incomplete if the answer was cut in it.
+            status: completed, or incomplete if the answer was cut off in it.
         """
         if not self.is_open:
             return

@@ -43,8 +43,8 @@ class Responding:
 
     Args:
         before: items of the conversation so far, as JSON.
-        store: keeps the response, if the client wants that.
-        owner: name of the key that it came with.
+        store: keeps the response if the client asks for it; else None.
+        owner: name of the API key it came with.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Responding:
         self._owner = owner
 
     def whole(self, answer: Answer, wholes: Sequence[Whole]) -> ResponseObject:
-        """The response to an answer that has ended."""
+        """Build the response from an answer that has ended."""
         (whole,) = wholes
         for parts, tokens in whole.reported or [(whole.all_parts, ())]:
             for part, logprobs in self.with_logprobs(parts, tokens):
@@ -82,7 +82,7 @@ class Responding:
     def with_logprobs(
         self, parts: Sequence[Part], tokens: Sequence[TokenLogprobs]
     ) -> Iterator[tuple[Part, list[TokenLogprob]]]:
-        """Each part of a piece; its tokens are reported with the first of a message."""
+        """Yield each part of a piece; its tokens are reported with the first part of a message."""
         for part in parts:
             logprobs: list[TokenLogprob] = []
             if tokens and isinstance(part, Content):
@@ -95,7 +95,7 @@ class Responding:
         return "incomplete" if reason == FinishReason.LENGTH.value else "completed"
 
     def end(self, answer: Answer, reason: str) -> ResponseObject:
-        """The response as it stands when all items are closed; it is kept now."""
+        """Build the final response and store it."""
         response = self.response
         response.status = self.status_of(reason)
         if response.status == "incomplete":
@@ -122,7 +122,7 @@ class Responding:
 
 
 def with_id(item: Item) -> Item:
-    """An item that can be named."""
+    """Return an item with an id."""
     if item.id is not None:
         return item
     prefix = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

@@ -38,7 +38,7 @@ MAX_REFERENCES = 1024
 
 
 def responses_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
     store = KeptResponses()
 
@@ -66,7 +66,7 @@ def responses_router(server: ServerState) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}", **describes(None, ResponseObject, path=_ID))
     async def response(request: Request) -> Response:
-        """A response that is kept; it is not streamed again."""
+        """Return a stored response; it is not streamed again."""
         kept = store.get(key_name(request.scope), request.path_params["response_id"])
         if request.query_params.get("stream", "false") != "false":
             raise RequestError("a kept response is not streamed; leave stream out", param="stream")
@@ -74,7 +74,7 @@ def responses_router(server: ServerState) -> APIRouter:
 
     @router.delete("/v1/responses/{response_id}", **describes(None, DeletedResponse, path=_ID))
     async def delete(request: Request) -> Response:
-        """Forget a response; those that followed it stay whole."""
+        """Delete a response; those that followed it stay complete."""
         response_id = request.path_params["response_id"]
         store.delete(key_name(request.scope), response_id)
         return json_response(DeletedResponse(id=response_id))
@@ -115,7 +115,7 @@ def _before(store: KeptResponses, owner: str, previous: str | None) -> bytes:
 
 
 def _resolved(store: KeptResponses, owner: str, items: list[Item]) -> list[Item]:
-    """Items, with those in place of references that these name."""
+    """Replace references by the items that they name."""
     names = [item.id for item in items if item.type == "item_reference" and item.id is not None]
     if not names:
         return items
@@ -167,7 +167,7 @@ def _form(text: TextConfig | None) -> tuple[str, Grammar] | None:
 
 
 def _page(own: bytes, asked: QueryParams) -> InputItems:
-    """Some of the items: the latest first, unless asked else."""
+    """Return a page of items, latest first by default."""
     items = msgspec.json.decode(own, type=list[msgspec.Raw])
     names = [msgspec.json.decode(item, type=Named).id for item in items]
     limit = asked.get("limit", "20")

@@ -11,7 +11,7 @@ from appliance.engine.request import MAX_LOGPROBS
 from appliance.server.schema import Count, Effort
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-# Accepted and without effect: a prompt is never cut, and no tool runs here that could be counted.
+# Accepted without effect: prompts are never cut, and no tool runs here.
 HARMLESS = {
     "client_metadata",
     "max_tool_calls",
@@ -32,8 +32,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 ENCRYPTED = "reasoning.encrypted_content"  # in `include`
 LOGPROBS = "message.output_text.logprobs"
-# Tools that coding agents offer to any model; one without them is no worse than one that never
-# calls them.
+# Tools that coding agents offer to any model; leaving them out equals never calling them.
 SKIPPED_TOOLS = {"image_generation", "tool_search", "web_search"}
 
 
@@ -74,7 +73,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChoiceTool(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The tool that has to be called, or those that may be."""
+    """The tool that must be called, or the tools that may be."""
 
     type: str
     name: str | None = None
@@ -100,7 +99,7 @@ class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
-    """Effort of thinking; a thought is shown as it is, never as a summary."""
+    """Effort of thinking; thoughts are shown whole, never as a summary."""
 
     effort: Effort | None = None
     summary: str | None = None

@@ -1,6 +1,6 @@
-"""Responses that are kept for a while, so that a conversation can go on from one by its id.
+"""Stores responses for a while, so that a conversation can continue from one by its id.
 
-In memory only, and a key never reads another key's.
+They are in memory only, and private to their API key.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ID_BYTES = 128  # of an item's id in a set
 
 
 class NotKeptError(RequestError):
-    """There is no such response, it was dropped, or it belongs to another key."""
+    """The response does not exist, was dropped, or belongs to another key."""
 
     status = 404
 
 
 class Named(msgspec.Struct):
-    """An item, of which only the id counts."""
+    """An item's id."""
 
     id: str
 
@@ -45,10 +45,10 @@ class Kept:
 
     Attributes:
         response: the object as it was sent.
-        conversation: an array of items, with what came before it.
-        names: ids of these items.
-        own: where in it the items of its own input begin and end, in bytes.
-        until: monotonic seconds.
+        conversation: an array of items, earlier turns included.
+        names: ids of its items.
+        own: byte range of its own input's items in it.
+        until: when it expires, in monotonic seconds.
     """
 
     response: bytes
@@ -59,15 +59,15 @@ class Kept:
 
     @property
     def size(self) -> int:
-        """Bytes it takes."""
+        """Its size in bytes."""
         return len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
 
 
 class KeptResponses:
-    """Stored responses, least recently used first; the owner of most loses one first.
+    """Stored responses, least recently used first; the key with the most loses one first.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class KeptResponses:
     def keep(
         self, owner: str, response_id: str, response: bytes, conversation: bytes, own: slice
     ) -> None:
-        """Keep a response; one that is larger than all there is room for is not."""
+        """Store a response, unless it exceeds the whole store."""
         names = frozenset(item.id for item in _names_of(conversation))
         kept = Kept(response, conversation, names, own, self._clock() + KEEP_SECONDS)
         if kept.size > MAX_BYTES:
@@ -86,10 +86,10 @@ class KeptResponses:
         self._drop()
 
     def get(self, owner: str, response_id: str) -> Kept:
-        """A response of a key.
+        """Return a key's response.
 
         Raises:
-            NotKeptError: it is not there.
+            NotKeptError: it is not stored.
         """
         found = self._of.get(owner, OrderedDict())
         kept = found.get(response_id)
@@ -102,10 +102,10 @@ class KeptResponses:
         return kept
 
     def items(self, owner: str, names: Sequence[str]) -> dict[str, bytes]:
-        """Items of a key's conversations as JSON, by their ids.
+        """Return items of a key's conversations as JSON, by id.
 
         Raises:
-            NotKeptError: one is not there.
+            NotKeptError: one is not stored.
         """
         now = self._clock()
         kept = [one for one in self._of.get(owner, {}).values() if one.until >= now]
@@ -124,10 +124,10 @@ class KeptResponses:
         return found
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
-            NotKeptError: it is not there.
+            NotKeptError: it is not stored.
         """
         self.get(owner, response_id)
         del self._of[owner][response_id]
@@ -145,6 +145,6 @@ class KeptResponses:
             count = sum(map(len, self._of.values()))
             if count <= MAX_COUNT and sum(sizes.values()) <= MAX_BYTES:
                 return
-            # By whichever bound it is that is broken.
+            # Whichever limit is exceeded.
             by = sizes if count <= MAX_COUNT else {o: len(found) for o, found in self._of.items()}
             self._of[max(by, key=by.__getitem__)].popitem(last=False)

@@ -1,4 +1,4 @@
-"""Items and tools of the Responses API, checked, as templates expect them."""
+"""Translates items and tools of the Responses API for templates, and checks them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _decode = msgspec.json.Decoder(list[Item]).decode
 
 
 def items_of(given: str | list[Item]) -> list[Item]:
-    """The items of an input, each with its type."""
+    """Return the items of an input, each with its type."""
     if isinstance(given, str):
         return [
             Item(type="message", role="user", content=[InputPart(type="input_text", text=given)])
@@ -38,14 +38,14 @@ def items_of(given: str | list[Item]) -> list[Item]:
 
 
 def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> list[Turn]:
-    """Turns of a conversation.
+    """Return the turns of a conversation.
 
     Args:
         before: earlier items, as JSON.
-        items: that follow.
+        items: the new ones.
 
     Raises:
-        RequestError: something in them is not supported.
+        RequestError: an item has something unsupported.
     """
     turns = _Turns()
     if instructions:
@@ -60,7 +60,7 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
 
 
 class _Turns:
-    """Makes turns of items; a thought, text and calls in a row are one turn."""
+    """Makes turns from items; a thought, text and calls in a row are one turn."""
 
     def __init__(self) -> None:
         self.found: list[Turn] = []
@@ -109,7 +109,7 @@ class _Turns:
                 )
 
     def _own(self, *ends: str) -> Turn:
-        """The latest turn of the assistant, unless it has one of these fields already."""
+        """Return the assistant's latest turn; a new one if it has one of these fields already."""
         latest = self.found[-1] if self.found else {"role": ""}
         if latest["role"] == "assistant" and not any(latest.get(field) for field in ends):
             return latest
@@ -135,10 +135,10 @@ def _text(content: str | list[InputPart] | None, where: str) -> str:
 
 
 def tools_of(body: ResponsesRequest) -> Tools:
-    """The tools of a request.
+    """Return the tools of a request.
 
     Raises:
-        RequestError: one is run by OpenAI only, or the choice fits none.
+        RequestError: only OpenAI runs one of them, or the choice names none.
     """
     offers = list(_offers(body.tools or (), "tools", None))
     one_call = body.parallel_tool_calls is False
@@ -194,7 +194,7 @@ def _offers(tools: Sequence[ResponsesTool], where: str, namespace: str | None) -
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name that a model knows a tool by."""
+    """Return the model's name for a tool."""
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 

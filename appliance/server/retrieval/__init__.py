@@ -1,1 +1,1 @@
-"""Texts that are read and not continued: vectors, relevance, tokens."""
+"""Routes that read texts and generate nothing: vectors, relevance, tokens."""

@@ -1,4 +1,4 @@
-"""From texts to their vectors, by the model that is served; every protocol takes this path."""
+"""Embeds texts with the served model, for every protocol."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ READ_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Vectors that a client wants.
+    """A client's request for vectors.
 
     Attributes:
         inputs: texts or token ids, as in `completion_prompts`.
-        terms: of the body.
-        scope: of the HTTP request, with its key and id.
-        param: field of the inputs.
-        dimensions: None for all that there are.
-        bytes_per_value: of the answer.
+        terms: the body's.
+        scope: ASGI scope of the HTTP request, with its key and id.
+        param: name of the inputs' field.
+        dimensions: None for all.
+        bytes_per_value: in the answer.
     """
 
     inputs: Inputs
@@ -63,7 +63,7 @@ def embedding_recipe(state: ModelState) -> EmbeddingRecipe:
     """Return the served model's recipe of embedding.
 
     Raises:
-        RequestError: it does not, and why.
+        RequestError: it cannot embed; the message says why.
     """
     recipe = state.serving()[1].retrieval.embedding
     if recipe.refused:
@@ -76,14 +76,14 @@ def embedding_recipe(state: ModelState) -> EmbeddingRecipe:
 async def embed(
     state: ModelState, request: Request, wanted: Wanted
 ) -> tuple[Callable[[], NDArray[np.float32]], int]:
-    """Read texts, unless the client goes away.
+    """Read texts, unless the client disconnects.
 
     Returns:
-        What makes the vectors, (number of inputs, dimensions), which takes too long for the event
-        loop; and the tokens that were read.
+        A function that makes the vectors, (num_inputs, dimensions), too slow for the event loop;
+        and the tokens read.
 
     Raises:
-        RequestError: something of it cannot be done, or there is no room.
+        RequestError: it asks for something unsupported, or the queue is full.
     """
     readings = await begin_embedding(state, wanted)
     try:
@@ -101,10 +101,10 @@ async def embed(
 
 
 async def begin_embedding(state: ModelState, wanted: Wanted) -> Readings:
-    """Check everything, so that only the engine is left to be asked; close what it returns.
+    """Check everything and submit; close what it returns.
 
     Raises:
-        RequestError: something of it cannot be done, or there is no room.
+        RequestError: it asks for something unsupported, or the queue is full.
     """
     info, _ = state.serving()
     recipe = embedding_recipe(state)
@@ -128,11 +128,11 @@ def begin_reading(
     pooling: Pooling,
     labels: tuple[int, ...] = (),
 ) -> Readings:
-    """Hand prompts to the engine, to be read only.
+    """Submit prompts that are only read.
 
     Raises:
         ContextLengthError: one of them does not fit.
-        RequestError: there is no room.
+        RequestError: the queue is full.
     """
     info, _ = state.serving()
     terms, name = Terms.of(fields, state, key_name(scope)), f"read-{secrets.token_hex(12)}"
@@ -149,15 +149,15 @@ def begin_reading(
 
 
 def with_prompt(inputs: Inputs, recipe: EmbeddingRecipe, name: str | None) -> Inputs:
-    """Put one of the checkpoint's prompts in front of texts; token ids stay as they are.
+    """Prefix texts with one of the checkpoint's prompts; token ids stay unchanged.
 
     Args:
         inputs: texts or token ids.
-        recipe: has the prompts.
-        name: of one; None for the default, if there is one.
+        recipe: the model's, with the prompts.
+        name: the prompt's name; None for the default, if there is one.
 
     Raises:
-        RequestError: there is none of that name.
+        RequestError: there is no prompt of that name.
     """
     if name is not None and name not in recipe.prompts:
         known = ", ".join(sorted(recipe.prompts)) or "none"
@@ -170,5 +170,5 @@ def with_prompt(inputs: Inputs, recipe: EmbeddingRecipe, name: str | None) -> In
 
 
 def prompted(text: str, recipe: EmbeddingRecipe, name: str | None) -> str:
-    """Put the prompt of a known name, or else the default one, in front of a text."""
+    """Prefix a text with the prompt of a known name, or else with the default."""
     return recipe.prompts.get(name or recipe.default_prompt or "", "") + text

@@ -1,4 +1,4 @@
-"""The prompts of one API request that are only read: a few at a time, whatever their number.
+"""Reads the prompts of one API request, a few at a time.
 
 Knows nothing of any wire format.
 """
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.server.model_state import ModelState
 
-WINDOW = 32  # most requests that the engine has at once, to run or queue beside others'
+WINDOW = 32  # most requests in the engine at once, beside others'
 
 logger = logging.getLogger(__name__)
 
 
 class Readings:
-    """Reads prompts; close it in every case.
+    """Reads prompts; always close it.
 
     Args:
         state: the server.
         requests: one for each prompt, all of the same API key.
-        request_id: of the HTTP request, for the log.
+        request_id: id of the HTTP request, for the log.
 
     Raises:
         QueueFullError: too many requests wait.
-        RateLimitError: the API key has used up what it may have.
+        RateLimitError: the API key has used up its limit.
     """
 
     def __init__(self, state: ModelState, requests: Sequence[Request], *, request_id: str) -> None:
@@ -74,7 +74,7 @@ class Readings:
         return [content for content in found if content is not None]
 
     def close(self) -> None:
-        """It is over, well or not."""
+        """End the request, whatever its outcome."""
         self._use.end()
         self._timer.end(complete=self._complete)
         logger.info(
@@ -86,7 +86,7 @@ class Readings:
         )
 
     def _fitting(self) -> int:
-        """As many requests at once as the queue has room for now."""
+        """Take as many requests as the queue has room for now."""
         window = min(WINDOW, len(self._requests))
         while window > 1:
             tokens = sum(len(one.prompt_token_ids) for one in self._requests[:window])

@@ -36,12 +36,12 @@ DOCUMENT_PROMPTS = ("document", "passage", "Retrieval-document")
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Pairs of a query and a document that the engine is asked about.
+    """Pairs of query and document, submitted to the engine.
 
     Attributes:
-        readings: of the engine; close them in every case.
-        scorer: what the scores are, for people.
-        pairs: places of the two vectors of each pair; None where each pair is one prompt.
+        readings: the engine's; always close them.
+        scorer: name of the score, for people.
+        pairs: indices of each pair's two vectors; None if a pair is one prompt.
     """
 
     readings: Readings
@@ -49,7 +49,7 @@ class Judged:
     pairs: list[tuple[int, int]] | None
 
     async def scores(self) -> list[float]:
-        """The score of each pair; errors as for `Readings.pooled`."""
+        """Return the score of each pair; raises like `Readings.pooled`."""
         pooled = await self.readings.pooled()
         if self.pairs is None:
             return [_probability(array("f", content)) for content in pooled]
@@ -66,18 +66,18 @@ async def begin_judging(
     instruction: str | None,
     param: str,
 ) -> Judged:
-    """Ask about pairs as the checkpoint wants it.
+    """Submit pairs in the checkpoint's form.
 
     Args:
         state: the server.
-        fields: of the body.
-        scope: of the HTTP request, with its key and id.
-        pairs: query and document of each.
-        instruction: what makes a document relevant.
+        fields: the body's.
+        scope: ASGI scope of the HTTP request, with its key and id.
+        pairs: queries with documents.
+        instruction: says what makes a document relevant.
         param: field of the documents.
 
     Raises:
-        RequestError: something of it cannot be done, or there is no room.
+        RequestError: it asks for something unsupported, or the queue is full.
     """
     _, tokenizer = state.serving()
     if len(pairs) > MAX_INPUTS:
@@ -163,6 +163,6 @@ def _prompt(
 
 
 def _probability(logits: array[float]) -> float:
-    """Of the first label: against the second, or as the logit itself says without one."""
+    """Return the first label's probability against the second, or by its logit alone."""
     logit = logits[0] - (logits[1] if len(logits) > 1 else 0.0)
     return 1.0 / (1.0 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))

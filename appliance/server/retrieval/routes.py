@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def retrieval_router(server: ServerState) -> APIRouter:
-    """The routes, for one server."""
+    """Return the routes of one server."""
     router = APIRouter()
 
     @router.post("/v1/embeddings", **describes(EmbeddingRequest, EmbeddingList))
@@ -135,18 +135,18 @@ def retrieval_router(server: ServerState) -> APIRouter:
 
     @router.post("/tokenize", **describes(TokenizeRequest, Tokenized))
     async def tokenize(request: Request) -> Response:
-        """Token ids of a text or a chat; nothing is computed."""
+        """Return the token ids of a text or a chat."""
         state, body = await take_body(server, request, TokenizeRequest, TOKENS, HARMLESS)
         return json_response(await tokenized(state, body, key_name(request.scope)))
 
     @router.get("/tokenizer_info", **describes(None, TokenizerInfo))
     async def info() -> Response:
-        """Describe the tokenizer to evaluation harnesses, which ask before they send token ids."""
+        """Describe the tokenizer to evaluation harnesses, which send token ids."""
         return json_response(tokenizer_info(server.default))
 
     @router.post("/detokenize", **describes(DetokenizeRequest, Detokenized))
     async def detokenize(request: Request) -> Response:
-        """The text of token ids, control tokens included."""
+        """Return the text of token ids, control tokens included."""
         state, body = await take_body(server, request, DetokenizeRequest, {}, set())
         return json_response(await detokenized(state, body))
 
@@ -165,10 +165,10 @@ def _usage(readings: Readings) -> ReadUsage:
 
 
 def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
-    """The pairs, and the field that has the second text of each.
+    """Return the pairs, and the field of the second texts.
 
     Raises:
-        RequestError: there are none, or their numbers do not go together.
+        RequestError: there are none, or their numbers do not match.
     """
     by_number, by_role = (body.text_1, body.text_2), (body.queries, body.documents)
     names = ("text_1", "text_2")

@@ -10,7 +10,7 @@ from msgspec import Meta
 from appliance.server.schema import MAX_TOKENS, Message, Prompt, TermsFields, TokenId, Tool
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-# No text is ever cut, whatever is asked for.
+# Without effect: texts are never cut.
 _CUTTING: dict[str, tuple[Any, ...]] = {
     "max_chunks_per_doc": (None,),
     "max_tokens_per_doc": (None,),

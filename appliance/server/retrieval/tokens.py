@@ -1,4 +1,4 @@
-"""Token ids of texts and chats, and back, in vLLM's shapes."""
+"""Tokenizes texts and chats, and back, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tokenized:
-    """The tokens of a prompt or a chat.
+    """Tokenize a prompt or a chat.
 
     Args:
         state: the server.
-        body: of the request.
-        owner: name of the key.
+        body: the request's.
+        owner: name of the API key.
 
     Raises:
-        RequestError: there is neither, or both.
-        ChatTemplateError: the template does not render this chat.
+        RequestError: the body has neither, or both.
+        ChatTemplateError: the template fails on this chat.
     """
     info, tokenizer = state.serving()
     if (body.prompt is None) == (body.messages is None):
@@ -82,10 +82,10 @@ def tokenizer_info(state: ModelState) -> TokenizerInfo:
 
 
 async def detokenized(state: ModelState, body: DetokenizeRequest) -> Detokenized:
-    """The text of tokens.
+    """Detokenize.
 
     Raises:
-        RequestError: one of them is not of this model.
+        RequestError: the model has no such token.
     """
     info, tokenizer = state.serving()
     largest = max(body.tokens, default=0)

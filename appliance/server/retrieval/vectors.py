@@ -1,4 +1,4 @@
-"""Arithmetic on vectors of texts. Loads numpy, for the first text that is embedded."""
+"""Arithmetic on vectors of texts. Loads numpy."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def matrix_of(
     pooled: Sequence[bytes], *, dimensions: int | None, normalize: bool
 ) -> NDArray[np.float32]:
-    """One vector per text, (num_texts, dimensions) float32.
+    """Return one vector per text, (num_texts, dimensions) float32.
 
     Args:
         pooled: hidden states, float32 in the machine's byte order.
-        dimensions: to cut them to; None leaves them whole.
+        dimensions: length to cut them to; None leaves them whole.
         normalize: to length 1, after the cut.
     """
     rows = np.stack([np.frombuffer(content, np.float32) for content in pooled])
@@ -31,13 +31,13 @@ def matrix_of(
 
 
 def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of length 1; one of zeros stays."""
+    """Scale rows to length 1; rows of zeros stay."""
     lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return (rows / np.where(lengths == 0.0, 1.0, lengths)).astype(np.float32)
 
 
 def embeddings_of(rows: NDArray[np.float32], *, base64: bool) -> list[EmbeddingRow]:
-    """Rows as clients get them: little-endian float32 as base64, or numbers."""
+    """Encode rows for clients: little-endian float32 as base64, or numbers."""
     if base64:
         texts = [b64encode(row.astype("<f4").tobytes()).decode() for row in rows]
         return [EmbeddingRow(index=number, embedding=text) for number, text in enumerate(texts)]
@@ -45,11 +45,11 @@ def embeddings_of(rows: NDArray[np.float32], *, base64: bool) -> list[EmbeddingR
 
 
 def floats_of(rows: NDArray[np.float32]) -> list[list[float]]:
-    """Numbers as short as they can be and still be read as the same float32."""
+    """Return numbers with the fewest digits that read back as the same float32."""
     return [[float(text) for text in row.astype(str)] for row in rows]
 
 
 def cosines(rows: NDArray[np.float32], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Cosine of the angle between two rows, for each pair of their numbers."""
+    """Return the cosine between two rows, for each pair of row numbers."""
     rows = _unit(rows)
     return [float(np.clip(rows[one] @ rows[other], -1.0, 1.0)) for one, other in pairs]
