@@ -1,4 +1,4 @@
-"""A call as a JSON object with a name and arguments, which several formats have in common."""
+"""Reads and writes a call as a JSON object with name and arguments, which several forms share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def read_call_object(
     """Read one call: its name first; a fault after that ends it.
 
     Args:
-        source: at the object.
-        accepts: whether a name can be that of a tool.
+        source: positioned at the object.
+        accepts: returns True if a name may be a tool's.
 
     Raises:
-        MalformedCallError: it has no name, or not the name of a tool.
+        MalformedCallError: it has no name, or not a tool's name.
     """
     begun = False
     try:
@@ -70,7 +70,7 @@ def read_call_object(
 
 
 def read_arguments(source: Source, emit: Callable[[str], None]) -> Steps[None]:
-    """Hand on an object, or one that is written as a string.
+    """Pass on an object, also one that is written as a string.
 
     Raises:
         MalformedCallError: it is neither.
@@ -87,11 +87,11 @@ def read_arguments(source: Source, emit: Callable[[str], None]) -> Steps[None]:
 
 
 def call_object(name: str, arguments: str, key: str = "arguments") -> str:
-    """A call as models write it.
+    """Write a call as models do.
 
     Args:
-        name: of the tool.
+        name: the tool's name.
         arguments: JSON.
-        key: of the arguments.
+        key: name of the field that holds the arguments.
     """
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": {arguments}}}'

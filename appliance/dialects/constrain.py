@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from appliance.dialects.dialect import Dialect
     from appliance.dialects.formats.form import Schemas
 
-MAX_CALLS = 8  # of an answer that has to call: small models do not find an end
+MAX_CALLS = 8  # of an answer that must call: small models do not stop by themselves
 _SPACE = r"/[ \n]{0,4}/"
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties")
 
@@ -27,13 +27,13 @@ def must_call(
     one_call: bool,
     thinking: bool,
 ) -> Grammar:
-    """A grammar of answers that are a call, or several, perhaps after a thought.
+    """Build the grammar of answers that are one or more calls, optionally after a thought.
 
     Args:
-        schemas: of the arguments of the tools of which one has to be called, by name.
+        schemas: JSON Schema of the arguments of each tool that may be called, by name.
         control: ids of the control tokens among the dialect's marks.
-        one_call: there may be no more than one.
-        thinking: whether the answer begins within a thought.
+        one_call: at most one call is allowed.
+        thinking: the answer begins inside a thought.
     """
     lark, form = Lark(control), dialect.form
     call = f"{lark.mark(form.opening)} {_calls(dialect, schemas, lark)}"
@@ -51,16 +51,16 @@ def may_call(
     thinking: bool,
     content: Grammar | None = None,
 ) -> Grammar:
-    """A grammar of answers that may call, where the arguments of every call obey the schema.
+    """Build the grammar of answers that may call tools, with arguments that obey their schemas.
 
     Args:
-        schemas: of the arguments of all tools, by name.
+        schemas: JSON Schema of the arguments of all tools, by name.
         control: ids of the control tokens among the dialect's marks.
-        thinking: whether the answer begins within a thought.
-        content: a schema that an answer without a call obeys; none allows any text.
+        thinking: the answer begins inside a thought.
+        content: JSON Schema of an answer without a call; None allows any text.
 
     Raises:
-        RequestError: calls could not be told from such an answer.
+        RequestError: such an answer could not be told from a call.
     """
     lark, form = Lark(control), dialect.form
     if content is not None and schemas and not form.opening:
@@ -82,13 +82,13 @@ def may_call(
 
 
 def _calls(dialect: Dialect, schemas: Schemas, lark: Lark) -> str:
-    """Return the grammar of calls of these tools, after their opening."""
+    """Return the grammar of calls to these tools, after the opening."""
     frames = [dialect.form.frame(name, _closed(one), lark) for name, one in schemas.items()]
     return lark.rule(" | ".join(frames))
 
 
 def _before(dialect: Dialect, lark: Lark, *, thinking: bool) -> str:
-    """Return the grammar of what may precede a call: a thought."""
+    """Return the grammar of a thought, which may precede a call."""
     form, marks = dialect.form, dialect.thought_marks
     if form.framed:
         return form.remarks(lark)
@@ -99,7 +99,7 @@ def _before(dialect: Dialect, lark: Lark, *, thinking: bool) -> str:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Forbid undescribed arguments: a model would go on making some up."""
+    """Forbid undescribed arguments: a small model would keep inventing them."""
     if "properties" not in schema or any(key in schema for key in _COMBINING):
         return schema
     return {**schema, "additionalProperties": False}

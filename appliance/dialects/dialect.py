@@ -1,4 +1,4 @@
-"""The form in which one model writes, and the readers of its answers."""
+"""The dialect of one model: its form of thoughts and calls, and readers of its answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Dialect:
     """The form of one model's thoughts and calls.
 
     Attributes:
-        form: of its calls.
-        lists_tools: its template shows it what tools there are.
-        writes_calls: its template writes earlier calls and their results.
+        form: how it writes calls.
+        lists_tools: its template lists the tools.
+        writes_calls: its template renders earlier calls and their results.
         text_arguments: its template takes arguments as JSON text, not as an object.
         takes_system: its template takes a system message.
-        thought_marks: around its thoughts; None if it has none, or if they are part of the form.
+        thought_marks: around its thoughts; None without any, or if they belong to the form.
     """
 
     form: CallForm
@@ -36,12 +36,12 @@ class Dialect:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that readers have to see even where they are control tokens."""
+        """Texts that readers must see even if they are control tokens."""
         return (*self.form.marks, *(self.thought_marks or ()))
 
     @property
     def splits_any(self) -> bool:
-        """True if answers have to be read even without tools."""
+        """True if answers must be read even without tools."""
         return self.form.framed or self.thought_marks is not None
 
     @property
@@ -50,7 +50,7 @@ class Dialect:
         return self.form.thought_marks or self.thought_marks
 
     def begins_thinking(self, prompt_end: str) -> bool:
-        """Return True if an answer to a prompt with this end begins within a thought."""
+        """Return True if the answer to a prompt with this end begins inside a thought."""
         marks = self.thought_marks
         return marks is not None and prompt_end.rstrip().endswith(marks.opening)
 
@@ -62,13 +62,13 @@ class Dialect:
         one_call: bool = False,
         must_call: bool = False,
     ) -> Reader:
-        """A reader of one answer.
+        """Build the reader of one answer.
 
         Args:
-            schemas: of the arguments of the tools that may be called; None if none may be.
-            thinking: whether the answer begins within a thought.
-            one_call: ignore all that follows the first call.
-            must_call: the answer has to be a call; a call that comes again ends it.
+            schemas: JSON Schema of the arguments of each tool; None if no tool may be called.
+            thinking: the answer begins inside a thought.
+            one_call: ignore everything after the first call.
+            must_call: the answer must be a call; a repeated call ends it.
         """
 
         def read(source: Source) -> Steps[None]:

@@ -1,4 +1,4 @@
-"""JSON in text that arrives in pieces: values are handed on as they stand."""
+"""Reads JSON from text that arrives in pieces, and passes values on as written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_string(source: Source) -> Steps[str]:
     """Read and decode a string.
 
     Raises:
-        MalformedCallError: it is none.
+        MalformedCallError: it is not a string.
     """
     pieces: list[str] = []
     yield from read_value(source, pieces.append)
@@ -35,15 +35,15 @@ def read_string(source: Source) -> Steps[str]:
 
 
 def read_value(source: Source, emit: Callable[[str], None]) -> Steps[bool]:
-    """Hand on one value, as it is written.
+    """Pass on one value as written.
 
-    Brackets and strings are followed, no more: what is wrong within them is handed on.
+    Only brackets and strings are followed: errors inside them are passed on.
 
     Returns:
-        Whether it is complete.
+        True if it is complete.
 
     Raises:
-        MalformedCallError: nothing here begins a value.
+        MalformedCallError: no value begins here.
     """
     first = yield from source.peek()
     if first not in _BOUNDS[:3]:

@@ -1,4 +1,4 @@
-"""A grammar in Lark's notation, put together from the marks and schemas of calls."""
+"""Builds a grammar in Lark's notation from the marks and schemas of calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lark:
     """Collects rules.
 
     Args:
-        control: ids of control tokens by their text: they stand in no text.
+        control: ids of control tokens by their text; they occur in no plain text.
     """
 
     def __init__(self, control: Mapping[str, int]) -> None:
@@ -45,11 +45,11 @@ class Lark:
         return " ".join(filter(None, map(self.mark, texts)))
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """Return the rule of JSON that obeys a schema."""
+        """Return the rule of JSON under a schema."""
         return self.rule(embedded(schema))
 
     def until(self, mark: str) -> str:
-        """Return the expression of any text up to a mark, the mark included."""
+        """Return the expression of any text up to and including a mark."""
         if mark in self._control:
             return f"{self.rule(ANY_TEXT)} {self.mark(mark)}"
         return self.rule(rf"/(.|\n)*{_pattern(mark)}/", "[lazy]")
@@ -61,13 +61,13 @@ class Lark:
         return self._terminal(rf"/{_ANYTHING}/ & ~/{_ANYTHING}{_pattern(mark)}{_ANYTHING}/")
 
     def obeying(self, expressions: Iterable[str], mark: str) -> str:
-        """Return the expression of a text that matches all of some, up to and with a mark."""
+        """Return the expression of a text that matches all patterns, up to and with a mark."""
         if mark in self._control:
             text = " & ".join(f"/{one}/" for one in expressions)
             return f"{self._terminal(text)} {self.mark(mark)}"
         end = _pattern(mark)
         text = " & ".join(f"/({one}){end}/" for one in expressions)
-        # Without "lazy" the text would be as long as it can, and take half a mark for its own.
+        # Without "lazy" the text would match greedily, and take part of a mark.
         return self.rule(f"{text} & ~/{_ANYTHING}{end}(.|\n)+/", "[lazy]")
 
     def _terminal(self, content: str) -> str:
@@ -82,9 +82,9 @@ class Lark:
         """Return the expression of an object's members: the required ones, then any of the others.
 
         Args:
-            rules: of the members, each with its key.
-            required: keys of those that may not be left out.
-            separator: between two.
+            rules: of the members, by key.
+            required: keys of required members.
+            separator: between two members.
         """
         comma = self.mark(separator)
         first = [rule for key, rule in rules.items() if key in required]
@@ -92,7 +92,7 @@ class Lark:
         if first:
             rest = " ".join(f"({comma} {rule})?" for rule in others)
             return f"{f' {comma} '.join(first)} {rest}"
-        # Whichever comes first has no separator before it.
+        # The first one present has no separator before it.
         choices = [
             f"{rule} " + " ".join(f"({comma} {later})?" for later in others[place + 1 :])
             for place, rule in enumerate(others)
@@ -103,14 +103,14 @@ class Lark:
         """Return the grammar.
 
         Args:
-            start: what an answer consists of.
+            start: body of the start rule.
         """
         rules = "\n".join(name + content for name, content in self._rules.items())
         return f"start: {start}\n{rules}\n"
 
 
 def _pattern(text: str) -> str:
-    """Return an expression that matches that text."""
+    """Return an expression that matches a text."""
     escaped = "".join(f"\\{c}" if c in _SPECIAL else c for c in text)
     return escaped.replace("\n", r"\n")
 
@@ -118,7 +118,7 @@ def _pattern(text: str) -> str:
 def anywhere(pattern: str) -> str:
     """Return an expression for whole texts that contain a pattern of JSON Schema.
 
-    As llguidance takes these, an anchor counts at either end of the pattern only.
+    As in llguidance, an anchor counts at either end of the pattern only.
     """
     begins = pattern.startswith("^")
     ends = pattern.endswith("$") and not pattern.endswith(r"\$")

@@ -1,4 +1,4 @@
-"""Learn a model's dialect: let its template render a known call, and look at the text."""
+"""Learns a model's dialect from how its template renders a known call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Chat = Sequence[Mapping[str, Any]]
 Render = Callable[[Chat, Chat | None], str]
 
-# The first that recognises its own is taken: what is more particular comes first.
+# The first form that recognises its own is taken, so special forms come first.
 FORMS: tuple[CallForm, ...] = (
     Harmony(),
     Gemma("gemma 4", "<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -44,7 +44,7 @@ FORMS: tuple[CallForm, ...] = (
     Pythonic("pythonic (bare)", "<|python_start|>", "<|python_end|>", bare=True),
     Llama(),
 )
-GENERIC: CallForm = Hermes()  # of models whose template knows no calls
+GENERIC: CallForm = Hermes()  # of models whose template has no calls
 
 _NAME, _ARGUMENTS = "probe_tool", {"probe_key": "probe value"}
 _TOOL: dict[str, Any] = {
@@ -70,11 +70,11 @@ _RESULT: dict[str, Any] = {
 
 
 def learn_dialect(render: Render, template: str) -> Dialect:
-    """Learn how a model writes from its chat template.
+    """Learn a model's dialect from its chat template.
 
     Args:
-        render: its chat template, for messages and tools.
-        template: the text of that.
+        render: renders messages and tools by the template.
+        template: the template's text.
     """
     found = _probe_calls(render)
     lists_tools = found is not None and _NAME in _try(render, [_USER], [_TOOL])
@@ -106,7 +106,7 @@ def _probe_calls(render: Render) -> tuple[CallForm, bool] | None:
             text = _try(render, chat, [_TOOL])
             written = text.partition(str(_USER["content"]))[2]
             written = written.partition(str(_RESULT["content"]))[0]
-            # As Python would write it, or JSON within JSON: it wants the other kind.
+            # As Python writes it, or as JSON inside JSON: it wants the other kind.
             if "{'probe_key'" in written or '{\\"probe_key' in written:
                 break
             for form in FORMS:

@@ -1,4 +1,4 @@
-"""The list that a parser writes the parts of an answer to."""
+"""Collects the parts of an answer from a parser."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class Output:
     """The parts of one answer, as a parser finds them.
 
-    White space that only separates is left out: around thoughts, and around calls. The same text
-    gives the same parts, joined, however it was cut.
+    White space around thoughts and calls is dropped. The same text gives the same parts, once
+    joined, however it was split.
 
     Args:
-        one_call: ignore all that follows the first call.
-        ends_on_repeat: ignore a call like an earlier one, and all that follows.
+        one_call: ignore everything after the first call.
+        ends_on_repeat: ignore a repeated call and everything after it.
     """
 
     def __init__(self, *, one_call: bool = False, ends_on_repeat: bool = False) -> None:
@@ -27,12 +27,12 @@ class Output:
         self._repeats = Repeats() if ends_on_repeat else None
         self._parts: list[Part] = []
         self._kind: type[Part] | None = None
-        self._bare = False  # nothing but white space has come since the kind changed
-        self._space = ""  # at the end of what came; what follows decides about it
+        self._bare = False  # only white space has come since the kind changed
+        self._space = ""  # at the end so far; the next text decides about it
         self.ended = False
 
     def take(self) -> list[Part]:
-        """The parts since the last time."""
+        """Return the parts since the last call."""
         parts, self._parts = self._parts, []
         return parts
 
@@ -41,7 +41,7 @@ class Output:
         self._text(Content, text)
 
     def thought(self, text: str) -> None:
-        """Add text of the model to itself."""
+        """Add text of a thought."""
         self._text(Thought, text)
 
     def begin_thought(self) -> None:
@@ -68,7 +68,7 @@ class Output:
         self.ended = self.ended or self._one_call
 
     def close(self) -> None:
-        """Add the text held back, at the end."""
+        """Add the text that was held back."""
         if self._kind is Content and not self._bare and not self.ended and self._space:
             self._append(Content, self._space)
 
@@ -93,7 +93,7 @@ class Output:
         self._add([kind(text)])
 
     def _add(self, parts: Iterable[Part]) -> None:
-        """Add parts, and merge those that continue the last one."""
+        """Add parts; merge those that continue the last one."""
         for part in parts:
             last = self._parts[-1] if self._parts else None
             if isinstance(part, CallBegin) or type(last) is not type(part):

@@ -12,13 +12,13 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class Thought(msgspec.Struct, frozen=True, gc=False):
-    """Text of the model to itself."""
+    """Text of a thought."""
 
     text: str
 
 
 class CallBegin(msgspec.Struct, frozen=True, gc=False):
-    """A tool is called; its arguments follow."""
+    """The beginning of a call; its arguments follow."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""The text of one answer, split into thoughts, content and calls while it arrives."""
+"""Splits the text of one answer into thoughts, content and calls while it arrives."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Reader:
     """Reads one answer.
 
     Args:
-        parse: how, see `Dialect.reader`.
-        one_call: ignore all that follows the first call.
-        must_call: the answer has to be a call; a call that comes again ends it.
+        parse: the parser, see `Dialect.reader`.
+        one_call: ignore everything after the first call.
+        must_call: the answer must be a call; a repeated call ends it.
     """
 
     def __init__(
@@ -37,25 +37,25 @@ class Reader:
 
     @property
     def ended(self) -> bool:
-        """True if all that follows is ignored."""
+        """True if further text is ignored."""
         return self._output.ended
 
     @property
     def thinking(self) -> bool:
-        """True if the next text belongs to a thought, as far as is known."""
+        """True if the next text belongs to a thought, as far as known."""
         return self._source.thinking
 
     def push(self, text: str) -> list[Part]:
-        """Add text, and return the parts that are settled."""
+        """Add text and return the parts that are final."""
         self._source.feed(text)
         next(self._steps, None)
         return self._output.take()
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """End the text, and return the last parts.
+        """End the text and return the last parts.
 
         Args:
-            cut: the model was not done; what it began and cannot be read is left out.
+            cut: the answer was cut off; an unreadable beginning of a part is dropped.
         """
         self._source.close(cut=cut, must_call=self._must_call)
         for _ in self._steps:

@@ -1,4 +1,4 @@
-"""Detects repeated calls of one answer, in which small models that must call get stuck."""
+"""Detects repeated calls in an answer; small models that must call get stuck in them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from appliance.dialects.parts import CallArguments, CallBegin
 
 
 class Repeats:
-    """Holds a call back for as long as it is like an earlier one.
+    """Holds a call back while it equals an earlier one.
 
     Attributes:
-        found: a call was like an earlier one to its end.
+        found: a call was a repetition.
     """
 
     def __init__(self) -> None:
         self.found = False
-        self._earlier: list[tuple[str, str]] = []  # name and arguments, as they were written
+        self._earlier: list[tuple[str, str]] = []  # name and arguments as written
         self._name = self._text = ""
         self._held = False
 
     def begin(self, name: str) -> list[CallBegin | CallArguments]:
-        """Begin a call; returns the text to show."""
+        """Begin a call and return the text to show."""
         self._name, self._text = name, ""
         self._held = self._may_repeat
         return [] if self._held else [CallBegin(name)]
 
     def add(self, text: str) -> list[CallBegin | CallArguments]:
-        """Add to the call's arguments; returns the text to show."""
+        """Add to the call's arguments and return the text to show."""
         self._text += text
         if not self._held:
             return [CallArguments(text)]
         return [] if self._may_repeat else self._release()
 
     def end(self) -> list[CallBegin | CallArguments]:
-        """End the call; returns the text to show."""
+        """End the call and return the text to show."""
         call = self._name, self._text
         if self._held and call in self._earlier:
             self.found = True

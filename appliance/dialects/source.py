@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, for parsers written as if all of it were there.
+"""Feeds text that arrives in pieces to parsers written as if all of it were there.
 
-A parser is a generator: it pauses where the text so far does not decide, and goes on when there is
-more. So its result cannot depend on how the text is cut.
+A parser is a generator: it pauses while the text so far is ambiguous, and resumes with more. So its
+result cannot depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Steps = Generator[None, None, ResultT]
 
 
 class MalformedCallError(Exception):
-    """Text that looked like a call is none."""
+    """Text that looked like a call is not one."""
 
 
 class Source:
-    """The text of one answer, and where its parser writes to.
+    """The text of one answer, and its parser's output.
 
     Attributes:
-        output: the parts found.
-        thinking: whether the parser is within a thought.
+        output: the parts read so far.
+        thinking: the parser is inside a thought.
     """
 
     def __init__(self, output: Output) -> None:
@@ -33,10 +33,10 @@ class Source:
         self.thinking = False
         self._text = ""
         self._at = 0
-        self._mark: int | None = None  # where an attempt began
-        self._marked = False  # it began with a mark
+        self._mark: int | None = None  # start of the attempt
+        self._marked = False  # the attempt began with a mark
         self._closed = False
-        self._starved = False  # the attempt wanted more text than there is
+        self._starved = False  # the attempt needed more text than there is
         self._cut = self._must_call = False
 
     def feed(self, text: str) -> None:
@@ -51,13 +51,13 @@ class Source:
         """End the text.
 
         Args:
-            cut: the model was not done, so half a mark is half a call and no content.
-            must_call: the answer has to be a call, so whatever there is of one is no content.
+            cut: the answer was cut off, so half a mark is half a call and not content.
+            must_call: the answer must be a call, so a partial call is not content.
         """
         self._closed = True
         self._cut, self._must_call = cut or must_call, must_call
 
-    # ---- attempts: what may turn out to be no call, and then is content ----
+    # ---- attempts: text that may be a call, else content ----
 
     def attempt(self, opening: str) -> None:
         """Begin an attempt at the text just read."""
@@ -65,18 +65,18 @@ class Source:
         self._marked, self._starved = bool(opening), False
 
     def begin_call(self, name: str) -> None:
-        """It is a call."""
+        """Decide that the attempt is a call."""
         self._mark = None
         self.output.begin_call(name)
 
     def drop_attempt(self) -> None:
-        """Drop the text read since: it is neither a call nor content."""
+        """Drop the attempt's text: it is neither a call nor content."""
         self._mark = None
 
     def give_up(self) -> None:
-        """End an attempt: its text is content, or a broken call if one has begun.
+        """End a failed attempt: its text is content, or a broken call if one has begun.
 
-        One that was cut short is neither: nothing of it is shown.
+        An attempt that was cut off is neither, and is dropped.
         """
         if self._mark is None:
             self.output.end_call()
@@ -87,10 +87,10 @@ class Source:
             self.output.content(self._text[self._mark : self._at])
         self._mark = None
 
-    # ---- reading; every method pauses until the text decides ----
+    # ---- reading: every method pauses until the text is unambiguous ----
 
     def more(self) -> Steps[bool]:
-        """Wait for more text; False if none will come."""
+        """Wait for more text; return False at the end."""
         length = len(self._text) - self._at
         while len(self._text) - self._at == length:
             if self._closed:
@@ -107,17 +107,17 @@ class Source:
         return self._text[self._at]
 
     def advance(self) -> str:
-        """Read the character that was peeked at."""
+        """Read the peeked character."""
         self._at += 1
         return self._text[self._at - 1]
 
     def skip_space(self) -> Steps[None]:
-        """Read over white space."""
+        """Skip white space."""
         while (yield from self.peek()).isspace():
             self._at += 1
 
     def literal(self, expected: str) -> Steps[bool]:
-        """Read a fixed text if it is next."""
+        """Read a fixed text if it comes next; return True if it did."""
         while True:
             if self._text.startswith(expected, self._at):
                 self._at += len(expected)
@@ -128,7 +128,7 @@ class Source:
                 return False
 
     def closing(self, expected: str) -> Steps[bool]:
-        """Read a fixed text after white space, or the beginning of it at the end."""
+        """Read a fixed text after white space, or its beginning at the end of the text."""
         yield from self.skip_space()
         if (yield from self.literal(expected)):
             return True
@@ -137,17 +137,17 @@ class Source:
         return False
 
     def scalar(self, ends: str) -> Steps[str]:
-        """Read up to one of these characters, which is left, or to the end."""
+        """Read up to, not including, one of these characters, or to the end."""
         text = ""
         while (character := (yield from self.peek())) and character not in ends:
             text += self.advance()
         return text
 
     def collect(self, *markers: str) -> Steps[str]:
-        """Read up to a marker, and read that too.
+        """Read up to and including a marker.
 
         Raises:
-            MalformedCallError: it does not come.
+            MalformedCallError: the text ends before.
         """
         pieces: list[str] = []
         if (yield from self.until(markers, pieces.append)) is None:
@@ -155,11 +155,11 @@ class Source:
         return "".join(pieces)
 
     def until(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str | None]:
-        """Hand on text up to the first of some markers, which is read, too.
+        """Pass on text up to the first of some markers, and read the marker.
 
         Args:
-            markers: none is the beginning of another.
-            emit: gets the text as it becomes certain.
+            markers: none may begin another.
+            emit: takes the text as it becomes final.
 
         Returns:
             The marker; None if the text ends before.
@@ -178,7 +178,7 @@ class Source:
                     return marker
             self._hand_on(held, emit)
             if not (yield from self.more()):
-                if not self._cut:  # else what is held back is half a marker
+                if not self._cut:  # else half a marker is held back
                     self._hand_on(len(self._text), emit)
                 self._at = len(self._text)
                 return None
@@ -189,7 +189,7 @@ class Source:
             emit(text)
 
     def _first_beginning(self, markers: tuple[str, ...]) -> int:
-        """Return the place where a marker begins that the text's end cuts, or the text's length."""
+        """Return where a marker begins that the text's end may cut; else the text's length."""
         length = len(self._text)
         for start in range(max(self._at, length - max(map(len, markers)) + 1), length):
             if any(marker.startswith(self._text[start:]) for marker in markers):

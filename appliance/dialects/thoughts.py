@@ -16,7 +16,7 @@ class ThoughtMarks(NamedTuple):
     closing: str
 
 
-# In the order in which they are looked for.
+# In the order of the search.
 KNOWN_MARKS = (
     ThoughtMarks("<|channel>thought", "<channel|>"),
     ThoughtMarks("[THINK]", "[/THINK]"),
@@ -27,7 +27,7 @@ KNOWN_MARKS = (
 
 
 def find_marks(template: str) -> ThoughtMarks | None:
-    """Find the marks of a template; many have the closing one only, to cut thoughts out."""
+    """Find a template's marks; many contain the closing one only, to strip thoughts."""
     return next((marks for marks in KNOWN_MARKS if marks.closing in template), None)
 
 
@@ -37,7 +37,7 @@ def read_thought(source: Source, marks: ThoughtMarks, *, begun: bool) -> Steps[N
     Args:
         source: the answer.
         marks: around a thought.
-        begun: whether the prompt ends with the opening mark, so that the answer is in a thought.
+        begun: the prompt ends with the opening mark, so the answer begins inside a thought.
     """
     source.thinking = begun
     source.attempt("")
@@ -50,7 +50,7 @@ def read_thought(source: Source, marks: ThoughtMarks, *, begun: bool) -> Steps[N
     source.output.begin_thought()
     yield from source.until((marks.closing,), source.output.thought)
     source.thinking = False
-    # A budget may force the mark just when it comes by itself.
+    # A budget may force the mark just as the model writes it.
     source.attempt("")
     yield from source.skip_space()
     if (yield from source.literal(marks.closing)):
@@ -64,7 +64,7 @@ def then_content(
     begun: bool,
     read_content: Callable[[Source], Steps[None]],
 ) -> Callable[[Source], Steps[None]]:
-    """A parser of answers whose thought, if any, comes first."""
+    """Return a parser of answers that may begin with a thought."""
 
     def parse(source: Source) -> Steps[None]:
         if marks is not None:

@@ -1,4 +1,4 @@
-"""A conversation with tools, as a model's own template takes it."""
+"""Prepares a conversation with tools for the model's chat template."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Turn = dict[str, Any]
 def prepare(
     dialect: Dialect, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[Turn], Sequence[Mapping[str, Any]] | None]:
-    """Return messages and tools in the form that the template takes.
+    """Return messages and tools in the template's form.
 
     Args:
-        turns: with arguments as JSON text and calls as OpenAI has them.
-        tools: as OpenAI has them; None if none may be called.
+        turns: messages with calls in OpenAI's form, arguments as JSON text.
+        tools: in OpenAI's form; None if none may be called.
 
     Returns:
         Turns, and tools if the template lists them.
@@ -40,7 +40,7 @@ def prepare(
 
 
 def short_id(call_id: str) -> str:
-    """Map an id to nine letters and digits, always the same; one of that form stays."""
+    """Map an id to nine letters and digits, deterministically; such an id stays as it is."""
     if len(call_id) == SHORT_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
@@ -63,7 +63,7 @@ def _adapt(turn: Turn, dialect: Dialect) -> None:
 
 
 def _object(arguments: str) -> Any:
-    """Parse arguments as an object; invalid ones stay text, which the model may read."""
+    """Parse arguments as an object; invalid ones stay text, which the model can still read."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -72,7 +72,7 @@ def _object(arguments: str) -> Any:
 
 
 def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
-    """Write calls and results as plain turns, and join neighbours."""
+    """Write calls and results as plain turns, and join adjacent turns of one role."""
     plain: list[Turn] = []
     for turn in turns:
         turn.pop("tool_call_id", None)

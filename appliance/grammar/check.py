@@ -1,4 +1,4 @@
-"""Finds the fault of a grammar that does not compile, and its place."""
+"""Finds a grammar's error and its place."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from appliance.errors import RequestError
 from appliance.grammar.grammar import Grammar, GrammarKind
 from appliance.grammar.source import limits, source_of
 
-MAX_TRIED = 2000  # parts of a schema, while the place of a fault is looked for
+MAX_TRIED = 2000  # subschemas tried while locating an error
 MAX_MESSAGE = 400  # characters
 _PLACED = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _QUOTED = re.compile(r"\s+\d+ \| ")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
-# Where a schema holds others: by name, in a list, or one.
+# Keywords with subschemas: by name, in a list, or one.
 _DEFINITIONS = ("$defs", "definitions")
 _BY_NAME = ("properties", "patternProperties", *_DEFINITIONS)
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -27,10 +27,10 @@ _SINGLE = ("items", "additionalProperties", "not", "if", "then", "else")
 
 
 class Problem(NamedTuple):
-    """A fault of a grammar.
+    """An error in a grammar.
 
     Attributes:
-        place: in a schema, names and indices from its root to the part that is wrong.
+        place: in a schema, names and indices from the root to the invalid part.
         message: for people.
     """
 
@@ -39,10 +39,10 @@ class Problem(NamedTuple):
 
 
 def problem_of(grammar: Grammar) -> Problem | None:
-    """Return the fault of a grammar that can be found without a vocabulary, or None.
+    """Return a grammar's error, as far as it shows without a vocabulary; None if valid.
 
-    Costs as much as compiling it, and many times that if something is wrong; whoever does not
-    trust the text calls it in a process with limits.
+    Costs as much as compiling, and many times that on an error; for untrusted text call it in a
+    limited process.
     """
     message = _why_refused(grammar)
     if message is None:
@@ -53,13 +53,13 @@ def problem_of(grammar: Grammar) -> Problem | None:
 
 
 def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
-    """Check a stranger's grammar in a process of its own.
+    """Check an untrusted grammar, in a process of its own.
 
     Args:
-        request: `kind` and `text` of a grammar; GBNF is Lark of another spelling.
+        request: `kind` and `text` of a grammar; GBNF counts as Lark.
 
     Returns:
-        `text` as the engine compiles it, or why it is `refused` and `place`.
+        `text` for the engine's compiler, or `refused` with the reason, and `place`.
     """
     grammar = Grammar(GrammarKind(request["kind"]), request["text"])
     try:
@@ -74,7 +74,7 @@ def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
 
 
 def in_words(message: str, kind: GrammarKind) -> str:
-    """Translate llguidance's message to the user's lines, without its quotes of the text."""
+    """Map llguidance's message to the user's line numbers, without its quotes of the text."""
     found = _PLACED.match(message)
     if found:
         message = found[3]
@@ -118,7 +118,7 @@ def _blame(schema: Any, message: str) -> Problem:
 
 
 def _why_part(part: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | None:
-    """Return the fault of a part itself, not of a definition that it refers to."""
+    """Return the error in a part itself, not in a definition that it refers to."""
     lenient = {
         key: dict.fromkeys(value, True) if isinstance(value, Mapping) else value
         for key, value in definitions.items()
@@ -128,7 +128,7 @@ def _why_part(part: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | 
 
 
 def _parts(schema: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every schema inside a schema with its place, outer ones first."""
+    """Yield every subschema with its place, outer ones first."""
     if not isinstance(schema, Mapping):
         return
     yield place, schema

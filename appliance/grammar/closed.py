@@ -1,9 +1,9 @@
-"""Objects that list their properties get no others, unless their schema speaks of others.
+"""Closes objects that list their properties, unless the schema mentions others.
 
-JSON Schema lets any object have more properties than it lists. A small model then adds some until
-its tokens run out, and no author of a schema has missed them: OpenAI's strict schemas demand
-`additionalProperties: false`, and llama.cpp's grammars assume it. What a closed schema admits, the
-open one admits too.
+JSON Schema allows more properties than an object lists. A small model then adds some until its
+tokens run out, and authors do not expect them: OpenAI's strict schemas demand
+`additionalProperties: false`, and llama.cpp's grammars assume it. Whatever a closed schema accepts,
+the open one accepts too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "propertyNames")
-# Their parts describe the same object, so a part that is closed would exclude what another demands.
+# Their parts describe one object, so a closed part would exclude what another requires.
 _COMBINE = (
     "allOf", "not", "if", "dependentSchemas", "dependencies", "unevaluatedProperties",
     "$dynamicRef", "$recursiveRef",
@@ -24,9 +24,9 @@ _OPEN = ("additionalProperties", "patternProperties")
 
 
 def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add `additionalProperties: false` to objects that list all they need.
+    """Add `additionalProperties: false` to objects that list their properties.
 
-    A schema that describes one object in several places is left as it is.
+    A schema that describes one object in several places stays unchanged.
     """
     if any(map(_combines, _nodes(schema))):
         return schema
@@ -71,7 +71,7 @@ def _combines(node: Mapping[str, Any]) -> bool:
 
 
 def _nodes(node: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield every schema in a schema."""
+    """Yield every subschema."""
     if not isinstance(node, Mapping):
         return
     yield node

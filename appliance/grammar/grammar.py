@@ -19,8 +19,8 @@ MAX_TEXT = 256 * 1024  # characters: a coding agent's tools take a third of it
 MAX_DEPTH = 64  # of a schema as JSON: each object in an object is two levels
 MAX_CHOICES = 1024
 
-# Between two parts of a JSON text: nothing, one space, or a line break and an indentation. Without
-# a bound, a small model fills its answer with spaces.
+# White space between two JSON tokens: none, one space, or a line break with indentation. Without
+# a limit, a small model fills its answer with spaces.
 WHITESPACE = r" |\n {0,32}"
 
 
@@ -43,18 +43,18 @@ class Grammar(msgspec.Struct, frozen=True):
         TEXT: /(.|\n)*/
         call: %json {"type": "object"}
 
-    A text that is no special token triggers what comes after it by a rule marked `[lazy]`:
+    Plain text triggers the rest by a rule marked `[lazy]`:
 
         start: intro call
         intro[lazy]: /(.|\n)*<function=/
 
-    The answer may end wherever the grammar could, and ends at once where it must.
+    The answer may end where the grammar may, and ends at once where it must.
 
     Args:
         kind: how to read `text`.
         text: the schema, expression or grammar.
-        after: id of the token that begins it, as `</think>`. The tokens up to this one are free,
-            and so is an answer that never has it. None restricts the answer from its beginning.
+        after: id of the token that activates it, such as `</think>`; earlier tokens are free, and
+            so is an answer without it. None constrains the answer from its beginning.
 
     Raises:
         RequestError: the text is too long.
@@ -72,26 +72,26 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """JSON that obeys a schema, given as an object or as JSON text.
+        """Accept JSON under a schema, given as an object or as JSON text.
 
         Raises:
-            RequestError: it is no schema, or is nested too deeply.
+            RequestError: it is not a schema, or is nested too deeply.
         """
         return cls(GrammarKind.JSON_SCHEMA, canonical_schema(schema))
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Accept any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, expression: str) -> Grammar:
-        """Text that an expression matches from its beginning to its end."""
+        """Accept text that an expression matches entirely."""
         return cls(GrammarKind.REGEX, expression)
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Grammar:
-        """One of several texts.
+        """Accept one of several texts.
 
         Raises:
             RequestError: there are none, or too many.
@@ -102,10 +102,10 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """A grammar in Lark's notation or in GBNF, llama.cpp's.
+        """Accept a grammar in Lark's notation or in GBNF, llama.cpp's.
 
         Raises:
-            RequestError: it is GBNF and cannot be read.
+            RequestError: it is invalid GBNF.
         """
         if "::=" not in text or len(text) > MAX_TEXT:
             return cls(GrammarKind.LARK, text)
@@ -118,12 +118,12 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
-    """Write a schema as compact JSON in its own order, which answers follow.
+    """Write a schema as compact JSON, keeping the order of properties, which answers follow.
 
     Objects are closed, see `close_objects`.
 
     Raises:
-        RequestError: it is no schema, or is nested too deeply.
+        RequestError: it is not a schema, or is nested too deeply.
     """
     if isinstance(schema, str):
         try:
@@ -139,16 +139,16 @@ def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
 
 
 def embedded(schema: Mapping[str, Any] | bool | str) -> str:
-    """A schema for use in a rule of a Lark grammar.
+    """Return a schema for use in a rule of a Lark grammar.
 
     Raises:
-        RequestError: as of `canonical_schema`.
+        RequestError: as for `canonical_schema`.
     """
     return f"%json {with_options(canonical_schema(schema))}"
 
 
 def with_options(schema: str) -> str:
-    """Set our way to write JSON in a canonical schema, in place of any that it names."""
+    """Set our JSON formatting in a canonical schema, over any that it names."""
     options = f'"x-guidance":{json.dumps({"whitespace_pattern": WHITESPACE})}'
     content = json.loads(schema)
     if content is True:

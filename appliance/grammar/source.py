@@ -16,8 +16,8 @@ def source_of(grammar: Grammar, *, forces: bool = False) -> str:
     """Return the Lark grammar for the compiler.
 
     Args:
-        forces: where the text is determined, its usual tokens are the only ones allowed; else they
-            are the model's own choice.
+        forces: only the usual tokens of determined text are allowed; else the model chooses how
+            to tokenize it.
     """
     head = f'%llguidance {{"no_forcing": {str(not forces).lower()}}}\n'
     match grammar.kind:
@@ -30,12 +30,12 @@ def source_of(grammar: Grammar, *, forces: bool = False) -> str:
 
 
 def limits() -> LLParserLimits:
-    """Limits of compiling and of each step: milliseconds, of which a usual schema needs none."""
+    """Limit compiling and each step: to milliseconds, far above a usual schema's needs."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=200_000,  # about 14 ms
         step_max_items=50_000,  # about 3 ms
         max_lexer_states=50_000,  # of 1 to 2 KB
         max_grammar_size=500_000,
-        verbose_errors=False,  # they would tell of the prompt
+        verbose_errors=False,  # they would reveal the prompt
     )

@@ -1,4 +1,4 @@
-"""The tokens that a Lark grammar names, as `<tool_call>` and `<[151657]>`, and those there are."""
+"""Checks the tokens that a Lark grammar names, such as `<tool_call>` and `<[151657]>`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from appliance.errors import RequestError
 
-# Whatever comes first counts, so that a name within a text, an expression or a comment is none.
+# The first match wins, so names inside texts, expressions and comments do not count.
 _NAMES = re.compile(
     r""" "(?:\\.|[^"\\\n])*" | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\\n])+/ | (?P<name><[^<>\s]+>) """,
     re.VERBOSE,
@@ -19,12 +19,12 @@ def check_token_names(text: str, control: Collection[str], vocab_size: int) -> N
     """Check that a model has the tokens that a Lark grammar names.
 
     Args:
-        text: of the grammar, which is well-formed.
+        text: of a well-formed grammar.
         control: texts of the model's control tokens.
-        vocab_size: ids that there are.
+        vocab_size: number of ids.
 
     Raises:
-        RequestError: it lacks one; the message says where it is named.
+        RequestError: it lacks one; the message has the place.
     """
     for found in _NAMES.finditer(text):
         name = found["name"]

@@ -1,4 +1,4 @@
-"""Arguments without JSON's quotes, whose types the schema gives."""
+"""Arguments without JSON's quotes, typed by the schema."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class ArgumentWriter:
-    """Writes the object of arguments while they are read.
+    """Writes the arguments as a JSON object while reading them.
 
     Args:
         source: the answer; a call has begun.
-        schema: of the arguments.
+        schema: JSON Schema of the arguments.
     """
 
     def __init__(self, source: Source, schema: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ def is_text(schema: Any) -> bool:
 
 
 def as_json(text: str) -> str:
-    """A value as JSON: itself, if it is some, or else a string."""
+    """Return a value as JSON: itself if it is valid JSON, else a string."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def as_json(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A piece of a JSON string."""
+    """Escape a piece of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -77,7 +77,7 @@ def _refuse(name: str) -> None:
 
 
 def bare(arguments: str) -> dict[str, str]:
-    """The arguments as texts, as they stand between marks."""
+    """Return the arguments as texts, as written between marks."""
     values = json.loads(arguments)
     if not isinstance(values, dict):
         raise MalformedCallError
@@ -94,11 +94,11 @@ def bare_arguments(
     between: tuple[str, ...],
     after: tuple[str, ...],
 ) -> str:
-    """Rules for the arguments of a call, in the order of the schema.
+    """Add rules for the arguments of a call, in the schema's order.
 
     Args:
-        schema: of all of them.
-        lark: that the rules go to.
+        schema: JSON Schema of all arguments.
+        lark: collects the rules.
         before: marks before a key.
         between: after the key, before the value.
         after: after the value.

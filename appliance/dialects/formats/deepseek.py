@@ -23,7 +23,7 @@ class DeepSeek(CallForm):
     """`function<sep>f`, then a fenced object; or `f<sep>` and the object. Both are read.
 
     Args:
-        fenced: write the first.
+        fenced: write the first form.
     """
 
     marks: tuple[str, ...] = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)

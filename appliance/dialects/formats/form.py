@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from appliance.dialects.source import Source, Steps
     from appliance.dialects.thoughts import ThoughtMarks
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the name of the tool
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by tool
 
 
 class CallForm(ABC):
@@ -21,12 +21,12 @@ class CallForm(ABC):
 
     Attributes:
         name: for people.
-        marks: texts to be shown to the parser, also where they are control tokens.
+        marks: texts that the parser must see, even if they are control tokens.
         opening: the mark before a call; empty if there is none.
-        between: what stands between two calls; None if a turn has but one.
-        short_ids: calls are told apart by nine letters and digits, and by nothing else.
-        thought_marks: around thoughts, where they are part of the form.
-        framed: all of an answer stands between marks, so that it is read even without tools.
+        between: text between two calls; None if a turn has only one.
+        short_ids: the ids of calls must be nine letters and digits.
+        thought_marks: around thoughts, if they belong to the form.
+        framed: the whole answer is between marks, so it is read even without tools.
     """
 
     name: str
@@ -39,11 +39,11 @@ class CallForm(ABC):
 
     @abstractmethod
     def recognises(self, text: str, tool: str) -> bool:
-        """Return True if a template that wrote this for a call of that tool has this form."""
+        """Return True if a template that rendered this for a call has this form."""
 
     @abstractmethod
     def write(self, name: str, arguments: str) -> str:
-        """A call as the model is to write it, with its arguments as JSON."""
+        """Write a call as the model should, given its arguments as JSON."""
 
     @abstractmethod
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
@@ -54,11 +54,11 @@ class CallForm(ABC):
         """Return the Lark grammar that follows the opening in a call of that tool."""
 
     def remarks(self, lark: Lark) -> str:
-        """The grammar of text before a call or an answer, where the form is framed."""
+        """Return the grammar of text before a call or an answer, in a framed form."""
         return ""
 
     def plain(self, lark: Lark, text: str | None = None) -> str:
-        """An answer without a call; `text` is the rule for its text, if not any will do."""
+        """Return the grammar of an answer without a call; `text` is its text's rule, None any."""
         return text or lark.without(self.opening)
 
 
@@ -70,8 +70,8 @@ def read_content(
     Args:
         source: the answer.
         openings: marks that begin calls.
-        read_calls: what follows such a mark; where it fails before a call begins, all of it is
-            content.
+        read_calls: reads what follows such a mark; if it fails before a call begins, all of it
+            is content.
     """
     while (opening := (yield from source.until(openings, source.output.content))) is not None:
         source.attempt(opening)

@@ -12,19 +12,19 @@ from appliance.dialects.lark import anywhere
 if TYPE_CHECKING:
     from appliance.dialects.lark import Lark
 
-MAX_NESTING = 8  # beyond which any plain value goes
+MAX_NESTING = 8  # beyond which any plain value is allowed
 NO_SCHEMA: Mapping[str, Any] = MappingProxyType({})
 _OF_STRINGS = ("pattern", "minLength", "maxLength")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 class NotQuiteJson:
-    """Makes rules for values that obey a schema: types, names, enums, numbers, patterns, lengths.
+    """Builds rules for values that obey a schema: types, names, enums, numbers, patterns, lengths.
 
     Args:
         quote: on both sides of a string.
-        lark: that the rules go to.
-        root: the schema that references are looked up in.
+        lark: collects the rules.
+        root: schema in which references are resolved.
     """
 
     def __init__(self, quote: str, lark: Lark, root: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class NotQuiteJson:
         self._root = root
 
     def value(self, schema: Any, nesting: int = 0) -> str:
-        """The rule of a value."""
+        """Return the rule of a value."""
         schema = self._resolved(schema)
         if nesting > MAX_NESTING or not isinstance(schema, Mapping):
             return self._plain()
@@ -73,7 +73,7 @@ class NotQuiteJson:
                 return self._plain()
 
     def _object(self, schema: Mapping[str, Any], nesting: int) -> str:
-        """Required members first, then the others, each of them or not."""
+        """Return the rule of an object: required members first, then optional ones."""
         pairs = {
             key: f"{self._lark.mark(key + ':')} {self.value(one, nesting + 1)}"
             for key, one in (schema.get("properties") or {}).items()

@@ -42,12 +42,12 @@ class Harmony(CallForm):
         return f"{head} {lark.schema(schema)} {lark.mark(ENDS[1])}"
 
     def remarks(self, lark: Lark) -> str:
-        """Thoughts and remarks, each a message."""
+        """Return the grammar of thoughts and remarks, each a message."""
         text = f"{lark.mark(MESSAGE)} {lark.until(ENDS[0])} {lark.marks(START, 'assistant')}"
         return f'({lark.mark(CHANNEL)} ("analysis" | "commentary") {text})*'
 
     def plain(self, lark: Lark, text: str | None = None) -> str:
-        """An answer without a call."""
+        """Return the grammar of an answer without a call."""
         return f"{lark.marks(CHANNEL, 'final', MESSAGE)} {text or lark.without(ENDS[2])}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:

@@ -35,12 +35,12 @@ class Llama(CallForm):
         return call_object(name, arguments, key="parameters")
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """A call."""
+        """Return the grammar of a call."""
         head = f'{{"name": "{name}", "parameters": '
         return f"{lark.mark(head)} {lark.schema(schema)} {lark.mark('}')}"
 
     def plain(self, lark: Lark, text: str | None = None) -> str:
-        """An answer without a call: it does not begin like one."""
+        """Return the grammar of an answer that does not begin like a call."""
         return text or lark.rule(r"/\s*([^{\s](.|\n)*)?/")
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:

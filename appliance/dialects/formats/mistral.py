@@ -23,7 +23,7 @@ class Mistral(CallForm):
     Both are read.
 
     Args:
-        named: write the second.
+        named: write the second form.
     """
 
     marks: tuple[str, ...] = (OPENING, ID, ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Calls as Python writes them, `[f(a=1), g()]`: Llama 3.2 and 4 where asked so, and LFM2."""
+"""Calls in Python's syntax, `[f(a=1), g()]`: Llama 3.2 and 4 if asked to, and LFM2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 class Pythonic(CallForm):
     """A list of calls with named arguments, between marks or at the beginning of an answer.
 
-    There it is one only if it begins with the name of a tool, since any answer can have brackets.
+    At the beginning it must name a tool, since any answer can have brackets.
 
     Args:
         name: for people.
@@ -61,7 +61,7 @@ class Pythonic(CallForm):
         return f"{lark.mark(f'[{name}(')} {inner} {lark.marks(')]', self._tail)}"
 
     def plain(self, lark: Lark, text: str | None = None) -> str:
-        """An answer without a call; without marks, it does not begin like one."""
+        """Return the grammar of an answer without a call; it does not begin like one."""
         if self._bare:
             return text or lark.rule(r"/\s*([^\[\s](.|\n)*)?/")
         return super().plain(lark, text)
@@ -90,11 +90,11 @@ def read_list(source: Source, schemas: Schemas | None) -> Steps[None]:
     """Read a list of calls.
 
     Args:
-        source: at the list.
-        schemas: of the tools, if only their names can begin it.
+        source: positioned at the list.
+        schemas: the tools', if only their names can begin the list.
 
     Raises:
-        MalformedCallError: it is none, or breaks off.
+        MalformedCallError: it is not a list of calls, or breaks off.
     """
     yield from source.skip_space()
     if not (yield from source.literal("[")):
@@ -117,7 +117,7 @@ def read_list(source: Source, schemas: Schemas | None) -> Steps[None]:
 
 
 def _read_items(source: Source, opening: str, nesting: int) -> Steps[None]:
-    """Read the text between brackets, and write it as JSON: arguments, a dict or a list."""
+    """Read the text between brackets and write it as JSON: arguments, a dict or a list."""
     emit, closing = source.output.arguments, _CLOSING[opening]
     if nesting > MAX_NESTING:
         raise MalformedCallError
@@ -201,7 +201,7 @@ def _value_rule(schema: Any, shared: Mapping[str, Any], lark: Lark) -> str:
 
 
 def _written(value: Any) -> str:
-    """A value as Python writes it, with the quotes of JSON."""
+    """Write a value in Python's syntax, with JSON's quotes."""
     if isinstance(value, dict):
         pairs = (f"{_written(key)}: {_written(inner)}" for key, inner in value.items())
         return f"{{{', '.join(pairs)}}}"
