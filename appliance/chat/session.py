@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ from appliance.chat.screen import ChatScreen
 from appliance.errors import ApplianceError
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from appliance.chat.dialogue import Dialogue
     from appliance.chat.question_line import QuestionLine
     from appliance.tui.server import Server
@@ -44,8 +48,8 @@ class ChatSession:
         answer = ChatAnswer()
         body = self.conversation.body(question)
         try:
-            asyncio.run(fetch_answer(self.server, body, answer, self.screen.piece))
-        except KeyboardInterrupt:
+            asyncio.run(_until_ctrl_c(fetch_answer(self.server, body, answer, self.screen.piece)))
+        except asyncio.CancelledError:
             self.screen.end()
             self.screen.note("stopped")
         finally:
@@ -72,3 +76,22 @@ class ChatSession:
                 self.screen.note("the question was not kept; /undo and /clear make prompts shorter")
             except ApplianceError as error:
                 self.screen.note(f"error: {error}")
+
+
+async def _until_ctrl_c(answer: Coroutine[None, None, None]) -> None:
+    """Await an answer.
+
+    Raises:
+        asyncio.CancelledError: Ctrl-C came. `asyncio.run` alone misses one that comes just before
+            its loop waits for the server; a handler of the loop wakes it.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    if threading.current_thread() is not threading.main_thread():  # signals are not for it
+        await answer
+        return
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await answer
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

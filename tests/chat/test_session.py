@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,3 +161,26 @@ def test_orders_change_the_conversation(tmp_path: Path) -> None:
 def test_control_characters_never_reach_the_terminal() -> None:
     text = "a\x1b[31m\tb\r\n\x07\x9bc\x7fé🎈"
     assert printable(text) == "a[31m\tb\ncé🎈"
+
+
+def test_ctrl_c_stops_an_answer_whose_loop_it_does_not_wake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when it comes just before the loop waits: it interrupts nothing."""
+
+    async def answer_for_ever(_: Server, __: object, answer: ChatAnswer, show: Any) -> None:
+        answer.text = "a piece"
+        show(answer.text, False)
+        # Called while the loop waits for it, so this thread takes the signal.
+        threading.Timer(0.1, interrupt).start()
+        await asyncio.Event().wait()
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    monkeypatch.setattr("appliance.chat.session.fetch_answer", answer_for_ever)
+    session = session_with("http://127.0.0.1:9")
+    session.ask("q")
+    assert shown(session) == "a piece\nstopped\n"
+    assert session.conversation.turns == [Turn("q", "a piece")]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
