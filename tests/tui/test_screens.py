@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -165,10 +168,12 @@ async def test_an_empty_log_says_so(event_server: EventServer) -> None:
         assert "Nothing to tell" in screen_text(app)
 
 
-async def test_back_in_time_and_forward_again(event_server: EventServer) -> None:
+async def test_back_in_time_and_forward_again(
+    event_server: EventServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with dashboard(event_server) as (app, pilot):
         before = block_map_colors(app)
-        await pilot.pause(0.3)
+        then = time.monotonic()
         event_server.send(snapshot([CACHED] * 4096))
         await shown(
             app,
@@ -176,7 +181,9 @@ async def test_back_in_time_and_forward_again(event_server: EventServer) -> None
             lambda: app.session.state.blocks and app.session.state.blocks.counts().active == 0,
         )
         assert block_map_colors(app) != before
-        app.session.rewind(0.2)
+        clock = SimpleNamespace(monotonic=lambda: then + 3)
+        monkeypatch.setattr("appliance.tui.session.time", clock)
+        app.session.rewind(3)
         await shown(app, pilot)
         assert "paused" in screen_text(app)
         assert block_map_colors(app) == before
