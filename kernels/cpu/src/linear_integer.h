@@ -18,21 +18,23 @@
 #define REGISTER_ROWS 1
 #endif
 
-INLINE vfloat load_scale(const void *scales, int64_t index, int32_t scale_format) {
+/* Only E2M1 has scales of E8M0: for the others, whose format is a constant, none are looked for. */
+INLINE vfloat load_scale(const void *scales, int64_t index, int32_t scale_format, int format) {
     if (scale_format == AP_F16) return vf_load_half((const uint16_t *)scales + index);
-    if (scale_format == AP_E8M0) /* codes count halves */
+    if (format == AP_E2M1 && scale_format == AP_E8M0) /* codes count halves */
         return vf_mul(vf_load_e8m0((const uint8_t *)scales + index), vf_set(0.5f));
     return vf_load((const float *)scales + index);
 }
 
 /* what is added to code * scale */
-INLINE vfloat load_offset(const ap_linear *w, int64_t index, vfloat scale) {
-    vfloat offset = load_scale(w->offsets, index, w->scale_format);
+INLINE vfloat load_offset(const ap_linear *w, int64_t index, vfloat scale, int format) {
+    vfloat offset = load_scale(w->offsets, index, w->scale_format, format);
     return w->offset_kind == AP_ADDITIVE ? offset : vf_fnma(offset, scale, vf_zero());
 }
 
-INLINE void prefetch_scales(const ap_linear *w, int64_t index) {
-    int64_t byte = index * scale_bytes(w->scale_format);
+INLINE void prefetch_scales(const ap_linear *w, int64_t index, int format) {
+    int32_t few = w->scale_format == AP_F16 ? 2 : 4;
+    int64_t byte = index * (format == AP_E2M1 ? scale_bytes(w->scale_format) : few);
     prefetch((const char *)w->scales + byte);
     if (w->offset_kind != AP_CENTERED) prefetch((const char *)w->offsets + byte);
 }
@@ -96,10 +98,10 @@ INLINE void multiply_integer(const multiplication *m, int format, int rows) {
         vfloat acc[REGISTER_ROWS];
         EACH_ROW acc[r] = vf_zero();
         for (int32_t g = 0; g < groups; g++, scale_at += AP_LANES) {
-            prefetch_scales(w, scale_at + scales_ahead);
-            vfloat scale = load_scale(w->scales, scale_at, w->scale_format);
+            prefetch_scales(w, scale_at + scales_ahead, format);
+            vfloat scale = load_scale(w->scales, scale_at, w->scale_format, format);
             if (format != AP_E2M1 && w->offset_kind != AP_CENTERED) {
-                vfloat offset = load_offset(w, scale_at, scale);
+                vfloat offset = load_offset(w, scale_at, scale, format);
                 EACH_ROW acc[r] = vf_fma(offset, vf_set(row[r].sum), acc[r]);
             }
             for (int32_t i = 0; i < sixteens; i++) {
