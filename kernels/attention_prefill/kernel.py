@@ -100,44 +100,17 @@ def prefill_kernel(
     b_query_sum = tl.sum(b_query.to(tl.float32), 1)
     b_position = first_position + o_m // GROUP_PADDED
     b_max, b_sum, b_acc = start(BLOCK_M, HEAD_DIM_PADDED)
-    closed_end = key_end
+    # All rows see the keys before the first one's tile; those of sealed pages anyway.
+    full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, key_end)
     if CODES == "sealed":
         sealed_len = tl.load(sealed_lens_ptr + i_seq)
-        closed_end = tl.minimum(sealed_len, key_end)
+        full_end = tl.minimum(sealed_len, key_end)
     p_table = block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride
-    b_max, b_sum, b_acc = attend(
-        b_query,
-        b_query_sum,
-        row_scale,
-        b_position,
-        b_max,
-        b_sum,
-        b_acc,
-        pages_ptr,
-        p_table,
-        0,
-        halves_ptr,
-        i_kv_head,
-        num_kv_heads,
-        key_begin,
-        closed_end,
-        cap,
-        window,
-        window_end,
-        CODES,
-        ASM,
-        PAGE_ELEMENTS,
-        PRECISION,
-        CODES != "sealed",
-        HAS_WINDOW,
-        HAS_SOFTCAP,
-        HEAD_DIM,
-        HEAD_DIM_STORED,
-        BLOCK_N,
-        NUM_STAGES,
-    )
-    if CODES == "sealed":
-        p_table = open_tables_ptr + i_seq.to(tl.int64) * open_tables_stride
+    if CODES != "sealed" and (HAS_WINDOW or COMPUTE == "fp32"):
+        # One loop that masks every tile. A window leaves few that are full, and to ask for each
+        # whether it is costs warps their own rows; for float32 registers are few.
+        full_end = key_begin
+    else:
         b_max, b_sum, b_acc = attend(
             b_query,
             b_query_sum,
@@ -146,20 +119,60 @@ def prefill_kernel(
             b_max,
             b_sum,
             b_acc,
-            open_pages_ptr,
+            pages_ptr,
             p_table,
-            sealed_len,
+            0,
+            halves_ptr,
+            i_kv_head,
+            num_kv_heads,
+            key_begin,
+            full_end,
+            cap,
+            window,
+            window_end,
+            CODES,
+            ASM,
+            PAGE_ELEMENTS,
+            PRECISION,
+            False,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            HEAD_DIM,
+            HEAD_DIM_STORED,
+            BLOCK_N,
+            NUM_STAGES,
+        )
+    # What is left are the keys among the rows, or an open page.
+    p_tail = pages_ptr
+    tail_table = 0
+    if CODES == "sealed":
+        p_tail = open_pages_ptr
+        p_table = open_tables_ptr + i_seq.to(tl.int64) * open_tables_stride
+        tail_table = sealed_len
+    tail_begin = tl.maximum(key_begin, full_end)
+    if tail_begin < key_end:
+        b_max, b_sum, b_acc = attend(
+            b_query,
+            b_query_sum,
+            row_scale,
+            b_position,
+            b_max,
+            b_sum,
+            b_acc,
+            p_tail,
+            p_table,
+            tail_table,
             None,
             i_kv_head,
             num_kv_heads,
-            tl.maximum(key_begin, closed_end),
+            tail_begin,
             key_end,
             cap,
             window,
             window_end,
-            "int8",
+            "int8" if CODES == "sealed" else CODES,
             ASM,
-            OPEN_ELEMENTS,
+            OPEN_ELEMENTS if CODES == "sealed" else PAGE_ELEMENTS,
             PRECISION,
             True,
             HAS_WINDOW,
@@ -172,11 +185,17 @@ def prefill_kernel(
     if CODES == "fp8":
         b_acc *= FP8_FACTOR * tl.load(head_scales_ptr + num_kv_heads + i_kv_head)
     b_output = b_acc * (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
+    # Read anew: where the rows go to takes no registers until here.
+    query_start = tl.load(query_start_ptr + i_seq, volatile=True)
+    num_rows = tl.load(query_start_ptr + i_seq + 1, volatile=True) - query_start
+    b_row = first_row + o_m // GROUP_PADDED
+    b_head = i_kv_head * GROUP + o_m % GROUP_PADDED
+    b_valid_m = (b_row < num_rows) & (o_m % GROUP_PADDED < GROUP)
     if HAS_SINKS:
         b_lse = b_max + tl.log2(tl.maximum(b_sum, SMALLEST))
         b_sink = tl.load(sinks_ptr + b_head, mask=b_valid_m, other=0.0)
         b_output *= beside_sink(b_lse, b_sink)[:, None]
-    b_output_row = b_query_row * (num_kv_heads * GROUP) + b_head
+    b_output_row = (query_start + b_row).to(tl.int64) * (num_kv_heads * GROUP) + b_head
     tl.store(
         output_ptr + b_output_row[:, None] * HEAD_DIM + o_dim[None, :],
         b_output.to(output_ptr.dtype.element_ty),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
@@ -31,8 +33,14 @@ if TYPE_CHECKING:
     from appliance.kernels.backend import Linear
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
+logger = logging.getLogger(__name__)
+
 BLOCK_K = 128
 QUANTIZE_BLOCK = 2048
+# Rows of x up to which our kernel multiplies, its inputs split among programs; more rows fill the
+# GPU without, and the library's tiles need not come out of registers every 128 inputs.
+MOST_OWN_ROWS = 64
+LIBRARY_MULTIPLE = 16  # of inputs and outputs
 _FOOTPRINTS = Footprints(fp8_matmul_kernel)
 
 
@@ -82,6 +90,8 @@ class Fp8Linear:
         tile = choose_fp8_tile(num_tokens, target.capability)
         tiles_n, blocks_k = -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K)
         codes, scales = quantize_rows(x)
+        if num_tokens > MOST_OWN_ROWS and self._suits_library(x):
+            return self._by_library(codes, scales, x.dtype)
         workspace = workspace_of(x.device)
         fixed = fp8_constexprs(
             self.in_features,
@@ -110,6 +120,43 @@ class Fp8Linear:
             fp8_matmul_kernel[grid](*arguments, **options)
         return out
 
+    def _suits_library(self, x: Tensor) -> bool:
+        return (
+            x.dtype == torch.bfloat16
+            and not self.weight.is_blockwise
+            and self.out_features % LIBRARY_MULTIPLE == 0
+            and library_multiplies(x.device)
+        )
+
+    def _by_library(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch._scaled_mm(
+            codes.view(torch.float8_e4m3fn),
+            self.weight.codes.t(),
+            scale_a=scales[:, None],
+            scale_b=self.weight.scale[None, :],
+            bias=None if self.bias is None else self.bias.to(dtype),
+            out_dtype=dtype,
+        )
+
+
+@lru_cache
+def library_multiplies(device: torch.device) -> bool:
+    """Return True if torch multiplies e4m3 with a scale for each row and output there.
+
+    It says so only when asked, by GPU and by build: a small product is tried once.
+    """
+    side = LIBRARY_MULTIPLE
+    codes = torch.zeros((side, side), dtype=torch.float8_e4m3fn, device=device)
+    ones = torch.ones(side, dtype=torch.float32, device=device)
+    try:
+        torch._scaled_mm(
+            codes, codes.t(), scale_a=ones[:, None], scale_b=ones[None], out_dtype=torch.bfloat16
+        )
+    except RuntimeError as error:
+        logger.info("FP8 products of many rows stay with our kernel: %s", error)
+        return False
+    return True
+
 
 def prepare_linear(
     weight: Fp8Weight,
@@ -136,6 +183,7 @@ def prepare_linear(
     _check_supported(weight, dtype, activations)
     workspace_of(weight.codes.device)
     if activations is ActivationKind.FP8:
+        library_multiplies(weight.codes.device)  # not in the midst of serving
         scale, codes = weight.scale.contiguous(), weight.codes.contiguous()
         return Fp8Linear(Fp8Weight(codes, scale), None if bias is None else bias.float())
     scale = weight.row_scales() if weight.is_blockwise else weight.scale

@@ -119,7 +119,13 @@ def padded(size: int) -> int:
 # Per kind of work three tiles: for head_dim up to 64, 128 and 256. Decode takes a page at a time,
 # for quantized pages with a single warp, whose registers their order is made for; of five stages
 # two bring block ids, so that two pages are on their way while one is multiplied. Where a cap on
-# registers stands, ptxas would else spill a few bytes to fit more programs.
+# registers stands, ptxas would else spill a few bytes to fit more programs, or take more
+# instructions; one of 128 is for two programs of eight warps on a multiprocessor.
+#
+# In prefill a tile of at least as many rows as a head has dimensions makes the compiler give each
+# warp rows of its own, so that no part of a softmax goes through shared memory; with fewer rows all
+# warps share them. Warpgroups have rows of their own anyway: there a tile of 64 leaves room for
+# more programs, of which some widen codes while others multiply.
 _Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: codes, not elements
 
 _PAGE = PAGE_TOKENS
@@ -135,21 +141,22 @@ _MMA_SYNC: _Tiles = {
         Tile(16, _PAGE, 2, 5, max_registers=255),
     ),
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 3)),
-    (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 4, 3), Tile(64, _PAGE, 8, 3)),
+    (Phase.PREFILL, True): (
+        Tile(128, _PAGE, 8, 3),
+        Tile(128, _PAGE, 8, 3, max_registers=255),
+        Tile(64, _PAGE, 8, 3),
+    ),
 }
 _WGMMA: _Tiles = {
     **_MMA_SYNC,
-    (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3)),
-    (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 8, 2)),
+    (Phase.PREFILL, False): (
+        Tile(128, 64, 8, 3),
+        Tile(128, 32, 8, 4, max_registers=128),
+        Tile(128, 32, 8, 3),
+    ),
+    (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 4, 3), Tile(64, _PAGE, 8, 2)),
 }
-_TABLES = {
-    80: {
-        **_MMA_SYNC,
-        # The larger tiles spill on this one alone.
-        (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 32, 8, 3)),
-    },
-    90: _WGMMA,
-}
+_TABLES = {90: _WGMMA}
 # Float32 is for checking the others: each product becomes three.
 _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
     Phase.DECODE: (

@@ -19,6 +19,7 @@ from compiled_kernels.gates import (
     GATES,
     Gate,
     offenders,
+    sharing_rows,
     shipped,
     spilling,
     taking_detours,
@@ -117,6 +118,7 @@ def test_prefill_takes_the_warpgroup_products_of_hopper(table: Table) -> None:
         ("planted: too few registers", spilling),
         ("planted: no promise of alignment", without_wide_loads),
         ("planted: too much shared memory", too_large),
+        ("planted prefill: fewer rows than dimensions, bf16 kv int8", sharing_rows),
         ("planted packed_matmul: another order of codes, int4 g128 fp32 rows 8", taking_detours),
         ("planted packed_matmul: another order of codes, int4 g128 fp32 rows 8", widening_slowly),
         (

@@ -52,6 +52,21 @@ def test_decode_fills_a_multiprocessor_and_no_more() -> None:
     assert decode_programs("bf16", 90, 2) == 4
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "num_warps", "programs"),
+    [("bf16", 8, 2), ("fp8", 4, 3), ("int8", 4, 3), ("int4", 4, 2), ("int4-sealed", 4, 3)],
+)
+def test_prefill_leaves_room_for_another_program_beside_it(
+    kv_format: str, num_warps: int, programs: int
+) -> None:
+    """On Hopper, where one multiplies while another has its softmax or widens codes."""
+    if not GOLDEN.exists():
+        pytest.skip(f"there is no {GOLDEN.name}")
+    found = load(GOLDEN)[f"attention prefill llama_8b bf16 kv {kv_format}", 90]
+    program = Footprint(found["registers"], found["shared"], num_warps)
+    assert LARGEST[90].resident(program) == programs
+
+
 def test_a_card_tells_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rtx_4060 = SimpleNamespace(
         multi_processor_count=24,

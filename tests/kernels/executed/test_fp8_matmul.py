@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -65,6 +67,54 @@ def test_activations_in_fp8(
     found = linear(x)
     assert_near(found, expected, rounded.abs() @ w.t().abs())
     assert torch.equal(found, linear(x))
+
+
+@pytest.mark.least_capability(89)
+@pytest.mark.parametrize("has_library", [True, False])
+def test_many_rows_are_left_to_the_library_where_it_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch, has_library: bool
+) -> None:
+    shapes = []
+    multiply = torch._scaled_mm
+
+    def noted(codes: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if not has_library:
+            raise RuntimeError("not on this GPU")
+        shapes.append(tuple(codes.shape))
+        return multiply(codes, *args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    launch.library_multiplies.cache_clear()
+    weight = random_fp8(208, 512, blockwise=False)
+    bias = torch.randn(208).bfloat16().float()
+    linear = prepare_linear(weight, bias, BF16, FP8)
+    w = weight.dequantize(torch.float64)
+    for rows in (64, 65, 130):
+        x = activations(rows, 512, BF16)
+        codes, scales = reference.quantize_rows(x)
+        rounded = codes.double() * scales.double()[:, None]
+        found = linear(x)
+        assert_near(found, rounded @ w.t() + bias.double(), rounded.abs() @ w.t().abs())
+    tried = (launch.LIBRARY_MULTIPLE,) * 2
+    assert shapes == ([tried, (65, 512), (130, 512)] if has_library else [])
+    launch.library_multiplies.cache_clear()
+
+
+@pytest.mark.least_capability(89)
+@pytest.mark.parametrize(
+    ("out_features", "blockwise", "dtype"),
+    [(200, False, BF16), (208, True, BF16), (208, False, FP16)],
+)
+def test_what_the_library_lacks_stays_with_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, out_features: int, blockwise: bool, dtype: torch.dtype
+) -> None:
+    weight = random_fp8(out_features, 512, blockwise=blockwise)
+    linear = prepare_linear(weight, None, dtype, FP8)
+    monkeypatch.delattr(torch, "_scaled_mm")
+    x = activations(80, 512, dtype)
+    codes, scales = reference.quantize_rows(x)
+    rounded, w = codes.double() * scales.double()[:, None], weight.dequantize(torch.float64)
+    assert_near(linear(x), rounded @ w.t(), rounded.abs() @ w.t().abs())
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         LLAMA, Phase.PREFILL, torch.bfloat16, KVFormat.BF16, capability, Tile(128, 128, 8, 5)
     )
     yield replace(large, name="planted: too much shared memory")
+    short = attention_signature(
+        LLAMA, Phase.PREFILL, torch.bfloat16, KVFormat.INT8, capability, Tile(64, 32, 4, 3)
+    )
+    yield replace(short, name="planted prefill: fewer rows than dimensions, bf16 kv int8")
     yield from matmul_signatures(capability)
 
 
