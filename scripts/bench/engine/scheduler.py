@@ -62,7 +62,7 @@ def decoding(
     def step() -> None:
         plan = scheduler.plan(0.0)
         assert plan is not None
-        scheduler.commit(plan, [Sampled(5)] * len(plan.scheduled))
+        scheduler.commit(plan, [Sampled(5)] * sum([entry.samples for entry in plan.scheduled]))
 
     for number in range(sequences):
         scheduler.add(request(PROMPT, str(number % owners)), 0.0)
