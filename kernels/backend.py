@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.grouped_matmul.weights import StackedExperts
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.kv_write.head_norms import HeadNorms
     from appliance.kernels.ragged import RaggedBatch
@@ -53,6 +54,24 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply: (num_tokens, in_features) -> (num_tokens, out_features)."""
+        ...
+
+
+class RoutedMLPs(Protocol):
+    """The MLPs of one layer that a router chooses from, as one operation."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weights and biases take."""
+        ...
+
+    def __call__(
+        self,
+        hidden: Tensor,  # (num_tokens, hidden_size)
+        ids: Tensor,  # (num_tokens, top_k) int64
+        weights: Tensor,  # (num_tokens, top_k) float32
+    ) -> Tensor:  # (num_tokens, hidden_size) float32
+        """Sum what each token's experts say, weighted, without waiting for the device."""
         ...
 
 
@@ -120,6 +139,9 @@ class Backend:
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None where there is none for such a weight
     prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
+    # all experts of a layer, activation dtype -> one operation, or None where none covers such
+    # weights; without it experts run one after another
+    prepare_experts: Callable[[StackedExperts, torch.dtype], RoutedMLPs | None] | None = None
 
 
 REFERENCE = Backend(
@@ -191,6 +213,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
+    from appliance.kernels.grouped_matmul.launch import prepare_experts
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
@@ -228,4 +251,5 @@ def triton_backend() -> Backend:
         plan_attention=plan_attention,
         paged_attention=paged_attention,
         prepare_gated=prepare_gated,
+        prepare_experts=prepare_experts,
     )

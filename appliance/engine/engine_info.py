@@ -69,17 +69,24 @@ def describe(
     )
 
 
-def notes_on(source: ModelSource, device: Device, plan: MemoryPlan) -> tuple[str, ...]:
-    """Return what a user should know of a model's weights, of a GPU's kernels and of the memory."""
-    return (*source.weights.notes(), *_torch_notes(source, device), *_host_notes(plan))
+def notes_on(
+    source: ModelSource, device: Device, plan: MemoryPlan, *, is_enqueued: bool
+) -> tuple[str, ...]:
+    """Return what a user should know of a model's weights, of a GPU's kernels and of the memory.
+
+    Args:
+        is_enqueued: whether no layer waits to know which experts it needs.
+    """
+    on_device = _torch_notes(source, device, is_enqueued=is_enqueued)
+    return (*source.weights.notes(), *on_device, *_host_notes(plan))
 
 
-def _torch_notes(source: ModelSource, device: Device) -> tuple[str, ...]:
+def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> tuple[str, ...]:
     """Build notes on what runs on a GPU without a kernel of its own."""
     if device.torch_device.type != "cuda":
         return ()
     notes = []
-    if source.spec.has_experts:
+    if source.spec.has_experts and not is_enqueued:
         notes.append("experts run one after another on the GPU, without graphs: slower than can be")
     if source.spec.state_bytes:
         notes.append("recurrent layers run in torch on the GPU, without graphs: slower than can be")

@@ -33,6 +33,7 @@ from appliance.engine.run.cuda_graphs import PROMPTS
 from appliance.engine.run.device import HostDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.model.decoder import Decoder
 from appliance.model.source import open_model
 from appliance.runtime import release_unused, resident_bytes
 
@@ -118,7 +119,8 @@ def load_parts(
         config, blocks, moves, states, rates, info, opened.precision, plan.kv_host_bytes
     )
     stages.append(("KV cache", time.monotonic()))
-    notes = (*opened.notes, *notes_on(source, opened.device, plan), *tier_notes)
+    own_notes = notes_on(source, opened.device, plan, is_enqueued=_is_enqueued(executor))
+    notes = (*opened.notes, *own_notes, *tier_notes)
     info = msgspec.structs.replace(info, notes=notes, stages=tuple(stages))
     scheduler = Scheduler(
         blocks,
@@ -186,8 +188,9 @@ def _runner_parts(
     source, execution, device = opened.source, opened.execution, opened.device
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, context_length)
     sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs + PROMPTS)
-    in_torch = source.spec.has_experts or source.spec.state_bytes > 0  # on a GPU too
-    with_graphs = _may_capture(config, execution, device) and not in_torch
+    # Recurrent layers run in torch, on a GPU too.
+    is_enqueued = source.spec.state_bytes == 0 and _is_enqueued(executor)
+    with_graphs = _may_capture(config, execution, device) and is_enqueued
     return RunnerParts(
         execution, executor, device, limits, sample_tokens, opened.num_open, with_graphs
     )
@@ -207,6 +210,10 @@ def _block_manager(
         num_open=opened.num_open,
         states=states if memory.row_bytes else None,
     )
+
+
+def _is_enqueued(executor: Executor[Any]) -> bool:
+    return isinstance(executor, Decoder) and executor.is_enqueued
 
 
 def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> bool:

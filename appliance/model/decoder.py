@@ -13,6 +13,7 @@ from appliance.kernels.state_spans import StateSpans
 from appliance.model.adapters.torch_slots import AdaptedRows, TorchAdapterSlots
 from appliance.model.attention import Attention
 from appliance.model.executor import heads_of, state_views
+from appliance.model.experts import Experts
 from appliance.model.latent_attention import LatentAttention
 from appliance.model.step import Step
 
@@ -65,6 +66,12 @@ class Decoder:
     weight_bytes: int
     weight_format: str
     on_layer: Callable[[], None] = _ignore
+
+    @property
+    def is_enqueued(self) -> bool:
+        """True if a step is enqueued whole: no layer waits to know which experts it needs."""
+        layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return all(mlp.grouped is not None for mlp in layers)
 
     @torch.inference_mode()
     def forward(

@@ -13,7 +13,7 @@ from appliance.kernels.expert_routing import route
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
+    from appliance.kernels.backend import Backend, RoutedMLPs
     from appliance.kernels.routing import Router
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.layer_weights import ExpertNorms
@@ -31,6 +31,8 @@ class Experts:
         selection_bias: (num_experts,) float32.
         shared_gate: (1, hidden_size) float32.
         expert_scale: (num_experts,) float32.
+        grouped: all experts as one operation; without it `experts` has them one by one, and the
+            host waits to know which are chosen.
         norms: the experts' own; see `ExpertsSpec`.
     """
 
@@ -38,6 +40,7 @@ class Experts:
     router_weight: Tensor
     router_bias: Tensor | None
     selection_bias: Tensor | None
+    grouped: RoutedMLPs | None
     experts: tuple[MLP, ...]
     shared: MLP | None
     shared_gate: Tensor | None
@@ -67,6 +70,8 @@ class Experts:
         """Sum what each row's experts say of hidden; float32. The router reads `routed`."""
         logits = linear(routed.float(), self.router_weight, self.router_bias)
         ids, weights = route(logits, self.router, self.selection_bias, self.expert_scale)
+        if self.grouped is not None:
+            return self.grouped(hidden, ids, weights)
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for expert in ids.unique().tolist():
             tokens, places = torch.where(ids == expert)

@@ -26,6 +26,13 @@ class LinearPart:
     weight: Weight  # (out_features, in_features)
     bias: Tensor | None  # (out_features,)
 
+    @property
+    def device(self) -> torch.device:
+        weight = self.weight
+        if isinstance(weight, GgmlWeight):
+            return weight.blocks.device
+        return weight.device if isinstance(weight, Tensor) else weight.codes.device
+
     def rows(self, index: slice | Tensor) -> LinearPart:
         """Return some output rows, a range or those that a tensor lists.
 

@@ -33,6 +33,7 @@ from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConv
 from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.short_conv import ShortConv
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.stacked_experts import stack_experts
 from appliance.model.token_input import LayerInput, TokenInputs
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.kernels.activation import Gating
-    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.backend import Backend, Linear, RoutedMLPs
     from appliance.kernels.weight import Weight
     from appliance.model.layer_weights import (
         ExpertsWeights,
@@ -314,20 +315,34 @@ class LayerBuilder:
             weights.shared_gate,
         )
         self.nbytes += sum(tensor.nbytes for tensor in others if tensor is not None)
+        grouped, numbers = self._grouped(weights, spec), range(spec.router.num_experts)
         return Experts(
             router=spec.router,
             router_weight=weights.router,
             router_bias=weights.router_bias,
             selection_bias=weights.selection_bias,
-            experts=tuple(
-                self._mlp(weights.expert(number), spec) for number in range(spec.router.num_experts)
-            ),
+            grouped=grouped,
+            experts=tuple(self._mlp(weights.expert(number), spec) for number in numbers)
+            if grouped is None
+            else (),
             shared=shared,
             shared_gate=weights.shared_gate,
             expert_scale=weights.expert_scale,
             norms=weights.norms,
             backend=self._backend,
         )
+
+    def _grouped(self, weights: ExpertsWeights, spec: ExpertsSpec) -> RoutedMLPs | None:
+        """Build all experts as one operation, if the backend and the packing allow it."""
+        prepare = self._backend.prepare_experts
+        if prepare is None:
+            return None
+        numbers = range(spec.router.num_experts)
+        stacked = stack_experts([weights.expert(number) for number in numbers], spec)
+        grouped = None if stacked is None else prepare(stacked, self._dtype)
+        if grouped is not None:
+            self.nbytes += grouped.nbytes
+        return grouped
 
     def counted(self, norm: Norm) -> Norm:
         """Count a norm's bytes and return it."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # The rows of a step decide which kernel multiplies: each kernel is used at one of these numbers or
 # at a larger one, see `packed_matmul.tiles`.
 KERNEL_ROWS = (8, 16, 32, 64, 128, 256, 512)
+EXPERT_ROWS = (1024, 2048, 4096)  # of which one expert has few; see `grouped_matmul.variant`
 
 # Of graphs, beside their shared workspace: a few megabytes each, and those of libraries.
 GRAPH_SHARE = 0.02  # of the budget
@@ -84,7 +85,8 @@ def measure_workspace(
     tiny = device.memory_in_use() - before
     most, captured = limits.max_num_batched_tokens, 0
     widest = max(size.num_rows for size in step_sizes(limits))
-    several = {*(rows for rows in KERNEL_ROWS if rows < most), limits.max_num_seqs, widest, most}
+    own = (*KERNEL_ROWS, *EXPERT_ROWS) if executor.spec.has_experts else KERNEL_ROWS
+    several = {*(rows for rows in own if rows < most), limits.max_num_seqs, widest, most}
     sizes = sorted(several)
     for rows in sizes:
         lengths, contexts = largest_mixture(rows, limits)

@@ -66,7 +66,7 @@ class Model:
         self.blocks = 0
         self.asked: list[tuple[Any, ...]] = []
         self.read: list[tuple[int, int]] = []  # rows of hidden states, and those of them scored
-        self.spec = SimpleNamespace(vocab_size=100, state_bytes=0)
+        self.spec = SimpleNamespace(vocab_size=100, state_bytes=0, has_experts=False)
 
     def allocate_cache(
         self,

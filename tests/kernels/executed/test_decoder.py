@@ -1,21 +1,26 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from expert_models import save_experts
 from packed_weights import random_packed
 from teacher_forcing import logits_of
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.routing import Router
 from appliance.kernels.weight import Weight
+from appliance.model.layer_weights import MLPWeights
 from appliance.model.layers import GatedLinear
 from appliance.model.linear import LinearPart
 from appliance.model.loader import LayerBuilder, load_decoder
 from appliance.model.source import open_model
-from appliance.model.spec import DecoderSpec, NormSpec
+from appliance.model.spec import DecoderSpec, ExpertsSpec, NormSpec
+from appliance.model.stacked_experts import stack_experts
 
 NO_LAYERS = DecoderSpec("none", 64, 97, 32, (), NormSpec(1e-5), tied_head=True)
 TOKEN_IDS = torch.randint(3, 500, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -35,6 +40,66 @@ def test_a_model_on_the_kernels_says_what_it_says_on_the_reference(
         for backend in (select_backend(torch.device("cuda")), REFERENCE)
     )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+# A token's experts renormalised; of groups, beside a shared one; with biases, a clamp and sinks.
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_a_model_with_experts_says_what_it_says_one_expert_after_another(
+    family: str, tmp_path: Path
+) -> None:
+    save_experts(family, tmp_path)
+    found, expected = (
+        load_decoder(open_model(tmp_path), backend, torch.device("cpu"), torch.float32)
+        for backend in (select_backend(torch.device("cuda")), REFERENCE)
+    )
+    assert found.is_enqueued
+    assert not expected.is_enqueued
+    assert found.weight_bytes >= expected.weight_bytes, "experts are counted, with their padding"
+    token_ids = [token % 50 for token in TOKEN_IDS[:24]]
+    torch.testing.assert_close(
+        logits_of(found, token_ids, chunks=[17, 1, 5, 1]),
+        logits_of(expected, token_ids),
+        atol=2e-4,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_packed_experts_are_stacked_from_their_parts(gated: bool) -> None:
+    # Rows that are no whole tile, and an odd number of tiles.
+    experts = [
+        MLPWeights([part(96, 64, number + i) for i in range(1 + gated)], part(40, 96, number))
+        for number in (0, 10, 20)
+    ]
+    activation = Activation.SILU if gated else Activation.RELU_SQUARED
+    spec = ExpertsSpec(96, activation, Router(3, 2), gated=gated)
+    stacked = stack_experts(experts, spec)
+    assert stacked is not None
+    prepare = select_backend(torch.device("cuda")).prepare_experts
+    assert prepare is not None
+    grouped = prepare(stacked, torch.bfloat16)
+    assert grouped is not None
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 64, generator=random).to(torch.bfloat16)
+    ids, weights = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0], [0, 1]]), torch.rand(5, 2)
+    builder = LayerBuilder(REFERENCE, torch.bfloat16, NO_LAYERS)
+    each = [builder._mlp(expert, spec) for expert in experts]
+    expected = torch.stack(
+        [
+            sum((each[i](hidden[[row]])[0].float() * w for i, w in zip(*choice, strict=True)), 0)
+            for row, choice in enumerate(zip(ids.tolist(), weights, strict=True))
+        ]
+    )
+    bound = 2e-2 * float(expected.abs().max())
+    torch.testing.assert_close(grouped(hidden, ids, weights), expected, rtol=0, atol=bound)
+    dense = replace(experts[2], down=LinearPart(torch.randn(40, 96), None))
+    assert stack_experts([*experts[:2], dense], spec) is None, "one launch has one packing"
+
+
+def part(out_features: int, in_features: int, seed: int) -> LinearPart:
+    weight = random_packed(out_features, in_features, 32)
+    order = torch.randperm(out_features, generator=torch.Generator().manual_seed(seed))
+    return LinearPart(weight.rows(order), None)
 
 
 def test_gate_and_up_of_one_packing_are_one_operation_on_the_kernels() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from expert_models import save_experts
 from late_device import LateDevice
 
 from appliance.engine.blocks.block_manager import BlockManager
@@ -70,8 +72,8 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
     return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info))
 
 
-def request(name: str, length: int, **sampling: Any) -> Request:
-    tokens = torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length))
+def request(name: str, length: int, vocab: int = 500, **sampling: Any) -> Request:
+    tokens = torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(length))
     defaults = {"temperature": 0.0, "seed": 5, "max_tokens": 3, "ignore_eos": True}
     return Request(
         request_id=name,
@@ -104,3 +106,20 @@ def test_an_engine_on_the_kernels_says_what_torch_says(tiny_llama: Path) -> None
     graphs = engine._runner.graphs  # type: ignore[attr-defined]
     assert {StepSize(1), StepSize(2, 32)} <= {*graphs.captured}
     assert run(engine, requests[0]) == {("greedy", 0): expected["greedy", 0]}
+
+
+def test_experts_run_in_graphs(tmp_path: Path) -> None:
+    save_experts("qwen3_moe", tmp_path)
+    requests = [request("one", 20, vocab=50), request("other", 7, vocab=50)]
+    expected = run(engine_of(tmp_path, REFERENCE, asynchronous=False), *requests)
+    engine = engine_of(tmp_path, select_backend(torch.device("cuda")), asynchronous=True)
+    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    replayed, real = set[StepSize](), graphs.run
+
+    def noted(size: StepSize, function: Callable[[], None]) -> None:
+        replayed.add(size)
+        real(size, function)
+
+    graphs.run = noted
+    assert run(engine, *requests) == expected
+    assert {StepSize(2), StepSize(2, 32)} <= replayed <= {*graphs.captured}

@@ -15,6 +15,7 @@ from compiled_kernels.signatures.paged_attention import LLAMA
 from compiled_kernels.table import Table
 
 REGISTER_LIMIT = 255
+WIDENING = "packed|grouped"  # matmuls of weights that are widened in registers
 
 Gate = Callable[[Table], Collection[object]]  # what offends
 
@@ -49,8 +50,10 @@ def without_tensor_cores(table: Table) -> Collection[object]:
 
 def without_wide_loads(table: Table) -> Collection[object]:
     """Those that do not load at least a tile of keys and one of values 16 bytes at a time."""
-    # The first three have no such tiles; the last has pages smaller than what threads could load.
-    others = re.compile(r"spans|kv_seal|token mask|attention prefill .* kv int4")
+    # Those of int4 have pages smaller than what threads could load.
+    others = re.compile(
+        r"spans|kv_seal|token mask|attention prefill .* kv int4|grouped_matmul \w+ (count|sort)$"
+    )
     return [
         key for key, found in table.items() if found["wide_loads"] < 2 and not others.match(key[0])
     ]
@@ -77,7 +80,7 @@ def matmuls(table: Table, kind: str) -> Table:
     return {
         key: found
         for key, found in table.items()
-        if re.search(rf"{kind}_matmul.* \w+ \d+$", key[0])
+        if re.search(rf"({kind})_matmul.* \w+ \d+$", key[0])
     }
 
 
@@ -88,7 +91,7 @@ def multiplying_otherwise(table: Table) -> Collection[object]:
         for key, found in matmuls(table, "fp8").items()
         if found["matrix_kinds"] != ["QGMMA" if key[1] == 90 else "QMMA"]
     ]
-    for key, found in matmuls(table, "packed").items():
+    for key, found in matmuls(table, WIDENING).items():
         # Few rows are left to two warps, which are too few for those of a warpgroup.
         warpgroup = key[1] == 90 and not key[0].endswith(("rows 8", "rows 16"))
         if found["matrix_kinds"] != ["HGMMA" if warpgroup else "HMMA"]:
@@ -103,7 +106,7 @@ DETOURS = {"I2F", "I2FP", "F2F", "SHFL", "STS", "STSM", "STL", "LDL", "MUFU"}
 def taking_detours(table: Table) -> Collection[object]:
     """Matmuls of packed weights that do more in their loop than load, widen and multiply."""
     return [
-        key for key, found in matmuls(table, "packed").items() if DETOURS & found["loop"].keys()
+        key for key, found in matmuls(table, WIDENING).items() if DETOURS & found["loop"].keys()
     ]
 
 
@@ -128,9 +131,10 @@ MOST_INSTRUCTIONS = {
 def widening_slowly(table: Table) -> Collection[object]:
     """Matmuls of packed weights with more instructions per weight than the limit."""
     slow = []
-    for key, found in matmuls(table, "packed").items():
+    for key, found in matmuls(table, WIDENING).items():
         match = re.search(r"(int4|int8|fp8|fp4) (g\d+|per channel) .*rows (\d+)$", key[0])
-        assert match
+        if match is None:  # dense
+            continue
         limit = MOST_INSTRUCTIONS.get((match[1], match[2], int(match[3])))
         each = sum(found["loop"].values()) / found["loop_elements"]
         if limit is not None and each > limit:

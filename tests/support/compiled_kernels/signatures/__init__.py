@@ -8,6 +8,7 @@ from compiled_kernels.signatures import (
     block_copy,
     fp8_matmul,
     gated_activation,
+    grouped_matmul,
     kv_seal,
     kv_write,
     norm_rope,
@@ -37,6 +38,7 @@ _KERNELS = (
     soft_cap,
     packed_matmul,
     fp8_matmul,
+    grouped_matmul,
 )
 
 

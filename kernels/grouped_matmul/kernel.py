@@ -1,0 +1,253 @@
+"""Grouped matmul on the GPU: rows of x sorted by expert, each block of them by its expert's weight.
+
+A pair is a token with one of its experts: pair p belongs to token p // top_k. Grids are bounded by
+shapes alone and nothing is read back, so that a graph can hold all of it. Codes are widened as in
+`packed_matmul`, whose order of tiles this shares.
+"""
+
+import triton
+import triton.language as tl
+
+from appliance.kernels.packed_matmul.kernel import add_group, load_x
+from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
+
+TILE_N: tl.constexpr = tl.constexpr(64)
+NOBODY: tl.constexpr = tl.constexpr(-1)  # no pair, or no expert
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_kernel(
+    counts_ptr,  # (num_experts,) int32
+    ids_ptr,  # (num_pairs,) int64
+    num_pairs,
+    CHUNK: tl.constexpr,
+):
+    """One program per expert counts its pairs."""
+    i_expert = tl.program_id(0)
+    b_count = tl.zeros((CHUNK,), tl.int32)
+    for start in tl.range(0, num_pairs, CHUNK, num_stages=1):
+        o_pair = start + tl.arange(0, CHUNK)
+        b_id = tl.load(ids_ptr + o_pair, mask=o_pair < num_pairs, other=NOBODY)
+        b_count += (b_id == i_expert).to(tl.int32)
+    tl.store(counts_ptr + i_expert, tl.sum(b_count, 0))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def sort_kernel(
+    pairs_ptr,  # (num_blocks * BLOCK_M,) int32, NOBODY at the end of an expert's last block
+    experts_ptr,  # (num_blocks,) int32, NOBODY behind the last block
+    counts_ptr,
+    ids_ptr,
+    num_pairs,
+    num_blocks,
+    num_experts,
+    EXPERTS: tl.constexpr,  # a power of two, at least num_experts
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per expert writes its pairs, in their order, into blocks of its own."""
+    i_expert = tl.program_id(0)
+    o_expert = tl.arange(0, EXPERTS)
+    b_count = tl.load(counts_ptr + o_expert, mask=o_expert < num_experts, other=0)
+    b_blocks = (b_count + BLOCK_M - 1) // BLOCK_M
+    first_block = tl.sum(tl.where(o_expert < i_expert, b_blocks, 0), 0)
+    end_block = first_block + tl.sum(tl.where(o_expert == i_expert, b_blocks, 0), 0)
+    at = first_block * BLOCK_M
+    for start in tl.range(0, num_pairs, CHUNK, num_stages=1):
+        o_pair = start + tl.arange(0, CHUNK)
+        b_id = tl.load(ids_ptr + o_pair, mask=o_pair < num_pairs, other=NOBODY)
+        b_mine = (b_id == i_expert).to(tl.int32)
+        tl.store(pairs_ptr + at + tl.cumsum(b_mine, 0) - 1, o_pair, mask=b_mine > 0)
+        at += tl.sum(b_mine, 0)
+    o_rest = at + tl.arange(0, BLOCK_M)
+    tl.store(pairs_ptr + o_rest, o_rest * 0 + NOBODY, mask=o_rest < end_block * BLOCK_M)
+    for start in tl.range(first_block, end_block, CHUNK, num_stages=1):
+        o_block = start + tl.arange(0, CHUNK)
+        tl.store(experts_ptr + o_block, o_block * 0 + i_expert, mask=o_block < end_block)
+    if i_expert == num_experts - 1:
+        for start in tl.range(end_block, num_blocks, CHUNK, num_stages=1):
+            o_block = start + tl.arange(0, CHUNK)
+            tl.store(experts_ptr + o_block, o_block * 0 + NOBODY, mask=o_block < num_blocks)
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    out_ptr,  # (num_pairs, out_features)
+    x_ptr,  # (num_pairs / SHARE, in_features), rows x_stride apart
+    pairs_ptr,  # of `sort_kernel`
+    experts_ptr,
+    # (experts * tiles_n, tiles in k, words) int32 as in `packed_matmul_kernel`, or for "dense"
+    # (experts * tiles_n * TILE_N, in_features) in the type of x
+    weight_ptr,
+    params_ptr,  # as in `packed_matmul_kernel`, of all experts
+    channel_scale_ptr,
+    bias_ptr,  # (experts * tiles_n * TILE_N,) float32, or None
+    out_features,
+    in_features,
+    x_stride,
+    tiles_n,  # of one expert
+    blocks_k,  # of BLOCK_K inputs
+    SHARE: tl.constexpr,  # pairs that read one row of x
+    CODES: tl.constexpr,
+    AXES: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PARAMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILEWISE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A block of one expert's pairs by some rows of its weight."""
+    i_m, i_n = tl.program_id(0), tl.program_id(1)
+    i_expert = tl.load(experts_ptr + i_m)
+    if i_expert < 0:
+        return
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    TILES_N: tl.constexpr = BLOCK_N // TILE_N
+    ONES: tl.constexpr = PARAMS == "fp16_offset" or PARAMS == "fp32_offset"
+    # What is multiplied before a scale is applied: a group, or two that stand in one tile.
+    PART_K: tl.constexpr = BLOCK_K if GROUP == 0 else max(GROUP, TILE_K)
+    STEP_K: tl.constexpr = TILE_K if TILEWISE else PART_K
+    TILES_K: tl.constexpr = STEP_K // TILE_K
+    b_pair = tl.load(pairs_ptr + i_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    b_valid = b_pair >= 0
+    b_x_row = (b_pair // SHARE).to(tl.int64) * x_stride
+    o_n = tl.arange(0, BLOCK_N)
+    b_n = i_n * BLOCK_N + o_n
+    i_tile = i_expert * tiles_n + i_n * TILES_N
+    b_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if CODES == "dense":
+        PRECISION: tl.constexpr = "tf32x3" if tl.float32 == DTYPE else None
+        o_k = tl.arange(0, BLOCK_K)
+        b_row = (i_tile * TILE_N + o_n).to(tl.int64) * in_features
+        for i_block in tl.range(blocks_k, num_stages=STAGES):
+            b_k = i_block * BLOCK_K + o_k
+            b_mask = (b_n < out_features)[:, None]
+            if not EVEN_K:
+                b_mask = b_mask & (b_k < in_features)[None, :]
+            p_weight = weight_ptr + b_row[:, None] + b_k[None, :]
+            b_weight = tl.load(p_weight, mask=b_mask, other=0.0)
+            b_x = load_x(x_ptr, b_x_row, b_valid, i_block * BLOCK_K, in_features, BLOCK_K, EVEN_K)
+            b_acc = tl.dot(b_weight, b_x, b_acc, input_precision=PRECISION)
+    else:
+        tiles_k = blocks_k * (BLOCK_K // TILE_K)
+        num_groups = 1 if GROUP == 0 else blocks_k * (BLOCK_K // GROUP)
+        b_words_at = (i_tile + tl.arange(0, TILES_N)).to(tl.int64)[:, None] * tiles_k * WORDS
+        p_words = weight_ptr + b_words_at + tl.arange(0, TILES_K * WORDS)[None, :]
+        for i_block in tl.range(blocks_k, num_stages=STAGES):
+            for i_part in tl.static_range(BLOCK_K // PART_K):
+                start = i_block * BLOCK_K + i_part * PART_K
+                if GROUP != 0 and GROUP < TILE_K:
+                    # The four words of a lane: two for each group.
+                    b_words = tl.load(p_words + start // TILE_K * WORDS)
+                    b_pairs = tl.reshape(b_words, (TILES_N * WORDS // 4, 2, 2))
+                    b_low, b_high = tl.split(tl.permute(b_pairs, (0, 2, 1)))
+                    for i_half in tl.static_range(2):
+                        at = start + i_half * GROUP
+                        b_x = load_x(x_ptr, b_x_row, b_valid, at, in_features, GROUP, EVEN_K)
+                        b_weight = widened(
+                            b_low if i_half == 0 else b_high, params_ptr, i_tile, tiles_k,
+                            num_groups, at, TILES_N, 1, AXES, TILE_K, PARAMS, GROUP, SCALES, CODES,
+                            GROUP, DTYPE, ASM,
+                        )  # fmt: skip
+                        b_product = tl.dot(b_weight, b_x)
+                        b_sums = None
+                        if ONES:
+                            b_ones = tl.full((BLOCK_N, GROUP), 1.0, tl.float32).to(DTYPE)
+                            b_sums = tl.dot(b_ones, b_x)
+                        b_acc = add_group(
+                            b_acc, b_product, b_sums, params_ptr, None, i_tile, at // GROUP,
+                            num_groups, 0, TILES_N, PARAMS,
+                        )  # fmt: skip
+                else:
+                    b_product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUP != 0 else b_acc
+                    b_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if ONES else None
+                    for i_step in tl.static_range(PART_K // STEP_K):
+                        at = start + i_step * STEP_K
+                        b_words = tl.load(p_words + at // TILE_K * WORDS)
+                        b_x = load_x(x_ptr, b_x_row, b_valid, at, in_features, STEP_K, EVEN_K)
+                        b_weight = widened(
+                            b_words, params_ptr, i_tile, tiles_k, num_groups, at, TILES_N, TILES_K,
+                            AXES, TILE_K, PARAMS, GROUP, SCALES, CODES, STEP_K, DTYPE, ASM,
+                        )  # fmt: skip
+                        b_product = tl.dot(b_weight, b_x, b_product)
+                        if ONES:
+                            # The sum of x, the same in each row.
+                            b_ones = tl.full((BLOCK_N, STEP_K), 1.0, tl.float32).to(DTYPE)
+                            b_sums = tl.dot(b_ones, b_x, b_sums)
+                    if GROUP == 0:
+                        b_acc = b_product
+                    else:
+                        b_acc = add_group(
+                            b_acc, b_product, b_sums, params_ptr, None, i_tile, start // GROUP,
+                            num_groups, 0, TILES_N, PARAMS,
+                        )  # fmt: skip
+    if channel_scale_ptr is not None:
+        b_acc *= tl.load(channel_scale_ptr + i_tile * TILE_N + o_n)[:, None]
+    if bias_ptr is not None:
+        b_acc += tl.load(bias_ptr + i_tile * TILE_N + o_n)[:, None]
+    b_at = b_pair.to(tl.int64)[None, :] * out_features + b_n[:, None]
+    b_mask = b_valid[None, :] & (b_n < out_features)[:, None]
+    tl.store(out_ptr + b_at, b_acc.to(DTYPE), mask=b_mask)
+
+
+@triton.jit
+def widened(
+    b_words,
+    params_ptr,
+    i_tile,
+    tiles_k,
+    num_groups,
+    at,  # the first input
+    TILES_N: tl.constexpr,
+    TILES_K: tl.constexpr,
+    AXES: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PARAMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    CODES: tl.constexpr,
+    SIDE_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Weights (TILES_N * TILE_N, SIDE_K) of some words, without the scale of their group."""
+    b_one, b_other = None, None
+    if PARAMS == "fp16_zero":
+        b_one, b_other = zero_points(
+            params_ptr, i_tile, num_groups, at // GROUP, b_words, TILES_N, TILES_K, DTYPE, ASM
+        )
+    if SCALES:
+        b_one, b_other = tile_scales(
+            params_ptr, i_tile, tiles_k, at // TILE_K, b_words, TILES_N, TILES_K, SCALES, ASM
+        )
+    return to_weights(
+        b_words, b_one, b_other, TILES_N, TILES_K, AXES, TILES_N * TILE_N, SIDE_K, CODES, DTYPE, ASM
+    )
+
+
+@triton.jit
+def add_experts_kernel(
+    out_ptr,  # (num_tokens, width) float32
+    y_ptr,  # (num_tokens * TOP_K, width), a row for each pair
+    weights_ptr,  # (num_tokens * TOP_K,) float32
+    width,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum what a token's experts say, weighted, in the order in which they were chosen."""
+    i_token = tl.program_id(0).to(tl.int64)
+    o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_mask = o_column < width
+    b_total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        i_pair = i_token * TOP_K + i
+        b_y = tl.load(y_ptr + i_pair * width + o_column, mask=b_mask, other=0.0)
+        b_total += b_y.to(tl.float32) * tl.load(weights_ptr + i_pair)
+    tl.store(out_ptr + i_token * width + o_column, b_total, mask=b_mask)

@@ -1,0 +1,223 @@
+"""Launches the grouped matmul: sorts pairs by expert, chooses tiles, sets up bounded grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.activation import Activation
+from appliance.kernels.gated_activation.launch import gated_activation
+from appliance.kernels.gated_activation.reference import activated
+from appliance.kernels.grouped_matmul.kernel import (
+    add_experts_kernel,
+    count_kernel,
+    grouped_matmul_kernel,
+    sort_kernel,
+)
+from appliance.kernels.grouped_matmul.variant import (
+    CHUNK,
+    DENSE_BLOCK_K,
+    choose_tile,
+    grouped_constexprs,
+    most_blocks,
+)
+from appliance.kernels.grouped_matmul.weights import laid_out, laid_out_bias
+from appliance.kernels.packed_matmul.launch import launch_options
+from appliance.kernels.packed_matmul.tiled import TiledWeight
+from appliance.kernels.packed_matmul.tiles import architecture
+from appliance.kernels.target import target_of
+from appliance.kernels.weight_codes.order import TILE_N
+
+if TYPE_CHECKING:
+    from appliance.kernels.activation import Gating
+    from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
+    from appliance.kernels.packed_matmul.tiles import MatmulTile
+
+ADD_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs of tokens and experts in blocks of one expert each.
+
+    Attributes:
+        pairs: (blocks * rows of a block,) int32; below 0: none.
+        experts: (blocks,) int32, of each block; below 0: none.
+        tile: that takes a block.
+        num_pairs: without padding.
+    """
+
+    pairs: Tensor
+    experts: Tensor
+    tile: MatmulTile
+    num_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """The same linear of each expert, on the device.
+
+    Attributes:
+        weight: tiles of all experts, or dense: their rows are multiples of TILE_N.
+        bias: float32, in the rows of tiles.
+    """
+
+    weight: TiledWeight | Tensor
+    bias: Tensor | None
+    out_features: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor, rows: SortedPairs) -> Tensor:
+        """Multiply each pair's row by its expert's weight.
+
+        Args:
+            x: (num_tokens, in_features), or a row for each pair.
+
+        Returns:
+            (num_pairs, out_features), dtype of x.
+        """
+        if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
+            x = x.contiguous()
+        out = x.new_empty(rows.num_pairs, self.out_features)
+        tiles_n = -(-self.out_features // TILE_N)
+        weight, tile = self.weight, rows.tile
+        if isinstance(weight, TiledWeight):
+            stored = (weight.codes, weight.params, weight.channel_scale)
+            blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
+        else:
+            stored = (weight, None, None)
+            blocks_k = -(-x.shape[1] // DENSE_BLOCK_K)
+        fixed = grouped_constexprs(
+            weight, tile, x.shape[1], asm=not target_of(x.device).is_interpreted
+        )
+        grid = (len(rows.experts), -(-self.out_features // tile.block_n))
+        with torch.cuda.device(x.get_device()):
+            grouped_matmul_kernel[grid](
+                out,
+                x,
+                rows.pairs,
+                rows.experts,
+                *stored,
+                self.bias,
+                self.out_features,
+                x.shape[1],
+                x.stride(0),
+                tiles_n,
+                blocks_k,
+                SHARE=rows.num_pairs // len(x),
+                **fixed,
+                **launch_options(tile),
+            )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMLPs:
+    """The MLPs that a router chooses from: down(act(gate(x)) * up(x)) of each."""
+
+    num_experts: int
+    inner: GroupedLinear
+    down: GroupedLinear
+    activation: Activation | Gating
+    gated: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weights and biases take."""
+        return self.inner.nbytes + self.down.nbytes
+
+    def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sum what the chosen experts say; no host waits for it, and a graph can hold it.
+
+        Args:
+            hidden: (num_tokens, hidden_size).
+            ids: (num_tokens, top_k) int64.
+            weights: (num_tokens, top_k) float32.
+
+        Returns:
+            (num_tokens, hidden_size) float32.
+        """
+        out = torch.empty(len(hidden), self.down.out_features, device=hidden.device)
+        if not len(hidden):
+            return out
+        rows = sort_pairs(ids, self.num_experts)
+        middle = self.inner(hidden, rows)
+        if self.gated:
+            middle = gated_activation(middle, self.activation)
+        else:
+            assert isinstance(self.activation, Activation)
+            middle = activated(middle, self.activation)
+        said, width = self.down(middle, rows), out.shape[1]
+        with torch.cuda.device(hidden.get_device()):
+            add_experts_kernel[(len(hidden), -(-width // ADD_BLOCK))](
+                out,
+                said,
+                weights.contiguous(),
+                width,
+                TOP_K=ids.shape[1],
+                BLOCK=ADD_BLOCK,
+                num_warps=4,
+            )
+        return out
+
+
+def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
+    """Sort pairs (num_tokens, top_k) int64 of a router's choice by expert."""
+    num_pairs = ids.numel()
+    tile = choose_tile(num_pairs, num_experts)
+    blocks = most_blocks(num_pairs, num_experts, tile.block_m)
+
+    def empty(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, device=ids.device)
+
+    counts, pairs, experts = empty(num_experts), empty(blocks * tile.block_m), empty(blocks)
+    ids = ids.contiguous()
+    with torch.cuda.device(ids.get_device()):
+        count_kernel[(num_experts,)](counts, ids, num_pairs, CHUNK=CHUNK, num_warps=4)
+        sort_kernel[(num_experts,)](
+            pairs,
+            experts,
+            counts,
+            ids,
+            num_pairs,
+            blocks,
+            num_experts,
+            EXPERTS=max(2, 1 << (num_experts - 1).bit_length()),
+            BLOCK_M=tile.block_m,
+            CHUNK=CHUNK,
+            num_warps=4,
+        )
+    return SortedPairs(pairs, experts, tile, num_pairs)
+
+
+def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs | None:
+    """Lay experts out for the GPU kernels; None if their weights have no form there.
+
+    Raises:
+        UnsupportedModelError: no kernel covers the GPU.
+    """
+    inner, down = (_prepare(linear, dtype) for linear in (stacked.inner, stacked.down))
+    if inner is None or down is None:
+        return None
+    where = down.weight.codes if isinstance(down.weight, TiledWeight) else down.weight
+    capability = target_of(where.device).capability
+    if architecture(capability) is None:
+        raise UnsupportedModelError(
+            f"the grouped matmul of experts has no kernel for compute capability "
+            f"{capability / 10}; supported: 8.0 and above"
+        )
+    return ExpertMLPs(stacked.num_experts, inner, down, stacked.activation, stacked.gated)
+
+
+def _prepare(linear: StackedLinear, dtype: torch.dtype) -> GroupedLinear | None:
+    weight = laid_out(linear.weight, dtype)
+    if weight is None:
+        return None
+    return GroupedLinear(weight, laid_out_bias(linear), linear.out_features)

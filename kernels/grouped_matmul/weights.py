@@ -1,0 +1,97 @@
+"""The weights of one layer's experts, stacked for one launch; in torch only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.kernels.fp4 import Fp4Weight
+from appliance.kernels.fp8 import BLOCK, Fp8Weight
+from appliance.kernels.packed import PackedWeight
+from appliance.kernels.packed_matmul.tiled import (
+    TiledWeight,
+    pad_bias,
+    tile_fp4,
+    tile_fp8,
+    tile_packed,
+)
+from appliance.kernels.weight import dense
+from appliance.kernels.weight_codes.order import TILE_N
+
+if TYPE_CHECKING:
+    from appliance.kernels.activation import Activation, Gating
+    from appliance.kernels.weight import Weight
+
+GROUP_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StackedLinear:
+    """The same linear of each expert, with the rows of all experts one after another.
+
+    Attributes:
+        weight: (num_experts * rows, in_features), an expert's rows padded to a multiple of TILE_N;
+            where that is odd, TILE_N more rows follow, which a block of two tiles may read.
+        bias: (num_experts * rows,), or None.
+        out_features: rows of an expert without padding.
+    """
+
+    weight: Weight
+    bias: Tensor | None
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """All MLPs of one layer that a router chooses from.
+
+    Attributes:
+        inner: from hidden to gate and up side by side, or to up alone.
+        down: back to hidden.
+        activation: with a gate if `gated`.
+    """
+
+    num_experts: int
+    inner: StackedLinear
+    down: StackedLinear
+    activation: Activation | Gating
+    gated: bool
+
+
+def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:
+    """Lay a stack out for the kernel; None if it has no form there.
+
+    FP8 is multiplied with activations as they come. What is not packed for a GPU becomes dense in
+    their dtype, and so does everything in float32, which is for checking.
+
+    Raises:
+        UnsupportedModelError: see `tile_fp4`.
+    """
+    if dtype == torch.float32 or not isinstance(weight, PackedWeight | Fp4Weight | Fp8Weight):
+        return dense(weight, dtype).contiguous()
+    if isinstance(weight, Fp4Weight):
+        return tile_fp4(weight, dtype)
+    if isinstance(weight, Fp8Weight):
+        if not weight.is_finite():
+            return None
+        scale = weight.row_scales() if weight.is_blockwise else weight.scale
+        codes = weight.codes.view(torch.uint8)
+        return tile_fp8(codes, scale, BLOCK if weight.is_blockwise else 0)
+    if weight.group_size % GROUP_MULTIPLE or weight.input_order is not None:
+        return None
+    return tile_packed(weight)
+
+
+def padded_rows(rows: int, *, is_last: bool) -> Tensor:
+    """Return the row numbers of an expert's padded weight, (padded,) int64: see `StackedLinear`."""
+    tiles = -(-rows // TILE_N)
+    index = torch.arange((tiles + (is_last and tiles % 2)) * TILE_N)
+    return index.masked_fill_(index >= rows, 0)
+
+
+def laid_out_bias(stacked: StackedLinear) -> Tensor | None:
+    """Return (num_experts * rows,) float32, with room for the kernel's last block."""
+    return pad_bias(stacked.bias)
