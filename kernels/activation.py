@@ -20,7 +20,7 @@ class Activation(Enum):
 class ClampedSwiGLU:
     """g * sigmoid(alpha * g) * (u + 1) instead of act(gate) * up (gpt-oss).
 
-    g is the gate, at most `limit`; u is up, from -limit to limit.
+    g is the gate, clamped to at most `limit`; u is up, clamped to -limit..limit.
     """
 
     limit: float

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Linear(Protocol):
-    """A weight laid out for one backend: x (num_tokens, in) -> (num_tokens, out), dtype of x."""
+    """A weight in one backend's layout: x (num_tokens, in) -> (num_tokens, out), dtype of x."""
 
     @property
     def in_features(self) -> int: ...
@@ -76,7 +76,7 @@ class RoutedMLPs(Protocol):
 
 
 class PagedAttention(Protocol):
-    """Attention of every row over its own sequence's blocks."""
+    """Attends from every row to its own sequence's blocks."""
 
     def __call__(
         self,
@@ -89,12 +89,12 @@ class PagedAttention(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # (num_tokens, num_heads, head_dim), dtype of query
-        """Attend; the arguments are described at `paged_attention.reference`."""
+        """Attend; see `paged_attention.reference` for the arguments."""
         ...
 
 
 class RotateAndWrite(Protocol):
-    """A step's queries and keys into their final form, and its keys and values into the cache."""
+    """Brings a step's queries and keys into their final form, and writes keys and values."""
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class RotateAndWrite(Protocol):
         slot_mapping: Tensor,  # (num_tokens,) int64
         norms: HeadNorms | None = None,
     ) -> Tensor:  # queries, (num_tokens, num_heads, head_dim)
-        """Norm, rotate, write; described at `kv_write.reference.rotate_and_write_with`."""
+        """Norm, rotate and write; see `kv_write.reference.rotate_and_write_with`."""
         ...
 
 
@@ -185,11 +185,11 @@ def select_backend(device: torch.device, choice: str = "auto") -> Backend:
 
     Args:
         device: where the weights, the cache and the activations are.
-        choice: "auto" takes the fastest there is for the device, "reference" the plain torch
-            functions, which run anywhere.
+        choice: "auto" takes the fastest for the device, "reference" the plain torch functions,
+            which run anywhere.
 
     Raises:
-        ValueError: there is no such choice, or nothing for such a device.
+        ValueError: the choice or the device is unknown.
     """
     if choice == "reference":
         return REFERENCE
@@ -205,9 +205,9 @@ def select_backend(device: torch.device, choice: str = "auto") -> Backend:
 
 
 def triton_backend() -> Backend:
-    """The kernels in Triton, imported here: a box with no GPU never pays for it.
+    """Build the table of Triton's kernels; imports Triton, which a box without a GPU never does.
 
-    The remaining entries are the reference on the device.
+    The remaining entries are the references, run on the device.
     """
     from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.fp8 import Fp8Weight

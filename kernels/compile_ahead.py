@@ -1,6 +1,6 @@
 """Compiles several kernels at a time, before they are launched.
 
-Which ones, launches tell that are not carried out: no list of kernels is kept anywhere.
+It records launches without running them, so no list of kernels is kept anywhere.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _parsing = Lock()  # `ast.parse` of Python 3.11 fails where several threads pars
 def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
     """Compile the kernels of all launches into Triton's cache instead of launching them.
 
-    Launches that follow find it in Triton's cache. Compiling is threaded, for Triton lets go of
-    the interpreter's lock in all that takes long. A kernel that cannot be compiled is left to its
-    launch, which says why.
+    Later launches find them in Triton's cache. Compiling is threaded, since Triton releases the
+    interpreter's lock while it works. A kernel that fails to compile is left to its launch, which
+    raises the error.
 
     Args:
-        on_progress: called with the kernels done and all of them.
+        on_progress: called with the numbers of finished and of all kernels.
     """
     driver = triton.runtime.driver.active
     target = driver.get_current_target()
@@ -79,7 +79,7 @@ def _one_at_a_time(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
-    """Compile for a recorded launch, exactly as `triton.compile` would."""
+    """Compile a recorded launch exactly as `triton.compile` would."""
     options = json.loads(launch["specialization_data"])["options"]
     options = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
@@ -92,9 +92,9 @@ def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
 
 
 class NoDevice(DriverBase):  # type: ignore[misc]
-    """Stands for a device on which no kernel has been loaded, and none ever is.
+    """A device on which no kernel is ever loaded.
 
-    What Triton's base class wants beside that, only loading or timing kernels would ask for.
+    Only loading or timing kernels would call the base class's other methods.
     """
 
     def __init__(self, target: GPUTarget) -> None:

@@ -26,7 +26,7 @@ class KVCache:
 
     Attributes:
         states: (num_slots, state_bytes) uint8; a row is a sequence's state.
-        recurrent: of each recurrent layer its tensors (num_slots, ...) float32, views of `states`.
+        recurrent: each recurrent layer's tensors (num_slots, ...) float32, views of `states`.
     """
 
     layers: tuple[AnyLayerCache, ...]
@@ -56,19 +56,19 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of all layers."""
+        """Bytes of one block, all layers."""
         return sum(map(_row_bytes, self._parts))
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of one open page of all layers; 0 if none is sealed."""
+        """Bytes of one open page, all layers; 0 if none is sealed."""
         return sum(map(_row_bytes, self._open_parts))
 
     def read_block(self, block: int, open_page: int = -1) -> bytes:
-        """A block of all layers, layer by layer, and behind it an open page, if one is named.
+        """Return a block's bytes, layer by layer, followed by an open page if one is named.
 
-        Slots without a token come along: what they hold means nothing. Pages on a GPU are moved
-        by `block_copy` instead, which need not wait for it.
+        Empty slots are included, with undefined content. On a GPU `block_copy` moves pages instead,
+        without waiting.
         """
         rows = [part[block] for part in self._parts]
         if open_page >= 0:
@@ -106,7 +106,7 @@ class KVCache:
 
 
 def split_sealed(layers: Sequence[AnyLayerCache]) -> tuple[list[KVPages], list[KVPages]]:
-    """Blocks of all layers, and open pages of those that are sealed; for a GPU."""
+    """Split layers on a GPU into all blocks, and the open pages of sealed layers."""
     closed = [layer.closed if isinstance(layer, SealedPages) else layer for layer in layers]
     opened = [layer.open for layer in layers if isinstance(layer, SealedPages)]
     assert all(isinstance(layer, KVPages) for layer in closed), "a GPU keeps all blocks as pages"
@@ -126,7 +126,7 @@ def allocate_blocks(
     head_dim: int,
     device: torch.device,
 ) -> LayerCache:
-    """Blocks in their natural order where a format has one, else as pages: for torch functions."""
+    """Allocate blocks for torch: in natural order if the format has one, else as pages."""
     kind = KVBlocks if format.has_elements else KVPages
     return kind.allocate(
         format,
@@ -149,7 +149,7 @@ def allocate_layer(
     head_dim: int,
     device: torch.device,
 ) -> AnyLayerCache:
-    """One layer's blocks, and open pages if it is sealed.
+    """Allocate one layer's blocks, and open pages if it is sealed.
 
     Args:
         allocate: a backend's `allocate_cache`.

@@ -1,6 +1,6 @@
-"""Counts the programs of a compiled kernel that a multiprocessor executes at a time, from facts.
+"""Counts the programs of a compiled kernel that a multiprocessor executes at a time.
 
-The facts are the card's and the compiled kernel's: nothing is assumed of either. Imports no triton.
+It uses the facts of the card and of the compiled kernel only. Imports no triton.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Footprint:
     """Resources of one program of a compiled kernel.
 
     Attributes:
-        registers: per thread; 0 where nobody knows.
+        registers: per thread; 0 if unknown.
         shared_bytes: of shared memory.
         num_warps: of 32 threads.
     """
@@ -42,7 +42,7 @@ class Multiprocessors:
     Attributes:
         num_sms: multiprocessors.
         shared_bytes: of a multiprocessor.
-        threads: that a multiprocessor has at most.
+        threads: most threads of a multiprocessor.
     """
 
     num_sms: int
@@ -71,7 +71,7 @@ LARGEST = {
 
 @lru_cache
 def multiprocessors_of(device: torch.device, capability: int) -> Multiprocessors:
-    """A device's; where there is no GPU, the largest of a compute capability (86 is 8.6)."""
+    """Return a device's; without a GPU, the largest of a compute capability (86 is 8.6)."""
     if device.type != "cuda":
         return LARGEST[max(known for known in LARGEST if known <= capability)]
     found = torch.cuda.get_device_properties(device)

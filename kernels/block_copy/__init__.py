@@ -1,1 +1,1 @@
-"""Moving whole blocks of all layers: copy-on-write, and out to host memory and back."""
+"""Moves whole blocks of all layers: copy-on-write, and to host memory and back."""

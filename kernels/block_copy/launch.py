@@ -1,4 +1,4 @@
-"""Launches block moves. The tables of where the layers lie are made once."""
+"""Launches block moves, with a table of the layers' addresses that is made once."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ALIGNMENT = 16  # bytes, of pages and of what torch allocates
 class BlockMover:
     """Moves blocks of one cache; `reference` describes the moves.
 
-    Nothing here waits for the device: moves take their place in the current stream.
+    Nothing waits for the device: moves are enqueued in the current stream.
 
     Args:
-        layers: the cache's, on one device.
+        layers: all of a cache, on one device.
     """
 
     def __init__(self, layers: Sequence[KVPages]) -> None:
@@ -51,7 +51,7 @@ class BlockMover:
     def swap_out(self, blocks: Sequence[int], staging: Tensor) -> None:
         """Gather blocks into staging (len(blocks), block_bytes) uint8, on the cache's device.
 
-        From there one asynchronous copy brings them to pinned host memory.
+        One asynchronous copy then brings them to pinned host memory.
         """
         table = self._table(self._places(), self._staged(staging, len(blocks)))
         self._launch(table, blocks, range(len(blocks)))
@@ -62,7 +62,7 @@ class BlockMover:
         self._launch(table, range(len(blocks)), blocks)
 
     def _places(self) -> list[tuple[int, int]]:
-        """Offset and stride of every layer's blocks, in words."""
+        """Return the offset and stride of every layer's blocks, in words."""
         offsets = [self._offset(layer.pages) for layer in self._layers]
         return list(zip(offsets, self._sizes, strict=True))
 

@@ -1,4 +1,4 @@
-"""The choice of experts for each token from a router's logits."""
+"""Chooses the experts of each token from a router's logits."""
 
 from appliance.kernels.expert_routing.reference import route
 

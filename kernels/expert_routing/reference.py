@@ -27,13 +27,13 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts.
 
-    Of experts with the same score it takes those that `torch.topk` takes on the device.
+    Ties between experts are broken as `torch.topk` breaks them on the device.
 
     Args:
         logits: (num_tokens, num_experts) float32.
         router: the rules.
-        selection_bias: (num_experts,) float32, where the router has one.
-        expert_scale: the same.
+        selection_bias: (num_experts,) float32; None without one.
+        expert_scale: (num_experts,) float32; None without one.
 
     Returns:
         Ids (num_tokens, top_k) int64 and weights (num_tokens, top_k) float32.
@@ -58,7 +58,7 @@ def route(
 
 
 def _in_best_groups(choice: Tensor, router: Router) -> Tensor:
-    """Return the scores, those outside of the best groups -inf."""
+    """Return the scores, with -inf outside of the best groups."""
     groups = choice.view(len(choice), router.num_groups, -1)
     worth = groups.topk(router.best_of_group, dim=-1).values.sum(dim=-1)
     best = torch.topk(worth, router.top_groups, dim=-1).indices

@@ -1,1 +1,1 @@
-"""Multiplying activations by FP8 weights, with the activations in 16 bits or in FP8 as well."""
+"""Multiplies activations in 16 bits or in FP8 by FP8 weights."""

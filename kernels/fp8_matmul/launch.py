@@ -169,12 +169,11 @@ def prepare_linear(
     Args:
         weight: per-channel or blockwise.
         bias: (out_features,) or None.
-        dtype: of activations; float32, which is for checking, makes the weight dense.
-        activations: what they are multiplied as; None takes what the checkpoint was made for, if
-            the GPU has it.
+        dtype: of activations; float32, for checks, makes the weight dense.
+        activations: type to multiply them in; None takes the checkpoint's, if the GPU has it.
 
     Raises:
-        UnsupportedModelError: no kernel covers the shape, the dtype or the GPU, or a code is NaN.
+        UnsupportedModelError: no kernel covers shape, dtype or GPU, or a code is NaN.
     """
     if dtype == torch.float32:
         return DenseLinear(weight.dequantize(), None if bias is None else bias.float())

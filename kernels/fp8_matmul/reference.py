@@ -16,7 +16,7 @@ def prepare_linear(weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of activations, each row by its own largest value.
+    """Quantize activations, each row by its largest value.
 
     Args:
         x: (num_tokens, in_features).

@@ -17,7 +17,7 @@ FP8_TILES = {
 
 
 def choose_fp8_tile(rows: int, capability: int) -> MatmulTile:
-    """The tile for this many rows of x on one compute capability (89 is 8.9)."""
+    """Choose the tile for a number of rows of x and a compute capability (89 is 8.9)."""
     elders = [elder for elder in FP8_TILES if elder <= capability]
     table = FP8_TILES[120 if capability > 90 else max(elders, default=LEAST_NATIVE)]
     return next(tile for tile in table if rows <= tile.max_rows)

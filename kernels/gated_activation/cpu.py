@@ -1,4 +1,4 @@
-"""Gated activation in two torch calls, each of which rounds once to the dtype of its input."""
+"""Gated activation in two torch calls, each of which rounds to the dtype of its input."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Te
     Args:
         gate_up: (num_tokens, 2 * intermediate) bfloat16, float16 or float32, the gate in the first
             half of each row.
-        run: gate and up take turns in each row, so many columns at a time; 0: halves.
+        run: columns of gate and of up that alternate in a row; 0 means halves.
 
     Raises:
         UnsupportedModelError: no kernel covers the dtype or the activation.
@@ -62,7 +62,7 @@ def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Te
 
 
 def constexprs(activation: Gating) -> dict[str, str | float]:
-    """The compile-time arguments that say what the gate does."""
+    """Return the compile-time arguments that describe the gate."""
     if isinstance(activation, ClampedSwiGLU):
         limit, alpha = activation.limit, activation.alpha
         return {"ACTIVATION": "clamped_swiglu", "LIMIT": limit, "ALPHA": alpha}

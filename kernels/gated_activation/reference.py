@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
-    """act(gate) * up, or what stands in its place.
+    """Compute act(gate) * up, or the activation's own formula.
 
     Args:
         gate_up: (num_tokens, 2 * intermediate), the gate in the first half.
@@ -35,7 +35,7 @@ def gated_activation(gate_up: Tensor, activation: Gating) -> Tensor:
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """act(x), computed in float32, in the dtype of x."""
+    """Compute act(x) in float32, and round it to the dtype of x."""
     wide = x.float()
     match activation:
         case Activation.SILU:

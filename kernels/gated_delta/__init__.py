@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state forgets, and corrects what it holds."""
+"""The gated delta rule: linear attention whose state decays and is corrected by each row."""
 
 from appliance.kernels.gated_delta.reference import gated_delta
 

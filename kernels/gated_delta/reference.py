@@ -23,17 +23,17 @@ def gated_delta(
     state: Tensor,
     spans: StateSpans,
 ) -> Tensor:
-    """Read a state that maps keys to values, after each row has corrected it.
+    """Correct a state that maps keys to values by each row, then read it.
 
-    With k and q of length 1: S = exp(log_decay) S; S += k (beta (v - S^T k))^T; out = S^T q. Value
-    heads in turn share a key head.
+    With k and q scaled to length 1: S = exp(log_decay) S; S += k (beta (v - S^T k))^T; out = S^T q.
+    Adjacent value heads share a key head.
 
     Args:
         query: (num_tokens, num_key_heads, key_dim) float32.
         key: the same.
         value: (num_tokens, num_value_heads, value_dim) float32.
         log_decay: (num_tokens, num_value_heads) float32, at most 0.
-        beta: (num_tokens, num_value_heads) float32, the share of an error that is corrected.
+        beta: (num_tokens, num_value_heads) float32, share of the error to correct.
         state: (num_slots, num_value_heads, key_dim, value_dim) float32, updated.
         spans: the rows of each sequence.
 

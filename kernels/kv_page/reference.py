@@ -99,7 +99,7 @@ def _dequantize_sealed(codes: list[Tensor], halves: Tensor) -> list[Tensor]:
 
 
 def pack(codes: Tensor, order: CodeOrder) -> Tensor:
-    """The reverse of `unpack`; dimensions that no head has are 0."""
+    """Pack codes, the reverse of `unpack`; padding dimensions are 0."""
     head_dim = codes.shape[-1]
     address, nibble = (x.to(codes.device) for x in addresses(order, head_dim))
     size = PAGE_TOKENS * -(-head_dim // DIM_STEP) * DIM_STEP * order.bits // 8
@@ -133,7 +133,7 @@ def write_rows(
     head_scales: Tensor | None,
     slot_mapping: Tensor,
 ) -> None:
-    """Quantize rows and put them into their slots, in place.
+    """Quantize rows into their slots, in place.
 
     Args:
         pages: (num_blocks, num_kv_heads, page bytes) uint8.
@@ -213,7 +213,7 @@ def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """One scale per row: codes + 128 (..., head_dim) uint8 and scales (...,) float16.
 
-    Codes are made with the scale as it is stored. A row too small for a float16 scale has codes 0.
+    Codes are computed from the stored scale. A row too small for a float16 scale has codes 0.
     """
     x = x.float()
     scales = (x.abs().amax(dim=-1) / 127).clamp(max=FLOAT16_MAX).half()
@@ -226,7 +226,7 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One scale and offset per row: x is about (code - 8) * scale + offset.
 
-    Both are rounded first, and codes made with them as they are stored.
+    Codes are computed from the stored, rounded scale and offset.
     """
     x = x.float()
     lowest, highest = x.amin(dim=-1), x.amax(dim=-1)
@@ -238,14 +238,14 @@ def quantize_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def hadamard_size(head_dim: int) -> int:
-    """Elements of one part of a head that is transformed by itself: a power of two."""
+    """Return the elements of a part of a head that is transformed alone: a power of two."""
     return head_dim & -head_dim
 
 
 def hadamard(x: Tensor) -> Tensor:
     """The normalized Walsh-Hadamard transform of each part of a head: (..., head_dim) float32.
 
-    It spreads outliers over a head, and q . k is the same if both are transformed.
+    It spreads outliers over a head; q . k stays the same if both are transformed.
     """
     size = hadamard_size(x.shape[-1])
     out = x.float()

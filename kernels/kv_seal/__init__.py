@@ -1,1 +1,1 @@
-"""Sealing: a full block leaves its 8-bit pages for pages of 4 bits, keys quantized by channel."""
+"""Sealing: quantizes a full block's 8-bit pages to 4 bits, keys by channel."""

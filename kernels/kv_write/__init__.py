@@ -1,4 +1,4 @@
-"""Putting a step's keys and values into their cache slots, quantized if the format asks for it."""
+"""Writes a step's keys and values into their cache slots, quantized if the format requires it."""
 
 from appliance.kernels.kv_write.reference import write_kv
 

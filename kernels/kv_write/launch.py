@@ -50,7 +50,7 @@ def rotate_and_write(
 ) -> Tensor:
     """Norm, RoPE and Hadamard transform of queries and keys, and the write of keys and values.
 
-    In one launch; see `reference.rotate_and_write_with`, which says what the arguments are.
+    In one launch; see `reference.rotate_and_write_with` for the arguments.
 
     Raises:
         UnsupportedModelError: no kernel covers the dtype.
@@ -160,9 +160,9 @@ def constexprs(
 
     Args:
         half: half of the rotated dimensions; 0 leaves RoPE out, and the Hadamard transform too.
-        has_norm: whether query and key heads are normed.
-        has_mean: whether a mean is taken off the keys.
-        has_query: whether there are queries.
+        has_norm: query and key heads are normed.
+        has_mean: a mean is subtracted from the keys.
+        has_query: there are queries.
     """
     padded = max(DIM_STEP, _power_of_two(head_dim))
     element = 1 if kv_format.is_quantized else kv_format.storage_dtype.itemsize
@@ -182,7 +182,7 @@ def constexprs(
 
 
 def num_warps(fixed: KVWriteConstexprs) -> int:
-    """As many as have something wide to load."""
+    """Return as many warps as have a wide load each."""
     elements = fixed["BLOCK_HEADS"] * fixed["HEAD_DIM_PADDED"]
     return min(MAX_WARPS, max(1, elements // WARP_ELEMENTS))
 

@@ -48,8 +48,8 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize symmetrically, one scale per row: x is about codes * scale.
 
-    The codes are made with the scale as float16 stores it, so that its rounding costs nothing.
-    A row that is zero, or too small for a float16 scale, becomes scale 0 and codes 0.
+    Codes are computed from the float16 scale, so its rounding costs nothing. A row of zeros, or one
+    too small for a float16 scale, gets scale 0 and codes 0.
 
     Args:
         x: (..., head_dim), any float dtype.
@@ -74,7 +74,7 @@ def rotate_and_write_with(
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor],
     write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None],
 ) -> Callable[..., Tensor]:
-    """`rotate_and_write` made of a backend's single operations."""
+    """Build `rotate_and_write` from a backend's single operations."""
 
     def rotate_and_write(
         qkv: Tensor,

@@ -1,4 +1,4 @@
-"""Attention over latents of tokens, which all heads share."""
+"""Attention over tokens' latents, which all heads share."""
 
 from appliance.kernels.latent_attention.reference import latent_attention
 

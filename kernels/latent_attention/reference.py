@@ -21,13 +21,13 @@ def latent_attention(
 ) -> Tensor:
     """Attend from every row to its own sequence, causally; all arithmetic is float32.
 
-    A token lies in the cache in two halves, where a KV head has its key and its value.
+    A token's latent is stored in two halves, in place of a KV head's key and value.
 
     Args:
         query: (num_tokens, num_heads, width), of the width of a cached token.
         cache: blocks of this layer, with this step's tokens written.
         scale: multiplies q . k.
-        latent: elements of a token that are attended to; the rest only scores.
+        latent: elements of a token that are summed; the rest is for scores only.
 
     Returns:
         (num_tokens, num_heads, latent), dtype of query.

@@ -1,6 +1,6 @@
-"""RMS norm and rotary embedding in as few torch calls as they take.
+"""RMS norm and rotary embedding in as few torch calls as possible.
 
-A step of one token is bound by the number of calls, each about a microsecond, not by arithmetic.
+A step of one token is bound by the number of calls, about a microsecond each, not by arithmetic.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def add_rms_norm(
         residual: same shape and dtype.
         weight: (dim,) float32.
         eps: added to the mean square.
-        in_place: write the sum over the residual, which must be contiguous, not to a new tensor.
+        in_place: write the sum to the residual, which must be contiguous, not to a new tensor.
 
     Raises:
         UnsupportedModelError: no kernel covers the width or the dtype.
@@ -63,7 +63,7 @@ def add_rms_norm(
 
 
 def check_supported(dim: int, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModelError, naming what is supported, if no kernel covers this."""
+    """Raise UnsupportedModelError with the supported values if no kernel covers this."""
     if dtype not in FLOAT_DTYPES:
         what, supported = f"activation dtype {dtype}", ", ".join(map(str, FLOAT_DTYPES))
     elif dim > MAX_DIM:
@@ -76,7 +76,7 @@ def check_supported(dim: int, dtype: torch.dtype) -> None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As (num_rows, dim), each row contiguous."""
+    """Reshape to (num_rows, dim), each row contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -132,6 +132,6 @@ def constexprs(dim: int, *, has_residual: bool) -> RMSNormConstexprs:
 
 
 def num_warps(fixed: RMSNormConstexprs) -> int:
-    """As many as have something wide to load."""
+    """Return as many warps as have a wide load each."""
     elements = fixed["BLOCK_ROWS"] * fixed["DIM_PADDED"]
     return min(MAX_WARPS, max(1, elements // WARP_ELEMENTS))

@@ -1,4 +1,4 @@
-"""Multiplying activations by a weight that is packed, or dense, laid out once for its backend."""
+"""Multiplies activations by a packed or dense weight, laid out once for its backend."""
 
 from appliance.kernels.packed_matmul.reference import prepare_linear
 

@@ -66,7 +66,7 @@ _FOOTPRINTS = Footprints(packed_matmul_kernel)
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Partial sums of one launch's splits; launches of one stream take turns with it."""
+    """Partial sums of one launch's splits, shared by the launches of a stream in turn."""
 
     partial: Tensor  # (WORKSPACE_FLOATS,) float32
     arrived: Tensor  # (MAX_COUNTERS,) int32, zero between launches
@@ -120,8 +120,8 @@ class TiledLinear:
 def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     """Lay a weight out for the GPU kernels; see `reference.prepare_linear`.
 
-    A packed weight is repacked a few rows at a time. A dense one stays dense; so does a packed one
-    for activations in float32, which are for checking.
+    A packed weight is repacked a few rows at a time. A dense one stays dense; for activations in
+    float32, which are for checks, a packed one becomes dense.
 
     Raises:
         UnsupportedModelError: no kernel covers the shape, the dtype or the GPU.
@@ -137,7 +137,7 @@ def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> L
 
 
 def has_gated(weight: PackedWeight | Fp4Weight, dtype: torch.dtype, activation: Gating) -> bool:
-    """Return True if `prepare_gate_up` takes such a weight."""
+    """Return True if `prepare_gate_up` accepts such a weight."""
     return (
         (isinstance(weight, Fp4Weight) or weight.input_order is None)
         and not weight.shape[0] % (2 * GATE_RUN)
@@ -225,7 +225,7 @@ def place_of(
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> Place:
-    """The device that executes a launch, and how many of its programs at a time."""
+    """Return the device of a launch, and how many programs it runs at a time."""
     target = target_of(device)
     card = multiprocessors_of(device, target.capability)
     program = None if target.is_interpreted else footprints.of(device, arguments, options)
@@ -233,7 +233,7 @@ def place_of(
 
 
 def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:
-    """Sums of x over each group: (groups, padded_tokens) float32."""
+    """Sum x over each group: (groups, padded_tokens) float32."""
     width = weight.codes.shape[1] * weight.order.tile_k
     sums = torch.empty(
         width // weight.group_size, padded_tokens, dtype=torch.float32, device=x.device
@@ -256,7 +256,7 @@ def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:
 
 
 def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
-    """Some rows of the weight after others, dense and by the library: many rows of x pay for it."""
+    """Multiply slices of the dequantized weight by the library, which pays for many rows of x."""
     weight = linear.weight
     out = x.new_empty(x.shape[0], weight.out_features)
     rows_at_once = max(ROW_MULTIPLE, DEQUANTIZED_AT_ONCE // weight.in_features // TILE_N * TILE_N)
@@ -271,7 +271,7 @@ def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
 
 
 def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tensor:
-    """Rows from a multiple of TILE_N on, dense in the dtype and on the device of `like`."""
+    """Dequantize rows from a multiple of TILE_N, to the dtype and device of `like`."""
     out = like.new_empty(end - start, weight.in_features)
     blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
     with torch.cuda.device(like.get_device()):
@@ -316,7 +316,7 @@ def _check_supported(weight: PackedWeight | Fp4Weight, dtype: torch.dtype) -> No
 
 
 def workspace_of(device: torch.device) -> Workspace:
-    """Of the current stream of a device, for as long as the process lives."""
+    """Return the workspace of a device's current stream, kept for the process's lifetime."""
     is_cuda = device.type == "cuda"
     return _workspace(device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0)
 

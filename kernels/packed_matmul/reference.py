@@ -50,7 +50,7 @@ def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> D
 def dense_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> DenseLinear:
     """Lay a weight out for torch: dense, in the dtype of the activations.
 
-    torch chooses a product's order of summation by the number of rows, so that a row's last bits
-    may differ with the rows beside it.
+    torch chooses the order of summation by the number of rows, so a row's last bits may depend on
+    the rows beside it.
     """
     return DenseLinear(dense(weight, dtype), None if bias is None else bias.to(dtype))

@@ -1,4 +1,4 @@
-"""A linear whose weight's columns stand in another order than its inputs: x is gathered first."""
+"""A linear whose weight's columns are in another order than its inputs: gathers x first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReorderedLinear:
-    """Calls a linear with the columns of x in the order of its weight's."""
+    """Calls a linear with x's columns in the weight's order."""
 
     linear: Linear
     input_order: Tensor  # (in_features,) int32
@@ -37,5 +37,5 @@ class ReorderedLinear:
 
 
 def reordered(linear: Linear, input_order: Tensor | None) -> Linear:
-    """The linear for inputs in their own order; see `PackedWeight.input_order`."""
+    """Wrap a linear for inputs in their own order; see `PackedWeight.input_order`."""
     return linear if input_order is None else ReorderedLinear(linear, input_order)

@@ -61,7 +61,7 @@ class Params(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """A weight (out_features, in_features) as the kernels read it.
+    """A weight (out_features, in_features) in the kernels' layout.
 
     Attributes:
         codes: (tiles in n, tiles in k, words of a tile) int32.
@@ -159,11 +159,11 @@ def tile_fp8(codes: Tensor, scale: Tensor, group_size: int) -> TiledWeight:
 def tile_fp4(weight: Fp4Weight, dtype: torch.dtype) -> TiledWeight:
     """Repack e2m1 codes; scales take the dtype of activations, and exactly.
 
-    The kernels make a result's bits of a code's, too small by a power of two that the scales make
-    up for; so that no scale overflows, the row's own takes another.
+    The kernels build a value from a code's bits, too small by a power of two for which the scales
+    compensate; the row's own scale takes a part, so that none overflows.
 
     Raises:
-        UnsupportedModelError: scales of one row are too far apart for float16.
+        UnsupportedModelError: the range of a row's scales exceeds float16.
     """
     power = CODE_POWERS[dtype]
     scale, row_scale = weight.scale.float(), weight.row_scale
@@ -194,7 +194,7 @@ def tile_fp4(weight: Fp4Weight, dtype: torch.dtype) -> TiledWeight:
 
 
 def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Float32 scale and offset of (q - center) * scale + offset, the offset rounded once."""
+    """Return float32 scale and offset of (q - center) * scale + offset; rounds the offset once."""
     center = 1 << (weight.bits - 1)
     scale, offset = weight.scale.double(), weight.offset.double()
     if weight.offset_kind is OffsetKind.ZERO_POINT:
@@ -205,7 +205,7 @@ def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def interleaved_gate_up(out_features: int) -> Tensor:
-    """Row numbers of gate over up, `GATE_RUN` of each in turn, for the gated epilogue."""
+    """Return row numbers of gate over up, alternating by `GATE_RUN`, for the gated epilogue."""
     halves = torch.arange(out_features).view(2, -1, GATE_RUN)
     return halves.transpose(0, 1).flatten()
 
@@ -216,7 +216,7 @@ def pad_bias(bias: Tensor | None) -> Tensor | None:
 
 
 def _zero_words(weight: PackedWeight) -> Tensor | None:
-    """Words (out_features, groups) int32 of FP16_ZERO; None where they would not be exact."""
+    """Return words (out_features, groups) int32 of FP16_ZERO; None if they would be inexact."""
     if weight.bits != 4 or weight.offset_kind is not OffsetKind.ZERO_POINT:
         return None
     scale, zero = weight.scale.half(), weight.offset.float()

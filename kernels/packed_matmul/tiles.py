@@ -92,7 +92,7 @@ ARCHITECTURES = {
 
 @lru_cache(maxsize=64)
 def architecture(capability: int) -> Architecture | None:
-    """The row for a compute capability (86 is 8.6), of its nearest elder; None below 8.0."""
+    """Return the row of a compute capability (86 is 8.6) or its predecessor; None below 8.0."""
     known = [elder for elder in ARCHITECTURES if elder <= capability]
     # What follows Hopper without wgmma, down to consumer Blackwell, takes the newest table.
     return ARCHITECTURES[120 if capability > 90 else max(known)] if known else None
@@ -100,7 +100,7 @@ def architecture(capability: int) -> Architecture | None:
 
 @lru_cache(maxsize=4096)
 def choose_tile(rows: int, capability: int, group_size: int = 128) -> MatmulTile | None:
-    """The tile for this many rows of x; None is to make the weight dense and multiply."""
+    """Choose the tile for a number of rows of x; None means to dequantize the weight."""
     table = architecture(capability)
     assert table is not None
     tiles = SHORT_GROUP_TILES if 0 < group_size <= SHORT_GROUP else table.tiles
@@ -128,10 +128,10 @@ class Place:
 def choose_splits(
     out_tiles: int, blocks_k: int, block_bytes: int, tile: MatmulTile, place: Place
 ) -> int:
-    """Among how many programs the inputs of an output tile are divided.
+    """Choose among how many programs an output tile's inputs are divided.
 
     Args:
-        out_tiles: of TILE_N features.
+        out_tiles: tiles of TILE_N output features.
         blocks_k: blocks of inputs.
         block_bytes: codes of one block of inputs for TILE_N features.
     """
@@ -162,5 +162,5 @@ def choose_splits(
 
 
 def partial_share(blocks_k: int, block_bytes: int, tile: MatmulTile, splits: int) -> float:
-    """Bytes that splits write and read again, as a share of their weight's codes."""
+    """Return the bytes that splits write and read again, as a share of the weight's codes."""
     return 2 * 4 * splits * tile.block_m * TILE_N / (blocks_k * block_bytes)

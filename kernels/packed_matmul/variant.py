@@ -68,7 +68,7 @@ def constexprs_of(
     even_k: bool = True,
     asm: bool = True,
 ) -> MatmulConstexprs:
-    """As `matmul_constexprs`, for a weight that need not exist."""
+    """Return `matmul_constexprs` of a weight that need not exist."""
     order = TileOrder(kind.bits)
     return {
         "CODES": kind.value,
@@ -97,14 +97,14 @@ class _Scaling(TypedDict):
 
 
 def _scaling(kind: Codes, group_size: int) -> _Scaling:
-    """Codes of 4-bit floats take their scales in registers, so they have one product."""
+    """Codes of 4-bit floats are scaled in registers, so they have one product."""
     if kind is Codes.FP4:
         return {"GROUP": 0, "SCALES": TileOrder(4).tile_k // group_size}
     return {"GROUP": group_size, "SCALES": 0}
 
 
 def product_group(kind: Codes, group_size: int) -> int:
-    """Inputs whose product takes a scale of its own; 0 means all, and one scale at the end."""
+    """Return the inputs of one scaled product; 0 means all, with one scale at the end."""
     return _scaling(kind, group_size)["GROUP"]
 
 

@@ -83,7 +83,7 @@ def paged_attention(
 
 
 def _gather(cache: KVBlocks, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values in the slots, dequantized: (len(slots), num_kv_heads, head_dim) each."""
+    """Gather and dequantize keys and values: (len(slots), num_kv_heads, head_dim) each."""
     return (
         _gather_one(cache.keys, cache.key_scales, slots, dtype),
         _gather_one(cache.values, cache.value_scales, slots, dtype),
@@ -106,7 +106,7 @@ def _decode(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One row of each sequence of a group: (group, num_heads, head_dim), also the result.
+    """Attend from one row of each sequence: (group, num_heads, head_dim), like the result.
 
     The query heads of a KV head are the rows of its matrix products.
     """
@@ -135,9 +135,9 @@ def _prefill(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The rows of a chunk: (rows, num_heads, head_dim), also the result.
+    """Attend from the rows of a chunk: (rows, num_heads, head_dim), like the result.
 
-    KV heads are the batch and their query heads the heads, so that keys are not repeated.
+    KV heads are the batch and their query heads the heads, so keys are not repeated.
     """
     rows, num_heads, head_dim = query.shape
     keys, values = _gather(cache, chunk.slots, query.dtype)

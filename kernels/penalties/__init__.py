@@ -1,4 +1,4 @@
-"""Logits of tokens that were seen before are lowered, each sequence's own number of times."""
+"""Lowers the logits of tokens already seen, by each sequence's own counts."""
 
 from appliance.kernels.penalties.rows import PenaltyRows
 

@@ -1,4 +1,4 @@
-"""Penalties on the CPU: row by row, over the tokens that were seen and no others."""
+"""Penalties on the CPU: row by row, over seen tokens only."""
 
 from __future__ import annotations
 

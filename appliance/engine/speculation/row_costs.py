@@ -6,9 +6,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from math import exp, log
 
-# Seconds grow with this power of the rows where nothing was measured: more than any model here
-# needs (`benchmarks/results/cpu/models.json`: 0.4 to 0.7), so that trials are made with promising
-# drafts alone.
+# Seconds grow with this power of the rows where nothing was measured: more than any model needs
+# (0.4 to 0.7 in `scripts/bench/results/cpu/models.json`), so that only promising drafts are tried.
 _GUESS = 0.75
 _NEW = 1 / 8  # weight of the latest step in a mean
 _OUTLIER = 3.0  # a slower step counts as this many times its mean

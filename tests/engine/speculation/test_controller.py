@@ -27,7 +27,7 @@ def _durations_follow_from_rows() -> None:
     """Here each step takes what its machine says."""
 
 
-# Milliseconds of a step by rows, `benchmarks/results/cpu/models.json`.
+# Milliseconds of a step by rows, `scripts/bench/results/cpu/models.json`.
 SMALL = {1: 2.31, 4: 4.35, 8: 8.45, 16: 15.5}
 LARGE = {1: 12.4, 4: 16.0, 8: 21.7, 16: 35.3}
 
