@@ -45,7 +45,7 @@ from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import Spare, stage
 from appliance.engine.run.block_moves import HostMoves
-from appliance.engine.run.cuda_graphs import StepSize
+from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
 from appliance.engine.run.device import Event, Graph, HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
@@ -163,8 +163,8 @@ class Stub:
 
     def forward(self, token_ids: Tensor, *arguments: Any) -> Tensor:
         """Return the same logits for all rows."""
-        rows = arguments[3] if len(arguments) > 3 else token_ids
-        return self.logits[: len(rows)]
+        rows = arguments[3] if len(arguments) > 3 else None
+        return self.logits[: len(token_ids if rows is None else rows)]
 
     def sample_tokens(self, logits: Tensor, rows: Any) -> Tensor:
         """Return the same token for all rows."""
@@ -205,7 +205,7 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
     device = NoDevice()
     limits = SchedulerLimits(batch, batch * context, 2 * context)  # all prompts at once
     num_blocks = 2 * batch * context // BLOCK_SIZE
-    stub: Any = Stub(batch, vocab_size, device.counts)
+    stub: Any = Stub(batch + PROMPTS, vocab_size, device.counts)
     runner: ModelRunner[Any] = ModelRunner(
         stub,
         stub,
