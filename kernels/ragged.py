@@ -74,6 +74,8 @@ class RaggedBatch:
     state_slots: Tensor | None = None
     host_state_slots: tuple[int, ...] | None = None
     adapters: AdapterRows | None = None  # None where no sequence has one
+    # A decode step, in which those that only pad it share a state slot.
+    is_decode: bool = False
     # (num_tiles, 2) int32, see `paged_attention.work.prefill_tiles`; None: made of the host's
     # numbers, which a captured graph must not do.
     prefill_tiles: Tensor | None = None

@@ -27,10 +27,13 @@ class StateSpans:
     lens: Tensor  # (num_spans,) int64, rows
     rows: Tensor  # (num_spans, longest) int64, the row at each place; 0 behind a span's last
     is_row: Tensor  # (num_spans, longest) bool
+    places: Tensor  # (num_tokens,) int64, the place of each row among all spans'
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> StateSpans:
         """Find the spans; pieces of one sequence, as sealed blocks cut it, are joined again."""
+        if batch.is_decode:
+            return cls._of_decode(batch)
         assert batch.host_state_slots is not None, "the batch names no state slots"
         slots: list[int] = []
         lens: list[int] = []
@@ -50,12 +53,30 @@ class StateSpans:
         starts = torch.tensor([0, *accumulate(lens)][:-1], device=device)
         places = torch.arange(max(lens), device=device)
         is_row = places < counts.unsqueeze(1)
+        longest = max(lens)
+        taken = [span * longest + row for span, count in enumerate(lens) for row in range(count)]
         return cls(
             slots=torch.tensor(slots, device=device),
             goes_on=torch.tensor(goes_on, device=device),
             lens=counts,
             rows=torch.where(is_row, starts.unsqueeze(1) + places, 0),
             is_row=is_row,
+            places=torch.tensor(taken, device=device),
+        )
+
+    @classmethod
+    def _of_decode(cls, batch: RaggedBatch) -> StateSpans:
+        """Make a span of each row from what lies on the device, as a graph can."""
+        assert batch.state_slots is not None, "the batch names no state slots"
+        slots = batch.state_slots.long()
+        rows = torch.arange(len(slots), device=slots.device)
+        return cls(
+            slots=slots,
+            goes_on=batch.context_lens > 1,
+            lens=torch.ones_like(slots),
+            rows=rows.unsqueeze(1),
+            is_row=torch.ones_like(rows, dtype=torch.bool).unsqueeze(1),
+            places=rows,
         )
 
     def side_by_side(self, x: Tensor) -> Tensor:
@@ -64,8 +85,8 @@ class StateSpans:
         return torch.where(is_row, x[self.rows], 0)
 
     def in_turn(self, x: Tensor) -> Tensor:
-        """Undo `side_by_side`."""
-        return x[self.is_row]
+        """Undo `side_by_side`, without waiting for the device."""
+        return x.flatten(0, 1)[self.places]
 
     def read(self, state: Tensor) -> Tensor:
         """Read the states (num_slots, ...) that the spans go on from: (num_spans, ...)."""

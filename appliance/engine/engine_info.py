@@ -89,7 +89,9 @@ def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> t
     if source.spec.has_experts and not is_enqueued:
         notes.append("experts run one after another on the GPU, without graphs: slower than can be")
     if source.spec.state_bytes:
-        notes.append("recurrent layers run in torch on the GPU, without graphs: slower than can be")
+        notes.append(
+            "recurrent layers run in torch on the GPU, prompts row after row: slower than can be"
+        )
     return tuple(notes)
 
 

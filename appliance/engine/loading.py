@@ -188,9 +188,7 @@ def _runner_parts(
     source, execution, device = opened.source, opened.execution, opened.device
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, context_length)
     sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs + PROMPTS)
-    # Recurrent layers run in torch, on a GPU too.
-    is_enqueued = source.spec.state_bytes == 0 and _is_enqueued(executor)
-    with_graphs = _may_capture(config, execution, device) and is_enqueued
+    with_graphs = _may_capture(config, execution, device) and _is_enqueued(executor)
     return RunnerParts(
         execution, executor, device, limits, sample_tokens, opened.num_open, with_graphs
     )

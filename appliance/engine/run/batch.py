@@ -172,6 +172,7 @@ class Geometry:
             state_slots=tensors.state_slots,
             host_state_slots=None if self.state_slots is None else tuple(self.state_slots),
             adapters=self._adapters(tensors, adapters),
+            is_decode=self.size is not None and self.is_decode,
             prefill_tiles=None if tensors.tiles is None else tensors.tiles.view(-1, 2),
         )
 

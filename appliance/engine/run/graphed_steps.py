@@ -59,7 +59,7 @@ class GraphedSteps(Generic[AnyCache]):
         self._sampler = sampler
         self._staging = staging
         self.spare = spare
-        # Layers with recurrent state cut a prompt by the host's numbers.
+        # Layers with recurrent state take a prompt row after row, by the host's numbers.
         sizes = step_sizes(limits, is_mixed=spare.state_slot is None)
         self.graphs = GraphCache(device, sizes, limit_bytes)
         where = device.torch_device

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+
+from appliance.kernels.gated_delta.reference import gated_delta
+from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.short_conv.reference import short_conv
+from appliance.kernels.state_spans import StateSpans
+
+CPU = torch.device("cpu")
+
+
+def batch_of(
+    query_lens: list[int], context_lens: list[int], slots: list[int], *, is_decode: bool = False
+) -> RaggedBatch:
+    tables = [[0]] * len(slots)
+    batch = RaggedBatch.of(
+        query_lens, context_lens, tables, block_size=64, device=CPU, state_slots=slots
+    )
+    return replace(batch, is_decode=is_decode)
+
+
+def test_a_decode_step_is_laid_out_without_a_number_of_the_host() -> None:
+    batch = batch_of([1, 1, 1], [9, 1, 4], [5, 2, 7])
+    expected = StateSpans.of(batch)
+    unknown = replace(
+        batch,
+        host_query_lens=(),
+        host_context_lens=(),
+        host_state_slots=None,
+        is_decode=True,
+    )
+    found = StateSpans.of(unknown)
+    for field in fields(StateSpans):
+        assert torch.equal(getattr(found, field.name), getattr(expected, field.name)), field.name
+
+
+def test_padding_of_a_decode_step_shares_a_slot_and_changes_nothing_else() -> None:
+    random = torch.Generator().manual_seed(0)
+    width, taps = 6, 3
+    x = torch.randn(4, width, generator=random)
+    filters = torch.randn(width, taps, generator=random)
+    state = torch.randn(9, taps - 1, width, generator=random)
+    alone = state.clone()
+    expected = short_conv(
+        x[:2], filters, None, alone, StateSpans.of(batch_of([1, 1], [9, 4], [5, 2]))
+    )
+    padded = StateSpans.of(batch_of([1] * 4, [9, 4, 1, 1], [5, 2, 8, 8], is_decode=True))
+    found = short_conv(x, filters, None, state, padded)
+    assert torch.equal(found[:2], expected)
+    assert torch.equal(state[:8], alone[:8])
+
+
+def test_rows_side_by_side_are_put_in_turn_again() -> None:
+    spans = StateSpans.of(batch_of([3, 1, 4], [3, 9, 30], [0, 1, 2]))
+    x = torch.randn(8, 2, 5)
+    assert torch.equal(spans.in_turn(spans.side_by_side(x)), x)
+    assert spans.side_by_side(x)[1, 1:].eq(0).all()
+
+
+def test_the_rule_takes_rows_in_steps_as_at_once() -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(5, *shape, generator=random)
+
+    query, key, value = rows(1, 4), rows(1, 4), rows(2, 3)
+    decay, share = -rows(2).abs(), rows(2).sigmoid()
+    parts = (query, key, value, decay, share)
+    whole, stepwise = torch.zeros(3, 2, 4, 3), torch.full((3, 2, 4, 3), torch.nan)
+    expected = gated_delta(*parts, whole, StateSpans.of(batch_of([5], [5], [1])))
+    found = [
+        gated_delta(
+            *(part[row : row + 1] for part in parts),
+            stepwise,
+            StateSpans.of(batch_of([1], [row + 1], [1], is_decode=True)),
+        )
+        for row in range(5)
+    ]
+    torch.testing.assert_close(torch.cat(found), expected)
+    torch.testing.assert_close(stepwise[1], whole[1])
