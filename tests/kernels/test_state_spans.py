@@ -68,16 +68,15 @@ def test_the_rule_takes_rows_in_steps_as_at_once() -> None:
 
     query, key, value = rows(1, 4), rows(1, 4), rows(2, 3)
     decay, share = -rows(2).abs(), rows(2).sigmoid()
-    parts = (query, key, value, decay, share)
     whole, stepwise = torch.zeros(3, 2, 4, 3), torch.full((3, 2, 4, 3), torch.nan)
-    expected = gated_delta(*parts, whole, StateSpans.of(batch_of([5], [5], [1])))
-    found = [
-        gated_delta(
-            *(part[row : row + 1] for part in parts),
-            stepwise,
-            StateSpans.of(batch_of([1], [row + 1], [1], is_decode=True)),
+    at_once = StateSpans.of(batch_of([5], [5], [1]))
+    expected = gated_delta(query, key, value, decay, share, whole, at_once)
+    found = []
+    for i in range(5):
+        row = slice(i, i + 1)
+        spans = StateSpans.of(batch_of([1], [i + 1], [1], is_decode=True))
+        found.append(
+            gated_delta(query[row], key[row], value[row], decay[row], share[row], stepwise, spans)
         )
-        for row in range(5)
-    ]
     torch.testing.assert_close(torch.cat(found), expected)
     torch.testing.assert_close(stepwise[1], whole[1])
