@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from appliance.grammar.alternatives import can_close, lists_all
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "propertyNames")
@@ -20,15 +22,15 @@ _COMBINE = (
     "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 _COMBINE_BESIDE_PROPERTIES = ("anyOf", "oneOf", "$ref")
-_OPEN = ("additionalProperties", "patternProperties")
 
 
 def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add `additionalProperties: false` to objects that list their properties.
 
-    A schema that describes one object in several places stays unchanged.
+    A schema that describes one object in several places stays unchanged, and so does one whose
+    `oneOf` would admit more with closed alternatives.
     """
-    if any(map(_combines, _nodes(schema))):
+    if any(_combines(node) or not can_close(node, schema) for node in _nodes(schema)):
         return schema
     return _closed_object(schema)
 
@@ -47,22 +49,9 @@ def _closed_object(node: Mapping[str, Any]) -> Mapping[str, Any]:
             closed[key] = [_closed(inner) for inner in closed[key]]
     for key in closed.keys() & _SINGLE:
         closed[key] = _closed(closed[key])
-    if _lists_all(node):
+    if lists_all(node):
         closed["additionalProperties"] = False
     return closed
-
-
-def _lists_all(node: Mapping[str, Any]) -> bool:
-    listed, required = node.get("properties"), node.get("required", ())
-    if not isinstance(listed, Mapping) or not isinstance(required, (list, tuple)):
-        return False
-    least = node.get("minProperties", 0)
-    return (
-        node.keys().isdisjoint(_OPEN)
-        and listed.keys() >= {name for name in required if isinstance(name, str)}
-        and isinstance(least, int)
-        and least <= len(listed)
-    )
 
 
 def _combines(node: Mapping[str, Any]) -> bool:
