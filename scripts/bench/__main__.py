@@ -21,6 +21,7 @@ BENCHMARKS = {
     "decode": "engine.decode",
     "host_step": "engine.host_step",
     "kernel_compile": "engine.kernel_compile",
+    "published_schemas": "engine.published_schemas",
     "scheduler": "engine.scheduler",
     "schemas": "engine.schemas",
     "scoring": "engine.scoring",

@@ -80,6 +80,7 @@ EXAMPLE = (
     ' "address": {"street": "12 Rue de la Paix", "zip": "75002"}}, {"name": "Bob"'
 )
 QWEN_SIZE = 151_936
+LONGEST = 32  # bytes of a token, where texts are spelled
 
 
 class RunRates(NamedTuple):
@@ -152,7 +153,7 @@ def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) ->
     """Time the masks of each token of a text on one thread, in microseconds."""
     compiler = GrammarCompiler(size, eos, vocabulary)
     first = compiler._compile(Grammar.json_schema(PEOPLE))
-    ids = list(greedy(vocabulary, text))
+    ids = list(greedy(ids_of(vocabulary), text))
     executor, words = LLExecutor(1), np.zeros((1, num_words(size)), dtype=np.int32)
     found, read = [], []
     for _ in range(20):
@@ -173,14 +174,18 @@ def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) ->
     }
 
 
-def greedy(vocabulary: Vocabulary, text: str) -> Iterator[int]:
+def ids_of(vocabulary: Vocabulary) -> dict[bytes, int]:
+    """Return the tokens that have a text."""
+    return {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token}
+
+
+def greedy(ids: dict[bytes, int], text: str) -> Iterator[int]:
     """Yield the longest tokens that fit, one after another."""
-    ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token}
-    rest, longest = text.encode(), max(map(len, ids))
-    while rest:
-        size = next(n for n in range(min(longest, len(rest)), 0, -1) if rest[:n] in ids)
-        yield ids[rest[:size]]
-        rest = rest[size:]
+    rest, at = text.encode(), 0
+    while at < len(rest):
+        size = next(n for n in range(LONGEST, 0, -1) if rest[at : at + n] in ids)
+        yield ids[rest[at : at + size]]
+        at += size
 
 
 def grown(vocabulary: Vocabulary, size: int) -> Vocabulary:
