@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from appliance.kernels.decoder_cache import allocate_blocks
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
+from appliance.kernels.gated_delta import reference as reference_gated_delta
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_write.head_norms import HeadNorms
     from appliance.kernels.ragged import RaggedBatch
     from appliance.kernels.sealed_pages import SealedPages
+    from appliance.kernels.state_spans import StateSpans
     from appliance.kernels.weight import Weight
 
 
@@ -72,6 +74,23 @@ class RoutedMLPs(Protocol):
         weights: Tensor,  # (num_tokens, top_k) float32
     ) -> Tensor:  # (num_tokens, hidden_size) float32
         """Sum what each token's experts say, weighted, without waiting for the device."""
+        ...
+
+
+class GatedDeltaRule(Protocol):
+    """Every row corrects its sequence's state and reads it."""
+
+    def __call__(
+        self,
+        query: Tensor,  # (num_tokens, num_key_heads, key_dim) float32
+        key: Tensor,
+        value: Tensor,  # (num_tokens, num_value_heads, value_dim) float32
+        log_decay: Tensor,  # (num_tokens, num_value_heads) float32
+        beta: Tensor,
+        state: Tensor,  # (num_slots, num_value_heads, key_dim, value_dim) float32, updated
+        spans: StateSpans,
+    ) -> Tensor:  # (num_tokens, num_value_heads, value_dim) float32
+        """Run the rule; the arguments are described at `gated_delta.reference`."""
         ...
 
 
@@ -136,6 +155,7 @@ class Backend:
     # once per step, shared by all layers; the second argument is the block size
     plan_attention: Callable[[RaggedBatch, int], object]
     paged_attention: PagedAttention
+    gated_delta: GatedDeltaRule
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None where there is none for such a weight
     prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
@@ -160,6 +180,7 @@ REFERENCE = Backend(
     allocate_cache=allocate_blocks,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
+    gated_delta=reference_gated_delta.gated_delta,
     prepare_gated=lambda weight, bias, dtype, activation: None,
 )
 
@@ -213,6 +234,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
+    from appliance.kernels.gated_delta.launch import gated_delta
     from appliance.kernels.grouped_matmul.launch import prepare_experts
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
@@ -250,6 +272,7 @@ def triton_backend() -> Backend:
         allocate_cache=KVPages.allocate,
         plan_attention=plan_attention,
         paged_attention=paged_attention,
+        gated_delta=gated_delta,
         prepare_gated=prepare_gated,
         prepare_experts=prepare_experts,
     )

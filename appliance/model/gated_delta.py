@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.kernels.gated_delta import gated_delta
 from appliance.kernels.short_conv import short_conv
 from appliance.model.adapters.torch_slots import run_adapted
 
@@ -62,7 +61,7 @@ class GatedDelta:
         ).split([spec.channels, spec.values, spec.num_value_heads, spec.num_value_heads], dim=-1)
         mixed = silu(short_conv(mixed, self.filters, None, tail, step.spans))
         query, key, value = mixed.split([spec.keys, spec.keys, spec.values], dim=-1)
-        out = gated_delta(
+        out = self.backend.gated_delta(
             query.unflatten(-1, (-1, spec.key_dim)),
             key.unflatten(-1, (-1, spec.key_dim)),
             value.unflatten(-1, (-1, spec.value_dim)),

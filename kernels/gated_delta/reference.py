@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.state_spans import StateSpans
 
-_EPSILON = 1e-6  # of the keys' and queries' length, as in the authors' kernels
+EPSILON = 1e-6  # of the keys' and queries' length, as in the authors' kernels
 
 
 def gated_delta(
@@ -60,4 +60,4 @@ def gated_delta(
 
 def _unit(x: Tensor) -> Tensor:
     """Scale vectors to length 1."""
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _EPSILON)
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
