@@ -4,10 +4,11 @@
     scripts/benchmark structured_output --masks-only  # no model: masks of synthetic 152k tokens too
 
 Both kinds of run alternate. Every answer has the same number of tokens, because the schema's list
-is longer than that; tokens per second count steps without prompts only. `ratio` is with the schema
-over without, by wall clock and by processor seconds, which other work on the machine changes less.
-`steps_per_token` is below 1 where tokens that must follow take no step of their own; `jumps` is one
-answer of short values and long names, with such steps left out and not, in alternation.
+is longer than that, and every token takes its step: drafts, whose use depends on what is said, are
+off. Tokens per second count steps without prompts only. `ratio` is with the schema over without, by
+wall clock and by processor seconds, which other work on the machine changes less. `jumps` is one
+answer of short values and long names, with drafts (tokens that must follow among them) and without,
+in alternation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,7 +90,6 @@ class RunRates(NamedTuple):
 
     wall: float  # tokens per second
     processor: float  # tokens per second of a processor
-    steps_per_token: float  # of a stream
 
 
 def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> RunRates:
@@ -106,7 +107,7 @@ def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> Run
             Request(request_id=str(number), prompt_token_ids=tuple(ids), sampling=sampling)
         )
     wall = processor = 0.0
-    steps = tokens = 0
+    tokens = 0
     while engine.has_work:
         begin, begin_processor = time.perf_counter(), time.process_time()
         report = engine.step()
@@ -115,29 +116,36 @@ def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> Run
         if stats.running == streams and stats.step_prefill_tokens == 0:
             wall += time.perf_counter() - begin
             processor += time.process_time() - begin_processor
-            steps += 1
             tokens += sum(len(delta.token_ids) for delta in report.deltas)
-    return RunRates(tokens / wall, tokens / processor, streams * steps / tokens)
+    return RunRates(tokens / wall, tokens / processor)
+
+
+@contextmanager
+def without_drafts(llm: LLM) -> Iterator[None]:
+    """Within it every token takes its step: no text is foretold, and none forced."""
+    scheduler = llm.engine._scheduler
+    speculator, scheduler._speculator = scheduler._speculator, None
+    try:
+        yield
+    finally:
+        scheduler._speculator = speculator
 
 
 def jumps(llm: LLM, repeats: int) -> dict[str, Any]:
     """Compare one stream's steps and time with forced tokens as drafts, and without drafts."""
-    scheduler = llm.engine._scheduler
-    speculator = scheduler._speculator
     found: dict[bool, list[tuple[int, int, float]]] = {True: [], False: []}
     for _ in range(repeats + 1):
         for jump, rows in found.items():
-            scheduler._speculator = speculator if jump else None
             steps = llm.engine.stats().steps_total
             begin = time.perf_counter()
-            (answer,) = llm.generate(
-                "It is a rainy day. The station says:",
-                SamplingParams(temperature=0, max_tokens=200, grammar=READING),
-            )
+            with nullcontext() if jump else without_drafts(llm):
+                (answer,) = llm.generate(
+                    "It is a rainy day. The station says:",
+                    SamplingParams(temperature=0, max_tokens=200, grammar=READING),
+                )
             seconds = time.perf_counter() - begin
             tokens = len(answer.outputs[0].token_ids)
             rows.append((llm.engine.stats().steps_total - steps, tokens, seconds))
-    scheduler._speculator = speculator
     with_, without = found[True][1:], found[False][1:]  # the first ones warm up
     return {
         "tokens": with_[0][1],
@@ -227,7 +235,8 @@ def main() -> None:
         rates: dict[str, list[RunRates]] = {kind: [] for kind in kinds}
         for repeat in range(options.repeats + 1):
             for kind, grammar in kinds.items():
-                rate = run(llm, options.streams, options.max_tokens, grammar)
+                with without_drafts(llm):
+                    rate = run(llm, options.streams, options.max_tokens, grammar)
                 if repeat:  # the first one warms up
                     rates[kind].append(rate)
         result["streams"] = options.streams
@@ -235,7 +244,6 @@ def main() -> None:
             result[kind] = {
                 "tokens_per_second": spread([one.wall for one in found]),
                 "tokens_per_processor_second": spread([one.processor for one in found]),
-                "steps_per_token": round(found[-1].steps_per_token, 3),
             }
         result["jumps"] = jumps(llm, options.repeats)
         pairs = list(zip(rates["schema"], rates["free"], strict=True))
