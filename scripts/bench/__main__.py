@@ -24,6 +24,7 @@ BENCHMARKS = {
     "published_schemas": "engine.published_schemas",
     "scheduler": "engine.scheduler",
     "schemas": "engine.schemas",
+    "self_draft": "engine.self_draft",
     "scoring": "engine.scoring",
     "sharing": "engine.sharing",
     "speculation": "engine.speculation",

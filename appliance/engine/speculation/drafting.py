@@ -1,8 +1,10 @@
 """Asks a proposer that takes time, as far as that pays. Imports no torch.
 
-Its drafts are as long as yields the most tokens a second, the time to make them included. Where
-none pays, it is tried now and then, for a share of the time of steps: so a proposer that never
-comes true costs no more than that share.
+Its drafts are as long as yields the most tokens a second, the time to make them included. An
+account keeps the estimates honest: each step adds a small share of its time and what accepted
+tokens have saved, and pays for reading, drafting and the rows of drafts; once it is empty nobody
+is asked. So a proposer costs no more than that share, whatever was expected of it. Steps of few
+answers and of many have accounts of their own, since what pays in one may not in the other.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
     from appliance.engine.speculation.controller import Controller
     from appliance.engine.speculation.proposal import Proposal, SlowProposer
 
-TRIAL_SHARE = 0.01  # of the time of steps, for trials
-_TRIAL_TOKENS = 4
-_FIRST_CREDIT, _MOST_CREDIT = 0.1, 0.25  # seconds for trials at first, and saved up at most
+FREE_SHARE = 0.01  # of the time of steps
+_TRIAL_TOKENS = 3
+_FIRST_STEPS, _MOST_STEPS = 16, 48  # in the account at first, and at most: the time of steps
 
 
 class Drafting:
@@ -30,14 +32,20 @@ class Drafting:
         proposer: makes them.
         controller: knows what steps cost, and what came true.
         most: tokens of a draft.
+
+    Attributes:
+        is_trial: what it returned last is to be run, to learn what that costs and brings.
     """
 
     def __init__(self, proposer: SlowProposer, controller: Controller, most: int) -> None:
         self._proposer = proposer
         self._controller = controller
         self._most = most
-        self._credit = _FIRST_CREDIT
-        self._is_trial = False
+        self._accounts: dict[int, float] = {}  # seconds, by the size of a step
+        self._own_rows = 0  # of the step being planned, without drafts
+        self._num_answers = 0  # in that step
+        self._has_asked = False  # for that step
+        self.is_trial = False
 
     def propose(
         self,
@@ -53,13 +61,18 @@ class Drafting:
             own_rows: rows of the step without drafts.
             num_answers: sequences in the step.
         """
-        self._is_trial = False
-        if not candidates or not self._controller.costs.seconds(own_rows):
+        self.is_trial = self._has_asked = False
+        self._own_rows, self._num_answers = own_rows, num_answers
+        base = self._controller.costs.seconds(own_rows)
+        if not candidates or not base:
+            return {}
+        left = self._accounts.setdefault(num_answers.bit_length(), _FIRST_STEPS * base)
+        if left <= 0:
             return {}
         chances = [self._chance(sequence) for sequence, *_ in candidates]
         pays, least = self._judge(chances, own_rows, num_answers)
         if not pays:
-            return self._try(candidates)
+            return self._try(candidates, left)
         asked = [
             (sequence, min(most, self._most))
             for (sequence, most, other), chance in zip(candidates, chances, strict=True)
@@ -67,10 +80,25 @@ class Drafting:
         ]
         return self._ask(asked, least)
 
-    def observe(self, step_seconds: float, own_seconds: float) -> None:
-        """Learn the duration of a step, and of what was proposed for it."""
-        saved = self._credit + TRIAL_SHARE * step_seconds
-        self._credit = min(_MOST_CREDIT, saved) - (own_seconds if self._is_trial else 0.0)
+    def observe(self, draft_rows: int, seconds: float, own_seconds: float, gained: int) -> None:
+        """Book a step.
+
+        Args:
+            draft_rows: rows of drafts in it.
+            seconds: that it took, without what was proposed for it.
+            own_seconds: that the proposer took for it.
+            gained: tokens that came of the proposer's drafts.
+        """
+        size, costs = self._num_answers.bit_length(), self._controller.costs
+        if size not in self._accounts:
+            return
+        base = costs.seconds(self._own_rows)
+        change = FREE_SHARE * seconds
+        if self._has_asked:
+            change += gained * base / self._num_answers - own_seconds
+            change -= costs.seconds(self._own_rows + draft_rows) - base
+        self._accounts[size] = min(_MOST_STEPS * base, self._accounts[size] + change)
+        self._has_asked = False
 
     def end(self, sequence: Sequence) -> None:
         """Forget a sequence."""
@@ -88,33 +116,40 @@ class Drafting:
         each, base = self._proposer.costs.seconds(count), costs.seconds(own_rows)
         if not each:
             return False, 1.0
-        tokens, least = float(num_answers), MARGIN * num_answers / base
+        tokens, best, length = float(num_answers), MARGIN * num_answers / base, 0
         survivals = [1.0] * count
         for rounds in range(1, self._most + 1):
             survivals = [left * chance for left, chance in zip(survivals, chances, strict=True)]
             tokens += sum(survivals)
-            seconds = costs.seconds(own_rows + rounds * count) + rounds * each
-            if tokens / seconds > least:
-                row = (each + costs.seconds(own_rows + count) - base) / count
-                return True, row * num_answers / base
-        return False, 1.0
+            rate = tokens / (costs.seconds(own_rows + rounds * count) + rounds * each)
+            if rate > best:
+                best, length = rate, rounds
+        if not length:
+            return False, 1.0
+        # One more token has to bring more than the same time brings without it.
+        rows = length * count
+        row = (costs.seconds(own_rows + rows) - base) / rows
+        return True, (each / count + row) * best
 
-    def _try(self, candidates: Ordered[tuple[Sequence, int, float]]) -> dict[Sequence, Proposal]:
+    def _try(
+        self, candidates: Ordered[tuple[Sequence, int, float]], left: float
+    ) -> dict[Sequence, Proposal]:
         """Make a short draft of the sequence that has least to read, if there is time for it."""
         proposer = self._proposer
         free = {sequence: most for sequence, most, other in candidates if not other}
-        if self._credit <= 0 or not free:
+        if not free:
             return {}
         unread = {sequence: proposer.unread(sequence) for sequence in free}
         sequence = min(free, key=unread.__getitem__)
         needed = proposer.costs.seconds(1) * _TRIAL_TOKENS
         needed += proposer.read_seconds * unread[sequence]
-        if needed > self._credit:
+        if needed > left:
             return {}
-        self._is_trial = True
+        self.is_trial = True
         return self._ask([(sequence, min(free[sequence], _TRIAL_TOKENS))], 0.0)
 
     def _ask(self, asked: Ordered[tuple[Sequence, int]], least: float) -> dict[Sequence, Proposal]:
         if not asked:
             return {}
+        self._has_asked = True
         return self._proposer.propose(asked, self._controller.acceptance.chance, least)

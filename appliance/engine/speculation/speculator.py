@@ -47,6 +47,7 @@ class Speculator:
         self._drafting = None if slow is None else Drafting(slow, self.controller, most)
         self._clock = clock
         self._spent = 0.0  # seconds that the slow proposer took for the step being planned
+        self._run: dict[Sequence, int] = {}  # tokens before that step, where its drafts are run
         self._proposers = tuple(proposers)
         self._matchers = matchers
         self._most = most
@@ -69,13 +70,19 @@ class Speculator:
             proposals |= proposer.propose(asked)
             asked = [one for one in asked if one[0] not in proposals]
         own_rows = sum([rows for _, rows, _ in answers])
-        proposals |= self._drafted(most_of, proposals, own_rows, len(answers))
+        drafted = self._drafted(most_of, proposals, own_rows, len(answers))
+        proposals |= drafted
         if not proposals:
             return {}
         proposals = self._allowed(proposals)
         for sequence, proposal in proposals.items():
             acceptance.watch(sequence, proposal)
         chosen = self.controller.choose(proposals, own_rows, len(answers), room)
+        if self._drafting is not None and self._drafting.is_trial:
+            for sequence in drafted.keys() & proposals.keys():
+                left = room - sum(chosen.values()) + chosen.get(sequence, 0)
+                chosen[sequence] = min(len(proposals[sequence].token_ids), left)
+        self._run = {one: len(one.token_ids) for one in drafted.keys() & chosen.keys()}
         return {
             sequence: proposals[sequence].token_ids[:count] for sequence, count in chosen.items()
         }
@@ -99,7 +106,10 @@ class Speculator:
         spent, self._spent = self._spent, 0.0
         self.controller.observe(load, seconds - spent)
         if self._drafting is not None:
-            self._drafting.observe(seconds - spent, spent)
+            run, self._run = self._run, {}
+            gained = sum([len(one.token_ids) - before - 1 for one, before in run.items()])
+            rows = load.draft_rows if run else 0
+            self._drafting.observe(rows, seconds - spent, spent, max(0, gained))
 
     def end(self, sequence: Sequence) -> None:
         """See `Speculates`."""

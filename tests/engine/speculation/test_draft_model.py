@@ -143,7 +143,7 @@ def test_a_prompt_in_the_cache_is_not_read_again(tiny_llama: Path, watched: Watc
             engine.step()
         rows.append(watched.seen["rows"] - before)
     assert rows[0] >= 96
-    assert rows[1] <= rows[0] - 80
+    assert rows[1] < 48
     assert watched.seen["from the start"] == 1
 
 
