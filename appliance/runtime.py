@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 # OpenMP threads that spin at a barrier starve each other as soon as another process needs a core:
@@ -20,6 +21,8 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str
 
 # For a server and its clients only.
 SECRETS = frozenset({"APPLIANCE_API_KEY"})
+
+_PR_SET_PDEATHSIG = 1
 
 
 def child_environment(**more: str) -> dict[str, str]:
@@ -48,3 +51,12 @@ def resident_bytes() -> int:
     """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def die_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent dies."""
+    import ctypes  # every command imports this file, and few need that
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent died before the prctl

@@ -67,6 +67,20 @@ class Fp4Weight:
         scale = self.scale.view(torch.uint8)[index].view(self.scale.dtype)
         return Fp4Weight(self.codes[index], scale, self.row_scale[index])
 
+    @property
+    def column_unit(self) -> int:
+        """Inputs between two places where `columns` may cut."""
+        return self.group_size
+
+    def columns(self, first: int, last: int) -> Fp4Weight:
+        """Select inputs, whole groups; nothing is lost."""
+        assert first % self.group_size == 0, (first, self.group_size)
+        assert last % self.group_size == 0, (last, self.group_size)
+        groups = slice(first // self.group_size, last // self.group_size)
+        scale = self.scale.view(torch.uint8)[:, groups].contiguous().view(self.scale.dtype)
+        codes = self.codes[:, first // 2 : last // 2].contiguous()
+        return Fp4Weight(codes, scale, self.row_scale)
+
     def is_finite(self) -> bool:
         """Return True if no scale is NaN or infinite; every code is a number."""
         return all(bool(torch.isfinite(t.float()).all()) for t in (self.scale, self.row_scale))

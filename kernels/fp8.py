@@ -55,6 +55,25 @@ class Fp8Weight:
         """The same weight on a device."""
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device))
 
+    @property
+    def column_unit(self) -> int:
+        """Inputs between two places where `columns` may cut."""
+        return BLOCK if self.is_blockwise else 1
+
+    def columns(self, first: int, last: int) -> Fp8Weight:
+        """Select inputs, whole blocks where these have scales; nothing is lost.
+
+        The last block may be smaller than the others.
+        """
+        unit = self.column_unit
+        assert first % unit == 0, (first, unit)
+        assert last % unit == 0 or last == self.shape[1], (last, unit)
+        codes = self.codes.view(torch.uint8)[:, first:last].contiguous()
+        scale = self.scale
+        if self.is_blockwise:
+            scale = scale[:, first // BLOCK : -(-last // BLOCK)].contiguous()
+        return replace(self, codes=codes.view(torch.float8_e4m3fn), scale=scale)
+
     def is_finite(self) -> bool:
         """Return True if no scale and no code is NaN or infinite."""
         nan = (self.codes.view(torch.uint8) & NAN_CODE) == NAN_CODE

@@ -62,6 +62,19 @@ class GgmlWeight:
         """Select output rows; nothing is lost."""
         return replace(self, blocks=self.blocks[index])
 
+    @property
+    def column_unit(self) -> int | None:
+        """Inputs between two places where `columns` may cut; None if inputs have an order."""
+        return None if self.input_order is not None else self.type.block_size
+
+    def columns(self, first: int, last: int) -> GgmlWeight:
+        """Select inputs, whole blocks; nothing is lost."""
+        size = self.column_unit
+        assert size is not None, "inputs in an order of their own"
+        assert first % size == 0, (first, size)
+        assert last % size == 0, (last, size)
+        return replace(self, blocks=self.blocks[:, first // size : last // size].contiguous())
+
     def is_finite(self) -> bool:
         """Return True if no scale is NaN or infinite."""
         return all(bool(half_at(self.blocks, start).isfinite().all()) for start in self.type.halves)

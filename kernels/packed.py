@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
+SMALLEST_GROUP = 32  # that all kernels multiply
 
 
 class OffsetKind(Enum):
@@ -83,6 +84,30 @@ class PackedWeight:
         """Select output rows without repacking."""
         return replace(
             self, codes=self.codes[index], scale=self.scale[index], offset=self.offset[index]
+        )
+
+    @property
+    def column_unit(self) -> int | None:
+        """Inputs between two places where `columns` may cut; None if inputs have an order."""
+        if self.input_order is not None:
+            return None
+        return SMALLEST_GROUP if self.group_size % SMALLEST_GROUP == 0 else self.group_size
+
+    def columns(self, first: int, last: int) -> PackedWeight:
+        """Select inputs without repacking; where groups are cut, all become groups of 32."""
+        unit = self.column_unit
+        assert unit is not None, "inputs in an order of their own"
+        assert first % unit == 0, (first, unit)
+        assert last % unit == 0, (last, unit)
+        group = unit if first % self.group_size or last % self.group_size else self.group_size
+        repeats = self.group_size // group
+        groups = slice(first // group, last // group)
+        return replace(
+            self,
+            codes=self.codes[:, first * self.bits // 8 : last * self.bits // 8].contiguous(),
+            scale=self.scale.repeat_interleave(repeats, dim=1)[:, groups].contiguous(),
+            offset=self.offset.repeat_interleave(repeats, dim=1)[:, groups].contiguous(),
+            group_size=group,
         )
 
     def unpack(self) -> Tensor:

@@ -29,3 +29,15 @@ def some_rows(weight: Weight, rows: slice | Tensor, dtype: torch.dtype) -> Tenso
         assert isinstance(rows, slice), "no embedding is FP8"
         return weight.dequantize(dtype, rows)
     return weight[rows].to(dtype)
+
+
+def column_unit(weight: Weight) -> int | None:
+    """Inputs between two places where a weight can be cut without loss; None: nowhere."""
+    return 1 if isinstance(weight, Tensor) else weight.column_unit
+
+
+def some_columns(weight: Weight, first: int, last: int) -> Weight:
+    """Select inputs [first, last) of a weight; both are multiples of its `column_unit`."""
+    if isinstance(weight, Tensor):
+        return weight[:, first:last].contiguous()
+    return weight.columns(first, last)

@@ -119,7 +119,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.state_memory",
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
         "engine.load_speculation", "engine.admission", "engine.memory_request",
-        "engine.engine_info", "engine.draft_source",
+        "engine.engine_info", "engine.draft_source", "engine.ranks",
     },
     "engine": {
         "engine.engine", "engine.deltas", "engine.check_tokens", "engine.sequence_views",
@@ -132,7 +132,8 @@ BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 
 # What is started, or imported by whom we serve; all else is reached from here, or by tests alone.
 DOORS = {
-    "__init__", "__main__", "engine.process.__main__", "hub.__main__", "quant.text.row_writer",
+    "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__", "hub.__main__",
+    "quant.text.row_writer",
     *BUILD_TIME,
     *(f"commands.{name.replace('-', '_')}" for name in Commands.lines),
 }  # fmt: skip

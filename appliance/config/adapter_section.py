@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-
+from appliance.config.parallel_section import ParallelConfig
 from appliance.config.setting import Group, Setting
 
 
-class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterConfig(ParallelConfig, frozen=True, kw_only=True):
     """Adapters that requests may name, and how many of them are in memory."""
 
     lora: Annotated[

@@ -14,6 +14,7 @@ NAMES = (
     *("clients", "models", "sizing", "sleep", "dashboard", "quantize", "adapters"),
     *(
         "memory-and-cache",
+        "ranks",
         "settings",
         "api",
         "security",

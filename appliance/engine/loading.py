@@ -27,6 +27,7 @@ from appliance.engine.load_speculation import load_speculator
 from appliance.engine.load_tiers import load_tiers
 from appliance.engine.memory_plan import plan_memory
 from appliance.engine.memory_request import choose_precision, memory_of, num_open_of
+from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_device import CudaDevice
 from appliance.engine.run.cuda_graphs import PROMPTS
@@ -114,13 +115,15 @@ def load_parts(
         load_seconds=time.perf_counter() - begin,
         process_bytes=process_bytes,
         num_adapters=0 if adapters is None else adapters.count,
+        ranks=executor.ranks() if isinstance(executor, RankedDecoder) else (),
     )
     tiers, tier_notes = load_tiers(
         config, blocks, moves, states, rates, info, opened.precision, plan.kv_host_bytes
     )
     stages.append(("KV cache", time.monotonic()))
     own_notes = notes_on(source, opened.device, plan, is_enqueued=_is_enqueued(executor))
-    notes = (*opened.notes, *own_notes, *tier_notes)
+    of_ranks = executor.notes() if isinstance(executor, RankedDecoder) else ()
+    notes = (*opened.notes, *of_ranks, *own_notes, *tier_notes)
     info = msgspec.structs.replace(info, notes=notes, stages=tuple(stages))
     scheduler = Scheduler(
         blocks,

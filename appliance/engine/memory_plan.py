@@ -71,6 +71,7 @@ class MemoryRequest:
     state_checkpoint_memory: int | None = None  # requested bytes, or None
     adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
     draft_bytes: int = 0  # of a draft model, without its part of the cache
+    state_copies: int = 1  # of a recurrent state, which every rank keeps whole
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:

@@ -12,6 +12,7 @@ from appliance.engine.adapters.loader import planned_bytes
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.draft_source import open_draft
 from appliance.engine.execution.choice import choose_execution, why_not_native
+from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryRequest
@@ -116,6 +117,9 @@ def memory_of(
         budget_bytes = int(gpu_bytes * config.gpu_memory_utilization)
     # Memory taken already is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
+    ranks = execution.ranks if isinstance(execution, NativeExecution) else None
+    copies = 1 if ranks is None else ranks.split.size
+    others = 0 if ranks is None else ranks.process_bytes(source)
     request = MemoryRequest(
         spec=source.spec,
         weight_bytes=execution.weight_bytes(source),
@@ -124,7 +128,7 @@ def memory_of(
         block_size=precision.block_size,
         activation_bytes=execution.activation_bytes,
         budget_bytes=budget_bytes + process_bytes,
-        process_bytes=process_bytes,
+        process_bytes=process_bytes + others,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
@@ -134,7 +138,8 @@ def memory_of(
         kv_host_memory=config.kv_host_memory,
         prefix_caching=config.prefix_caching,
         state_checkpoint_memory=config.state_checkpoint_memory,
-        adapter_bytes=planned_bytes(config, source, precision.dtype.itemsize),
+        adapter_bytes=copies * planned_bytes(config, source, precision.dtype.itemsize),
+        state_copies=copies,
         host_budget_bytes=None if precision.device.type == "cpu" else _host_budget(),
     )
     return request if draft is None else draft.added_to(request)

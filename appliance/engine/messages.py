@@ -152,6 +152,20 @@ class Planned(msgspec.Struct, frozen=True, tag=True):
     free_bytes: int  # that may be used now
 
 
+class RankInfo(msgspec.Struct, frozen=True):
+    """A process that holds a part of the model.
+
+    Attributes:
+        share: of the model, beside those of the other ranks.
+        weight_bytes: that it holds.
+    """
+
+    pid: int
+    share: int
+    threads: int
+    weight_bytes: int
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The loaded model and its memory layout; bytes unless said otherwise."""
 
@@ -185,6 +199,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[tuple[str, float], ...] = ()  # of the start: name, monotonic seconds at its end
     num_adapters: int = 0  # that steps may mix; 0 if requests cannot ask for one
     adapter_bytes: int = 0  # planned for these
+    ranks: tuple[RankInfo, ...] = ()  # the engine's process first; none if it has the whole model
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

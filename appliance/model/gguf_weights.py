@@ -81,6 +81,10 @@ class GGUFWeights:
         """Return the bytes of each of a matrix's weights in the CPU library, with its scales."""
         return held_bytes(self._file.type(self._slots[name][1]))
 
+    def block_size(self, name: str) -> int:
+        """Return the inputs of a matrix that share scales in the file."""
+        return self._file.type(self._slots[name][1]).block_size
+
     def float_bits(self, name: str) -> int | None:
         """Return the bits of floating-point codes, None of others."""
         slot, stored = self._slots[name]

@@ -11,8 +11,11 @@ import torch
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
+from appliance.kernels.kv_cache import KVFormat
 from appliance.model.adapters.native_slots import NativeAdapterSlots
 from appliance.model.executor import heads_of
+from appliance.model.shard.factors import FactorCutter
+from appliance.model.shard.weights import shard_precisions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,11 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.cpu.arena import Arena
+    from appliance.kernels.cpu.cache import CachePlaces
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.structs import ModelStruct
-    from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+    from appliance.kernels.kv_cache import LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
+    from appliance.model.shard.shard import Shard
     from appliance.model.spec import DecoderSpec
 
 CPU = torch.device("cpu")
@@ -39,6 +44,8 @@ class NativeDecoder:
         engine: threads and workspace.
         model: points into `arena`.
         weight_format: in words.
+        shard: the part of a model that this is; None: it is all of it.
+        num_dense: weights that became dense where the part was cut out.
     """
 
     spec: DecoderSpec
@@ -47,6 +54,8 @@ class NativeDecoder:
     model: ModelStruct
     arena: Arena
     weight_format: str
+    shard: Shard | None = None
+    num_dense: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -64,22 +73,33 @@ class NativeDecoder:
         block_size: int,
         num_open: int = 0,
         num_states: int = 0,
+        places: CachePlaces | None = None,
     ) -> NativeCache:
         return NativeCache(
             self.engine.library,
-            format,
+            self.own_precisions(format),
             heads_of(self.spec),
             num_blocks=num_blocks,
             block_size=block_size,
             num_open=num_open,
             num_states=num_states,
             state_bytes=self.spec.state_bytes,
+            places=places,
         )
+
+    def own_precisions(
+        self, format: KVFormat | Sequence[LayerPrecision]
+    ) -> KVFormat | Sequence[LayerPrecision]:
+        """Return the whole model's precisions with the constants of this part's heads alone."""
+        if isinstance(format, KVFormat) or self.shard is None:
+            return format
+        return shard_precisions(format, self.shard)
 
     def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> NativeAdapterSlots:
         """Make room for adapters; see `Executor.adapter_slots`."""
         num_layers = len(self.spec.layers)
-        return NativeAdapterSlots(self.engine.library, targets, num_layers, self.dtype, count)
+        cut = None if self.shard is None else FactorCutter(self.shard).cut
+        return NativeAdapterSlots(self.engine.library, targets, num_layers, self.dtype, count, cut)
 
     def forward(
         self,

@@ -27,6 +27,8 @@ from appliance.model.native_recurrent import lay_out_recurrent
 from appliance.model.reader import ModelReader
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
 from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.shard.shard import WHOLE_LAYER
+from appliance.model.shard.weights import WeightCutter
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         TokenInputWeights,
     )
     from appliance.model.norm import Norm
+    from appliance.model.shard.shard import LayerShare, Shard
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec, RopeSpec
 
@@ -98,6 +101,7 @@ def load_native(
     on_progress: Callable[[str, int, int], None] | None = None,
     *,
     context_length: int | None = None,
+    shard: Shard | None = None,
 ) -> NativeDecoder:
     """Read all weights and lay them out.
 
@@ -107,12 +111,14 @@ def load_native(
         dtype: of weights that are not packed.
         on_progress: called with a stage, the number of parts done, and their total.
         context_length: most tokens of a sequence; the model's own by default.
+        shard: the part of the model to lay out; None is all of it.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
         MemoryError: the system has too little memory for the weights.
     """
-    spec = source.spec
+    spec = source.spec if shard is None else shard.spec
+    cutter = None if shard is None else WeightCutter(shard)
     report = on_progress or (lambda stage, done, total: None)
     reader = ModelReader(source, CPU, dtype, native=True)
     arena = Arena()
@@ -122,9 +128,15 @@ def load_native(
     report("weights", 0, total)
     layers = (LayerStruct * len(spec.layers))()
     for index in range(len(spec.layers)):
-        layers[index] = _layer(packer, reader.layer(index), spec, index, ropes)
+        weights = reader.layer(index)
+        if cutter is not None:
+            weights = cutter.layer(weights, index)
+        share = WHOLE_LAYER if shard is None else shard.layers[index]
+        layers[index] = _layer(packer, weights, spec, index, ropes, share)
         report("weights", index + 1, total)
     matrix, head_matrix = reader.embedding_and_head()
+    if cutter is not None:
+        matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
     embedding = packer.linear(matrix)
     head = embedding if head_matrix is matrix else packer.linear(head_matrix)
     length = spec.context_length if context_length is None else context_length
@@ -146,6 +158,9 @@ def load_native(
         logit_softcap=spec.logit_softcap or 0.0,
         token_inputs=_token_inputs(packer, spec, reader.token_input()),
         positions=LinearStruct() if positions is None else packer.linear(positions),
+        first_tokens=None if shard is None else packer.integers(shard.tokens),
+        first_token=0 if shard is None else shard.own_tokens.start,
+        widest_vocab=0 if shard is None else shard.widest_tokens,
         norms_replace=spec.norms_replace,
     )
     report("weights", total, total)
@@ -156,6 +171,8 @@ def load_native(
         model=model,
         arena=arena,
         weight_format=reader.weight_format(),
+        shard=shard,
+        num_dense=0 if cutter is None else cutter.num_dense,
     )
 
 
@@ -165,9 +182,14 @@ def _layer(
     decoder: DecoderSpec,
     index: int,
     ropes: tuple[RopeSpec, ...],
+    share: LayerShare,
 ) -> LayerStruct:
     spec = decoder.layers[index]
-    struct = LayerStruct(cache_layer=decoder.cache_places.get(index, 0))
+    struct = LayerStruct(
+        cache_layer=decoder.cache_places.get(index, 0),
+        mixer_is_part=share.heads is not None,
+        mlp_is_part=share.columns is not None,
+    )
     if isinstance(spec.mixer, AttentionSpec):
         assert isinstance(weights.mixer, AttentionWeights)
         struct.attention = _attention(packer, weights.mixer, spec.mixer, ropes)

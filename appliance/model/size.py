@@ -11,7 +11,10 @@ from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
 
 # Held by packed kernels beside a code: four bytes of scale and offset per group; the smallest
 # groups have 32.
@@ -53,14 +56,17 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
     return math.ceil(total)
 
 
-def estimate_native_bytes(source: ModelSource, dtype: torch.dtype) -> int:
+def estimate_native_bytes(
+    source: ModelSource, dtype: torch.dtype, copies: Callable[[TensorSlot], int] = lambda slot: 1
+) -> int:
     """Estimate the bytes of all weights in the CPU library, rounded up; a tied matrix counts once.
 
-    FP8 weights are counted in `dtype`, the most that they take.
+    FP8 weights are counted in `dtype`, the most that they take. `copies` returns how often a
+    tensor is held.
     """
     total = 0.0
     for slot in source.slots():
-        count = math.prod(slot.shape)
+        count = math.prod(slot.shape) * copies(slot)
         bits, float_bits = (
             source.weights.packed_bits(slot.name),
             source.weights.float_bits(slot.name),

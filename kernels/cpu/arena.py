@@ -13,7 +13,7 @@ CHUNK = 64 << 20  # bytes that are mapped at a time; what is not written takes n
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """Anonymous memory, zero until it is written to."""
+    """Memory, zero until it is written to."""
 
     memory: mmap.mmap
     address: int
@@ -30,6 +30,22 @@ class Mapping:
             memory = mmap.mmap(-1, nbytes, flags=flags)
         except OSError as error:
             raise MemoryError(f"the system gives no {nbytes:,} bytes: {error}") from error
+        return cls._of(memory)
+
+    @classmethod
+    def shared(cls, descriptor: int, nbytes: int, offset: int = 0) -> Mapping:
+        """Map a part of a file in memory that other processes map as well.
+
+        Raises:
+            MemoryError: the system refuses.
+        """
+        try:
+            return cls._of(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, offset=offset))
+        except (OSError, ValueError) as error:
+            raise MemoryError(f"the system gives no {nbytes:,} shared bytes: {error}") from error
+
+    @classmethod
+    def _of(cls, memory: mmap.mmap) -> Mapping:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without large pages
                 memory.madvise(mmap.MADV_HUGEPAGE)

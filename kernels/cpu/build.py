@@ -53,7 +53,8 @@ ARM_FLAGS = {
 }
 # By the processor that the compiler makes code for: its name for us, and its instruction sets.
 TARGETS = {"x86_64": ("-DAP_X86", X86_FLAGS), "aarch64": ("-DAP_ARM", ARM_FLAGS)}
-COMMON = ("api.c", "pool.c", "pack.c", "pack_ggml.c", "page.c", "mask.c")  # once, for any processor
+# Once, for any processor.
+COMMON = ("api.c", "group.c", "pool.c", "pack.c", "pack_ggml.c", "page.c", "mask.c")
 
 _REMEDY = (
     "PyTorch's slower kernels do its work. For the library, install gcc or clang (gcc 11, clang 12 "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,34 @@ _FORMATS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one kind in a mapping, of which some rank's part begins at an offset.
+
+    Attributes:
+        stride: bytes of a row with the parts of all ranks.
+        offset: of this rank's part in it.
+    """
+
+    mapping: Mapping
+    stride: int
+    offset: int = 0
+
+    @property
+    def address(self) -> int:
+        """Address of this rank's part of the first row."""
+        return self.mapping.address + self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlaces:
+    """The places of blocks, open pages and states: a row holds one rank's part after another's."""
+
+    blocks: Rows
+    opened: Rows
+    states: Rows
+
+
 class NativeCache:
     """All physical blocks of all layers. Memory is taken as blocks are first written.
 
@@ -41,6 +70,7 @@ class NativeCache:
         num_open: open pages, for layers that are sealed.
         num_states: state slots, for layers that are recurrent.
         state_bytes: of one slot.
+        places: where it all lies, among other ranks' parts; None takes memory of its own.
 
     Attributes:
         states: (num_states, state_bytes) uint8; a row is a sequence's state in all layers.
@@ -60,52 +90,54 @@ class NativeCache:
         num_open: int = 0,
         num_states: int = 0,
         state_bytes: int = 0,
+        places: CachePlaces | None = None,
     ) -> None:
         assert block_size % PAGE_TOKENS == 0, block_size
         self.num_blocks = num_blocks
         self.block_size = block_size
-        pages = block_size // PAGE_TOKENS
         layers = (CacheLayerStruct * len(heads))()
-        end = open_end = 0
         self._constants: list[Tensor] = []  # the library reads them in place
         each = precisions(format, len(heads))
-        for layer, precision, (num_kv_heads, head_dim) in zip(layers, each, heads, strict=True):
-            layer.offset, layer.open_offset = end, open_end
+        *offsets, (end, open_end) = layer_offsets(library, each, heads, block_size)
+        zipped = zip(layers, each, heads, offsets, strict=True)
+        for layer, precision, (num_kv_heads, head_dim), begin in zipped:
+            layer.offset, layer.open_offset = begin
             layer.format = _FORMATS[precision.format]
-            end += num_kv_heads * pages * page_bytes(library, precision.format, head_dim)
-            if precision.format.is_sealed:
-                assert block_size == SEALED_TOKENS, block_size
-                open_end += num_kv_heads * pages * page_bytes(library, KVFormat.INT8, head_dim)
             if precision.format is KVFormat.FP8:
                 layer.head_scales = self._constant(precision.head_scales, (2, num_kv_heads), 1.0)
             if precision.key_mean is not None:
                 layer.key_mean = self._constant(precision.key_mean, (num_kv_heads, head_dim), 0.0)
         self._layers = layers
-        self.block_bytes = end
-        self._mapping = Mapping.of(num_blocks * end)
+        if places is None:
+            places = CachePlaces(
+                _own(num_blocks, end), _own(num_open, open_end), _own(num_states, state_bytes)
+            )
+        self.block_bytes = places.blocks.stride
+        self._mapping = places.blocks.mapping
+        opened = places.opened if places.opened.stride and num_open else None
+        self._open = None if opened is None else opened.mapping
+        self._open_address = 0 if opened is None else opened.mapping.address
         self.struct = CacheStruct(
-            base=self._mapping.address,
-            block_bytes=end,
+            base=places.blocks.address,
+            block_bytes=places.blocks.stride,
             num_blocks=num_blocks,
             block_size=block_size,
             layers=layers,
+            open_base=None if opened is None else opened.address,
+            open_bytes=0 if opened is None else opened.stride,
+            num_open=0 if opened is None else num_open,
         )
-        self._open: Mapping | None = None
-        if open_end and num_open:
-            self._open = Mapping.of(num_open * open_end)
-            self.struct.open_base = self._open.address
-            self.struct.open_bytes = open_end
-            self.struct.num_open = num_open
         self._slots: Mapping | None = None
-        if num_states * state_bytes:
-            self._slots = Mapping.of(num_states * state_bytes)
-            self.struct.states = self._slots.address
-            self.struct.state_bytes = state_bytes
+        if num_states * places.states.stride:
+            self._slots = places.states.mapping
+            self.struct.states = places.states.address
+            self.struct.state_bytes = places.states.stride
             self.struct.num_states = num_states
-            rows = torch.frombuffer(self._slots.memory, dtype=torch.uint8)
+            count = num_states * places.states.stride
+            rows = torch.frombuffer(self._slots.memory, dtype=torch.uint8, count=count)
         else:
             rows = torch.empty(0, dtype=torch.uint8)
-        self.states = rows.view(num_states, state_bytes)
+        self.states = rows.view(num_states, places.states.stride)
 
     def _constant(self, tensor: Tensor | None, shape: tuple[int, int], default: float) -> int:
         """Return the address of constant floats."""
@@ -129,7 +161,7 @@ class NativeCache:
 
     def copy_open(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy open pages of all layers, for copy-on-write; without any there is nothing to do."""
-        base, size = self.struct.open_base or 0, self.struct.open_bytes
+        base, size = self._open_address, self.struct.open_bytes
         for source, destination in zip(sources, destinations, strict=True):
             ctypes.memmove(base + destination * size, base + source * size, size)
 
@@ -162,6 +194,29 @@ class NativeCache:
             assert self._open is not None
             begin = open_page * self.open_bytes
             self._open.memory[begin : begin + self.open_bytes] = view[size:]
+
+
+def _own(count: int, row_bytes: int) -> Rows:
+    return Rows(Mapping.of(max(count * row_bytes, 1)), row_bytes)
+
+
+def layer_offsets(
+    library: ctypes.CDLL,
+    layers: Sequence[LayerPrecision],
+    heads: Sequence[tuple[int, int]],
+    block_size: int,
+) -> list[tuple[int, int]]:
+    """Return where each layer begins in a block and in an open page; last, the bytes of both."""
+    pages = block_size // PAGE_TOKENS
+    end = open_end = 0
+    offsets = [(0, 0)]
+    for precision, (num_kv_heads, head_dim) in zip(layers, heads, strict=True):
+        end += num_kv_heads * pages * page_bytes(library, precision.format, head_dim)
+        if precision.format.is_sealed:
+            assert block_size == SEALED_TOKENS, block_size
+            open_end += num_kv_heads * pages * page_bytes(library, KVFormat.INT8, head_dim)
+        offsets.append((end, open_end))
+    return offsets
 
 
 def page_bytes(library: ctypes.CDLL, format: KVFormat, head_dim: int) -> int:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import ctypes
 
 
+class RankLostError(Exception):
+    """Another process of the group has ended; nothing can be computed any more."""
+
+
 class NativeEngine:
     """The threads and the workspace with which the library runs; used by one thread at a time.
 
@@ -39,6 +43,10 @@ class NativeEngine:
         """Count how far steps are in a 64-bit word, by its address, which stays where it is."""
         self.library.ap_engine_watch(self.handle, progress)
 
+    def join(self, group: int | None) -> None:
+        """Take part in the steps of a group of ranks, by its address; None runs them alone."""
+        self.library.ap_engine_join(self.handle, group)
+
     def close(self) -> None:
         """End the threads and free the workspace."""
         self._finalizer()
@@ -49,7 +57,10 @@ def check(status: int) -> None:
 
     Raises:
         MemoryError: the workspace could not grow.
+        RankLostError: another process of the group has ended.
     """
+    if status == Status.RANK_LOST:
+        raise RankLostError("a process that holds a part of the model has ended")
     if status == Status.NO_MEMORY:
         raise MemoryError("no memory for the workspace of this step; lower max_num_batched_tokens")
     assert status == Status.OK, Status(status).name

@@ -63,6 +63,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "ap_mask_logits": (None, (_POINTER, c_int32, c_int32, _POINTER, _POINTER, c_int32)),
     "ap_engine_watch": (None, (c_void_p, c_void_p)),
+    "ap_engine_join": (None, (c_void_p, c_void_p)),
+    "ap_group_bytes": (c_int64, (c_int32, c_int64)),
+    "ap_group_create": (c_void_p, (_POINTER, c_int32, c_int32, c_int64, _POINTER)),
+    "ap_group_destroy": (None, (c_void_p,)),
+    "ap_group_await": (c_int32, (c_void_p,)),
+    "ap_group_meet": (c_int32, (c_void_p,)),
+    "ap_group_sum": (c_int32, (c_void_p, _POINTER, c_int64)),
     "ap_linear_pack": (
         c_int32,
         (

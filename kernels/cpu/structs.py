@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 9  # AP_ABI
+ABI = 10  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -20,6 +20,7 @@ class Status(IntEnum):
     NO_MEMORY = 1
     BAD_ARGUMENT = 2
     UNSUPPORTED_ISA = 3
+    RANK_LOST = 4
 
 
 class Isa(IntEnum):
@@ -296,6 +297,8 @@ class LayerStruct(Structure):
         ("token_input", TokenInputStruct),
         ("output_scale", c_float),
         ("is_parallel", c_int32),
+        ("mixer_is_part", c_int32),
+        ("mlp_is_part", c_int32),
     )
 
 
@@ -317,6 +320,9 @@ class ModelStruct(Structure):
         ("logit_softcap", c_float),
         ("token_inputs", TokenInputsStruct),
         ("positions", LinearStruct),
+        ("first_tokens", c_void_p),
+        ("first_token", c_int32),
+        ("widest_vocab", c_int32),
         ("norms_replace", c_int32),
     )
 

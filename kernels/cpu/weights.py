@@ -124,6 +124,13 @@ class WeightPacker:
         ctypes.memmove(address, values.data_ptr(), values.nbytes)
         return address
 
+    def integers(self, values: Sequence[int]) -> int:
+        """The address of a copy in 32 bits."""
+        array = (ctypes.c_int32 * len(values))(*values)
+        address = self.arena.claim(ctypes.sizeof(array))
+        ctypes.memmove(address, array, ctypes.sizeof(array))
+        return address
+
     def structs(self, kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> int:
         """The address of a copy of structs, one after another."""
         array = (kind * len(items))(*items)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
+import torch
+
+from appliance.engine.execution.native_engine import native_engine
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.execution.torch_execution import TorchExecution
+from appliance.engine.ranks.ranks import Ranks
 from appliance.errors import ConfigError
 from appliance.kernels.backend import select_backend
-from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
 from appliance.kernels.cpu.structs import Isa
 from appliance.kernels.kv_cache import KVFormat
@@ -47,19 +51,21 @@ def choose_execution(
         ConfigError: the settings ask for something this execution cannot do.
     """
     notes: list[str] = []
+    _check_ranks(config, precision, source)
     num_layers = len(source.spec.cache_layers)
     _check_block_size(precision, num_layers)
     _check_latents(source.spec, precision)
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = why_not_native(config, source)
         if reason is None:
-            library = load_library()
-            isa = select_isa(library, config.cpu_isa)
+            ranks = Ranks.of(config, source, threads)
+            engine, isa = native_engine(config, threads if ranks is None else ranks.threads[0])
             if isa is Isa.SCALAR and config.cpu_isa == "auto":
                 logger.warning("%s", SCALAR_NOTE)
                 notes.append(SCALAR_NOTE)
-            engine = NativeEngine(library, threads)
-            return NativeExecution(precision, engine, isa.name), tuple(notes)
+            if ranks is not None:
+                notes += ranks.notes()
+            return NativeExecution(precision, engine, isa.name, ranks), tuple(notes)
         if config.cpu_isa != "auto":
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
         logger.warning("%s: %s", TORCH_NOTE, reason)
@@ -77,6 +83,33 @@ def choose_execution(
     if backend.name == "triton":
         _check_kernels(source.spec, precision)
     return TorchExecution(precision, backend), tuple(notes)
+
+
+def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
+    """Refuse several ranks where only one process can execute the model."""
+    size = config.tensor_parallel
+    if size == 1:
+        return
+    if precision.device.type == "cuda":
+        count = torch.cuda.device_count()
+        if size > count:
+            raise ConfigError(
+                f"--tensor-parallel {size} needs as many GPUs, and PyTorch sees {count}; use"
+                " --tensor-parallel 1, or --device cpu"
+            )
+        raise ConfigError(
+            f"--tensor-parallel {size} divides a model among processes on the CPU only; use"
+            " --device cpu, or --tensor-parallel 1"
+        )
+    if config.kernels != "auto":
+        raise ConfigError(
+            f"--tensor-parallel {size} needs the CPU library, and --kernels {config.kernels} does"
+            " without; leave it out"
+        )
+    if reason := why_not_native(config, source):
+        raise ConfigError(f"--tensor-parallel {size} needs the CPU library: {reason}")
+    if not hasattr(os, "pidfd_open"):
+        raise ConfigError(f"--tensor-parallel {size} needs Linux; use --tensor-parallel 1")
 
 
 def _check_block_size(precision: Precision, num_layers: int) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.beacon import Beacon
     from appliance.engine.execution.execution import Precision
+    from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.penalties.rows import Penalize
@@ -35,11 +36,13 @@ class NativeExecution:
     precision: Precision
     engine: NativeEngine
     isa: str
+    ranks: Ranks | None = None  # that divide the model; None: this process has all of it
 
     @property
     def name(self) -> str:
-        """Name with the instruction set in use."""
-        return f"cpu library ({self.isa})"
+        """Name with the instruction set in use, and the ranks."""
+        ranks = "" if self.ranks is None else f", {self.ranks.split.size} ranks"
+        return f"cpu library ({self.isa}){ranks}"
 
     @property
     def uses_triton(self) -> bool:
@@ -51,15 +54,17 @@ class NativeExecution:
         return 4
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """Count packed weights by their codes, all others in `dtype`."""
-        return estimate_native_bytes(source, self.precision.dtype)
+        """Count packed weights by their codes, all others in `dtype`, and copies in all ranks."""
+        copies = (lambda slot: 1) if self.ranks is None else self.ranks.copies
+        return estimate_native_bytes(source, self.precision.dtype, copies)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         """Divide whole pages of the library by their tokens."""
         layers = self.precision.kv_of(len(spec.cache_layers))
         return sum(
             bytes_per_token(self.engine.library, layer.format, heads, width)
-            for layer, (heads, width) in zip(layers, heads_of(spec), strict=True)
+            for part in self._parts(spec)
+            for layer, (heads, width) in zip(layers, heads_of(part), strict=True)
         )
 
     def open_page_bytes(self, spec: DecoderSpec) -> int:
@@ -67,9 +72,16 @@ class NativeExecution:
         layers = self.precision.kv_of(len(spec.cache_layers))
         return self.precision.block_size * sum(
             bytes_per_token(self.engine.library, KVFormat.INT8, heads, width)
-            for layer, (heads, width) in zip(layers, heads_of(spec), strict=True)
+            for part in self._parts(spec)
+            for layer, (heads, width) in zip(layers, heads_of(part), strict=True)
             if layer.format.is_sealed
         )
+
+    def _parts(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
+        """Return the parts that cache keys and values, of all ranks."""
+        if self.ranks is None:
+            return (spec,)
+        return tuple(shard.spec for shard in self.ranks.shards)
 
     def load(
         self,
@@ -78,9 +90,13 @@ class NativeExecution:
         context_length: int,
         beacon: Beacon | None = None,
     ) -> Executor[Any]:
-        """Load the weights into the library's tiles."""
+        """Load the weights into the library's tiles, in all ranks at once."""
         if beacon is not None:
             self.engine.watch(beacon.address)
+        if self.ranks is not None:
+            return self.ranks.load(
+                source, self.engine, self.precision.dtype, on_progress, context_length
+            )
         return load_native(
             source,
             self.engine,

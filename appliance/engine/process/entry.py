@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
-import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -13,9 +11,9 @@ from collections.abc import Callable, Sequence
 from appliance import log
 from appliance.engine.process.metadata import map_metadata
 from appliance.engine.process.worker import LoadEngine, run_worker
+from appliance.runtime import die_with_parent
 
 DUMP_STACKS_SIGNAL = signal.SIGUSR1
-_PR_SET_PDEATHSIG = 1
 
 
 def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadEngine]) -> int:
@@ -35,10 +33,3 @@ def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadE
         return run_worker(
             sock, map_metadata(options.metadata, writable=True), find_loader, warnings
         )
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # the parent died before the prctl

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -43,7 +44,7 @@ from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.engine.process.metadata import beacon_of
 from appliance.engine.process.report_pieces import pieces_of
 from appliance.engine.request import AdapterRef, FinishReason, Request
-from appliance.errors import ApplianceError, RequestError
+from appliance.errors import ApplianceError, EngineError, RequestError
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -136,6 +137,7 @@ class EngineSocket:
         self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._ranks: dict[int, int] = {}  # process ids by their descriptors
 
     def send(self, message: FromEngine) -> None:
         """Send one message; the next read notices a client that has gone away."""
@@ -145,14 +147,30 @@ class EngineSocket:
             self.closed = True
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
-        """Return arrived messages; with `wait`, at least one unless the connection ended."""
+        """Return arrived messages; with `wait`, at least one unless the connection ended.
+
+        Raises:
+            EngineError: a process that is watched has ended.
+        """
         messages: list[ToEngine] = []
-        while not self.closed and ((wait and not messages) or self._poll.poll(0)):
+        while not self.closed:
+            ready = self._poll.poll(None if wait and not messages else 0)
+            if not ready:
+                break
+            if ended := [self._ranks[file] for file, _ in ready if file in self._ranks]:
+                raise EngineError(f"process {ended[0]}, which has a part of the model, has ended")
             data = self._socket.recv(_READ_BYTES)
             if not data:
                 self.closed = True
             messages += self._decoder.feed(data)
         return messages
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Notice when one of these processes ends, at the next read or while one waits."""
+        for pid in pids:
+            file = os.pidfd_open(pid)
+            self._ranks[file] = pid
+            self._poll.register(file, select.POLLIN)
 
     def ask_for_memory(self, needed: int, free: int) -> None:
         """Tell the plan, and wait until the memory may be taken.
@@ -213,6 +231,7 @@ def run_worker(
         return 6
     # Until here a signal ends the process; from here on it ends after the current step.
     signal.signal(signal.SIGTERM, lambda number, frame: connection.close_reading())
+    connection.watch([rank.pid for rank in engine.info.ranks[1:]])
     connection.send(Ready(engine.info))
     EngineLoop(engine, connection, warnings).run()
     engine.close()

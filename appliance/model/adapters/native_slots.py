@@ -18,7 +18,7 @@ from appliance.kernels.cpu.weights import WeightPacker
 from appliance.model.adapters.targets import place_factors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -47,6 +47,7 @@ class NativeAdapterSlots:
         num_layers: of the model.
         dtype: of the factors.
         count: number of slots.
+        cut: takes the model's part out of factors; None: it is the whole model.
 
     Attributes:
         table: (count,) ap_adapter.
@@ -59,12 +60,14 @@ class NativeAdapterSlots:
         num_layers: int,
         dtype: torch.dtype,
         count: int,
+        cut: Callable[[tuple[int, AdapterPlace], PlacedFactors], PlacedFactors] | None = None,
     ) -> None:
         self.table = (AdapterStruct * count)()
         self._held: list[NativeAdapter | None] = [None] * count
         self._targets = targets
         self._num_layers = num_layers
         self._dtype = dtype
+        self._cut = cut
         # Steps run on the model's engine meanwhile, which one thread may use at a time.
         self._engine = NativeEngine(library, 1)
 
@@ -72,6 +75,8 @@ class NativeAdapterSlots:
         arena = Arena()
         packer = WeightPacker(self._engine, arena, self._dtype)
         placed = place_factors(adapter, self._targets)
+        if self._cut is not None:
+            placed = {at: self._cut(at, factors) for at, factors in placed.items()}
         places = [
             _low_rank(packer, placed.get((layer, place)))
             for layer in range(self._num_layers)

@@ -149,6 +149,8 @@ int64_t ap_workspace_bytes(const ap_engine *engine) { return engine->workspace_b
 
 void ap_engine_watch(ap_engine *engine, uint64_t *progress) { engine->progress = progress; }
 
+void ap_engine_join(ap_engine *engine, ap_group *group) { engine->group = group; }
+
 #ifdef AP_CHECKED
 #include <sanitizer/asan_interface.h>
 

@@ -10,11 +10,18 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 9  /* changes with every change of a struct or a signature below */
+#define AP_ABI 10 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
+#define AP_MOST_RANKS 64
 
-typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_ISA = 3 } ap_status;
+typedef enum {
+    AP_OK = 0,
+    AP_NO_MEMORY = 1,
+    AP_BAD_ARGUMENT = 2,
+    AP_UNSUPPORTED_ISA = 3,
+    AP_RANK_LOST = 4, /* another process of the group has ended */
+} ap_status;
 
 typedef enum {
     AP_SCALAR = 0,
@@ -164,6 +171,8 @@ typedef struct {
     ap_token_input token_input;
     float output_scale; /* multiplies the stream at the end of the layer; 0: nothing does */
     int32_t is_parallel; /* 1: the MLP reads the stream before the mixer; no post norms */
+    int32_t mixer_is_part; /* 1: what it adds is one of the ranks' parts */
+    int32_t mlp_is_part;   /* the same */
 } ap_layer;
 
 typedef struct {
@@ -181,6 +190,10 @@ typedef struct {
     float logit_softcap; /* 0: none */
     ap_token_inputs token_inputs;
     ap_linear positions;   /* (positions, hidden_size), added to embeddings; codes NULL: none */
+    /* Of a rank: it has the rows of embedding and head from first_token on. */
+    const int32_t *first_tokens; /* (ranks + 1,), of each rank, and vocab_size */
+    int32_t first_token;
+    int32_t widest_vocab; /* of all ranks */
     int32_t norms_replace; /* 1: the stream goes on as its norm, not as what the norm is of */
 } ap_model;
 
@@ -280,6 +293,7 @@ typedef struct {
 } ap_sampling;
 
 typedef struct ap_engine ap_engine; /* threads and workspace */
+typedef struct ap_group ap_group;   /* this process among the ranks of a model */
 
 /* ---- library ---- */
 int32_t ap_abi(void);                 /* AP_ABI of the library */
@@ -298,6 +312,21 @@ int64_t ap_workspace_bytes(const ap_engine *engine);
 /* From now on `ap_step` adds to *progress as it goes on, some times a layer, so that a watcher can
  * tell a long step from one that hangs; NULL: nobody watches. */
 void ap_engine_watch(ap_engine *engine, uint64_t *progress);
+
+/* ---- ranks ----
+ * Each rank is a process with a part of the model: of its heads, its MLPs' middle, its vocabulary.
+ * All run the same steps; see group.h. Rank 0 decides: it waits until the others are here, writes
+ * down what is next, and meets them. */
+int64_t ap_group_bytes(int32_t size, int64_t floats); /* of shared memory; -1: senseless */
+/* memory: zeroed, shared by all ranks. floats: what a slot holds. processes (size,): descriptors
+ * that become readable when that rank has ended, below 0: nobody looks; or NULL. */
+ap_group *ap_group_create(void *memory, int32_t rank, int32_t size, int64_t floats,
+                          const int32_t *processes);
+void ap_group_destroy(ap_group *group);
+int32_t ap_group_await(ap_group *group); /* until the others are at the next meeting */
+int32_t ap_group_meet(ap_group *group);  /* and wait for all */
+int32_t ap_group_sum(ap_group *group, float *values, int64_t count); /* of all ranks, in place */
+void ap_engine_join(ap_engine *engine, ap_group *group); /* for its steps; NULL leaves it */
 
 /* ---- the whole step ----
  * hidden (num_rows, hidden_size): what the head multiplies, under the last norm; logits (num_rows,

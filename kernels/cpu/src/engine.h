@@ -14,6 +14,7 @@ struct ap_engine {
     int64_t workspace_used;
     char *workspace;
     uint64_t *progress; /* somebody else's, who watches; or NULL */
+    ap_group *group;    /* of the process; NULL: it is alone */
 };
 
 /* Tell whoever watches that the step goes on. */

@@ -178,18 +178,20 @@ static void combine_row(void *context, int32_t row) {
     const chosen_experts *c = &s->chosen;
     const ap_experts *experts = s->layer->experts;
     int32_t width = s->model->hidden_size, top_k = experts->router.top_k;
-    bool has_shared = has_linear(&s->layer->gate), waits = s->layer->mlp_post_norm.weight;
+    bool has_shared = has_linear(&s->layer->gate);
+    bool waits = s->part || s->layer->mlp_post_norm.weight;
     float shared = 1.0f;
     if (has_linear(&experts->shared_gate)) shared = 1.0f / (1.0f + expf(-c->shared_gate[row]));
     float *stream = s->stream + (int64_t)row * width, *added = s->added + (int64_t)row * width;
+    float *out = s->part ? s->part + (int64_t)row * width : added;
     float *normed = s->normed + (int64_t)row * width; /* of what the experts have read */
     for (int32_t i = 0; i < width; i += AP_LANES) {
         int32_t left = width - i;
         vfloat sum = vf_zero();
         for (int32_t k = 0; k < top_k; k++) {
             int64_t choice = (int64_t)row * top_k + k;
-            const float *out = c->out + (int64_t)c->pair_of[choice] * width + i;
-            sum = vf_fma(load_next(out, left), vf_set(c->weights[choice]), sum);
+            const float *said = c->out + (int64_t)c->pair_of[choice] * width + i;
+            sum = vf_fma(load_next(said, left), vf_set(c->weights[choice]), sum);
         }
         if (experts->output_norm.weight) {
             store_next(normed + i, sum, left);
@@ -197,7 +199,7 @@ static void combine_row(void *context, int32_t row) {
         }
         if (has_shared) sum = vf_fma(load_next(added + i, left), vf_set(shared), sum);
         if (waits)
-            store_next(added + i, sum, left);
+            store_next(out + i, sum, left);
         else
             store_next(stream + i, vf_add(load_next(stream + i, left), sum), left);
     }

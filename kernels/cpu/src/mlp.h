@@ -4,6 +4,7 @@
 
 #include "adapter.h"
 #include "experts.h"
+#include "partial.h"
 
 /* Norm a row of the stream in the way that the norm says; without one it goes on as it is. */
 static void norm_stream(const step_state *s, const float *stream, float *normed) {
@@ -93,9 +94,11 @@ static void run_from(step_state *s, const ap_linear *linear, ap_place place, con
 
 /* The linear that leads back into the stream: at once, or after a post norm. */
 static void run_into_stream(step_state *s, const ap_linear *linear, ap_place place,
-                            const float *x, const ap_norm *post_norm) {
+                            const float *x, const ap_norm *post_norm, bool is_part) {
     bool waits = post_norm->weight != NULL;
-    run_from(s, linear, place, x, waits ? s->added : s->stream, !waits);
+    float *part = begin_partial(s, is_part), *out = waits ? s->added : s->stream;
+    run_from(s, linear, place, x, part ? part : out, !part && !waits);
+    if (part) sum_parts(s, out, !waits);
 }
 
 static void activate(void *context, int32_t row, int32_t first, int32_t last) {
@@ -184,13 +187,18 @@ static void run_mlp(step_state *s, const ap_norm *post_norm) {
     }
     if (has_linear(&layer->gate)) run_gate_up(s);
     if (!layer->experts) {
-        run_into_stream(s, &layer->down, AP_OUT_OF_MLP, s->gate, &layer->mlp_post_norm);
+        run_into_stream(s, &layer->down, AP_OUT_OF_MLP, s->gate, &layer->mlp_post_norm,
+                        layer->mlp_is_part);
         return;
     }
     if (has_linear(&layer->gate))
         run_from(s, &layer->down, AP_OUT_OF_MLP, s->gate, s->added, false);
     ap_advance(s->engine);
+    bool waits = layer->mlp_post_norm.weight != NULL;
+    s->part = begin_partial(s, layer->mlp_is_part);
     run_experts(s);
+    if (s->part) sum_parts(s, waits ? s->added : s->stream, !waits);
+    s->part = NULL;
 }
 
 #endif

@@ -23,7 +23,6 @@
 
 /* About what it costs to sleep and be woken; longer spins take a core from those who have work. */
 #define SPIN_NANOSECONDS 20000
-#define PAUSES_PER_CLOCK 16
 #define LINE 128 /* two cache lines, because prefetchers fetch them in pairs */
 
 /* The section word, from the lowest bit: next chunk, count, flags. A thread increments it at most
@@ -62,20 +61,6 @@ struct ap_pool {
     worker workers[];
 };
 
-/* A spin: `for (spin s = {0}; spins(&s);) look();` */
-typedef struct {
-    int32_t pauses;
-    int64_t end; /* 0: the clock has not been read yet */
-} spin;
-
-static inline bool spins(spin *s) {
-    pause_thread();
-    if (++s->pauses % PAUSES_PER_CLOCK) return true;
-    int64_t time = now();
-    if (!s->end) s->end = time + SPIN_NANOSECONDS;
-    return time < s->end;
-}
-
 static inline uint32_t next_of(uint64_t section) { return section & CHUNK_MASK; }
 static inline uint32_t count_of(uint64_t section) { return section >> NEXT_BITS & CHUNK_MASK; }
 static inline bool has_chunk(uint64_t section) { return next_of(section) < count_of(section); }
@@ -103,7 +88,7 @@ static void report_done(ap_pool *pool, uint32_t chunks, uint32_t count) {
 /* Wait until the workers have reported all chunks that are not the caller's own. */
 static void wait_for_others(ap_pool *pool, uint32_t own, uint32_t count) {
     gate *done = &pool->done;
-    spin s = {0};
+    spin s = {.length = SPIN_NANOSECONDS};
     do {
         if (atomic_load_explicit(&done->value, memory_order_acquire) + own == count) return;
     } while (spins(&s));
@@ -146,7 +131,7 @@ static void park(ap_pool *pool, int32_t number) {
 static void *work(void *argument) {
     worker *self = argument;
     ap_pool *pool = self->pool;
-    for (spin s = {0};;) {
+    for (spin s = {.length = SPIN_NANOSECONDS};;) {
         uint64_t section = atomic_load_explicit(&pool->section, memory_order_relaxed);
         if (section & STOP) return NULL;
         if (is_parked(pool, self->number)) {
@@ -159,7 +144,7 @@ static void *work(void *argument) {
         } else {
             continue;
         }
-        s = (spin){0};
+        s = (spin){.length = SPIN_NANOSECONDS};
     }
 }
 

@@ -1,7 +1,8 @@
-/* The clocks that the pool reads, in nanoseconds, and the pause of a thread that spins. */
+/* The clocks that waiting threads read, in nanoseconds, and how a thread spins. */
 #ifndef AP_POOL_CLOCK_H
 #define AP_POOL_CLOCK_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <time.h>
 
@@ -22,6 +23,23 @@ static inline void pause_thread(void) {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+#define PAUSES_PER_CLOCK 16
+
+/* A spin: `for (spin s = {.length = ...}; spins(&s);) look();` */
+typedef struct {
+    int64_t length; /* nanoseconds */
+    int32_t pauses;
+    int64_t end; /* 0: the clock has not been read yet */
+} spin;
+
+static inline bool spins(spin *s) {
+    pause_thread();
+    if (++s->pauses % PAUSES_PER_CLOCK) return true;
+    int64_t time = now();
+    if (!s->end) s->end = time + s->length;
+    return time < s->end;
 }
 
 #endif

@@ -96,11 +96,23 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
 
 /* ---- what is done with one row ---- */
 
+/* A rank's part of a row of the embedding: all of it, or nothing. */
+static void embed_part_row(void *context, int32_t row) {
+    step_state *s = context;
+    const ap_model *model = s->model;
+    float *part = s->part + (int64_t)row * model->hidden_size;
+    int64_t index = s->batch->token_ids[row] - model->first_token;
+    if (index >= 0 && index < model->embedding.out_features)
+        linear_row(&model->embedding, index, part);
+    else
+        memset(part, 0, (size_t)model->hidden_size * sizeof(float));
+}
+
 static void embed_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_model *model = s->model;
     float *stream = s->stream + (int64_t)row * model->hidden_size;
-    linear_row(&model->embedding, s->batch->token_ids[row], stream);
+    if (!s->part) linear_row(&model->embedding, s->batch->token_ids[row], stream);
     if (model->embedding_scale != 1.0f)
         scale_row(stream, model->embedding_scale, model->hidden_size);
     if (has_linear(&model->positions)) {
@@ -142,6 +154,16 @@ static void rotate_and_write_row(void *context, int32_t row) {
     bool sealed = is_sealed(s->cache->layers[of].format);
     kv_write_token(a, s->cache, of, key, value,
                    (sealed ? s->open_slots : s->batch->slot_mapping)[row]);
+}
+
+static void embed(step_state *s) {
+    s->part = begin_partial(s, true);
+    if (s->part) {
+        for_rows(s->engine, embed_part_row, s, s->rows);
+        sum_parts(s, s->stream, false);
+    }
+    for_rows(s->engine, embed_row, s, s->rows);
+    s->part = NULL;
 }
 
 /* ---- linears ---- */
@@ -200,17 +222,28 @@ static void select_rows(step_state *s) {
 
 /* Multiply rows that are normed, and in the forms that the head wants, by the head. */
 static void run_head(ap_engine *engine, const ap_model *model, const input *in, float *logits) {
-    logit_ends ends = {logits, model};
+    logit_ends ends = {logits + model->first_token, model};
     bool is_plain = model->logit_scale == 1.0f && model->logit_softcap == 0.0f;
     linear_section section = {
         .linears = {&model->head},
         .in = {form_of(in, &model->head)},
-        .out = {logits},
+        .out = {logits + model->first_token},
         .out_stride = model->vocab_size,
         .finish = is_plain ? NULL : end_logits,
         .context = &ends,
     };
     run_linear(engine, &section);
+    if (engine->group) gather_logits(engine->group, model, logits, in->forms[0].rows);
+}
+
+/* How a step ends: well, unless a rank has ended. */
+static ap_status ended(const ap_engine *engine) {
+    return engine->group && group_is_broken(engine->group) ? AP_RANK_LOST : AP_OK;
+}
+
+/* All ranks start, or none. */
+static ap_status started(ap_engine *engine, ap_status status) {
+    return engine->group ? group_agree(engine->group, status) : status;
 }
 
 static void prepare_head_row(void *context, int32_t row) { prepare_row(context, row); }
@@ -219,13 +252,13 @@ static ap_status head(ap_engine *engine, const ap_model *model, const float *hid
                       float *logits) {
     const ap_linear *linears[] = {&model->head};
     int64_t bytes = input_bytes(linears, 1, rows);
-    if (ap_reserve(engine, ap_claim_bytes(bytes))) return AP_NO_MEMORY;
-    if (!rows) return AP_OK;
+    ap_status status = ap_reserve(engine, ap_claim_bytes(bytes));
+    if ((status = started(engine, status)) || !rows) return status;
     input in = input_of(linears, 1, hidden, rows, ap_claim(engine, bytes));
     if (is_quantized(&model->head)) for_rows(engine, prepare_head_row, &in, rows);
     run_head(engine, model, &in, logits);
     ap_advance(engine);
-    return AP_OK;
+    return ended(engine);
 }
 
 static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
@@ -233,10 +266,12 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
     static const ap_norm no_norm = {0};
     step_state s = {.engine = engine, .model = model, .cache = cache, .batch = batch,
                     .rows = batch->num_tokens};
-    if (check_batch(model, cache, batch)) return AP_BAD_ARGUMENT;
-    if (claim_buffers(&s)) return AP_NO_MEMORY;
+    ap_status status = check_batch(model, cache, batch);
+    if (!parts_fit(engine, model, s.rows)) status = AP_BAD_ARGUMENT;
+    if (!status) status = claim_buffers(&s);
+    if ((status = started(engine, status))) return status;
     start_adapters(&s);
-    for_rows(engine, embed_row, &s, s.rows);
+    embed(&s);
     if (model->token_inputs.width) make_token_inputs(&s);
     const ap_norm *post_norm = &no_norm;
     for (int32_t i = 0; i < model->num_layers; i++) {
@@ -253,7 +288,7 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
             run_latent(&s, post_norm, stops);
         else if (has_mixer(s.layer))
             run_attention(&s, post_norm, stops);
-        if (stops) return AP_OK;
+        if (stops) return ended(engine);
         ap_advance(engine);
         if (is_last && batch->rows) select_rows(&s);
         if (s.layer->is_parallel) {
@@ -262,7 +297,7 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         }
         if (has_mixer(s.layer)) {
             run_into_stream(&s, mixer_output(s.layer), AP_OUT_OF_MIXER, s.mixed,
-                            &s.layer->mixer_post_norm);
+                            &s.layer->mixer_post_norm, s.layer->mixer_is_part);
             post_norm = &s.layer->mixer_post_norm;
             ap_advance(engine);
         }
@@ -281,7 +316,7 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
     if (hidden)
         memcpy(hidden, s.normed, (size_t)s.rows * model->hidden_size * sizeof(float));
     if (logits) run_head(engine, model, &s.in, logits);
-    return AP_OK;
+    return ended(engine);
 }
 
 #endif

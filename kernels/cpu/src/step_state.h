@@ -75,6 +75,9 @@ typedef struct {
     const ap_norm *post_norm;
     const ap_norm *norm;
     input in;
+    float *part;   /* (rows, hidden_size), this rank's; NULL: it is alone */
+    float *summed; /* where the parts' sum goes */
+    bool adds_sum; /* to what is there */
 } step_state;
 
 static int32_t qkv_width(const ap_attention *a) {

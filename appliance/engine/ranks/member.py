@@ -1,0 +1,166 @@
+"""One of the other ranks: loads its part of the model, and runs the steps that rank 0 writes down.
+
+It plans nothing, samples nothing and moves no block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance import log
+from appliance.engine.execution.native_engine import native_engine
+from appliance.engine.ranks.messages import (
+    Allocate,
+    Join,
+    MakeSlots,
+    PutAdapter,
+    RankDone,
+    RankFailed,
+    RankJoined,
+    receive_order,
+    send,
+)
+from appliance.engine.ranks.ranked_adapters import unpack_adapter
+from appliance.engine.ranks.shared_cache import map_cache, read_layers
+from appliance.engine.ranks.shared_step import RankOrder, SharedStep
+from appliance.errors import ApplianceError
+from appliance.kernels.cpu.arena import Mapping
+from appliance.kernels.cpu.group import NativeGroup, group_bytes
+from appliance.model.adapters.targets import adapter_targets
+from appliance.model.native_loader import load_native
+from appliance.model.shard.shard import shard_source
+from appliance.model.shard.split import Split
+from appliance.model.source import open_model
+from appliance.runtime import die_with_parent, release_unused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.kernels.cpu.cache import NativeCache
+    from appliance.model.adapters.native_slots import NativeAdapterSlots
+
+logger = logging.getLogger(__name__)
+
+
+def run_member(arguments: Sequence[str]) -> int:
+    """Serve on the descriptors that rank 0 passes; return the exit code."""
+    parser = argparse.ArgumentParser(prog="appliance.engine.ranks")
+    for name in ("socket", "exchange", "cache", "parent"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--log-level", required=True)
+    parser.add_argument("--log-format", required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent)
+    log.configure(options.log_level, options.log_format)
+    faulthandler.enable()
+    with Connection(options.socket) as connection:
+        try:
+            join = receive_order(connection)
+            assert isinstance(join, Join)
+            member = Member(join, connection, options.exchange, options.cache)
+        except EOFError:
+            return 0
+        except ApplianceError as error:
+            send(connection, RankFailed(str(error), error.exit_code))
+            return error.exit_code
+        member.run()
+    return 0
+
+
+class Member:
+    """A rank's part of the model, and its place in the group."""
+
+    def __init__(self, join: Join, connection: Connection, exchange: int, cache: int) -> None:
+        torch.set_num_threads(join.threads)
+        config = join.config
+        split = Split.parse(config.tensor_parallel, config.gpu_split)
+        self._source = open_model(Path(config.model))
+        engine, _ = native_engine(config, join.threads)
+        self._decoder = load_native(
+            self._source,
+            engine,
+            getattr(torch, join.dtype),
+            context_length=join.context_length,
+            shard=shard_source(self._source, split)[join.rank],
+        )
+        release_unused()  # memory that reading the weights took
+        shared = group_bytes(engine.library, split.size, join.floats)
+        self._mapping = Mapping.shared(exchange, shared + join.payload_bytes)
+        self._exchange = SharedStep(self._mapping, shared, join.payload_bytes)
+        self._group = NativeGroup(
+            engine.library,
+            self._mapping.address,
+            rank=join.rank,
+            size=split.size,
+            floats=join.floats,
+        )
+        engine.join(self._group.handle)
+        self._connection = connection
+        self._cache_file = cache
+        self._cache: NativeCache | None = None
+        self._adapters: NativeAdapterSlots | None = None
+        send(connection, RankJoined(self._decoder.weight_bytes, self._decoder.num_dense))
+
+    def run(self) -> None:
+        """Run what rank 0 writes down, until it writes that this is the end."""
+        while True:
+            self._group.meet()
+            match self._exchange.order:
+                case RankOrder.STEP:
+                    with suppress(MemoryError):  # rank 0 has it too, and tells
+                        self._step()
+                case RankOrder.HEAD:
+                    with suppress(MemoryError):
+                        self._decoder.logits(self._exchange.read_hidden())
+                case RankOrder.CALL:
+                    self._answer()
+                case RankOrder.END:
+                    return
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        assert self._cache is not None
+        step = self._exchange.read_step(self._adapters)
+        run = self._decoder.forward if step.wants_logits else self._decoder.hidden
+        run(step.token_ids, step.positions, step.batch, self._cache, step.rows)
+
+    def _answer(self) -> None:
+        try:
+            self._do()
+        except MemoryError as error:
+            send(self._connection, RankFailed(str(error), 5))
+        else:
+            send(self._connection, RankDone())
+
+    def _do(self) -> None:
+        order = receive_order(self._connection)
+        match order:
+            case Allocate():
+                counts = (order.num_blocks, order.num_open, order.num_states)
+                self._cache = self._decoder.allocate_cache(
+                    read_layers(order.layers),
+                    num_blocks=order.num_blocks,
+                    block_size=order.block_size,
+                    num_open=order.num_open,
+                    num_states=order.num_states,
+                    places=map_cache(self._cache_file, order.strides, order.offsets, counts),
+                )
+            case MakeSlots(count):
+                targets = adapter_targets(self._source.spec, self._source.family.names)
+                self._adapters = self._decoder.adapter_slots(targets, count)
+            case PutAdapter(slot, content, scales):
+                assert self._adapters is not None
+                adapter = None if content is None else unpack_adapter(content, scales)
+                self._adapters.put(
+                    slot, None if adapter is None else self._adapters.lay_out(adapter)
+                )
+            case Join():
+                raise AssertionError("a second Join")

@@ -1,0 +1,65 @@
+"""Adapters of a model of several ranks: each lays out its part of the factors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load, save
+
+from appliance.engine.ranks.messages import PutAdapter
+from appliance.model.adapters.adapter import Adapter, LowRank
+
+if TYPE_CHECKING:
+    from appliance.engine.ranks.rank_group import RankGroup
+    from appliance.model.adapters.native_slots import NativeAdapter, NativeAdapterSlots
+
+_A, _B = ".a", ".b"
+
+
+@dataclass(frozen=True, slots=True)
+class RankedAdapter:
+    """An adapter laid out in rank 0, and what the other ranks need to do the same."""
+
+    own: NativeAdapter
+    content: bytes
+    scales: dict[str, float]
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes + len(self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedAdapterSlots:
+    """Slots in all ranks; see `AdapterSlots`."""
+
+    own: NativeAdapterSlots
+    group: RankGroup
+
+    def lay_out(self, adapter: Adapter) -> RankedAdapter:
+        content, scales = pack_adapter(adapter)
+        return RankedAdapter(self.own.lay_out(adapter), content, scales)
+
+    def put(self, slot: int, laid_out: RankedAdapter | None) -> None:
+        self.own.put(slot, None if laid_out is None else laid_out.own)
+        content = None if laid_out is None else laid_out.content
+        self.group.call(PutAdapter(slot, content, {} if laid_out is None else laid_out.scales))
+
+
+def pack_adapter(adapter: Adapter) -> tuple[bytes, dict[str, float]]:
+    """Return an adapter's factors as safetensors, and the scale of each part."""
+    tensors = {}
+    for name, part in adapter.parts.items():
+        tensors[name + _A], tensors[name + _B] = part.a.contiguous(), part.b.contiguous()
+    return save(tensors), {name: part.scale for name, part in adapter.parts.items()}
+
+
+def unpack_adapter(content: bytes, scales: dict[str, float]) -> Adapter:
+    """Return the adapter that `pack_adapter` was given, without its notes."""
+    tensors = load(content)
+    parts = {
+        name: LowRank(tensors[name + _A], tensors[name + _B], scale)
+        for name, scale in scales.items()
+    }
+    return Adapter("", parts)

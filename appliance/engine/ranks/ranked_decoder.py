@@ -1,0 +1,167 @@
+"""The executor of a model whose parts lie in several processes; this one is rank 0."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from appliance.engine.messages import RankInfo
+from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
+from appliance.kernels.cpu.cache import layer_offsets
+from appliance.kernels.kv_cache import precisions
+from appliance.model.executor import heads_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping as Targets
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from appliance.engine.ranks.rank_group import RankGroup
+    from appliance.kernels.cpu.cache import NativeCache
+    from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+    from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.adapters.targets import AdapterTarget
+    from appliance.model.native import NativeDecoder
+    from appliance.model.shard.shard import Shard
+    from appliance.model.shard.split import Split
+    from appliance.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDecoder:
+    """A model of several ranks; see `Executor`.
+
+    Attributes:
+        spec: of the whole model.
+        split: the shares.
+        threads: of each rank.
+        own: rank 0's part.
+        group: the other ranks.
+        shards: of all ranks.
+    """
+
+    spec: DecoderSpec
+    split: Split
+    threads: tuple[int, ...]
+    own: NativeDecoder
+    group: RankGroup
+    shards: tuple[Shard, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.own.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.own.weight_bytes + sum(self.group.weight_bytes)
+
+    @property
+    def weight_format(self) -> str:
+        return self.own.weight_format
+
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Describe the processes, this one first."""
+        pids = (os.getpid(), *self.group.pids)
+        held = (self.own.weight_bytes, *self.group.weight_bytes)
+        each = zip(pids, self.split.shares, self.threads, held, strict=True)
+        return tuple(RankInfo(*facts) for facts in each)
+
+    def notes(self) -> tuple[str, ...]:
+        """Say which weights take more memory than in the file."""
+        if not (count := self.own.num_dense + self.group.num_dense):
+            return ()
+        kind = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{count} weights are {kind} in memory: the split cuts through groups of inputs that"
+            " share scales, or through an order of their own",
+        )
+
+    def allocate_cache(
+        self,
+        format: KVFormat | Sequence[LayerPrecision],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_open: int = 0,
+        num_states: int = 0,
+    ) -> NativeCache:
+        """Allocate a cache of all ranks' parts, a block's one after another.
+
+        So rank 0 alone saves, loads and copies blocks and states, between steps.
+        """
+        layers = precisions(format, len(self.spec.cache_layers))
+        library = self.own.engine.library
+        sizes = [
+            (
+                *layer_offsets(library, layers, heads_of(shard.spec), block_size)[-1],
+                shard.spec.state_bytes,
+            )
+            for shard in self.shards
+        ]
+        *offsets, strides = accumulate(sizes, _add, initial=(0, 0, 0))
+        counts = (num_blocks, num_open, num_states)
+        places = self.group.allocate(layers, strides, offsets, counts, block_size)
+        return self.own.allocate_cache(
+            layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_open=num_open,
+            num_states=num_states,
+            places=places,
+        )
+
+    def adapter_slots(self, targets: Targets[str, AdapterTarget], count: int) -> RankedAdapterSlots:
+        """Make room for adapters in all ranks."""
+        self.group.make_slots(count)
+        return RankedAdapterSlots(self.own.adapter_slots(targets, count), self.group)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: NativeCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step in all ranks; see `Executor.forward`."""
+        with self.group.step(token_ids, positions, batch, rows, wants_logits=True):
+            own = _with_own_adapters(batch)
+            return self.own.forward(token_ids, positions, own, cache, rows)
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: NativeCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step in all ranks up to the head; see `Executor.hidden`."""
+        with self.group.step(token_ids, positions, batch, rows, wants_logits=False):
+            own = _with_own_adapters(batch)
+            return self.own.hidden(token_ids, positions, own, cache, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Run the head in all ranks; see `Executor.logits`."""
+        with self.group.head(hidden):
+            return self.own.logits(hidden)
+
+
+def _add(one: tuple[int, int, int], two: tuple[int, int, int]) -> tuple[int, int, int]:
+    return one[0] + two[0], one[1] + two[1], one[2] + two[2]
+
+
+def _with_own_adapters(batch: RaggedBatch) -> RaggedBatch:
+    """Return the batch with the table of this rank's slots."""
+    if batch.adapters is None:
+        return batch
+    assert isinstance(batch.adapters.table, RankedAdapterSlots)
+    return replace(batch, adapters=replace(batch.adapters, table=batch.adapters.table.own))

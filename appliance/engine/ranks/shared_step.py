@@ -1,0 +1,169 @@
+"""The description of a step in shared memory: rank 0 writes it down, the other ranks read it.
+
+It is what the CPU library reads of a step: some 100 bytes a sequence, and 4 a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from appliance.kernels.cpu.arena import Mapping
+
+ALIGNMENT = 64  # bytes
+_HEADER = 16  # int64 words
+_NONE = -1
+
+
+class RankOrder(IntEnum):
+    """The next thing that all ranks do."""
+
+    STEP = 1
+    HEAD = 2
+    CALL = 3  # read a message
+    END = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A step as the other ranks run it."""
+
+    token_ids: Tensor
+    positions: Tensor
+    batch: RaggedBatch
+    rows: Tensor | None
+    wants_logits: bool
+
+
+class SharedStep:
+    """The shared memory of one group.
+
+    Args:
+        mapping: shared by all ranks.
+        begin: where the description lies in it.
+        num_bytes: most bytes that it may take.
+    """
+
+    def __init__(self, mapping: Mapping, begin: int, num_bytes: int) -> None:
+        whole: NDArray[Any] = np.frombuffer(mapping.memory, dtype=np.uint8)
+        self._bytes = whole[begin : begin + num_bytes]
+        self._header = self._bytes[: 8 * _HEADER].view(np.int64)
+
+    @property
+    def order(self) -> RankOrder:
+        return RankOrder(int(self._header[0]))
+
+    def write_order(self, order: RankOrder) -> None:
+        self._header[0] = order
+
+    def write_step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        rows: Tensor | None,
+        *,
+        wants_logits: bool,
+    ) -> int:
+        """Write down a step; return its bytes."""
+        parts = (
+            token_ids,
+            positions,
+            batch.slot_mapping,
+            batch.query_start,
+            batch.context_lens,
+            batch.block_tables,
+            rows,
+            None if batch.sealed is None else batch.sealed.open_tables,
+            batch.state_slots,
+            None if batch.adapters is None else batch.adapters.slots,
+        )
+        width = batch.block_tables.shape[1]
+        self._header[:4] = RankOrder.STEP, batch.num_seqs, width, wants_logits
+        counts = [_NONE if part is None else part.numel() for part in parts]
+        self._header[4 : 4 + len(counts)] = counts
+        end = 8 * _HEADER
+        for part, (begin, end) in zip(parts, _places(counts), strict=True):
+            if part is not None:
+                self._bytes[begin:end] = part.contiguous().view(-1).numpy().view(np.uint8)
+        return end
+
+    def read_step(self, adapters: object | None) -> RankStep:
+        """Read a step in place; `adapters` is this rank's table of slots."""
+        _, num_seqs, width, wants_logits = self._header[:4].tolist()
+        counts = self._header[4 : 4 + len(_TYPES)].tolist()
+        found: list[Tensor | None] = [
+            None if count == _NONE else torch.from_numpy(self._bytes[begin:end]).view(dtype)
+            for count, (begin, end), dtype in zip(counts, _places(counts), _TYPES, strict=True)
+        ]
+        tokens, positions, slots, starts, contexts, tables, rows, opened, states, lora = found
+        assert tokens is not None
+        assert positions is not None
+        assert slots is not None
+        assert starts is not None
+        assert contexts is not None
+        assert tables is not None
+        unused = (0,) * num_seqs  # only torch's executor reads what the host knows
+        batch = RaggedBatch(
+            query_start=starts,
+            context_lens=contexts,
+            block_tables=tables.view(num_seqs, width),
+            slot_mapping=slots,
+            num_decodes=0,
+            host_query_lens=unused,
+            host_context_lens=unused,
+            sealed=None if opened is None else SealedSpans(contexts, opened, (), ()),
+            state_slots=states,
+            adapters=None if lora is None else AdapterRows(lora, (), adapters),
+        )
+        return RankStep(tokens, positions, batch, rows, bool(wants_logits))
+
+    def write_hidden(self, hidden: Tensor) -> None:
+        """Write down rows (num_rows, hidden_size) float32 for the head."""
+        self._header[:3] = RankOrder.HEAD, *hidden.shape
+        end = 8 * _HEADER + hidden.nbytes
+        self._bytes[8 * _HEADER : end] = hidden.contiguous().view(-1).numpy().view(np.uint8)
+
+    def read_hidden(self) -> Tensor:
+        _, rows, width = self._header[:3].tolist()
+        end = 8 * _HEADER + 4 * rows * width
+        values = torch.from_numpy(self._bytes[8 * _HEADER : end]).view(torch.float32)
+        return values.view(rows, width)
+
+
+_TYPES = (
+    *(torch.int64, torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64),
+    *(torch.int32, torch.int32, torch.int32),
+)
+
+
+def _places(counts: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first byte of each part and the one after its last."""
+    end = 8 * _HEADER
+    for count, dtype in zip(counts, _TYPES, strict=True):
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        end = begin + max(count, 0) * dtype.itemsize
+        yield begin, end
+
+
+def payload_bytes(num_rows: int, table_width: int, hidden_size: int) -> int:
+    """Return room for any step of so many rows; memory is taken only where it is written.
+
+    A row may be a sequence of its own, with a whole table.
+    """
+    sizes = (*(8,) * 4, *(4,) * 5, 4 * table_width)
+    step = sum(sizes) * (num_rows + 1) + len(_TYPES) * ALIGNMENT
+    return 8 * _HEADER + max(step, 4 * prod((num_rows, hidden_size)))

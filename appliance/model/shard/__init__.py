@@ -1,0 +1,1 @@
+"""A model divided among ranks: which heads, columns and tokens each has."""

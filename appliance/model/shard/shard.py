@@ -1,0 +1,188 @@
+"""One rank's part of a model: its own `DecoderSpec`, and where in the whole it lies.
+
+Parts that do not divide are whole on every rank: recurrent and latent mixers, heads that are too
+few, experts that have norms of their own. Then each computes them, and nothing is added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.shard.split import Heads, Split, check_split, cut_heads
+from appliance.model.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec
+from appliance.model.tensors import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from appliance.model.source import ModelSource
+
+COLUMN_UNIT = 32  # inputs of the smallest group that all kernels multiply
+USUAL_GROUP = 128  # inputs of a block of FP8, and of the largest group
+TOKEN_UNIT = 32
+
+Columns = tuple[int, int]  # first and one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """A rank's part of a layer; None: all of it, as every rank has."""
+
+    heads: Heads | None
+    columns: Columns | None  # of an MLP's middle, or of every expert's
+    shared: Columns | None  # of the middle of the MLP beside experts
+
+
+WHOLE_LAYER = LayerShare(None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part.
+
+    Attributes:
+        whole: the model.
+        spec: as if the part were a model; the vocabulary is the whole one.
+        layers: what it has of each layer.
+        tokens: (size + 1,) bounds of the ranks' rows of embedding and head.
+    """
+
+    rank: int
+    size: int
+    whole: DecoderSpec
+    spec: DecoderSpec
+    layers: tuple[LayerShare, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def own_tokens(self) -> slice:
+        """The rows of embedding and head that it has."""
+        return slice(self.tokens[self.rank], self.tokens[self.rank + 1])
+
+    @property
+    def widest_tokens(self) -> int:
+        """The most rows of embedding and head that a rank has."""
+        return max(last - first for first, last in pairwise(self.tokens))
+
+
+def shard_model(
+    spec: DecoderSpec, split: Split, unit_of: Callable[[int, int], int]
+) -> tuple[Shard, ...]:
+    """Divide a model.
+
+    Args:
+        spec: of the whole.
+        split: the ranks' shares.
+        unit_of: returns the columns of a layer's MLPs that stay together, from the layer's index
+            and the columns in all.
+    """
+    layers = [_shares(layer, split, index, unit_of) for index, layer in enumerate(spec.layers)]
+    units = split.cut(-(-spec.vocab_size // TOKEN_UNIT))
+    assert units is not None, "a vocabulary smaller than the ranks"
+    tokens = (*(TOKEN_UNIT * bound for bound in units[:-1]), spec.vocab_size)
+    return tuple(
+        Shard(
+            rank=rank,
+            size=split.size,
+            whole=spec,
+            spec=replace(
+                spec,
+                layers=tuple(
+                    _own(layer, shares[rank])
+                    for layer, shares in zip(spec.layers, layers, strict=True)
+                ),
+            ),
+            layers=tuple(shares[rank] for shares in layers),
+            tokens=tokens,
+        )
+        for rank in range(split.size)
+    )
+
+
+def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
+    """Divide a source's model where its weights' scales allow.
+
+    Raises:
+        ConfigError: the heads do not divide by the shares.
+    """
+    check_split(source.spec, split)
+    units: dict[tuple[int, int], int] = {}
+    for slot in source.slots():
+        if slot.role is Role.DOWN and slot.layer is not None and len(slot.shape) == 2:
+            at = slot.layer, slot.shape[1]
+            units[at] = max(units.get(at, 0), _unit(source, slot.name))
+    return shard_model(source.spec, split, lambda *at: units.get(at, COLUMN_UNIT))
+
+
+def _unit(source: ModelSource, name: str) -> int:
+    """Return the columns that had better stay together: those of a block or a usual group."""
+    weights = source.weights
+    if isinstance(weights, GGUFWeights):
+        return max(weights.block_size(name), COLUMN_UNIT)
+    is_packed = weights.packed_bits(name) is not None or weights.float_bits(name) is not None
+    return USUAL_GROUP if is_packed else COLUMN_UNIT
+
+
+def undivided(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """Name what every rank has whole."""
+    first = shards[0]
+    mixers = sum(
+        share.heads is None and layer.mixer is not None
+        for share, layer in zip(first.layers, first.spec.layers, strict=True)
+    )
+    mlps = sum(
+        share.columns is None and layer.mlp is not None
+        for share, layer in zip(first.layers, first.spec.layers, strict=True)
+    )
+    found = (f"the mixers of {mixers} layers" if mixers else "", f"{mlps} MLPs" if mlps else "")
+    return tuple(filter(None, found))
+
+
+def _shares(
+    layer: LayerSpec, split: Split, index: int, unit_of: Callable[[int, int], int]
+) -> list[LayerShare]:
+    heads: Sequence[Heads | None] | None = None
+    if isinstance(layer.mixer, AttentionSpec):
+        heads = cut_heads(layer.mixer, split)
+    columns = shared = None
+    mlp = layer.mlp
+    if isinstance(mlp, MLPSpec):
+        columns = _cut_columns(mlp.intermediate_size, split, index, unit_of)
+    elif isinstance(mlp, ExpertsSpec) and not mlp.own_norms:
+        columns = _cut_columns(mlp.intermediate_size, split, index, unit_of)
+        if columns is not None and mlp.shared is not None:
+            shared = _cut_columns(mlp.shared.intermediate_size, split, index, unit_of)
+            columns = None if shared is None else columns
+    none: list[None] = [None] * split.size
+    each = zip(heads or none, columns or none, shared or none, strict=True)
+    return [LayerShare(*shares) for shares in each]
+
+
+def _cut_columns(
+    width: int, split: Split, index: int, unit_of: Callable[[int, int], int]
+) -> list[Columns] | None:
+    """Divide columns into whole units, or into `COLUMN_UNIT` if there are too few of them."""
+    for unit in (unit_of(index, width), COLUMN_UNIT):
+        bounds = None if width % unit else split.cut(width // unit)
+        if bounds is not None:
+            return [(first * unit, last * unit) for first, last in pairwise(bounds)]
+    return None
+
+
+def _own(layer: LayerSpec, share: LayerShare) -> LayerSpec:
+    """Return a layer as a rank has it."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if share.heads is not None:
+        assert isinstance(mixer, AttentionSpec)
+        mixer = replace(mixer, num_heads=share.heads.count, num_kv_heads=share.heads.num_kv)
+    if share.columns is not None:
+        assert mlp is not None
+        mlp = replace(mlp, intermediate_size=share.columns[1] - share.columns[0])
+        if isinstance(mlp, ExpertsSpec) and mlp.shared is not None:
+            assert share.shared is not None
+            width = share.shared[1] - share.shared[0]
+            mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=width))
+    return replace(layer, mixer=mixer, mlp=mlp)

@@ -1,0 +1,180 @@
+"""Divides heads, columns and tokens among ranks by their shares. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import gcd
+from typing import TYPE_CHECKING
+
+from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from appliance.model.spec import AttentionSpec, DecoderSpec
+
+MOST_NAMED = 4  # valid splits in a message
+MOST_SHARE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The ranks of a model.
+
+    Attributes:
+        shares: of each rank, whole numbers.
+        is_exact: heads must divide by these shares; otherwise they come as near as they can.
+    """
+
+    shares: tuple[int, ...]
+    is_exact: bool = False
+
+    @classmethod
+    def parse(cls, size: int, text: str) -> Split:
+        """Read `auto`, or shares such as 2:1.
+
+        Raises:
+            ConfigError: these are no shares, or not as many as ranks.
+        """
+        if text == "auto":
+            return cls((1,) * size)
+        words = text.split(":")
+        if not all(word.isdigit() and 0 < int(word) <= MOST_SHARE for word in words):
+            raise ConfigError(
+                f"--gpu-split {text} is no split: give auto, or a share of 1 to {MOST_SHARE} for"
+                " each rank, such as 2:1"
+            )
+        if len(words) != size:
+            raise ConfigError(
+                f"--gpu-split {text} has {len(words)} shares for --tensor-parallel {size}; give"
+                " one for each rank, or auto"
+            )
+        shares = tuple(map(int, words))
+        divisor = gcd(*shares)
+        return cls(tuple(share // divisor for share in shares), is_exact=True)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.shares)
+
+    def __str__(self) -> str:
+        return ":".join(map(str, self.shares))
+
+    def cut(self, units: int) -> tuple[int, ...] | None:
+        """Divide units by the shares, at least one each: (size + 1,) bounds; None if too few."""
+        if units < self.size:
+            return None
+        total = sum(self.shares)
+        counts = [max(1, units * share // total) for share in self.shares]
+        while (left := units - sum(counts)) != 0:
+            # Give to who lacks most of its share, or take from who has most beyond it.
+            each = zip(counts, self.shares, strict=True)
+            beyond = [count - units * share / total for count, share in each]
+            if left > 0:
+                counts[beyond.index(min(beyond))] += 1
+            else:
+                rich = [
+                    excess if count > 1 else -units
+                    for excess, count in zip(beyond, counts, strict=True)
+                ]
+                counts[rich.index(max(rich))] -= 1
+        return tuple(accumulate(counts, initial=0))
+
+    def fits(self, units: int) -> bool:
+        """Return True if so many units divide exactly by the shares."""
+        return units % sum(self.shares) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of one rank; KV heads may be another rank's as well."""
+
+    first: int
+    count: int
+    first_kv: int
+    num_kv: int
+
+
+def head_units(mixer: AttentionSpec, size: int) -> int:
+    """Return how many pieces the heads of a layer can be divided into: groups, or query heads."""
+    return mixer.num_kv_heads if mixer.num_kv_heads >= size else mixer.num_heads
+
+
+def cut_heads(mixer: AttentionSpec, split: Split) -> tuple[Heads, ...] | None:
+    """Divide heads, whole KV groups to a rank; None if they cannot be divided.
+
+    With fewer KV heads than ranks, each rank has the one that its query heads read, and none reads
+    two.
+    """
+    group = mixer.num_heads // mixer.num_kv_heads
+    bounds = split.cut(head_units(mixer, split.size))
+    if bounds is None:
+        return None
+    if mixer.num_kv_heads >= split.size:
+        return tuple(
+            Heads(first * group, (last - first) * group, first, last - first)
+            for first, last in pairwise(bounds)
+        )
+    if any(first // group != (last - 1) // group for first, last in pairwise(bounds)):
+        return None
+    return tuple(Heads(first, last - first, first // group, 1) for first, last in pairwise(bounds))
+
+
+def check_split(spec: DecoderSpec, split: Split) -> None:
+    """Refuse shares that the model's heads do not divide by.
+
+    Raises:
+        ConfigError: names the splits nearest to it.
+    """
+    if not split.is_exact or _divides(spec, split):
+        return
+    mixer = next(
+        mixer for mixer in spec.attention_layers.values() if not _layer_divides(mixer, split)
+    )
+    valid = _valid_splits(spec, split.size)
+    wanted = [share / sum(split.shares) for share in split.shares]
+
+    def distance(other: Split) -> float:
+        total = sum(other.shares)
+        return sum(
+            abs(share / total - wish) for share, wish in zip(other.shares, wanted, strict=True)
+        )
+
+    nearest = sorted(valid, key=distance)[:MOST_NAMED]
+    advice = ", ".join(map(str, nearest)) if nearest else "none"
+    raise ConfigError(
+        f"--gpu-split {split} does not divide the attention of this model,"
+        f" {mixer.num_heads} heads in {mixer.num_kv_heads} groups; the nearest splits that do:"
+        f" {advice}, or auto for as even as can be"
+    )
+
+
+def _divides(spec: DecoderSpec, split: Split) -> bool:
+    return all(_layer_divides(mixer, split) for mixer in spec.attention_layers.values())
+
+
+def _layer_divides(mixer: AttentionSpec, split: Split) -> bool:
+    return split.fits(head_units(mixer, split.size)) and cut_heads(mixer, split) is not None
+
+
+def _valid_splits(spec: DecoderSpec, size: int) -> list[Split]:
+    """List the splits that all layers divide by, in lowest terms."""
+    units = [head_units(mixer, size) for mixer in spec.attention_layers.values()]
+    if not units:
+        return []
+    found = {
+        Split(tuple(count // gcd(*counts) for count in counts), is_exact=True)
+        for counts in _compositions(min(units), size)
+    }
+    return sorted((split for split in found if _divides(spec, split)), key=str)
+
+
+def _compositions(total: int, parts: int) -> list[tuple[int, ...]]:
+    """List the ways to write a number as a sum of positive ones, in order."""
+    if parts == 1:
+        return [(total,)] if total > 0 else []
+    return [
+        (first, *rest)
+        for first in range(1, total - parts + 2)
+        for rest in _compositions(total - first, parts - 1)
+    ]

@@ -1,0 +1,181 @@
+"""An engine whose model lies in several processes answers as one that has all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+from lora import write_adapter
+from sure_models import write_sure_model
+from waiting import wait_until
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.execution.choice import choose_execution
+from appliance.engine.execution.execution import Precision
+from appliance.engine.request import AdapterRef, Request, SamplingParams
+from appliance.errors import ConfigError, EngineError
+from appliance.files import stamp_of
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.adapters.targets import adapter_targets
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+PREFIX = list(range(3, 67))
+PROMPTS = [[*PREFIX, 70, 71], [*PREFIX, 80], list(range(90, 10, -2)), [5, 6] * 20]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("ranks") / "model"
+    return write_sure_model("llama", folder, **SIZES), folder
+
+
+@contextlib.contextmanager
+def loaded(folder: Path, **options: Any) -> Iterator[LLMEngine]:
+    usual: dict[str, Any] = {
+        "device": "cpu",
+        "threads": 1,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 48,
+        "dtype": "float32",
+        "kv_disk": "off",
+    }
+    engine = LLMEngine.load(
+        EngineConfig(model=str(folder), **usual | options),
+        eos_token_ids=(),
+        metadata=None,
+        on_progress=lambda stage, done, total: None,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+        for rank in engine.info.ranks[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+
+
+def answers(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.submit(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                adapter=adapter,
+            )
+        )
+    found: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            assert delta.error is None, delta.error
+            found[int(delta.request_id)].extend(delta.token_ids)
+    return found
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4-sealed"])
+def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], kv: str) -> None:
+    folder = model[1]
+    # Room for two of the four sequences: the others give way, to host memory and back.
+    settings = {
+        "kv_cache_dtype": kv,
+        "kv_host_memory": 1 << 22,
+        "kv_cache_memory": 45_000 if kv == "int8" else 35_000,
+        "max_model_len": 112,
+        "speculate": "suffix",
+    }
+    with loaded(folder, **settings) as alone:
+        expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
+        assert not alone.info.ranks
+        blocks = alone.info.num_blocks
+    with loaded(folder, tensor_parallel=2, gpu_split="2:1", **settings) as engine:
+        assert [rank.share for rank in engine.info.ranks] == [2, 1]
+        assert engine.info.num_blocks == blocks, "no head is in two ranks"
+        assert "2 processes divide the model 2:1, heads 4:2" in engine.info.notes
+        assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
+        stats = engine.stats()
+        assert stats.preemptions_total > 0
+        assert stats.prefix_hits_total > 0
+
+
+def test_adapters_are_cut_as_the_model_is(model: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = model[1]
+    source = open_model(folder)
+    targets = adapter_targets(source.spec, source.family.names).values()
+    shapes = {target.name: (target.slot.shape[0], target.slot.shape[1]) for target in targets}
+    path = write_adapter(tmp_path / "adapter", shapes, spread=0.3)
+    ref = AdapterRef("tuned", str(path), stamp_of(path))
+    settings = {"lora_dir": str(tmp_path), "kv_cache_dtype": "fp32"}
+    with loaded(folder, **settings) as alone:
+        expected = [answers(alone, PROMPTS), answers(alone, PROMPTS, ref)]
+    assert expected[0] != expected[1]
+    with loaded(folder, tensor_parallel=2, **settings) as engine:
+        assert [answers(engine, PROMPTS), answers(engine, PROMPTS, ref)] == expected
+
+
+def test_a_rank_that_ends_takes_the_engine_along(model: tuple[Any, Path]) -> None:
+    with loaded(model[1], tensor_parallel=2) as engine:
+        answers(engine, PROMPTS[:1])
+        pid = engine.info.ranks[1].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
+            answers(engine, PROMPTS[:1])
+        with pytest.raises(EngineError, match="was interrupted"):
+            engine.step()
+
+
+def test_ranks_end_with_the_engine(model: tuple[Any, Path]) -> None:
+    with loaded(model[1], tensor_parallel=2) as engine:
+        pid = engine.info.ranks[1].pid
+        assert psutil.pid_exists(pid)
+        del engine
+    wait_until(lambda: not psutil.pid_exists(pid), "the rank's end")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tensor_parallel": 2, "gpu_split": "1:1"}, "6 heads in 3 groups.*2:1"),
+        ({"tensor_parallel": 2, "gpu_split": "2"}, "has 1 shares for --tensor-parallel 2"),
+        ({"gpu_split": "2:1"}, "say how many with --tensor-parallel"),
+        ({"tensor_parallel": 2, "kernels": "torch"}, "needs the CPU library, and --kernels torch"),
+        ({"tensor_parallel": 2, "block_size": 8}, "needs the CPU library: its blocks"),
+    ],
+)
+def test_bad_settings_are_refused(
+    model: tuple[Any, Path], options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match), loaded(model[1], **options):
+        pass
+
+
+def test_more_ranks_than_gpus_are_refused(
+    model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gpu = Precision(torch.device("cuda"), torch.bfloat16, KVFormat.BF16, 32)
+    config = EngineConfig(model=str(model[1]), tensor_parallel=2)
+    with pytest.raises(ConfigError, match="needs as many GPUs, and PyTorch sees 1"):
+        choose_execution(config, gpu, open_model(model[1]), 1)

@@ -1,0 +1,154 @@
+"""The parts of a model, run side by side, say what the whole model says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from centered_models import CENTERED
+from expert_models import EXPERTS
+from native_models import LIBRARY, native
+from rank_threads import RankThreads
+from recurrent_models import RECURRENT
+from teacher_forcing import logits_of
+
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.native_loader import load_native
+from appliance.model.shard.split import Split
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WIDE = {"intermediate_size": 160, "head_dim": 16, "vocab_size": 161}
+# Each with what no other has; the last number is how many layers' mixers every rank has whole.
+CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True}, "1:1", 0),
+    "llama-2:1": ("llama", WIDE | {"num_key_value_heads": 3}, "2:1", 0),
+    "llama-3:1": (
+        "llama",
+        WIDE | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
+        "3:1",
+        0,
+    ),
+    "llama-three": ("llama", WIDE | {"num_key_value_heads": 6}, "1:1:1", 0),
+    "one key head": (
+        "llama",
+        WIDE | {"num_attention_heads": 4, "num_key_value_heads": 1},
+        "3:1",
+        0,
+    ),
+    "qwen2": ("qwen2", WIDE | {"hidden_size": 96}, "1:1", 0),
+    "qwen3-tied": ("qwen3", WIDE | {"tie_word_embeddings": True}, "1:1", 0),
+    "gemma3": ("gemma3_text", WIDE | {"final_logit_softcapping": 3.0}, "1:1", 0),
+    "gemma4": (
+        "gemma4_text",
+        WIDE
+        | {
+            "num_hidden_layers": 6,
+            "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 161,
+        },
+        "1:1",
+        0,
+    ),
+    "phi3": ("phi3", {"hidden_size": 96, "intermediate_size": 160}, "1:1", 0),
+    "falcon-new": (
+        "falcon",
+        CENTERED["falcon-new"][1] | {"hidden_size": 96, "ffn_hidden_size": 160},
+        "1:1",
+        0,
+    ),
+    "opt": ("opt", CENTERED["opt"][1] | {"hidden_size": 96, "ffn_dim": 160}, "1:1", 0),
+    "qwen3_moe": (
+        "qwen3_moe",
+        EXPERTS["qwen3_moe"][1] | WIDE | {"moe_intermediate_size": 96},
+        "1:1",
+        0,
+    ),
+    "gpt_oss": ("gpt_oss", EXPERTS["gpt_oss"][1] | {"intermediate_size": 96}, "1:1", 0),
+    "deepseek_v3": (
+        "deepseek_v3",
+        EXPERTS["deepseek_v3"][1] | {"moe_intermediate_size": 96, "intermediate_size": 160},
+        "1:1",
+        3,
+    ),
+    "lfm2": ("lfm2", RECURRENT["lfm2"][1] | WIDE | {"hidden_size": 96}, "auto", 2),
+    "qwen3_next": (
+        "qwen3_next",
+        RECURRENT["qwen3_next"][1] | {"hidden_size": 64, "head_dim": 16},
+        "auto",
+        2,
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(
+    request: pytest.FixtureRequest, make_model: Callable[..., Any], save: Callable[[Any], Path]
+) -> tuple[Path, RankThreads, int]:
+    model_type, settings, text, num_whole = CASES[request.param]
+    folder = save(make_model(model_type, **settings))
+    size = max(2, len(text.split(":")))
+    ranks = RankThreads(open_model(folder), Split.parse(size, text), max_rows=64)
+    return folder, ranks, num_whole
+
+
+def test_the_parts_add_up(case: tuple[Path, RankThreads, int], token_ids: list[int]) -> None:
+    folder, ranks, num_whole = case
+    spec = ranks.shards[0].whole
+    shares = zip(ranks.shards[0].layers, spec.layers, strict=True)
+    whole = [share.heads is None for share, layer in shares if layer.mixer is not None]
+    assert sum(whole) == num_whole
+    expected = logits_of(native(folder), token_ids)
+    found = ranks.logits_of(token_ids)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    assert torch.equal(ranks.logits_of(token_ids, chunks=[7, 1, 9, 28]), found)
+
+
+def test_each_part_is_smaller(case: tuple[Path, RankThreads, int]) -> None:
+    folder, ranks, _ = case
+    alone = load_native(open_model(folder), NativeEngine(LIBRARY, 1), torch.float32)
+    assert all(rank.weight_bytes < alone.weight_bytes for rank in ranks.decoders)
+
+
+@pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.INT4_SEALED])
+def test_a_quantized_cache_has_the_same_codes(
+    format: KVFormat, make_model: Callable[..., Any], save: Callable[[Any], Path]
+) -> None:
+    folder = save(make_model("llama", **WIDE | {"max_position_embeddings": 256}))
+    ranks = RankThreads(open_model(folder), Split.parse(2, "1:1"), max_rows=128)
+    tokens = torch.randint(3, 90, (100,), generator=torch.Generator().manual_seed(5)).tolist()
+    expected = logits_of(native(folder), tokens, format=format)
+    found = ranks.logits_of(tokens, format=format)
+    # A code may be another where a value lies between two.
+    assert float((found - expected).abs().mean()) < 2e-3 * float(expected.std())
+
+
+def test_a_step_without_memory_fails_in_all_ranks_and_the_next_runs(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    folder = save(make_model("llama", **WIDE))
+    ranks = RankThreads(open_model(folder), Split.parse(2, "1:1"), max_rows=64)
+    kept = ranks.decoders[1]
+    ranks.decoders[1] = ranks.with_engine(1, NativeEngine(LIBRARY, 1, max_workspace_bytes=1000))
+    errors = ranks.run(lambda rank: _error(lambda: logits_of(rank, token_ids)))
+    assert [type(error) for error in errors] == [MemoryError, MemoryError]
+    ranks.decoders[1] = kept
+    few = token_ids[:2]
+    expected = logits_of(native(folder), few)
+    torch.testing.assert_close(ranks.logits_of(few), expected, atol=1e-3, rtol=0)
+
+
+def _error(function: Callable[[], object]) -> Exception | None:
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None

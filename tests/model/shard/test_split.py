@@ -1,0 +1,89 @@
+"""Shares of ranks: what they make of heads, columns and tokens, and which ones are refused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.errors import ConfigError
+from appliance.model.shard.split import Heads, Split, check_split, cut_heads
+from appliance.model.spec import AttentionSpec, DecoderSpec, LayerSpec, NormSpec, RopeSpec
+
+shares = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def attention(num_heads: int, num_kv_heads: int) -> AttentionSpec:
+    return AttentionSpec(num_heads, num_kv_heads, 16, 1.0, RopeSpec(1e4, 16))
+
+
+def model(*mixers: AttentionSpec) -> DecoderSpec:
+    norm = NormSpec(1e-5)
+    layers = tuple(LayerSpec(mixer, None, norm) for mixer in mixers)
+    return DecoderSpec("test", 64, 97, 128, layers, norm, tied_head=True)
+
+
+@given(shares, st.integers(0, 200))
+def test_a_cut_gives_each_rank_a_unit_and_leaves_none(parts: list[int], units: int) -> None:
+    bounds = Split(tuple(parts)).cut(units)
+    if units < len(parts):
+        assert bounds is None
+        return
+    assert bounds is not None
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, units, len(parts) + 1)
+    counts = [last - first for first, last in pairwise(bounds)]
+    assert min(counts) >= 1
+    if units % sum(parts) == 0:
+        assert counts == [units // sum(parts) * part for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "found"),
+    [("auto", 2, (1, 1)), ("2:1", 2, (2, 1)), ("6:3", 2, (2, 1)), ("1:1:2", 3, (1, 1, 2))],
+)
+def test_shares_are_read_in_lowest_terms(text: str, size: int, found: tuple[int, ...]) -> None:
+    split = Split.parse(size, text)
+    assert (split.shares, split.is_exact) == (found, text != "auto")
+
+
+@pytest.mark.parametrize("text", ["", "2", "2:x", "0:1", "2:-1", "1:2:3", "65:1", "2:1:"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu-split.*(auto)"):
+        Split.parse(2, text)
+
+
+def test_whole_groups_go_to_a_rank() -> None:
+    assert cut_heads(attention(9, 3), Split((2, 1))) == (Heads(0, 6, 0, 2), Heads(6, 3, 2, 1))
+
+
+def test_fewer_key_heads_than_ranks_are_in_several() -> None:
+    assert cut_heads(attention(4, 1), Split((3, 1))) == (Heads(0, 3, 0, 1), Heads(3, 1, 0, 1))
+    four = cut_heads(attention(4, 2), Split((1, 1, 1, 1)))
+    assert four is not None
+    assert [(heads.count, heads.first_kv) for heads in four] == [(1, 0), (1, 0), (1, 1), (1, 1)]
+
+
+def test_no_rank_reads_two_key_heads_that_others_read_too() -> None:
+    assert cut_heads(attention(4, 2), Split((1, 2, 1))) is None
+    assert cut_heads(attention(1, 1), Split((1, 1))) is None
+
+
+def test_shares_that_heads_do_not_divide_by_are_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"9 heads in 3 groups.*2:1.*or auto") as error:
+        check_split(model(attention(9, 3)), Split((1, 1), is_exact=True))
+    assert "1:2" in str(error.value)
+    check_split(model(attention(9, 3)), Split((2, 1), is_exact=True))
+    check_split(model(attention(9, 3)), Split((1, 1)))
+
+
+def test_all_layers_must_divide() -> None:
+    both = model(attention(8, 8), attention(8, 2))
+    with pytest.raises(ConfigError, match=r"8 heads in 2 groups.*: 1:1, or auto"):
+        check_split(both, Split((3, 1), is_exact=True))
+
+
+def test_a_model_that_no_shares_divide_says_so() -> None:
+    with pytest.raises(ConfigError, match="that do: none"):
+        check_split(model(attention(1, 1)), Split((1, 1), is_exact=True))
