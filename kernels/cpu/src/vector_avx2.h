@@ -22,16 +22,17 @@ INLINE void vf_store(float *p, vfloat a) {
     _mm256_storeu_ps(p, a.low);
     _mm256_storeu_ps(p + 8, a.high);
 }
-/* the first n < 16 lanes; the others are 0 */
+/* the first n < 16 lanes; the others are 0. Not by masked moves, which on some processors, and in
+ * emulators, fault on memory of lanes that are left out. */
 INLINE vfloat vf_load_first(const float *p, int n) {
-    touch(p, n);
-    return (vfloat){_mm256_maskload_ps(p, lanes_below(n, 0)),
-                    _mm256_maskload_ps(p + 8, lanes_below(n, 8))};
+    float lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n * sizeof(float));
+    return vf_load(lanes);
 }
 INLINE void vf_store_first(float *p, vfloat a, int n) {
-    touch(p, n);
-    _mm256_maskstore_ps(p, lanes_below(n, 0), a.low);
-    _mm256_maskstore_ps(p + 8, lanes_below(n, 8), a.high);
+    float lanes[16];
+    vf_store(lanes, a);
+    memcpy(p, lanes, (size_t)n * sizeof(float));
 }
 #define BINARY(name, type, instruction)                                                   \
     INLINE type name(type a, type b) {                                                    \

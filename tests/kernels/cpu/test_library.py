@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -163,6 +164,15 @@ def test_the_instruction_sets_are_those_that_the_compiler_sees(
     for isa in Isa:
         expected = isa in needs and bool(seen[isa.name.lower()]())
         assert bool(ours.ap_isa_supported(isa)) == expected, isa
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have no such moves")
+def test_nothing_relies_on_masked_moves_of_avx() -> None:
+    """An emulator, or a processor by AMD's manual, may fault on lanes that they leave out."""
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(build.LIBRARY)]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "vfmadd" in code, "AVX2 is in it"
+    assert not re.findall(r"\tvp?maskmov\w+", code)
 
 
 def test_each_supported_instruction_set_can_be_chosen(library: ctypes.CDLL) -> None:
