@@ -21,6 +21,7 @@ from appliance.kernels.norm_rope import reference as reference_norm_rope
 from appliance.kernels.packed_matmul import reference as reference_matmul
 from appliance.kernels.paged_attention import cpu as cpu_attention
 from appliance.kernels.paged_attention import reference as reference_attention
+from appliance.kernels.selective_scan import reference as reference_selective_scan
 from appliance.kernels.soft_cap import reference as reference_soft_cap
 
 if TYPE_CHECKING:
@@ -94,6 +95,23 @@ class GatedDeltaRule(Protocol):
         ...
 
 
+class SelectiveScan(Protocol):
+    """Every row decays its sequence's state, adds to it and reads it."""
+
+    def __call__(
+        self,
+        value: Tensor,  # (num_tokens, num_heads, head_dim) float32
+        key: Tensor,  # (num_tokens, num_groups, state_dim) float32
+        query: Tensor,
+        size: Tensor,  # (num_tokens, num_heads) float32
+        rates: Tensor,  # (num_heads,) float32
+        state: Tensor,  # (num_slots, num_heads, state_dim, head_dim) float32, updated
+        spans: StateSpans,
+    ) -> Tensor:  # (num_tokens, num_heads, head_dim) float32
+        """Scan; the arguments are described at `selective_scan.reference`."""
+        ...
+
+
 class PagedAttention(Protocol):
     """Attends from every row to its own sequence's blocks."""
 
@@ -156,6 +174,7 @@ class Backend:
     plan_attention: Callable[[RaggedBatch, int], object]
     paged_attention: PagedAttention
     gated_delta: GatedDeltaRule
+    selective_scan: SelectiveScan
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None where there is none for such a weight
     prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
@@ -181,6 +200,7 @@ REFERENCE = Backend(
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
     gated_delta=reference_gated_delta.gated_delta,
+    selective_scan=reference_selective_scan.selective_scan,
     prepare_gated=lambda weight, bias, dtype, activation: None,
 )
 
@@ -242,6 +262,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.packed_matmul import launch as packed_matmul
     from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+    from appliance.kernels.selective_scan.launch import selective_scan
     from appliance.kernels.soft_cap.launch import soft_cap
 
     def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
@@ -273,6 +294,7 @@ def triton_backend() -> Backend:
         plan_attention=plan_attention,
         paged_attention=paged_attention,
         gated_delta=gated_delta,
+        selective_scan=selective_scan,
         prepare_gated=prepare_gated,
         prepare_experts=prepare_experts,
     )

@@ -12,7 +12,6 @@ import torch
 from appliance.engine.kv_precision import in_words
 from appliance.engine.messages import EngineInfo
 from appliance.engine.weights_fingerprint import weights_digest
-from appliance.model.recurrent_spec import Mamba2Spec
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -86,14 +85,9 @@ def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> t
     """Build notes on what runs on a GPU without a kernel of its own."""
     if device.torch_device.type != "cuda":
         return ()
-    notes = []
-    if source.spec.has_experts and not is_enqueued:
-        notes.append("experts run one after another on the GPU, without graphs: slower than can be")
-    if any(isinstance(layer.mixer, Mamba2Spec) for layer in source.spec.layers):
-        notes.append(
-            "Mamba-2 layers run in torch on the GPU, prompts row after row: slower than can be"
-        )
-    return tuple(notes)
+    if not source.spec.has_experts or is_enqueued:
+        return ()
+    return ("experts run one after another on the GPU, without graphs: slower than can be",)
 
 
 def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:

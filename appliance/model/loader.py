@@ -264,6 +264,7 @@ class LayerBuilder:
         self.nbytes += sum(tensor.nbytes for tensor in own if tensor is not None)
         return Mamba2(
             spec=spec,
+            backend=self._backend,
             inputs=self._linear(weights.inputs),
             filters=weights.filters,
             filter_bias=weights.filter_bias,

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import silu, softplus
 
-from appliance.kernels.selective_scan import selective_scan
 from appliance.kernels.short_conv import short_conv
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.backend import Backend, Linear
     from appliance.model.norm import Norm
     from appliance.model.recurrent_spec import Mamba2Spec
     from appliance.model.step import Step
@@ -35,6 +34,7 @@ class Mamba2:
     """
 
     spec: Mamba2Spec
+    backend: Backend
     inputs: Linear
     filters: Tensor
     filter_bias: Tensor | None
@@ -57,7 +57,7 @@ class Mamba2:
         mixed = silu(short_conv(mixed, self.filters, self.filter_bias, tail, step.spans))
         value, key, query = mixed.split([spec.values, spec.keys, spec.keys], dim=-1)
         value = value.unflatten(-1, (spec.num_heads, spec.head_dim))
-        read = selective_scan(
+        read = self.backend.selective_scan(
             value,
             key.unflatten(-1, (spec.num_groups, spec.state_dim)),
             query.unflatten(-1, (spec.num_groups, spec.state_dim)),

@@ -1,28 +1,13 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from state_steps import spans_of
 
 from appliance.kernels.gated_delta.launch import gated_delta
 from appliance.kernels.gated_delta.reference import gated_delta as by_torch
-from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.state_spans import StateSpans
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def spans_of(query_lens: list[int], context_lens: list[int], slots: list[int]) -> StateSpans:
-    batch = RaggedBatch.of(
-        query_lens,
-        context_lens,
-        [[0]] * len(slots),
-        block_size=64,
-        device=torch.device("cpu"),
-        state_slots=slots,
-    )
-    return StateSpans.of(replace(batch, is_decode=max(query_lens) == 1))
 
 
 def parts_of(

@@ -17,6 +17,7 @@ from compiled_kernels.signatures import (
     paged_attention,
     penalties,
     sampling,
+    selective_scan,
     soft_cap,
     token_mask,
 )
@@ -35,6 +36,7 @@ _KERNELS = (
     gated_activation,
     gated_delta,
     sampling,
+    selective_scan,
     penalties,
     token_mask,
     soft_cap,
