@@ -2,7 +2,8 @@
 
 A folder says it in the files of sentence-transformers (`modules.json` and what that names) or in
 `config.json`; a GGUF file in `ARCHITECTURE.pooling_type`, as llama.cpp writes it. Most decoders say
-nothing; what then counts is the default here. All of it is untrusted and checked.
+nothing; what then counts is the default here. An encoder must say it. All of it is untrusted and
+checked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.request import Pooling
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import read_json
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ _OLD_POOLING = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _POOLING = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
+_ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
+# Values of model_type: models whose tokens look at all of a text.
+ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "modernbert"})
+_RANKER = "ForSequenceClassification"
 _GGUF_NONE, _GGUF_MEAN, _GGUF_CLS, _GGUF_LAST, _GGUF_RANK = range(5)
 
 
@@ -72,7 +77,7 @@ class EmbeddingRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RerankRecipe:
-    """The prompt and tokens by which a model judges if a document answers a query.
+    """The prompt and tokens, or the head, that judge if a document answers a query.
 
     Attributes:
         source: file that says so.
@@ -81,12 +86,14 @@ class RerankRecipe:
         labels: the token that means relevant and, if there is one, the token that does not: as
             texts, or ids.
         instruction: where a request gives none.
+        by_head: an encoder's head judges both texts as a pair; all else is empty.
     """
 
     source: str
     template: str
     labels: tuple[str | int, ...]
     instruction: str = ""
+    by_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +111,12 @@ def recipe_of_folder(path: Path) -> RetrievalRecipe:
     """Read what a Hugging Face folder says.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: a file is damaged, or an encoder's is missing.
+        UnsupportedModelError: an encoder that no code here can serve.
     """
     config = _optional(path / "config.json")
+    if config.get("model_type") in ENCODERS:
+        return _of_encoder(path, config)
     embedding, rerank = _of_modules(path)
     if rerank is None:
         rerank = _of_readme(path, config)
@@ -148,7 +158,37 @@ def _refusing(why: str) -> EmbeddingRecipe:
     return EmbeddingRecipe(refused=f"{why} ahead too, and this server runs causal attention only")
 
 
-def _of_modules(path: Path) -> tuple[EmbeddingRecipe, RerankRecipe | None]:
+def _of_encoder(path: Path, config: Mapping[str, Any]) -> RetrievalRecipe:
+    """Read what an encoder is for.
+
+    Raises:
+        CheckpointError: nothing says how its states become a vector.
+        UnsupportedModelError: something asks for a way that no code here has.
+    """
+    named = config.get("architectures")
+    if isinstance(named, list) and any(str(name).endswith(_RANKER) for name in named):
+        refused = "config.json makes a reranker of it, without vectors"
+        rerank = RerankRecipe("config.json", "", (), by_head=True)
+        return RetrievalRecipe(EmbeddingRecipe(refused=refused), rerank)
+    if not (path / MODULES).is_file():
+        raise CheckpointError(
+            f"{path} is an encoder without {MODULES}, which says how its hidden states become one "
+            f"vector: download the whole folder, or write {MODULES} as sentence-transformers does, "
+            "with a Pooling module whose config.json sets pooling_mode_mean_tokens or "
+            "pooling_mode_cls_token to true"
+        )
+    embedding, _ = _of_modules(path, _ENCODER_POOLING)
+    if embedding.refused:
+        raise UnsupportedModelError(
+            f"{path}: {embedding.refused}, which this server does not have; pooling by mean, cls "
+            "and lasttoken is served, with or without Normalize"
+        )
+    return RetrievalRecipe(embedding)
+
+
+def _of_modules(
+    path: Path, known: Mapping[str, Pooling] = _POOLING
+) -> tuple[EmbeddingRecipe, RerankRecipe | None]:
     """Read a chain of modules; the first one, the model itself, is what is served."""
     modules = _modules(path / MODULES)
     if not modules:
@@ -161,7 +201,7 @@ def _of_modules(path: Path) -> tuple[EmbeddingRecipe, RerankRecipe | None]:
             if _optional(path / folder / "sentence_bert_config.json").get("do_lower_case"):
                 recipe = replace(recipe, refused=f"{MODULES} asks for texts in lower case")
         elif kind == "Pooling":
-            recipe = _pooled(recipe, _optional(path / folder / "config.json"))
+            recipe = _pooled(recipe, _optional(path / folder / "config.json"), known)
         elif kind == "Normalize":
             recipe = replace(recipe, normalize=True)
         elif kind == "LogitScore":
@@ -199,16 +239,18 @@ def _with_prompts(recipe: EmbeddingRecipe, config: Mapping[str, Any]) -> Embeddi
     return replace(recipe, prompts=prompts, default_prompt=default if default in prompts else None)
 
 
-def _pooled(recipe: EmbeddingRecipe, config: Mapping[str, Any]) -> EmbeddingRecipe:
+def _pooled(
+    recipe: EmbeddingRecipe, config: Mapping[str, Any], known: Mapping[str, Pooling]
+) -> EmbeddingRecipe:
     mode = config.get("pooling_mode")
     if mode is None:
         modes = [name for key, name in _OLD_POOLING.items() if config.get(key) is True]
         mode = modes[0] if len(modes) == 1 else modes
-    if not isinstance(mode, str) or mode not in _POOLING:
+    if not isinstance(mode, str) or mode not in known:
         return replace(recipe, refused=f"its Pooling module asks for {mode!r:.80}")
     if config.get("include_prompt") is False and any(recipe.prompts.values()):
         return replace(recipe, refused="its Pooling module leaves prompts out")
-    return replace(recipe, pooling=_POOLING[mode])
+    return replace(recipe, pooling=known[mode])
 
 
 def _of_logits(config: Mapping[str, Any], recipe: EmbeddingRecipe) -> RerankRecipe | None:

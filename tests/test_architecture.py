@@ -122,7 +122,8 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.engine_info", "engine.draft_source", "engine.ranks",
     },
     "engine": {
-        "engine.engine", "engine.deltas", "engine.check_tokens", "engine.sequence_views",
+        "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.deltas",
+        "engine.check_tokens", "engine.sequence_views",
     },
     "process": {"engine.process"},
 }  # fmt: skip

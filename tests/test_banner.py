@@ -14,7 +14,7 @@ import pytest
 
 from appliance import config as configuration
 from appliance.commands import examples
-from appliance.commands.examples import own_command, try_it
+from appliance.commands.examples import ExampleRequest, own_command, try_it
 from appliance.commands.parting import parting
 from appliance.commands.serve import banner
 from appliance.config import EngineConfig
@@ -72,7 +72,7 @@ def test_a_key_is_taken_from_the_environment_and_never_printed() -> None:
 
 
 def test_an_address_that_a_shell_would_expand_is_quoted() -> None:
-    line = try_it("http://[::1]:9", "m", NOTHING_RECOMMENDED, chats=True, keyed=False)
+    line = try_it("http://[::1]:9", "m", NOTHING_RECOMMENDED, use=ExampleRequest.CHAT, keyed=False)
     assert "'http://[::1]:9/v1/chat/completions'" in line
 
 
@@ -81,6 +81,22 @@ def test_sampling_and_weights_are_said_in_words() -> None:
     assert said.startswith("temperature 0.2, top_p 0.9, from the model's card; ")
     assert row("sampling").startswith("temperature 1, ")
     assert "; weights 4 bits (groups of 32), head 8 bits; on CPU" in row("model")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "path", "field"),
+    [(False, "/v1/embeddings", "input"), (True, "/v1/rerank", "documents")],
+)
+def test_an_encoder_is_asked_for_what_it_does(ranks: bool, path: str, field: str) -> None:
+    info = msgspec.structs.replace(INFO, num_blocks=0, kv_bytes=0, ranks_pairs=ranks)
+    text = banner("http://127.0.0.1:9", "m", info)
+    asked, body = body_of(text.rpartition("  try it     ")[2])
+    assert asked.endswith(path)
+    assert body[field]
+    assert "temperature" not in body
+    assert "of up to 64 tokens; no KV cache" in text
+    assert "sampling" not in text
+    assert "/ with" not in text
 
 
 def test_experts_are_counted() -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from appliance.engine.request import Pooling
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.model.encoder.families import ENCODERS
+from appliance.retrieval_recipe import ENCODERS as KNOWN_ENCODERS
 from appliance.retrieval_recipe import NOTHING_SAID, recipe_of_folder, recipe_of_gguf
 
 if TYPE_CHECKING:
@@ -34,6 +36,42 @@ def write(folder: Path, **files: Any) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
+
+
+def test_an_encoder_may_pool_its_class_token(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "architectures": ["BertModel"]}
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    modules = [TRANSFORMER, POOLING, NORMALIZE]
+    write(tmp_path, config=config, modules=modules, **{"1_Pooling__config": pooling})
+    recipe = recipe_of_folder(tmp_path).embedding
+    assert (recipe.pooling, recipe.normalize, recipe.refused) == (Pooling.CLS, True, "")
+    write(tmp_path, config={"model_type": "qwen3"})
+    assert "pooling_mode" not in recipe_of_folder(tmp_path).embedding.refused
+    assert "'cls'" in recipe_of_folder(tmp_path).embedding.refused
+
+
+def test_an_encoder_that_does_not_say_how_it_pools_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, config={"model_type": "modernbert", "architectures": ["ModernBertModel"]})
+    with pytest.raises(CheckpointError, match=r"without modules.json.*pooling_mode_mean_tokens"):
+        recipe_of_folder(tmp_path)
+    write(
+        tmp_path, modules=[TRANSFORMER, POOLING], **{"1_Pooling__config": {"pooling_mode": "max"}}
+    )
+    with pytest.raises(UnsupportedModelError, match=r"'max'.*mean, cls"):
+        recipe_of_folder(tmp_path)
+
+
+def test_an_encoder_with_a_head_ranks_pairs(tmp_path: Path) -> None:
+    named = ["XLMRobertaForSequenceClassification"]
+    write(tmp_path, config={"model_type": "xlm-roberta", "architectures": named})
+    recipe = recipe_of_folder(tmp_path)
+    assert recipe.rerank is not None
+    assert recipe.rerank.by_head
+    assert "reranker" in recipe.embedding.refused
+
+
+def test_what_is_an_encoder_is_said_once() -> None:
+    assert {family.model_type for family in ENCODERS} == KNOWN_ENCODERS
 
 
 def test_a_folder_that_says_nothing_gets_the_default(tmp_path: Path) -> None:

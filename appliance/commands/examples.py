@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +34,32 @@ def own_command() -> str:
     return shlex.quote(str(script))
 
 
-def try_it(url: str, name: str, sampling: SamplingDefaults, *, chats: bool, keyed: bool) -> str:
+class ExampleRequest(Enum):
+    """A first request for a kind of model: the path, and the body beside its name."""
+
+    CHAT = (
+        "v1/chat/completions",
+        {"max_tokens": 200, "messages": [{"role": "user", "content": "Hello!"}]},
+    )
+    CONTINUE = ("v1/completions", {"max_tokens": 60, "prompt": "Once upon a time"})
+    EMBED = ("v1/embeddings", {"input": ["Bread is made of flour."]})
+    RANK = ("v1/rerank", {"query": "What is bread?", "documents": ["A food.", "A bird."]})
+
+
+def try_it(
+    url: str, name: str, sampling: SamplingDefaults, *, use: ExampleRequest, keyed: bool
+) -> str:
     """Format a curl request that the model can answer.
 
     Args:
-        chats: the model has a chat template; others continue a text.
+        use: of the model.
         keyed: the server needs a key, taken from the environment.
     """
     body: dict[str, Any] = {"model": name}
-    if "temperature" not in sampling.values:
+    path, asked = use.value
+    if "max_tokens" in asked and "temperature" not in sampling.values:
         body["temperature"] = 0.7
-    if chats:
-        body |= {"max_tokens": 200, "messages": [{"role": "user", "content": "Hello!"}]}
-    else:
-        body |= {"max_tokens": 60, "prompt": "Once upon a time"}
-    path = "v1/chat/completions" if chats else "v1/completions"
+    body |= asked
     words = [
         *("curl", shlex.quote(f"{url}/{path}")),
         *(["-H", '"Authorization: Bearer $APPLIANCE_API_KEY"'] if keyed else []),

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from appliance import stages
-from appliance.commands.examples import own_command, try_it
+from appliance.commands.examples import ExampleRequest, own_command, try_it
 from appliance.commands.model_argument import Model
 from appliance.commands.parting import parting
 from appliance.commands.quality import Quality, quality_of
@@ -204,27 +204,23 @@ def banner(
     `url` is for this machine, `network` for others; `started_in` tells the stages of the start.
     """
     names = ", ".join(keys)
-    tokens = info.num_blocks * info.block_size
     rows = [
         ("endpoint", f"{url}/v1"),
         *([("network", f"{network}/v1 from other machines")] if network else []),
         ("model", _model_in_words(name, info)),
         *([("models", f"{', '.join(others)}: loaded when a request names them")] if others else []),
         *_memory_rows(info),
-        (
-            "KV cache",
-            f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"
-            f" = {tokens:,} tokens; context {info.context_length:,}",
-        ),
-        *_state_rows(info),
-        ("sampling", _sampling_in_words(sampling)),
+        *_text_rows(info, sampling),
         *([("started in", started_in)] if started_in else []),
         *(("quality", line) for line in (quality.lines if quality is not None else ())),
         *(("note", note) for note in info.notes),
         *([("keys", f"{names}; what is below reads one from APPLIANCE_API_KEY")] if names else []),
-        ("page", f"{url}/ with {'a chat' if chats else 'a text that the model continues'}"),
+        *_page_rows(url, info, chats=chats),
         ("dashboard", f"{own_command()} top --url {shlex.quote(url)}"),
-        ("try it", try_it(url, name, sampling, chats=chats, keyed=bool(names))),
+        (
+            "try it",
+            try_it(url, name, sampling, use=_example_of(info, chats=chats), keyed=bool(names)),
+        ),
     ]
     return "\n".join(f"  {label:<10} {text}" for label, text in rows)
 
@@ -233,6 +229,31 @@ def _started_in(launched: LaunchedProcess, info: EngineInfo) -> str:
     """Describe the stages from this process's start until now, and their seconds."""
     loaded = (("command", launched.when), *info.stages, ("server", time.monotonic()))
     return stages.in_words(stages.process_start(), loaded)
+
+
+def _example_of(info: EngineInfo, *, chats: bool) -> ExampleRequest:
+    if not info.num_blocks:
+        return ExampleRequest.RANK if info.ranks_pairs else ExampleRequest.EMBED
+    return ExampleRequest.CHAT if chats else ExampleRequest.CONTINUE
+
+
+def _page_rows(url: str, info: EngineInfo, *, chats: bool) -> list[tuple[str, str]]:
+    if not info.num_blocks:
+        return []
+    return [("page", f"{url}/ with {'a chat' if chats else 'a text that the model continues'}")]
+
+
+def _text_rows(info: EngineInfo, sampling: SamplingDefaults) -> list[tuple[str, str]]:
+    if not info.num_blocks:
+        kind = "pairs of texts that it ranks" if info.ranks_pairs else "texts that it embeds"
+        return [("encoder", f"{kind}, of up to {info.context_length:,} tokens; no KV cache")]
+    tokens = info.num_blocks * info.block_size
+    blocks = f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"
+    return [
+        ("KV cache", f"{blocks} = {tokens:,} tokens; context {info.context_length:,}"),
+        *_state_rows(info),
+        ("sampling", _sampling_in_words(sampling)),
+    ]
 
 
 def _state_rows(info: EngineInfo) -> list[tuple[str, str]]:
@@ -266,10 +287,11 @@ def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
     parts |= {"workspace": info.workspace_bytes, "Python and PyTorch": info.process_bytes}
     mib = 2**20
     listed = " + ".join(f"{name} {size / mib:,.0f}" for name, size in parts.items() if size)
+    full = " once the KV cache is full" if info.kv_bytes else ""
     rows = [
         (
             "memory",
-            f"{sum(parts.values()) / mib:,.0f} MiB once the KV cache is full: {listed};"
+            f"{sum(parts.values()) / mib:,.0f} MiB{full}: {listed};"
             f" {info.memory_bytes / mib:,.0f} may be used. This server takes"
             f" {resident_bytes() / mib:,.0f} beside it",
         )

@@ -41,7 +41,7 @@ def describe(
     return EngineInfo(
         model=Path(config.model).stem,
         architecture=source.spec.architecture,
-        device=_device_name(precision.device, threads),
+        device=device_name(precision.device, threads),
         backend=execution.name,
         weight_format=weight_format,
         kv_format=kv_format,
@@ -56,7 +56,7 @@ def describe(
         workspace_bytes=plan.workspace_bytes,
         memory_bytes=plan.budget_bytes,
         load_seconds=0.0,
-        fingerprint=_fingerprint(Path(config.model), arithmetic),
+        fingerprint=fingerprint_of(Path(config.model), arithmetic),
         # As `BlockManager` writes them: 1 is a block with an open page.
         precisions=(kv_format, *(["int8 while open"] if parts.num_open else [])),
         kv_host_bytes=plan.kv_host_bytes,
@@ -101,14 +101,15 @@ def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
     )
 
 
-def _device_name(device: torch.device, threads: int) -> str:
+def device_name(device: torch.device, threads: int) -> str:
+    """Name a device for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {threads} thread{'' if threads == 1 else 's'} of {os.cpu_count()}"
 
 
-def _fingerprint(path: Path, arithmetic: str) -> str:
-    """Changes when the answers to a seeded request may change: weights, formats, version."""
+def fingerprint_of(path: Path, arithmetic: str) -> str:
+    """Hash what the answers to a seeded request depend on: weights, formats, version."""
     digest = hashlib.blake2b(weights_digest(path), digest_size=8)
     digest.update(f"{__version__} {arithmetic}".encode())
     return f"fp_{digest.hexdigest()}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from appliance.engine.execution.execution import Execution, Precision
     from appliance.model.source import ModelSource
 
-_DTYPES = {
+DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
@@ -71,15 +71,9 @@ def choose_precision(
     Raises:
         ConfigError: the settings ask for something that the device cannot do.
     """
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise ConfigError(
-            "--device cuda was asked for, but PyTorch sees no usable NVIDIA GPU; "
-            "check nvidia-smi, or use --device cpu"
-        )
-    device = torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+    device = choose_device(config)
     if config.dtype != "auto":
-        dtype = _DTYPES[config.dtype]
+        dtype = DTYPES[config.dtype]
     else:
         old_gpu = device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0)
         dtype = torch.float16 if old_gpu else torch.bfloat16
@@ -87,6 +81,21 @@ def choose_precision(
         device.type == "cpu" and config.kernels == "auto" and why_not_native(config, source) is None
     )
     return choose_kv(config, source, device, dtype, native=native)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Return the device that the settings ask for.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "--device cuda was asked for, but PyTorch sees no usable NVIDIA GPU; "
+            "check nvidia-smi, or use --device cpu"
+        )
+    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
 
 
 def num_open_of(

@@ -179,7 +179,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     block_size: int
-    num_blocks: int
+    num_blocks: int  # 0 for an encoder
     max_num_seqs: int
     weight_bytes: int
     kv_bytes: int
@@ -200,6 +200,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_adapters: int = 0  # that steps may mix; 0 if requests cannot ask for one
     adapter_bytes: int = 0  # planned for these
     ranks: tuple[RankInfo, ...] = ()  # the engine's process first; none if it has the whole model
+    ranks_pairs: bool = False  # an encoder with a head for that
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

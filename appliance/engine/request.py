@@ -41,6 +41,7 @@ class Pooling(Enum):
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all
+    CLS = "cls"  # the first token's, of an encoder
 
 
 class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
@@ -322,6 +323,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None  # ends it with its prompt, and a hidden state instead of tokens
     adapter: AdapterRef | None = None
     labels: tuple[int, ...] = ()  # with Pooling.LAST, the logits of these tokens instead of that
+    second_text: int = 0  # of a pair that an encoder's head judges: the place where it begins
 
     @property
     def generates(self) -> bool:
@@ -333,7 +335,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         """Places of the prompt whose rows must run for more than keys and values."""
         length = len(self.prompt_token_ids)
         if self.pooling is not None:
-            return range(0 if self.pooling is Pooling.MEAN else length - 1, length)
+            return {
+                Pooling.MEAN: range(length),
+                Pooling.CLS: range(1),
+                Pooling.LAST: range(length - 1, length),
+            }[self.pooling]
         return range(0 if self.sampling.prompt_logprobs is None else length - 1)
 
     def __post_init__(self) -> None:

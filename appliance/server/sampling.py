@@ -115,7 +115,8 @@ def completion_budget(
     """
     context = info.context_length
     try:
-        cache_tokens = info.num_blocks * info.block_size
+        # An encoder has no cache.
+        cache_tokens = info.num_blocks * info.block_size if info.num_blocks else context
         check_prompt(
             prompt_tokens,
             context_length=context,

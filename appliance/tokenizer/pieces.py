@@ -1,4 +1,4 @@
-"""Converts vocabulary entries to bytes, in the two spellings that vocabularies use."""
+"""Converts vocabulary entries to bytes, in the three spellings that vocabularies use."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from enum import Enum
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE_MARK = "\u2581"  # SentencePiece's space
+_CONTINUED = "##"  # WordPiece's mark
 
 
 class Spelling(Enum):
     BYTE_LEVEL = "byte-level"  # each byte is one printable character (GPT-2)
     SENTENCEPIECE = "sentencepiece"  # plain text, spaces marked, odd bytes as <0xXX>
+    WORDPIECE = "wordpiece"  # plain text, the continuation of a word marked (BERT)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -31,6 +33,9 @@ def piece_bytes(piece: str, spelling: Spelling) -> bytes:
         return b"".join(
             bytes((_BYTE_OF[c],)) if c in _BYTE_OF else c.encode("utf-8", "replace") for c in piece
         )
+    if spelling is Spelling.WORDPIECE:
+        inner = piece.removeprefix(_CONTINUED)
+        return (inner if inner != piece else f" {piece}").encode()
     if match := _BYTE_TOKEN.fullmatch(piece):
         return bytes.fromhex(match[1])
     return piece.replace(SPACE_MARK, " ").encode()

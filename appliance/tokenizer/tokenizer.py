@@ -121,6 +121,36 @@ class Tokenizer:
         pieces = _split(text, occurrences)
         return self._encode_pieces(pieces, occurrences, add_special_tokens)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Encode two texts as one, as the model wants pairs; nothing in them is a control token.
+
+        Returns:
+            The ids, and the place where the second text begins.
+
+        Raises:
+            RequestError: a text contains lone surrogates.
+        """
+        begin, middle, end = self._pair_frame
+        one, other = self._encode_texts([_valid(first), _valid(second)])
+        head = [*begin, *one, *middle]
+        return [*head, *other, *end], len(head)
+
+    @cached_property
+    def _pair_frame(self) -> tuple[list[int], list[int], list[int]]:
+        """Control tokens before, between and behind the texts of a pair."""
+        probe = self._backend.encode("a", "a")
+        parts: list[list[int]] = [[], [], []]
+        place, inside = 0, False
+        for token_id, is_control in zip(probe.ids, probe.special_tokens_mask, strict=True):
+            if is_control:
+                parts[place].append(token_id)
+            elif not inside:
+                place += 1
+            inside = not is_control
+        if place != 2:  # nothing stands between them
+            raise ModelError("the tokenizer puts nothing between two texts; use another reranker")
+        return parts[0], parts[1], parts[2]
+
     def encode_filled(
         self, template: str, values: Mapping[str, str], *, add_special_tokens: bool
     ) -> list[int]:
@@ -350,6 +380,9 @@ def _spelling(decoder: Any) -> Spelling:
         return Spelling.BYTE_LEVEL
     if '"ByteFallback"' in steps or '"Metaspace"' in steps or "\\u2581" in steps:
         return Spelling.SENTENCEPIECE
+    if '"WordPiece"' in steps:
+        return Spelling.WORDPIECE
     raise ModelError(
-        "the tokenizer is neither byte-level nor SentencePiece; use a model of a supported family"
+        "the tokenizer is neither byte-level, SentencePiece nor WordPiece; "
+        "use a model of a supported family"
     )

@@ -222,7 +222,8 @@ def test_pooled_hidden_states_are_those_that_the_head_reads(
             one.pooled for one in deltas if one.request_id == item.request_id and one.pooled
         ]
         hidden = hidden_of(engine, item.prompt_token_ids)
-        expected = hidden[-1] if item.pooling is Pooling.LAST else hidden.mean(0)
+        wanted = {Pooling.LAST: hidden[-1], Pooling.MEAN: hidden.mean(0), Pooling.CLS: hidden[0]}
+        expected = wanted[item.pooling or Pooling.LAST]
         torch.testing.assert_close(floats(content), expected, atol=1e-4, rtol=1e-4)
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 def find_loader() -> LoadEngine:
     """Import the loader, and with it torch."""
-    from appliance.engine.engine import LLMEngine
+    from appliance.engine.load_engine import load_engine
 
-    return LLMEngine.load
+    return load_engine
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import UnsupportedModelError
+from appliance.model.encoder.families import find_encoder
 from appliance.model.families.bamba import BAMBA
 from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from appliance.model.families.falcon import FALCON
@@ -79,6 +80,12 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
+    if find_encoder(config) is not None:
+        raise UnsupportedModelError(
+            f"architecture {', '.join(map(str, architectures))} is an encoder, which generates no "
+            "text: `appliance serve` serves its embeddings and ranking, and nothing else can be "
+            "done with it here"
+        )
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
     what = ", ".join(map(str, architectures)) or "(config.json names none)"
     raise UnsupportedModelError(f"architecture {what} is not supported; supported are {supported}")

@@ -6,6 +6,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from appliance.engine.request import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer_size import check_vectors
@@ -127,8 +129,11 @@ def begin_reading(
     param: str,
     pooling: Pooling,
     labels: tuple[int, ...] = (),
+    second_texts: Sequence[int] = (),
 ) -> Readings:
     """Submit prompts that are only read.
+
+    `second_texts` are the places where the second text of each begins, if they are pairs.
 
     Raises:
         ContextLengthError: one of them does not fit.
@@ -138,14 +143,16 @@ def begin_reading(
     terms, name = Terms.of(fields, state, key_name(scope)), f"read-{secrets.token_hex(12)}"
     for prompt in prompts:
         completion_budget(len(prompt), 0, info, param=param)
-    return Readings(
-        state,
-        [
-            terms.request(f"{name}-{number}", prompt, READ_ONLY, pooling, labels)
-            for number, prompt in enumerate(prompts)
-        ],
-        request_id=request_id_of(scope),
-    )
+    requests = [
+        terms.request(f"{name}-{number}", prompt, READ_ONLY, pooling, labels)
+        for number, prompt in enumerate(prompts)
+    ]
+    if second_texts:
+        requests = [
+            msgspec.structs.replace(one, second_text=place)
+            for one, place in zip(requests, second_texts, strict=True)
+        ]
+    return Readings(state, requests, request_id=request_id_of(scope))
 
 
 def with_prompt(inputs: Inputs, recipe: EmbeddingRecipe, name: str | None) -> Inputs:

@@ -89,6 +89,13 @@ async def begin_judging(
         return await _compare(state, fields, scope, pairs, instruction, param)
     if instruction is not None and not (recipe.instruction or "{instruction}" in recipe.template):
         raise RequestError("this reranker takes no instruction", param="instruction")
+    if recipe.by_head:
+        encoded = await off_loop(state, lambda: [tokenizer.encode_pair(*pair) for pair in pairs])
+        prompts, second_texts = [ids for ids, _ in encoded], [place for _, place in encoded]
+        readings = begin_reading(
+            *(state, fields, scope, prompts, param, Pooling.CLS), second_texts=second_texts
+        )
+        return Judged(readings, f"probability by the model's own head ({recipe.source})", None)
     labels = _labels(tokenizer, recipe)
     wanted = recipe.instruction if instruction is None else instruction
     prompts = await off_loop(

@@ -72,7 +72,7 @@ async def compare(running: Running, oracle: Oracle, *, closeness: float, error: 
         closeness: least cosine of a vector.
         error: largest mean difference of log probabilities and of a margin.
     """
-    for pooling in Pooling:
+    for pooling in (Pooling.LAST, Pooling.MEAN):
         hidden = [oracle.hidden(text) for text in TEXTS]
         pooled = [one[-1] if pooling is Pooling.LAST else one.mean(0) for one in hidden]
         expected = torch.nn.functional.normalize(torch.stack(pooled))

@@ -1,0 +1,273 @@
+"""The engine of an encoder: reads whole texts, as many as a step has room for, and keeps nothing.
+
+There is no KV cache, so there are no blocks, no prefixes and nobody to preempt.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.check_tokens import check_tokens
+from appliance.engine.engine import MAX_STEPS_KEPT
+from appliance.engine.messages import SequenceDelta, StepReport, Table
+from appliance.engine.request import FinishReason, Pooling
+from appliance.engine.scheduling.deadlines import why_refused
+from appliance.errors import RequestError
+from appliance.model.encoder.encoder import Texts
+from appliance.stats import EngineStats, SequenceView, StepView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from appliance.engine.beacon import Beacon
+    from appliance.engine.messages import EngineInfo, Vocabulary
+    from appliance.engine.request import AdapterRef, Request
+    from appliance.model.encoder.encoder import TextEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: Request
+    arrival: float
+
+
+class EncoderEngine:
+    """A loaded encoder and its queue, driven by one thread.
+
+    Args:
+        encoder: the model.
+        info: facts about it.
+        max_tokens: of a step, as long as a text is not longer.
+        beacon: shows progress to other processes.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        info: EngineInfo,
+        max_tokens: int,
+        beacon: Beacon,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self._encoder = encoder
+        self._max_tokens = max_tokens
+        self._beacon = beacon
+        self._clock = clock
+        self._waiting: dict[str, _Waiting] = {}  # in the order of arrival
+        self._steps: deque[StepView] = deque(maxlen=MAX_STEPS_KEPT)
+        self._step_tokens, self._step_seconds = 0, 0.0
+        self._num_steps = self._prompt_tokens = self._aborted = self._expired = self._broken = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: an encoder cannot serve it.
+        """
+        check_tokens(request, self.info)
+        if request.pooling is None:
+            raise RequestError(
+                f"{self.info.model} is an encoder: it embeds and ranks texts and generates none; "
+                "use /v1/embeddings or /v1/rerank",
+                param="model",
+            )
+        if request.adapter is not None:
+            raise RequestError("an encoder has no adapters", param="model")
+        if request.second_text and self._encoder.spec.ranking is None:
+            raise RequestError("this encoder has no head that judges pairs of texts", param="model")
+        if (length := len(request.prompt_token_ids)) > self.info.context_length:
+            raise RequestError(
+                f"the text has {length} tokens; this model reads {self.info.context_length}",
+                param="input",
+            )
+        self._waiting[request.request_id] = _Waiting(request, self._clock())
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Forget a request that waits; return False if there is none."""
+        found = self._waiting.pop(request_id, None) is not None
+        self._aborted += found
+        return found
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Ignore the tokens: an encoder has no use for grammars."""
+
+    def load_adapter(self, ref: AdapterRef) -> None:
+        """Ignore an adapter: `submit` refuses requests that name one."""
+
+    def unload_adapter(self, ref: AdapterRef) -> None:
+        """Ignore an adapter, as `load_adapter` does."""
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            steps_total=self._num_steps,
+            waiting=len(self._waiting),
+            prompt_tokens_total=self._prompt_tokens,
+            aborted_total=self._aborted,
+            expired_total=self._expired,
+            nan_logits_total=self._broken,
+            step_prefill_tokens=self._step_tokens,
+            step_seconds=self._step_seconds,
+            model_seconds=self._step_seconds,
+        )
+
+    def sequences(self) -> tuple[SequenceView, ...]:
+        now = self._clock()
+        return tuple(
+            SequenceView(
+                request_id=one.request.request_id,
+                index=0,
+                slot=0,
+                owner=one.request.owner,
+                status="waiting",
+                prompt_tokens=len(one.request.prompt_token_ids),
+                cached_tokens=0,
+                output_tokens=0,
+                blocks=0,
+                age_seconds=now - one.arrival,
+            )
+            for one in self._waiting.values()
+        )
+
+    def take_steps(self) -> tuple[StepView, ...]:
+        """Return the steps since the last call, at most the latest `MAX_STEPS_KEPT`."""
+        steps = tuple(self._steps)
+        self._steps.clear()
+        return steps
+
+    def block_table(self, request_id: str, index: int) -> Table:
+        """Return an empty table: there are no blocks."""
+        return Table(request_id=request_id, index=index)
+
+    def step(self) -> StepReport:
+        """Read the texts whose turn it is."""
+        now = self._clock()
+        late = self._late(now)
+        chosen = self._chosen()
+        if not chosen:
+            return StepReport(deltas=late)
+        for one in chosen:
+            del self._waiting[one.request.request_id]
+        started = tuple(one.request.request_id for one in chosen)
+        self._beacon.start(started)
+        deltas = self._run(chosen, now)
+        num_tokens = sum(len(one.request.prompt_token_ids) for one in chosen)
+        self._num_steps += 1
+        self._prompt_tokens += num_tokens
+        self._beacon.advance()
+        self._step_tokens, self._step_seconds = num_tokens, self._clock() - now
+        self._steps.append(
+            StepView(self._num_steps, num_tokens, 0, len(chosen), self._step_seconds)
+        )
+        return StepReport(deltas=(*late, *deltas), started=started)
+
+    def _late(self, now: float) -> tuple[SequenceDelta, ...]:
+        """Remove and answer the requests that waited too long."""
+        over = [
+            one
+            for one in self._waiting.values()
+            for limit in (one.request.timeout, one.request.max_queue_seconds)
+            if limit is not None and now - one.arrival >= limit
+        ]
+        deltas = {}
+        for one in over:
+            name = one.request.request_id
+            self._waiting.pop(name, None)
+            deltas[name] = SequenceDelta(
+                request_id=name,
+                finish_reason=FinishReason.ERROR,
+                error=why_refused(one.request, now - one.arrival),
+                expired=True,
+            )
+        self._expired += len(deltas)
+        return tuple(deltas.values())
+
+    def _chosen(self) -> list[_Waiting]:
+        """Return the next texts, the most urgent first and at least one, in the order of lengths.
+
+        Of equal priority the owner that has had least of this step is next, so that a client with
+        many texts does not keep others waiting.
+        """
+        queues: dict[tuple[int, str], deque[_Waiting]] = {}
+        for one in self._waiting.values():
+            queues.setdefault((one.request.priority, one.request.owner), deque()).append(one)
+        chosen: list[_Waiting] = []
+        had = dict.fromkeys(queues, 0)
+        while queues and len(chosen) < self.info.max_num_seqs:
+            key = min(queues, key=lambda one: (one[0], had[one]))
+            length = len(queues[key][0].request.prompt_token_ids)
+            if chosen and sum(had.values()) + length > self._max_tokens:
+                break
+            chosen.append(queues[key].popleft())
+            had[key] += length
+            if not queues[key]:
+                del queues[key]
+        return sorted(chosen, key=lambda one: len(one.request.prompt_token_ids))
+
+    @torch.inference_mode()
+    def _run(self, chosen: list[_Waiting], now: float) -> list[SequenceDelta]:
+        texts = Texts.of(
+            [(one.request.prompt_token_ids, self._types(one.request)) for one in chosen],
+            self._encoder.device,
+        )
+        hidden = self._encoder.hidden(texts).split(texts.lengths)
+        values = torch.stack(
+            [self._pooled(one.request, own) for one, own in zip(chosen, hidden, strict=True)]
+        )
+        judged = [place for place, one in enumerate(chosen) if one.request.second_text]
+        logits: dict[int, list[float]] = {}
+        if judged:
+            ranked = self._encoder.rank(values[judged]).float().tolist()
+            logits = {place: [logit] for place, logit in zip(judged, ranked, strict=True)}
+        rows = values.float().tolist()
+        return [
+            self._delta(one, logits.get(place, row), now)
+            for place, (one, row) in enumerate(zip(chosen, rows, strict=True))
+        ]
+
+    def _types(self, request: Request) -> list[int]:
+        """Return 1 for the tokens of a pair's second text, if the model tells them apart."""
+        length = len(request.prompt_token_ids)
+        second = request.second_text if self._encoder.spec.token_types > 1 else 0
+        return [0] * (second or length) + [1] * (length - (second or length))
+
+    def _pooled(self, request: Request, hidden: Tensor) -> Tensor:
+        """Return the state that stands for a text, (hidden_size,), of those of its tokens."""
+        ranking, pooling = self._encoder.spec.ranking, request.pooling
+        if request.second_text and ranking is not None:
+            pooling = Pooling.MEAN if ranking.mean else Pooling.CLS
+        if pooling is Pooling.MEAN:
+            return hidden.mean(0, dtype=torch.float32).to(hidden.dtype)
+        return hidden[-1] if pooling is Pooling.LAST else hidden[0]
+
+    def _delta(self, one: _Waiting, values: list[float], now: float) -> SequenceDelta:
+        content = array("f", values)
+        if not all(abs(value) < float("inf") for value in content):
+            self._broken += 1
+            return SequenceDelta(
+                request_id=one.request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error="the model's hidden states are not finite for this text",
+            )
+        return SequenceDelta(
+            request_id=one.request.request_id,
+            finish_reason=FinishReason.LENGTH,
+            queue_seconds=now - one.arrival,
+            pooled=content.tobytes(),
+        )

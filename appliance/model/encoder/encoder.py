@@ -1,0 +1,286 @@
+"""Runs an encoder in torch on texts of unlike lengths, one behind the other and without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from appliance.kernels.activation import Activation
+from appliance.model.encoder.spec import HeadActivation
+
+if TYPE_CHECKING:
+    from appliance.model.encoder.source import EncoderSource
+    from appliance.model.encoder.spec import EncoderLayerSpec, EncoderSpec
+
+_WINDOW_ROWS = 512  # queries that attend at once in a layer with a window
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.RELU: functional.relu,
+    Activation.SILU: functional.silu,
+}
+_HEAD_ACTIVATIONS: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
+    HeadActivation.TANH: torch.tanh,
+    HeadActivation.GELU: functional.gelu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: Tensor  # (rows, columns)
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: Tensor  # (hidden_size,)
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    spec: EncoderLayerSpec
+    qkv: _Linear
+    attention_out: _Linear
+    attention_norm: _Norm | None
+    up: _Linear
+    down: _Linear
+    mlp_norm: _Norm
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    dense: _Linear
+    norm: _Norm | None
+    classifier: _Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Token ids of texts, one behind the other in the order of their lengths.
+
+    Attributes:
+        ids: (num_tokens,) int64.
+        positions: (num_tokens,) int64, in the token's own text.
+        types: (num_tokens,) int64; 1 in the second text of a pair.
+        runs: of texts of one length: their number and that length.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    types: Tensor
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls, texts: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
+    ) -> Texts:
+        """Join texts, each as its ids and types; they must be in the order of their lengths."""
+        lengths = [len(ids) for ids, _ in texts]
+        assert lengths == sorted(lengths)
+        return cls(
+            torch.tensor([i for ids, _ in texts for i in ids], device=device),
+            torch.tensor([i for length in lengths for i in range(length)], device=device),
+            torch.tensor([i for _, types in texts for i in types], device=device),
+            tuple((len([*run]), length) for length, run in groupby(lengths)),
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for count, length in self.runs for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """An encoder with its weights.
+
+    Attributes:
+        on_layer: called after each layer.
+    """
+
+    spec: EncoderSpec
+    tokens: Tensor  # (vocab_size, hidden_size)
+    positions: Tensor | None  # (positions, hidden_size)
+    token_types: Tensor | None  # (token_types, hidden_size)
+    embedding_norm: _Norm
+    layers: tuple[_Layer, ...]
+    final_norm: _Norm | None
+    head: _Head | None
+    on_layer: Callable[[], None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def hidden(self, texts: Texts) -> Tensor:
+        """Return the hidden states of all tokens, (num_tokens, hidden_size)."""
+        x = functional.embedding(texts.ids, self.tokens)
+        if self.token_types is not None:
+            x = x + functional.embedding(texts.types, self.token_types)
+        if self.positions is not None:
+            x = x + functional.embedding(texts.positions + self.spec.first_position, self.positions)
+        x = self.embedding_norm(x)
+        angles = self._angles(texts)
+        for layer in self.layers:
+            turns = None if layer.spec.rope_theta is None else angles[layer.spec.rope_theta]
+            if self.spec.norms_follow:
+                assert layer.attention_norm is not None
+                x = layer.attention_norm(x + self._attend(layer, x, texts, turns))
+                x = layer.mlp_norm(x + self._mlp(layer, x))
+            else:
+                normed = x if layer.attention_norm is None else layer.attention_norm(x)
+                x = x + self._attend(layer, normed, texts, turns)
+                x = x + self._mlp(layer, layer.mlp_norm(x))
+            self.on_layer()
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def rank(self, chosen: Tensor) -> Tensor:
+        """Return the head's logit of each pair, (num_pairs,).
+
+        Args:
+            chosen: (num_pairs, hidden_size), first tokens or means, as the spec has it.
+        """
+        ranking, head = self.spec.ranking, self.head
+        assert ranking is not None
+        assert head is not None
+        x = _HEAD_ACTIVATIONS[ranking.activation](head.dense(chosen))
+        return head.classifier(x if head.norm is None else head.norm(x))[:, 0]
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        act = _ACTIVATIONS[self.spec.activation]
+        up = layer.up(x)
+        if not self.spec.gated:
+            return layer.down(act(up))
+        value, gate = up.chunk(2, dim=-1)
+        return layer.down(act(value) * gate)
+
+    def _attend(
+        self, layer: _Layer, x: Tensor, texts: Texts, turns: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        shape = (len(x), 3, self.spec.num_heads, self.spec.head_dim)
+        qkv = layer.qkv(x).view(shape)
+        if turns is not None:
+            qkv = torch.cat([_rotate(qkv[:, :2], *turns), qkv[:, 2:]], 1)
+        parts, begin = [], 0
+        for count, length in texts.runs:
+            end = begin + count * length
+            # (3, count, num_heads, length, head_dim)
+            q, k, v = qkv[begin:end].view(count, length, *shape[1:]).permute(2, 0, 3, 1, 4)
+            seen = _attention(q, k, v, layer.spec.reach)
+            parts.append(seen.transpose(1, 2).reshape(end - begin, self.spec.hidden_size))
+            begin = end
+        return layer.attention_out(torch.cat(parts))
+
+    def _angles(self, texts: Texts) -> dict[float, tuple[Tensor, Tensor]]:
+        """Return cosines and sines of each base, (num_tokens, 1, 1, head_dim / 2)."""
+        found = {}
+        for theta in {one.spec.rope_theta for one in self.layers} - {None}:
+            assert theta is not None
+            places = torch.arange(0, self.spec.head_dim, 2, device=self.device)
+            frequencies = theta ** (-places.double() / self.spec.head_dim)
+            angle = (texts.positions.double()[:, None] * frequencies)[:, None, None]
+            found[theta] = angle.cos().to(self.tokens.dtype), angle.sin().to(self.tokens.dtype)
+        return found
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of elements half a head apart."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, reach: int | None) -> Tensor:
+    """Attend within each text, (count, num_heads, length, head_dim)."""
+    length = q.shape[2]
+    if reach is None or reach >= length - 1:
+        return functional.scaled_dot_product_attention(q, k, v)
+    parts = []
+    for begin in range(0, length, _WINDOW_ROWS):
+        end = min(begin + _WINDOW_ROWS, length)
+        first, last = max(begin - reach, 0), min(end + reach, length)
+        rows = torch.arange(begin, end, device=q.device)[:, None]
+        near = (rows - torch.arange(first, last, device=q.device)).abs() <= reach
+        own = (q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last])
+        parts.append(functional.scaled_dot_product_attention(*own, attn_mask=near))
+    return torch.cat(parts, 2)
+
+
+def load_encoder(
+    source: EncoderSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[str, int, int], None],
+    on_layer: Callable[[], None] = lambda: None,
+) -> TextEncoder:
+    """Read the weights.
+
+    Args:
+        dtype: of weights and activations.
+        on_progress: called with stage, done, total.
+        on_layer: called after each layer of a step.
+
+    Raises:
+        CheckpointError: a file changed since it was opened.
+    """
+    spec, names, prefix = source.spec, source.names, source.prefix
+
+    def tensor(name: str) -> Tensor:
+        return source.load(name).to(device, dtype)
+
+    def linear(*parts: str, bias: bool) -> _Linear:
+        rows = [tensor(f"{part}.weight") for part in parts]
+        biases = [tensor(f"{part}.bias") for part in parts] if bias else []
+        return _Linear(torch.cat(rows), torch.cat(biases) if bias else None)
+
+    def norm(name: str) -> _Norm:
+        bias = tensor(f"{name}.bias") if spec.norm_bias else None
+        return _Norm(tensor(f"{name}.weight"), bias, spec.norm_eps)
+
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        on_progress("weights", index, len(spec.layers))
+        own = f"{prefix}{names.layer.format(index)}."
+        layers.append(
+            _Layer(
+                layer,
+                qkv=linear(*(own + name for name in names.qkv), bias=spec.attention_bias),
+                attention_out=linear(own + names.attention_out, bias=spec.attention_bias),
+                attention_norm=norm(own + names.attention_norm) if layer.attention_norm else None,
+                up=linear(own + names.up, bias=spec.mlp_bias),
+                down=linear(own + names.down, bias=spec.mlp_bias),
+                mlp_norm=norm(own + names.mlp_norm),
+            )
+        )
+    on_progress("weights", len(spec.layers), len(spec.layers))
+    head = None
+    if spec.ranking is not None:
+        head = _Head(
+            dense=linear(names.dense.format(prefix), bias=spec.ranking.bias),
+            norm=norm(names.head_norm) if spec.ranking.normed else None,
+            classifier=linear(names.classifier, bias=True),
+        )
+    return TextEncoder(
+        spec,
+        tokens=tensor(f"{prefix}{names.tokens}.weight"),
+        positions=tensor(f"{prefix}{names.positions}.weight") if spec.positions else None,
+        token_types=tensor(f"{prefix}{names.token_types}.weight") if spec.token_types else None,
+        embedding_norm=norm(prefix + names.embedding_norm),
+        layers=tuple(layers),
+        final_norm=None if spec.norms_follow else norm(prefix + names.final_norm),
+        head=head,
+        on_layer=on_layer,
+    )

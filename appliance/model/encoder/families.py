@@ -1,0 +1,231 @@
+"""Reads the configs of encoders: BERT, RoBERTa and XLM-R, ModernBERT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.activation import Activation
+from appliance.model.encoder.spec import (
+    EncoderLayerSpec,
+    EncoderNames,
+    EncoderSpec,
+    HeadActivation,
+    RankingSpec,
+)
+from appliance.model.families.reader import ConfigReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RANKER = "ForSequenceClassification"  # how the name of an architecture with such a head ends
+_ACTIVATIONS = {
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "silu": Activation.SILU,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """Encoders with the same config and tensor names.
+
+    Attributes:
+        model_type: of its Hugging Face configs.
+        read: builds the spec; the flag says that there is a ranking head.
+    """
+
+    model_type: str
+    read: Callable[[ConfigReader, bool], EncoderSpec]
+    names: EncoderNames
+
+
+def _read_bert(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    return _bert(config, "bert", 0, ranks)
+
+
+def _read_roberta(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    # Rows up to that of the padding token stand for no position.
+    return _bert(config, "xlm-roberta", config.integer("pad_token_id", 1) + 1, ranks)
+
+
+def _bert(config: ConfigReader, architecture: str, first: int, ranks: bool) -> EncoderSpec:
+    if config.text("position_embedding_type", "absolute") != "absolute":
+        raise config.refuse("position_embedding_type", "absolute")
+    if config.flag("is_decoder"):
+        raise config.refuse("is_decoder", "false")
+    positions = config.integer("max_position_embeddings")
+    if first >= positions:
+        raise config.refuse("pad_token_id", f"less than {positions}")
+    return EncoderSpec(
+        architecture=architecture,
+        context_length=positions - first,
+        **_common(config, "hidden_act", "layer_norm_eps", 1e-12),
+        layers=(EncoderLayerSpec(),) * config.integer("num_hidden_layers"),
+        positions=positions,
+        first_position=first,
+        token_types=config.integer("type_vocab_size", 2),
+        ranking=RankingSpec(HeadActivation.TANH) if ranks else None,
+    )
+
+
+def _read_modernbert(config: ConfigReader, ranks: bool) -> EncoderSpec:
+    num_layers = config.integer("num_hidden_layers")
+    every = config.integer("global_attn_every_n_layers", 3)
+    usual = ["sliding_attention" if i % every else "full_attention" for i in range(num_layers)]
+    kinds = config.value("layer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {*usual}:
+        raise config.refuse("layer_types", "full_attention or sliding_attention for each layer")
+    ropes = config.section("rope_parameters")
+    reach = config.integer("local_attention", 128) // 2
+    far = _theta(ropes, "full_attention", config.number("global_rope_theta", 160000.0))
+    near = _theta(ropes, "sliding_attention", config.number("local_rope_theta", 10000.0))
+    pooling = config.text("classifier_pooling", "cls")
+    if ranks and pooling not in ("cls", "mean"):
+        raise config.refuse("classifier_pooling", "cls or mean")
+    if ranks and config.text("classifier_activation", "gelu") != "gelu":
+        raise config.refuse("classifier_activation", "gelu")
+    ranking = RankingSpec(
+        HeadActivation.GELU,
+        mean=pooling == "mean",
+        normed=True,
+        bias=config.flag("classifier_bias"),
+    )
+    return EncoderSpec(
+        architecture="modernbert",
+        context_length=config.integer("max_position_embeddings", 8192),
+        **_common(config, "hidden_activation", "norm_eps", 1e-5),
+        layers=tuple(
+            EncoderLayerSpec(
+                reach=None if kind == "full_attention" else reach,
+                rope_theta=far if kind == "full_attention" else near,
+                attention_norm=index > 0,
+            )
+            for index, kind in enumerate(kinds)
+        ),
+        norms_follow=False,
+        gated=True,
+        norm_bias=config.flag("norm_bias"),
+        attention_bias=config.flag("attention_bias"),
+        mlp_bias=config.flag("mlp_bias"),
+        ranking=ranking if ranks else None,
+    )
+
+
+def _common(config: ConfigReader, act: str, eps: str, usual_eps: float) -> dict[str, Any]:
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise config.refuse("num_attention_heads", f"a divisor of hidden_size, {hidden_size}")
+    if config.text(act, "gelu") not in _ACTIVATIONS:
+        raise config.refuse(act, ", ".join(_ACTIVATIONS))
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "vocab_size": config.integer("vocab_size"),
+        "intermediate_size": config.integer("intermediate_size"),
+        "activation": _ACTIVATIONS[config.text(act, "gelu")],
+        "norm_eps": config.number(eps, usual_eps),
+    }
+
+
+def _theta(ropes: ConfigReader, kind: str, usual: float) -> float:
+    own = ropes.section(kind)
+    if own.text("rope_type", "default") != "default":
+        raise own.refuse("rope_type", "default")
+    return own.number("rope_theta", usual)
+
+
+_BERT_NAMES = EncoderNames(
+    prefixes=("", "bert."),
+    tokens="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    token_types="embeddings.token_type_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    layer="encoder.layer.{}",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    attention_out="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+    dense="{}pooler.dense",
+    classifier="classifier",
+    unused=("cls.", "pooler.", "bert.pooler.", "embeddings.position_ids", "bert.embeddings.pos"),
+)
+_ROBERTA_NAMES = EncoderNames(
+    prefixes=("", "roberta."),
+    tokens=_BERT_NAMES.tokens,
+    positions=_BERT_NAMES.positions,
+    token_types=_BERT_NAMES.token_types,
+    embedding_norm=_BERT_NAMES.embedding_norm,
+    layer=_BERT_NAMES.layer,
+    qkv=_BERT_NAMES.qkv,
+    attention_out=_BERT_NAMES.attention_out,
+    attention_norm=_BERT_NAMES.attention_norm,
+    up=_BERT_NAMES.up,
+    down=_BERT_NAMES.down,
+    mlp_norm=_BERT_NAMES.mlp_norm,
+    dense="classifier.dense",
+    classifier="classifier.out_proj",
+    unused=("lm_head.", "pooler.", "roberta.pooler.", "embeddings.pos", "roberta.embeddings.pos"),
+)
+_MODERNBERT_NAMES = EncoderNames(
+    prefixes=("", "model."),
+    tokens="embeddings.tok_embeddings",
+    embedding_norm="embeddings.norm",
+    layer="layers.{}",
+    qkv=("attn.Wqkv",),
+    attention_out="attn.Wo",
+    attention_norm="attn_norm",
+    up="mlp.Wi",
+    down="mlp.Wo",
+    mlp_norm="mlp_norm",
+    final_norm="final_norm",
+    dense="head.dense",
+    head_norm="head.norm",
+    classifier="classifier",
+    unused=("head.", "decoder."),
+)
+
+ENCODERS: Sequence[EncoderFamily] = (
+    EncoderFamily("bert", _read_bert, _BERT_NAMES),
+    EncoderFamily("roberta", _read_roberta, _ROBERTA_NAMES),
+    EncoderFamily("xlm-roberta", _read_roberta, _ROBERTA_NAMES),
+    EncoderFamily("modernbert", _read_modernbert, _MODERNBERT_NAMES),
+)
+
+
+def find_encoder(config: Mapping[str, Any]) -> EncoderFamily | None:
+    """Find the family of a Hugging Face config by its `model_type`; None if it is no encoder."""
+    return next((one for one in ENCODERS if one.model_type == config.get("model_type")), None)
+
+
+def read_encoder(family: EncoderFamily, config: Mapping[str, Any], origin: str) -> EncoderSpec:
+    """Build the spec; `origin` names the settings' file in messages.
+
+    Raises:
+        CheckpointError: a setting is missing, of the wrong type or out of range.
+        UnsupportedModelError: a setting asks for arithmetic that no code here has.
+    """
+    named = config.get("architectures")
+    ranks = isinstance(named, list) and any(str(name).endswith(RANKER) for name in named)
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if ranks and count != 1:
+        raise UnsupportedModelError(
+            f"{origin}: id2label has {count} labels; a reranker has one, and models that sort "
+            "texts into classes are not served"
+        )
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            f"{origin}: quantization_config is not supported in an encoder; take the checkpoint "
+            "that is not quantized"
+        )
+    reader = ConfigReader(config, origin)
+    spec = family.read(reader, ranks)
+    reader.refuse_unread()
+    return spec

@@ -1,0 +1,170 @@
+"""An encoder as plain frozen data: arithmetic and names of tensors. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.kernels.activation import Activation
+
+
+class HeadActivation(Enum):
+    """The nonlinearity of a ranking head."""
+
+    TANH = "tanh"
+    GELU = "gelu"
+
+
+@dataclass(frozen=True, slots=True)
+class RankingSpec:
+    """A head that judges a pair of texts by one number.
+
+    logit = classifier(norm(act(dense(x)))), where x is the first token's hidden state.
+
+    Attributes:
+        mean: x is the mean of all hidden states instead.
+        normed: a norm follows the activation.
+        bias: of `dense`.
+    """
+
+    activation: HeadActivation
+    mean: bool = False
+    normed: bool = False
+    bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayerSpec:
+    """The settings that layers may differ in.
+
+    Attributes:
+        reach: positions on each side that a token sees; None for all.
+        rope_theta: base of rotary frequencies; None without RoPE.
+        attention_norm: a norm stands before attention, or after it if norms follow.
+    """
+
+    reach: int | None = None
+    rope_theta: float | None = None
+    attention_norm: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """An encoder.
+
+    Attributes:
+        architecture: family name, for people.
+        context_length: most tokens of a text, special ones included.
+        positions: rows of the table of learned positions; 0 without one.
+        first_position: row of a text's first token.
+        token_types: rows of the table that tells the two texts of a pair apart; 0 without one.
+        norms_follow: x = norm(x + f(x)), as in the first Transformer; else x += f(norm(x)), with a
+            norm after the last layer.
+        gated: down(act(a) * b) for (a, b) = up(x), instead of down(act(up(x))).
+        norm_bias: norms have one; likewise `attention_bias` and `mlp_bias` of linears.
+        ranking: None without a head.
+    """
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    num_heads: int
+    intermediate_size: int
+    activation: Activation
+    norm_eps: float
+    layers: tuple[EncoderLayerSpec, ...]
+    positions: int = 0
+    first_position: int = 0
+    token_types: int = 0
+    norms_follow: bool = True
+    gated: bool = False
+    norm_bias: bool = True
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    ranking: RankingSpec | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderNames:
+    """Names of a family's tensors, without `.weight` and `.bias`; those of a layer after its own.
+
+    Attributes:
+        prefixes: before all but the head; the one that a checkpoint uses is found by its tensors.
+        qkv: one name, or those of queries, keys and values.
+        unused: beginnings of the names of tensors that embedding and ranking do not need.
+    """
+
+    prefixes: tuple[str, ...]
+    tokens: str
+    embedding_norm: str
+    layer: str
+    qkv: tuple[str, ...]
+    attention_out: str
+    attention_norm: str
+    up: str
+    down: str
+    mlp_norm: str
+    dense: str
+    classifier: str
+    positions: str = ""
+    token_types: str = ""
+    final_norm: str = ""
+    head_norm: str = ""
+    unused: tuple[str, ...] = field(default=())
+
+
+def encoder_slots(
+    spec: EncoderSpec, names: EncoderNames, prefix: str
+) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tensor that is read."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    slots: dict[str, tuple[int, ...]] = {}
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        slots[f"{name}.weight"] = (rows, columns)
+        if bias:
+            slots[f"{name}.bias"] = (rows,)
+
+    def norm(name: str) -> None:
+        slots[f"{name}.weight"] = (hidden,)
+        if spec.norm_bias:
+            slots[f"{name}.bias"] = (hidden,)
+
+    slots[f"{prefix}{names.tokens}.weight"] = (spec.vocab_size, hidden)
+    if spec.positions:
+        slots[f"{prefix}{names.positions}.weight"] = (spec.positions, hidden)
+    if spec.token_types:
+        slots[f"{prefix}{names.token_types}.weight"] = (spec.token_types, hidden)
+    norm(prefix + names.embedding_norm)
+    for index, layer in enumerate(spec.layers):
+        own = f"{prefix}{names.layer.format(index)}."
+        for name in names.qkv:
+            linear(own + name, 3 * hidden // len(names.qkv), hidden, spec.attention_bias)
+        linear(own + names.attention_out, hidden, hidden, spec.attention_bias)
+        if layer.attention_norm:
+            norm(own + names.attention_norm)
+        linear(own + names.up, inner * (2 if spec.gated else 1), hidden, spec.mlp_bias)
+        linear(own + names.down, hidden, inner, spec.mlp_bias)
+        norm(own + names.mlp_norm)
+    if not spec.norms_follow:
+        norm(prefix + names.final_norm)
+    if spec.ranking is not None:
+        # BERT's pooler belongs to the encoder, its classifier does not.
+        linear(names.dense.format(prefix), hidden, hidden, spec.ranking.bias)
+        if spec.ranking.normed:
+            norm(names.head_norm)
+        linear(names.classifier, 1, hidden, True)
+    return slots
+
+
+def num_parameters(spec: EncoderSpec, names: EncoderNames) -> int:
+    """Return the number of elements of all tensors that are read."""
+    return sum(map(prod, encoder_slots(spec, names, "").values()))

@@ -1,0 +1,74 @@
+"""Small encoders with random weights: a checkpoint on disk and what transformers makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = {"vocab_size": 97, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
+BERT = {**SIZES, "intermediate_size": 80, "max_position_embeddings": 210}
+MODERN = {
+    **SIZES,
+    "intermediate_size": 64,
+    "max_position_embeddings": 1300,
+    "local_attention": 16,
+    "norm_bias": True,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 1),
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "bert": ("Bert", BERT, 200),
+    "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 1, "type_vocab_size": 1}, 200),
+    "modernbert": ("ModernBert", MODERN, 1200),
+    "modernbert-mean": ("ModernBert", {**MODERN, "classifier_pooling": "mean"}, 70),
+}
+
+
+@dataclass
+class Made:
+    """A checkpoint on disk and what transformers makes of it."""
+
+    path: Path
+    oracle: Any
+    longest: int
+
+
+def make(name: str, path: Path, *, ranks: bool) -> Made:
+    kind, settings, longest = FAMILIES[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    if ranks:
+        config.num_labels = 1
+    suffix = "ForSequenceClassification" if ranks else "Model"
+    oracle = getattr(transformers, f"{kind}{suffix}")(config).eval()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    oracle.save_pretrained(path)
+    return Made(path, oracle, longest)
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write a WordPiece tokenizer of single letters, which begins and ends texts as BERT's does."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters)]
+    backend = Tokenizer(
+        models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]")
+    )
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(names[:4])
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    backend.save(str(path / "tokenizer.json"))
