@@ -17,7 +17,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.engine_info import device_name, fingerprint_of
 from appliance.engine.memory_request import DTYPES, choose_device, memory_budget
 from appliance.engine.messages import EngineInfo
-from appliance.errors import MemoryPlanError
+from appliance.errors import ConfigError, MemoryPlanError
 from appliance.model.encoder.encoder import load_encoder
 from appliance.model.encoder.source import is_encoder, open_encoder
 from appliance.model.encoder.spec import num_parameters
@@ -46,6 +46,11 @@ def load_engine(
 ) -> LLMEngine | EncoderEngine:
     """Load a model of any kind; arguments and errors as for `LLMEngine.load`."""
     if is_encoder(Path(config.model)):
+        if config.tensor_parallel > 1 or config.gpu_split not in ("auto", "1"):
+            raise ConfigError(
+                f"{config.model} is an encoder, which one process runs whole; leave out"
+                " --tensor-parallel and --gpu-split"
+            )
         return _load_encoder(config, on_progress, beacon or Beacon(), admission or Admission())
     return LLMEngine.load(
         config,

@@ -14,7 +14,7 @@ from appliance.engine import load_engine as loading
 from appliance.engine.encoder_engine import EncoderEngine
 from appliance.engine.load_engine import load_engine
 from appliance.engine.request import AdapterRef, FinishReason, Pooling, Request, SamplingParams
-from appliance.errors import MemoryPlanError, RequestError
+from appliance.errors import ConfigError, MemoryPlanError, RequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -188,3 +188,9 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     monkeypatch.setattr(loading, "load_encoder", lambda *given: pytest.fail("weights were read"))
     with pytest.raises(MemoryPlanError, match="--max-num-batched-tokens"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"gpu_split": "2:1"}])
+def test_an_encoder_is_not_divided(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is an encoder"):
+        load(make("bert", tmp_path, ranks=False).path, **options)
