@@ -41,7 +41,7 @@ def command_lines() -> list[tuple[str, str]]:
     """Every line of a page that starts a command of ours or a script."""
     found = []
     for name, code in blocks("", "bash", "sh"):
-        for line in code.splitlines():
+        for line in code.replace("\\\n", " ").splitlines():
             words = [word for word in line.split() if "=" not in word.split("$")[0]]
             if words and re.fullmatch(r"(\.venv/bin/)?appliance|scripts/\w+", words[0]):
                 found.append((name, line))
