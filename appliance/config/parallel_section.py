@@ -15,7 +15,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: Annotated[
         int,
         Setting(
-            "Processes that divide each layer among them, one a CPU socket.",
+            "Processes that divide each layer among them.",
             Group.COMPUTE,
             low=1,
             high=64,

@@ -110,7 +110,7 @@ class Member:
         send(connection, RankJoined(self._decoder.weight_bytes, self._decoder.num_dense))
 
     def run(self) -> None:
-        """Run what rank 0 writes down, until it writes that this is the end."""
+        """Run what rank 0 writes down, until rank 0 kills this process or ends."""
         while True:
             self._group.meet()
             match self._exchange.order:
@@ -122,8 +122,6 @@ class Member:
                         self._decoder.logits(self._exchange.read_hidden())
                 case RankOrder.CALL:
                     self._answer()
-                case RankOrder.END:
-                    return
 
     @torch.inference_mode()
     def _step(self) -> None:

@@ -68,18 +68,21 @@ class RankGroup:
         self._floats, self._payload_bytes = floats, payload_bytes
         shared = group_bytes(engine.library, size, floats)
         self._members: list[_Member] = []
-        self._end = weakref.finalize(self, _end, self._members)
+        files: list[int] = []
+        self._end = weakref.finalize(self, _end, self._members, files)
         with contextlib.ExitStack() as undo:
             undo.callback(self._end)
             try:
                 exchange = os.memfd_create("appliance-ranks", os.MFD_CLOEXEC)
+                undo.callback(os.close, exchange)
                 self._cache = os.memfd_create("appliance-ranks-cache", os.MFD_CLOEXEC)
+                files.append(self._cache)
                 os.ftruncate(exchange, shared + payload_bytes)
                 mapping = Mapping.shared(exchange, shared + payload_bytes)
                 for rank in range(1, size):
                     self._members.append(_Member(rank, exchange, self._cache))
-            except OSError as error:
-                reason = error.strerror or error
+            except (OSError, MemoryError) as error:
+                reason = getattr(error, "strerror", None) or error
                 raise EngineError(f"the processes of --tensor-parallel: {reason}") from error
             self._mapping = mapping
             undo.pop_all()
@@ -100,11 +103,6 @@ class RankGroup:
     def pids(self) -> tuple[int, ...]:
         """Process ids of the other ranks."""
         return tuple(member.process.pid for member in self._members)
-
-    @property
-    def watched(self) -> tuple[int, ...]:
-        """Descriptors that become readable when a rank has ended."""
-        return tuple(member.watched for member in self._members)
 
     def load(
         self,
@@ -226,9 +224,9 @@ class RankGroup:
         try:
             self._group.wait()
             self._exchange.write_order(RankOrder.CALL)
+            self._group.meet()  # from here on they read, so that no message is too long to send
             for member, message in zip(self._members, messages, strict=True):
                 send(member.connection, message)
-            self._group.meet()
             for member in self._members:
                 self._answer(member)
             self._group.wait()
@@ -278,10 +276,12 @@ class _Member:
         self.watched = os.pidfd_open(self.process.pid)
 
 
-def _end(members: list[_Member]) -> None:
+def _end(members: list[_Member], files: list[int]) -> None:
     for member in members:
         member.process.kill()
         member.process.wait()
         member.connection.close()
         os.close(member.watched)
     members.clear()
+    while files:
+        os.close(files.pop())

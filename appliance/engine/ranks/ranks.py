@@ -81,7 +81,7 @@ class Ranks:
         if slot.role in (Role.KEY, Role.VALUE) and share.heads is not None:
             kept = {shard.layers[slot.layer].heads for shard in self.shards}
             groups = {heads.first_kv for heads in kept if heads is not None}
-            return self.split.size // len(groups)
+            return -(-self.split.size // len(groups))
         return self.split.size
 
     def process_bytes(self, source: ModelSource) -> int:

@@ -34,7 +34,6 @@ class RankOrder(IntEnum):
     STEP = 1
     HEAD = 2
     CALL = 3  # read a message
-    END = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import gcd
+from math import comb, gcd
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 4  # valid splits in a message
 MOST_SHARE = 64
+MOST_TRIED = 10_000  # splits that are looked at for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Split:
         if text == "auto":
             return cls((1,) * size)
         words = text.split(":")
-        if not all(word.isdigit() and 0 < int(word) <= MOST_SHARE for word in words):
+        if not all(word.isdecimal() and 0 < int(word) <= MOST_SHARE for word in words):
             raise ConfigError(
                 f"--gpu-split {text} is no split: give auto, or a share of 1 to {MOST_SHARE} for"
                 " each rank, such as 2:1"
@@ -131,7 +132,7 @@ def check_split(spec: DecoderSpec, split: Split) -> None:
     mixer = next(
         mixer for mixer in spec.attention_layers.values() if not _layer_divides(mixer, split)
     )
-    valid = _valid_splits(spec, split.size)
+    valid = _valid_splits(spec, split)
     wanted = [share / sum(split.shares) for share in split.shares]
 
     def distance(other: Split) -> float:
@@ -157,14 +158,20 @@ def _layer_divides(mixer: AttentionSpec, split: Split) -> bool:
     return split.fits(head_units(mixer, split.size)) and cut_heads(mixer, split) is not None
 
 
-def _valid_splits(spec: DecoderSpec, size: int) -> list[Split]:
-    """List the splits that all layers divide by, in lowest terms."""
+def _valid_splits(spec: DecoderSpec, near: Split) -> list[Split]:
+    """List the splits that all layers divide by, in lowest terms; of too many, two."""
+    size = near.size
     units = [head_units(mixer, size) for mixer in spec.attention_layers.values()]
     if not units:
         return []
+    least = min(units)
+    if comb(least - 1, size - 1) <= MOST_TRIED:
+        tried = _compositions(least, size)
+    else:
+        cuts = (near.cut(least), Split((1,) * size).cut(least))
+        tried = [tuple(last - first for first, last in pairwise(cut)) for cut in cuts if cut]
     found = {
-        Split(tuple(count // gcd(*counts) for count in counts), is_exact=True)
-        for counts in _compositions(min(units), size)
+        Split(tuple(count // gcd(*counts) for count in counts), is_exact=True) for counts in tried
     }
     return sorted((split for split in found if _divides(spec, split)), key=str)
 

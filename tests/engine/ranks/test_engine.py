@@ -128,9 +128,10 @@ def test_adapters_are_cut_as_the_model_is(model: tuple[Any, Path], tmp_path: Pat
     source = open_model(folder)
     targets = adapter_targets(source.spec, source.family.names).values()
     shapes = {target.name: (target.slot.shape[0], target.slot.shape[1]) for target in targets}
-    path = write_adapter(tmp_path / "adapter", shapes, spread=0.3)
+    # Longer than what a socket takes at once.
+    path = write_adapter(tmp_path / "adapter", shapes, rank=64, spread=0.3)
     ref = AdapterRef("tuned", str(path), stamp_of(path))
-    settings = {"lora_dir": str(tmp_path), "kv_cache_dtype": "fp32"}
+    settings = {"lora_dir": str(tmp_path), "max_lora_rank": 64, "kv_cache_dtype": "fp32"}
     with loaded(folder, **settings) as alone:
         expected = [answers(alone, PROMPTS), answers(alone, PROMPTS, ref)]
     assert expected[0] != expected[1]

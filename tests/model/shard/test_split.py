@@ -48,7 +48,7 @@ def test_shares_are_read_in_lowest_terms(text: str, size: int, found: tuple[int,
     assert (split.shares, split.is_exact) == (found, text != "auto")
 
 
-@pytest.mark.parametrize("text", ["", "2", "2:x", "0:1", "2:-1", "1:2:3", "65:1", "2:1:"])
+@pytest.mark.parametrize("text", ["", "2", "2:x", "0:1", "2:-1", "1:2:3", "65:1", "2:1:", "²:1"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--gpu-split.*(auto)"):
         Split.parse(2, text)
@@ -87,3 +87,10 @@ def test_all_layers_must_divide() -> None:
 def test_a_model_that_no_shares_divide_says_so() -> None:
     with pytest.raises(ConfigError, match="that do: none"):
         check_split(model(attention(1, 1)), Split((1, 1), is_exact=True))
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(32, 7), (64, 16)])
+def test_a_refusal_does_not_try_all_splits_of_many_heads(heads: int, ranks: int) -> None:
+    """There are C(63, 15) of the larger ones."""
+    with pytest.raises(ConfigError, match=f"{heads} heads"):
+        check_split(model(attention(heads, heads)), Split((1,) * (ranks - 1) + (9,), is_exact=True))
