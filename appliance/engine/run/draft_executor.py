@@ -53,8 +53,10 @@ class DraftExecutor:
             block_size=self._cache.block_size,
             device=self._executor.device,
         )
+        # The served model may have some more tokens; behind one of them drafts are bad guesses.
+        most = self._executor.spec.vocab_size - 1
         logits = self._executor.forward(
-            torch.tensor(token_ids),
+            torch.tensor(token_ids).clamp(max=most),
             torch.tensor(positions),
             batch,
             self._cache,

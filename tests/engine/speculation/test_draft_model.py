@@ -156,3 +156,17 @@ def test_long_prompts_are_read_in_several_steps(
     found, _ = run(engine, without_beams())
     assert found == expected
     assert engine.stats().accepted_tokens_total > 100
+
+
+def test_a_draft_model_guesses_behind_a_token_that_it_does_not_have(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    write_sure_model("llama", tmp_path, **{**SIZES, "vocab_size": 500})
+    asked = [
+        Request(
+            request_id="r",
+            prompt_token_ids=(3, 510, 5),
+            sampling=SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        )
+    ]
+    assert run(drafting(tiny_llama, tmp_path), asked)[0] == run(load(tiny_llama), asked)[0]
