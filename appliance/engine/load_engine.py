@@ -83,15 +83,22 @@ def _load_encoder(
     free = memory_budget(device, config.gpu_memory_utilization)
     process_bytes = resident_bytes() if device.type == "cpu" else 0
     needed = weight_bytes + workspace_bytes
-    limit = free if admission.limit is None else min(free, admission.limit - process_bytes)
-    if needed > limit:
-        raise MemoryPlanError(
-            f"{config.model} does not fit: weights {weight_bytes / MIB:,.0f} MiB + workspace "
-            f"{workspace_bytes / MIB:,.0f} MiB for steps of {max_tokens:,} tokens, and "
-            f"{limit / MIB:,.0f} MiB are free; --max-num-batched-tokens and --max-model-len "
-            "make the workspace smaller"
-        )
+
+    def check(limit: int) -> None:
+        if needed > limit:
+            raise MemoryPlanError(
+                f"{config.model} does not fit: weights {weight_bytes / MIB:,.0f} MiB + workspace "
+                f"{workspace_bytes / MIB:,.0f} MiB for steps of {max_tokens:,} tokens, and "
+                f"{limit / MIB:,.0f} MiB are free; --max-num-batched-tokens and --max-model-len "
+                "make the workspace smaller"
+            )
+
+    # What others hold may become free: they are asked first.
+    most = None if admission.limit is None else admission.limit - process_bytes
+    check(free if most is None else most)
     admission.ask(needed + process_bytes, free + process_bytes)
+    free = memory_budget(device, config.gpu_memory_utilization)
+    check(free if most is None else min(free, most))
     stages.append(("header and plan", time.monotonic()))
     encoder = load_encoder(source, dtype, device, on_progress, beacon.advance)
     release_unused()

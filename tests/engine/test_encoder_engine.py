@@ -11,6 +11,7 @@ from encoder_models import make
 
 from appliance.config import EngineConfig
 from appliance.engine import load_engine as loading
+from appliance.engine.admission import Admission
 from appliance.engine.encoder_engine import EncoderEngine
 from appliance.engine.load_engine import load_engine
 from appliance.engine.request import AdapterRef, FinishReason, Pooling, Request, SamplingParams
@@ -194,3 +195,21 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
 def test_an_encoder_is_not_divided(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is an encoder"):
         load(make("bert", tmp_path, ranks=False).path, **options)
+
+
+def test_others_are_asked_to_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make("bert", tmp_path, ranks=False).path
+    free = [1000]
+    monkeypatch.setattr(loading, "memory_budget", lambda device, share: free[0])
+
+    def ask(needed: int, had: int) -> None:
+        free[0] = had + needed
+
+    engine = load_engine(
+        EngineConfig(model=str(folder), threads=1, device="cpu", max_num_batched_tokens=64),
+        eos_token_ids=(),
+        metadata=None,
+        on_progress=lambda stage, done, total: None,
+        admission=Admission(2**34, True, ask),
+    )
+    assert engine.info.memory_bytes >= free[0]
