@@ -83,15 +83,15 @@ class Fp8Linear:
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         assert x.dtype in DTYPES, x.dtype
         num_tokens = x.shape[0]
-        out = x.new_empty(num_tokens, self.out_features)
         if not num_tokens:
-            return out
-        target = target_of(x.device)
-        tile = choose_fp8_tile(num_tokens, target.capability)
-        tiles_n, blocks_k = -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K)
+            return x.new_empty(0, self.out_features)
         codes, scales = quantize_rows(x)
         if num_tokens > MOST_OWN_ROWS and self._suits_library(x):
             return self._by_library(codes, scales, x.dtype)
+        out = x.new_empty(num_tokens, self.out_features)
+        target = target_of(x.device)
+        tile = choose_fp8_tile(num_tokens, target.capability)
+        tiles_n, blocks_k = -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K)
         workspace = workspace_of(x.device)
         fixed = fp8_constexprs(
             self.in_features,

@@ -71,7 +71,7 @@ def largest_step(
 
 def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
     """Return the device memory beside the cache: inputs, tables, logits, token counts."""
-    tables = 4 * largest.num_samples * largest.table_width
+    tables = 4 * largest.num_seqs * largest.table_width
     return largest.num_bytes + tables + largest.num_samples * (16 + 8 * vocab_size)
 
 
