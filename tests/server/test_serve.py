@@ -48,7 +48,13 @@ class Server:
     @property
     def engine(self) -> psutil.Process:
         api = psutil.Process(self.process.pid)
-        (child,) = wait_until(lambda: [c for c in api.children() if str(ECHO) in c.cmdline()])
+
+        def alone() -> list[psutil.Process] | None:
+            """For a moment a child has its parent's command line."""
+            found = [child for child in api.children() if str(ECHO) in child.cmdline()]
+            return found if len(found) == 1 else None
+
+        (child,) = wait_until(alone)
         return child
 
 

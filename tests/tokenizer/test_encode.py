@@ -173,7 +173,7 @@ def test_stream_skips_control_tokens_and_keeps_added_ones(tokenizer: Tokenizer) 
 
 def test_a_kind_of_vocabulary_that_is_not_known_is_refused() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    with pytest.raises(ModelError, match="neither byte-level nor SentencePiece"):
+    with pytest.raises(ModelError, match="neither byte-level, SentencePiece nor WordPiece"):
         Tokenizer(TokenizerSource(backend, None, (), None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from native_models import LIBRARY
 from rank_threads import Memory
 
 from appliance.kernels.cpu.engine import RankLostError
@@ -19,12 +19,12 @@ FLOATS = 64
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_all_ranks_get_the_same_sums(size: int) -> None:
+def test_all_ranks_get_the_same_sums(loaded: ctypes.CDLL, size: int) -> None:
     memory = Memory(size, FLOATS)
     values = torch.randn(size, 3 * FLOATS + 5, generator=torch.Generator().manual_seed(1))
 
     def add(rank: int) -> torch.Tensor:
-        group = NativeGroup(LIBRARY, memory.address, rank=rank, size=size, floats=FLOATS)
+        group = NativeGroup(loaded, memory.address, rank=rank, size=size, floats=FLOATS)
         own = values[rank].clone()
         for _ in range(50):
             own.copy_(values[rank])
@@ -39,12 +39,12 @@ def test_all_ranks_get_the_same_sums(size: int) -> None:
     assert all(torch.equal(one, expected) for one in found)
 
 
-def test_a_rank_that_has_ended_is_missed_and_no_later_call_waits() -> None:
+def test_a_rank_that_has_ended_is_missed_and_no_later_call_waits(loaded: ctypes.CDLL) -> None:
     memory = Memory(2, FLOATS)
     other = subprocess.Popen([sys.executable, "-P", "-c", ""], env={})
     watched = os.pidfd_open(other.pid)
     group = NativeGroup(
-        LIBRARY, memory.address, rank=0, size=2, floats=FLOATS, processes=(-1, watched)
+        loaded, memory.address, rank=0, size=2, floats=FLOATS, processes=(-1, watched)
     )
     with pytest.raises(RankLostError):
         group.meet()
