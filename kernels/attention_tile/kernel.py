@@ -250,10 +250,34 @@ def attend(
 
 
 @triton.jit
+def tile_rows_of(
+    o_m,  # rows of a tile
+    p_members,  # the sequences that share it, `member_rows` of its rows each
+    num_members,
+    member_rows,
+    first_token,  # of each sequence's
+    query_start_ptr,
+    GROUP: tl.constexpr,
+):
+    """Rows of the query that rows of a tile are of, and which of them are any."""
+    b_member = o_m // member_rows
+    b_in = b_member < num_members
+    b_seq = tl.load(p_members + b_member, mask=b_in, other=0)
+    b_start = tl.load(query_start_ptr + b_seq)
+    b_token = first_token + o_m % member_rows // GROUP
+    b_valid = b_in & (b_token < tl.load(query_start_ptr + b_seq + 1) - b_start)
+    return (b_start + b_token).to(tl.int64), b_valid
+
+
+@triton.jit
 def load_group(
-    p_query,  # of the first head of the group, of the tile's first token
+    p_query,  # of the first head of the group, of row 0
     query_stride,
-    num_m,  # rows of the tile that are any
+    p_members,  # as in `tile_rows_of`, and so on
+    num_members,
+    member_rows,
+    first_token,
+    query_start_ptr,
     COMPUTE: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -269,17 +293,25 @@ def load_group(
     if CODES == "none":
         o_m = tl.arange(0, 16)
         o_dim = tl.arange(0, HEAD_DIM_PADDED)
-        b_mask = (o_m < num_m)[:, None] & (o_dim < HEAD_DIM)[None, :]
-        b_row = o_m // GROUP * query_stride + o_m % GROUP * HEAD_DIM
+        b_row, b_valid = tile_rows_of(
+            o_m, p_members, num_members, member_rows, first_token, query_start_ptr, GROUP
+        )
+        b_mask = b_valid[:, None] & (o_dim < HEAD_DIM)[None, :]
+        b_row = b_row * query_stride + o_m % GROUP * HEAD_DIM
         b_query = tl.load(p_query + b_row[:, None] + o_dim[None, :], mask=b_mask, other=0.0)
         return b_query.to(tl.dtype(COMPUTE)), 1.0
     else:
-        o = tl.arange(0, 16 * HEAD_DIM_PADDED)
-        o_dim = o // 512 * 32 + o % 32
-        o_m = o // 256 % 2 * 8 + o // 32 % 8
-        b_mask = (o_m < num_m) & (o_dim < HEAD_DIM)
-        b_row = o_m // GROUP * query_stride + o_m % GROUP * HEAD_DIM
-        b_query = tl.load(p_query + b_row + o_dim, mask=b_mask, other=0.0).to(tl.float32)
+        # Rows are 8 apart, then neighbours; dimensions 32 apart, then neighbours.
+        o_m = tl.arange(0, 2)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        b_row, b_valid = tile_rows_of(
+            o_m, p_members, num_members, member_rows, first_token, query_start_ptr, GROUP
+        )
+        b_row = b_row * query_stride + o_m % GROUP * HEAD_DIM
+        o_step = tl.arange(0, HEAD_DIM_PADDED // 32) * 32
+        o_dim = o_step[:, None, None, None] + tl.arange(0, 32)[None, None, None, :]
+        b_mask = b_valid[None, :, :, None] & (o_dim < HEAD_DIM)
+        p_query = p_query + b_row[None, :, :, None] + o_dim
+        b_query = tl.load(p_query, mask=b_mask, other=0.0).to(tl.float32)
         b_query = tl.reshape(b_query, (HEAD_DIM_PADDED // 32, 2, 8, 4, 2, 4))
         b_query = tl.reshape(tl.permute(b_query, 1, 2, 0, 4, 3, 5), (16, HEAD_DIM_PADDED))
         b_factor = power_for(tl.max(tl.abs(b_query), 1))

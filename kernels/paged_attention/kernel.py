@@ -8,7 +8,13 @@ import triton
 import triton.language as tl
 
 from appliance.kernels.attention_merge.kernel import beside_sink, last_to_arrive, merge
-from appliance.kernels.attention_tile.kernel import SMALLEST, attend, load_group, start
+from appliance.kernels.attention_tile.kernel import (
+    SMALLEST,
+    attend,
+    load_group,
+    start,
+    tile_rows_of,
+)
 
 
 # A changing width of the block tables must not compile the kernel anew in the middle of serving.
@@ -38,6 +44,7 @@ def decode_kernel(
     sinks_ptr,  # (num_heads,) float32, or None
     spans_ptr,  # (capacity, SPAN_COLUMNS) int32
     num_spans_ptr,  # (1,) int32
+    places_ptr,  # (num_seqs, 3) int32: partial result that span 0 would have, first span, last
     max_rows,  # tokens that a sequence has at most
     max_groups,  # of FAN_IN spans that a sequence has at most
     query_start_ptr,  # (num_seqs + 1,) int32
@@ -71,9 +78,10 @@ def decode_kernel(
 ):
     """Programs take shares of the work in turn: a span for a KV head and some of its rows.
 
-    Tokens times the heads of a group are the rows of one tile, so a few tokens cost what one does.
-    What spans leave is merged by whoever finishes last: the partial results of FAN_IN neighbouring
-    spans first, then what these come to.
+    Tokens times the heads of a group are the rows of one tile, so a few tokens cost what one does,
+    be they one sequence's or those of several that share a span's pages. What spans leave is merged
+    by whoever finishes last: the partial results of FAN_IN neighbouring spans first, then what
+    these come to.
     """
     PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile
@@ -81,7 +89,7 @@ def decode_kernel(
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
     num_heads = num_kv_heads * GROUP
     num_tiles = num_kv_heads * ((max_rows + TOKENS - 1) // TOKENS)
-    tile_rows = tl.minimum(max_rows, TOKENS) * GROUP  # of partial results that a tile has
+    member_rows = tl.minimum(max_rows, TOKENS) * GROUP  # of a tile that a sequence has
     num_items = tl.load(num_spans_ptr) * num_tiles
 
     for i in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
@@ -89,9 +97,11 @@ def decode_kernel(
         i_tile = i_item % num_tiles
         i_row = i_item // num_tiles
         p_span = spans_ptr + i_row * SPAN_COLUMNS
-        i_seq = tl.load(p_span)
-        key_begin = tl.load(p_span + 1)
-        key_end = tl.load(p_span + 2)
+        key_begin = tl.load(p_span)
+        key_end = tl.load(p_span + 1)
+        num_members = tl.load(p_span + 3)
+        p_members = p_span + 4
+        i_seq = tl.load(p_members)  # what is said of it holds for all of a shared span
         query_start = tl.load(query_start_ptr + i_seq)
         num_rows = tl.load(query_start_ptr + i_seq + 1) - query_start
         context_len = tl.load(context_lens_ptr + i_seq)
@@ -99,8 +109,6 @@ def decode_kernel(
         i_kv_head = i_tile % num_kv_heads
         first_token = i_tile // num_kv_heads * TOKENS
         num_tokens = tl.minimum(num_rows - first_token, TOKENS)
-        num_m = tl.maximum(num_tokens, 0) * GROUP
-        b_valid_m = o_m < num_m
         first_position = context_len - num_rows + first_token
         key_end = tl.where(num_tokens > 0, tl.minimum(key_end, first_position + num_tokens), 0)
         window_end = 0
@@ -110,10 +118,19 @@ def decode_kernel(
             # same parts in every step.
             lowest_key = tl.maximum(first_position - window + 1, 0)
             key_begin = tl.maximum(key_begin, lowest_key // BLOCK_N * BLOCK_N)
-        first_query = (query_start + first_token).to(tl.int64)
-        p_query = query_ptr + first_query * query_stride + i_kv_head * GROUP * HEAD_DIM
         b_query, undo = load_group(
-            p_query, query_stride, num_m, COMPUTE, CODES, GROUP, HEAD_DIM, HEAD_DIM_PADDED
+            query_ptr + i_kv_head * GROUP * HEAD_DIM,
+            query_stride,
+            p_members,
+            num_members,
+            member_rows,
+            first_token,
+            query_start_ptr,
+            COMPUTE,
+            CODES,
+            GROUP,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
         )
         b_query_sum = tl.sum(b_query.to(tl.float32), 1)
         scale = score_scale
@@ -234,91 +251,104 @@ def decode_kernel(
             b_acc *= FP8_FACTOR * tl.load(head_scales_ptr + num_kv_heads + i_kv_head)
         b_acc *= (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
         b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, SMALLEST)), -float("inf"))
+        b_query_row, b_valid_m = tile_rows_of(
+            o_m, p_members, num_members, member_rows, first_token, query_start_ptr, GROUP
+        )
         b_mask = b_valid_m[:, None] & (o_dim < HEAD_DIM)[None, :]
-        i_span = tl.load(p_span + 3)
-        first_span = tl.load(p_span + 4)
-        last_span = tl.load(p_span + 5)
-        if first_span == last_span:
+        if tl.load(places_ptr + i_seq * 3 + 1) == tl.load(places_ptr + i_seq * 3 + 2):
             b_head = i_kv_head * GROUP + o_m % GROUP
             b_output = b_acc
             if HAS_SINKS:
                 b_sink = tl.load(sinks_ptr + b_head, mask=b_valid_m, other=0.0)
                 b_output = b_acc * beside_sink(b_lse, b_sink)[:, None]
-            b_row = (first_query + o_m // GROUP) * num_heads + b_head
+            b_row = b_query_row * num_heads + b_head
             p_output = output_ptr + b_row[:, None] * HEAD_DIM + o_dim[None, :]
             tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=b_mask)
         else:
-            # Partial results of the sequence's span 0, which there need not be.
-            i_zero = ((i_row - i_span).to(tl.int64) * num_tiles + i_tile) * tile_rows
-            step = num_tiles * tile_rows
-            b_partial = i_zero + i_span * step + o_m
+            i_span = tl.load(p_span + 2)
+            b_member = tl.load(p_members + o_m // member_rows, mask=b_valid_m, other=0)
+            b_place = tl.load(places_ptr + b_member * 3, mask=b_valid_m, other=0) + i_span
+            b_partial = b_place.to(tl.int64) * num_tiles + i_tile
+            b_partial = b_partial * member_rows + o_m % member_rows
             tl.store(partial_lse_ptr + b_partial, b_lse, mask=b_valid_m)
             p_partial = partial_ptr + b_partial[:, None] * HEAD_DIM + o_dim[None, :]
             tl.store(p_partial, b_acc, mask=b_mask)
-            first_group = first_span // FAN_IN
-            last_group = last_span // FAN_IN
-            i_group = i_span // FAN_IN
-            begin = tl.maximum(i_group * FAN_IN, first_span)
-            end = tl.minimum(i_group * FAN_IN + FAN_IN - 1, last_span)
-            p_arrived = arrived_ptr + i_seq * (max_groups + 1) * num_tiles + i_tile
-            p_group = p_arrived + (1 + i_group - first_group) * num_tiles
-            if last_to_arrive(p_group, end - begin + 1):
-                o_row = tl.arange(0, MERGE_ROWS)
-                b_in_dim = (o_dim < HEAD_DIM)[None, :]
-                if first_group < last_group:
-                    for m in range(0, num_m, MERGE_ROWS):
-                        b_valid = m + o_row < num_m
-                        b_mean, b_weight = merge(
-                            partial_ptr,
-                            partial_lse_ptr,
-                            i_zero + m,
-                            b_valid,
-                            step,
-                            begin,
-                            end,
-                            begin,
-                            1,
-                            MERGE_ROWS,
-                            HEAD_DIM,
-                            HEAD_DIM_PADDED,
-                            FAN_IN,
-                        )
-                        # Into the place of the first, once all threads have read it.
-                        tl.debug_barrier()
-                        b_merged = i_zero + begin * step + m + o_row
-                        p_merged = partial_ptr + b_merged[:, None] * HEAD_DIM + o_dim[None, :]
-                        tl.store(p_merged, b_mean, mask=b_valid[:, None] & b_in_dim)
-                        tl.store(partial_lse_ptr + b_merged, b_weight, mask=b_valid)
-                is_last = first_group == last_group
-                stride = 1
-                if first_group < last_group:
-                    is_last = last_to_arrive(p_arrived, last_group - first_group + 1)
-                    begin, end, stride = first_group, last_group, FAN_IN
-                if is_last:
-                    for m in range(0, num_m, MERGE_ROWS):
-                        b_valid = m + o_row < num_m
-                        b_mean, b_weight = merge(
-                            partial_ptr,
-                            partial_lse_ptr,
-                            i_zero + m,
-                            b_valid,
-                            step,
-                            begin,
-                            end,
-                            first_span,
-                            stride,
-                            MERGE_ROWS,
-                            HEAD_DIM,
-                            HEAD_DIM_PADDED,
-                            FAN_IN,
-                        )
-                        b_at_head = i_kv_head * GROUP + (m + o_row) % GROUP
-                        if HAS_SINKS:
-                            b_beside = tl.load(sinks_ptr + b_at_head, mask=b_valid, other=0.0)
-                            b_mean *= beside_sink(b_weight, b_beside)[:, None]
-                        b_at = (first_query + (m + o_row) // GROUP) * num_heads + b_at_head
-                        tl.store(
-                            output_ptr + b_at[:, None] * HEAD_DIM + o_dim[None, :],
-                            b_mean.to(output_ptr.dtype.element_ty),
-                            mask=b_valid[:, None] & b_in_dim,
-                        )
+            for i_member in tl.range(0, num_members, num_stages=1):
+                i_of = tl.load(p_members + i_member)
+                p_place = places_ptr + i_of * 3
+                first_span = tl.load(p_place + 1)
+                last_span = tl.load(p_place + 2)
+                first_group = first_span // FAN_IN
+                last_group = last_span // FAN_IN
+                i_group = i_span // FAN_IN
+                begin = tl.maximum(i_group * FAN_IN, first_span)
+                end = tl.minimum(i_group * FAN_IN + FAN_IN - 1, last_span)
+                p_arrived = arrived_ptr + i_of * (max_groups + 1) * num_tiles + i_tile
+                p_group = p_arrived + (1 + i_group - first_group) * num_tiles
+                if last_to_arrive(p_group, end - begin + 1):
+                    o_row = tl.arange(0, MERGE_ROWS)
+                    b_in_dim = (o_dim < HEAD_DIM)[None, :]
+                    # Partial results of the sequence's span 0, which there need not be.
+                    step = num_tiles * member_rows
+                    i_zero = tl.load(p_place).to(tl.int64) * step + i_tile * member_rows
+                    own_start = tl.load(query_start_ptr + i_of)
+                    own_tokens = tl.load(query_start_ptr + i_of + 1) - own_start - first_token
+                    num_m = tl.maximum(tl.minimum(own_tokens, TOKENS), 0) * GROUP
+                    if first_group < last_group:
+                        for m in range(0, num_m, MERGE_ROWS):
+                            b_valid = m + o_row < num_m
+                            b_mean, b_weight = merge(
+                                partial_ptr,
+                                partial_lse_ptr,
+                                i_zero + m,
+                                b_valid,
+                                step,
+                                begin,
+                                end,
+                                begin,
+                                1,
+                                MERGE_ROWS,
+                                HEAD_DIM,
+                                HEAD_DIM_PADDED,
+                                FAN_IN,
+                            )
+                            # Into the place of the first, once all threads have read it.
+                            tl.debug_barrier()
+                            b_merged = i_zero + begin * step + m + o_row
+                            p_merged = partial_ptr + b_merged[:, None] * HEAD_DIM + o_dim[None, :]
+                            tl.store(p_merged, b_mean, mask=b_valid[:, None] & b_in_dim)
+                            tl.store(partial_lse_ptr + b_merged, b_weight, mask=b_valid)
+                    is_last = first_group == last_group
+                    stride = 1
+                    if first_group < last_group:
+                        is_last = last_to_arrive(p_arrived, last_group - first_group + 1)
+                        begin, end, stride = first_group, last_group, FAN_IN
+                    if is_last:
+                        for m in range(0, num_m, MERGE_ROWS):
+                            b_valid = m + o_row < num_m
+                            b_mean, b_weight = merge(
+                                partial_ptr,
+                                partial_lse_ptr,
+                                i_zero + m,
+                                b_valid,
+                                step,
+                                begin,
+                                end,
+                                first_span,
+                                stride,
+                                MERGE_ROWS,
+                                HEAD_DIM,
+                                HEAD_DIM_PADDED,
+                                FAN_IN,
+                            )
+                            b_at_head = i_kv_head * GROUP + (m + o_row) % GROUP
+                            if HAS_SINKS:
+                                b_beside = tl.load(sinks_ptr + b_at_head, mask=b_valid, other=0.0)
+                                b_mean *= beside_sink(b_weight, b_beside)[:, None]
+                            b_at = (own_start + first_token + (m + o_row) // GROUP).to(tl.int64)
+                            b_at = b_at * num_heads + b_at_head
+                            tl.store(
+                                output_ptr + b_at[:, None] * HEAD_DIM + o_dim[None, :],
+                                b_mean.to(output_ptr.dtype.element_ty),
+                                mask=b_valid[:, None] & b_in_dim,
+                            )

@@ -9,7 +9,7 @@ import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.attention_prefill.kernel import prefill_kernel
-from appliance.kernels.attention_spans.kernel import plan_spans_kernel
+from appliance.kernels.attention_spans.kernel import plan_spans_kernel, share_spans_kernel
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.paged_attention.kernel import decode_kernel
@@ -25,6 +25,7 @@ from appliance.kernels.paged_attention.work import (
     FAN_IN,
     MAX_KV_HEADS,
     MAX_ROWS,
+    MEMBERS,
     SPAN_BOUNDS,
     SPAN_COLUMNS,
     SPAN_LENGTHS,
@@ -74,31 +75,70 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
     return AttentionWork(batch, tiles)
 
 
-def decode_spans(work: AttentionWork, window: int | None) -> DecodeSpans:
-    """The spans of decode rows in layers of one window."""
-    if window not in work.spans:
-        batch = work.batch
-        device, decodes = batch.query_start.device, batch.num_decodes
-        tokens = batch.block_tables.shape[1] * PAGE_TOKENS
-        most = most_spans(tokens, batch.decode_rows, window)
-        table = torch.empty((decodes * most, SPAN_COLUMNS), dtype=torch.int32, device=device)
-        count = torch.empty(1, dtype=torch.int32, device=device)
-        plan_spans_kernel[(decodes,)](
-            table,
-            count,
+def decode_spans(work: AttentionWork, window: int | None, most_members: int = 1) -> DecodeSpans:
+    """The spans of decode rows in layers of one window.
+
+    Args:
+        work: of the step.
+        window: latest positions that a row sees; None is all.
+        most_members: sequences that one pass over a span can serve. A window leaves little that
+            several see whole, so there each has its own.
+    """
+    if window is not None or work.batch.num_decodes == 1:
+        most_members = 1
+    if (window, most_members) not in work.spans:
+        work.spans[window, most_members] = _cut_spans(work.batch, window, most_members)
+    return work.spans[window, most_members]
+
+
+def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> DecodeSpans:
+    device, decodes = batch.query_start.device, batch.num_decodes
+    tokens = batch.block_tables.shape[1] * PAGE_TOKENS
+    most = most_spans(tokens, batch.decode_rows, window)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    table, count, places = empty(decodes * most, SPAN_COLUMNS), empty(1), empty(decodes, 3)
+    cuts = {
+        "BOUNDS": SPAN_BOUNDS,
+        "LENGTHS": SPAN_LENGTHS,
+        "MEMBERS": MEMBERS,
+        "BLOCK": max(32, padded(decodes)),
+    }
+    sharers = shared = None
+    if most_members > 1:
+        sharers, shared = empty(decodes, most, 1 + MEMBERS), empty(decodes, 2)
+        share_spans_kernel[(decodes,)](
+            sharers,
+            shared,
             batch.query_start,
             batch.context_lens,
+            None if batch.sealed is None else batch.sealed.lens,
+            batch.block_tables,
+            batch.block_tables.stride(0),
             decodes,
-            tokens if window is None else window,
-            BOUNDS=SPAN_BOUNDS,
-            LENGTHS=SPAN_LENGTHS,
-            COLUMNS=SPAN_COLUMNS,
-            BLOCK=max(32, padded(decodes)),
+            most,
+            most_members,
+            **cuts,
             num_warps=1,
         )
-        # A window that begins amid a group may touch one more.
-        work.spans[window] = DecodeSpans(table, count, -(-most // FAN_IN) + 1)
-    return work.spans[window]
+    plan_spans_kernel[(decodes,)](
+        table,
+        count,
+        places,
+        sharers,
+        shared,
+        batch.query_start,
+        batch.context_lens,
+        decodes,
+        tokens if window is None else window,
+        most,
+        **cuts,
+        num_warps=1,
+    )
+    # A window that begins amid a group may touch one more.
+    return DecodeSpans(table, count, places, -(-most // FAN_IN) + 1)
 
 
 def paged_attention(
@@ -188,14 +228,15 @@ def paged_attention(
     with torch.cuda.device(query.get_device()):
         if batch.num_decodes:
             variant, tile, fixed = configure(Phase.DECODE)
-            spans = decode_spans(work, window)
             tokens = tile.block_m // variant.group  # of a program's rows
+            own_tokens = min(batch.decode_rows, tokens)  # of them a sequence's
+            spans = decode_spans(work, window, tokens // own_tokens)
             tiles = num_kv_heads * -(-batch.decode_rows // tokens)
             if tiles not in spans.arrived:
                 counters = (batch.num_decodes, 1 + spans.max_groups, tiles)
                 spans.arrived[tiles] = torch.zeros(counters, dtype=torch.int32, device=query.device)
             # Partial results of rows that are split; a row that is not is written at once.
-            rows = len(spans.table) * tiles * min(batch.decode_rows, tokens) * variant.group
+            rows = len(spans.table) * tiles * own_tokens * variant.group
             partial = query.new_empty((rows, head_dim), dtype=torch.float32)
             partial_lse = query.new_empty(rows, dtype=torch.float32)
             arguments = (
@@ -207,6 +248,7 @@ def paged_attention(
                 *stored,
                 spans.table,
                 spans.count,
+                spans.places,
                 batch.decode_rows,
                 spans.max_groups,
                 *after_query,

@@ -102,6 +102,29 @@ def decode(kv_format: KVFormat, rows: int = 1, window: int | None = None) -> Cos
     return cost_of(traffic, needed, 2 * seen * KV_HEADS * HEAD_DIM)
 
 
+def decode_beside_others(kv_format: KVFormat, shared_pages: int) -> tuple[int, int]:
+    """Sectors that four sequences read whose first pages are the same, and instructions."""
+    pages, sequences = 34, 4
+    own = torch.arange(sequences * pages, dtype=torch.int32).view(sequences, pages)
+    own[:, :shared_pages] = own[0, :shared_pages]
+    batch = RaggedBatch(
+        query_start=torch.arange(sequences + 1, dtype=torch.int32),
+        context_lens=torch.full((sequences,), pages * PAGE - 7, dtype=torch.int32),
+        block_tables=own,
+        slot_mapping=torch.zeros(sequences, dtype=torch.int64),
+        num_decodes=sequences,
+        host_query_lens=(1,) * sequences,
+        host_context_lens=(pages * PAGE - 7,) * sequences,
+    )
+    sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "device": CPU}
+    cache = KVPages.allocate(kv_format, num_blocks=own.numel(), block_size=PAGE, **sizes)
+    query = torch.randn(sequences, HEADS, HEAD_DIM).bfloat16()
+    traffic = counted()
+    paged_attention(query, cache, plan_attention(batch, PAGE), scale=0.1)
+    executed = sum(count for name, count in traffic.items() if " " not in name)
+    return traffic["global load sectors"], executed
+
+
 def matmul(rows: int, group_size: int) -> Cost:
     """Rows by a weight of 4 bits with offsets of no integer zero points."""
     return matmul_of(random_packed(256, 2048, group_size), rows)
@@ -186,6 +209,15 @@ def test_four_tokens_of_a_group_of_four_cost_what_one_does(kv_format: KVFormat) 
     # Of instructions four tokens have more for what follows the keys: a row is merged by itself.
     assert four.instructions < 1.2 * one.instructions
     assert four.sectors < 1.02 * one.sectors
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.INT4])
+def test_a_beginning_that_four_sequences_share_is_read_once(kv_format: KVFormat) -> None:
+    """Of 34 pages each 32 are the same: 40 of 136 remain to be read, and the partial results."""
+    sectors, instructions = decode_beside_others(kv_format, 32)
+    all_sectors, all_instructions = decode_beside_others(kv_format, 0)
+    assert sectors < {KVFormat.BF16: 0.36, KVFormat.INT4: 0.47}[kv_format] * all_sectors
+    assert instructions < 0.46 * all_instructions
 
 
 def test_keys_before_a_window_are_not_read() -> None:

@@ -16,7 +16,7 @@ from appliance.kernels.paged_attention.variant import (
     Variant,
     choose_tile,
 )
-from appliance.kernels.paged_attention.work import SPAN_BOUNDS, SPAN_COLUMNS, SPAN_LENGTHS
+from appliance.kernels.paged_attention.work import MEMBERS, SPAN_BOUNDS, SPAN_LENGTHS
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULES = {
@@ -73,6 +73,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         for phase, (shape, dtype, kv_format) in product(Phase, more):
             yield attention_signature(shape, phase, dtype, kv_format, capability)
     yield spans_signature()
+    yield sharing_signature()
 
 
 def attention_signature(
@@ -117,6 +118,7 @@ def attention_signature(
             "arrived_ptr": "*i32",
             "spans_ptr": "*i32",
             "num_spans_ptr": "*i32",
+            "places_ptr": "*i32",
             "max_rows": "i32",
             "max_groups": "i32",
         }
@@ -147,23 +149,32 @@ def attention_signature(
 
 
 def spans_signature() -> KernelSignature:
-    """How the kernel that cuts contexts is compiled."""
+    """How the kernel that cuts contexts is compiled, where spans may be shared."""
+    pointers = ("spans", "num_spans", "places", "sharers", "shared", "query_start", "context_lens")
+    return _spans_signature(
+        "spans", "plan_spans_kernel", pointers, ("num_seqs", "window", "most_spans")
+    )
+
+
+def sharing_signature() -> KernelSignature:
+    """How the kernel that finds shared spans is compiled."""
+    pointers = ("sharers", "shared", "query_start", "context_lens", "sealed_lens", "block_tables")
+    sizes = ("block_tables_stride", "num_seqs", "most_spans", "most_members")
+    return _spans_signature("spans shared", "share_spans_kernel", pointers, sizes)
+
+
+def _spans_signature(
+    name: str, function: str, pointers: tuple[str, ...], sizes: tuple[str, ...]
+) -> KernelSignature:
     return KernelSignature(
-        name="spans",
+        name=name,
         module="appliance.kernels.attention_spans.kernel",
-        function="plan_spans_kernel",
-        types={
-            "spans_ptr": "*i32",
-            "num_spans_ptr": "*i32",
-            "query_start_ptr": "*i32",
-            "context_lens_ptr": "*i32",
-            "num_seqs": "i32",
-            "window": "i32",
-        },
+        function=function,
+        types={f"{pointer}_ptr": "*i32" for pointer in pointers} | dict.fromkeys(sizes, "i32"),
         constexprs={
             "BOUNDS": SPAN_BOUNDS,
             "LENGTHS": SPAN_LENGTHS,
-            "COLUMNS": SPAN_COLUMNS,
+            "MEMBERS": MEMBERS,
             "BLOCK": 64,
         },
         multiples_of_16=frozenset(),
