@@ -49,10 +49,10 @@ class Server:
     def engine(self) -> psutil.Process:
         api = psutil.Process(self.process.pid)
 
-        def alone() -> list[psutil.Process] | None:
+        def alone() -> list[psutil.Process]:
             """For a moment a child has its parent's command line."""
             found = [child for child in api.children() if str(ECHO) in child.cmdline()]
-            return found if len(found) == 1 else None
+            return found if len(found) == 1 else []
 
         (child,) = wait_until(alone)
         return child
