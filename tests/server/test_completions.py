@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import until
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
@@ -134,6 +135,18 @@ async def test_an_end_token_ends_and_is_not_shown(serve: Serve) -> None:
         other = (await running.complete("abc", max_tokens=9, stop_token_ids=[98])).json()
         assert other["choices"][0]["finish_reason"] == "stop"
         assert other["usage"]["completion_tokens"] == 2
+
+
+async def test_several_prompts_end_at_stop_strings_after_which_nothing_comes(serve: Serve) -> None:
+    """The engine is slow: it learns that the choices ended before it has another token."""
+    async with serve("holds_at=5") as running:
+        body = {"prompt": ["abc", "xbc"], "n": 2, "max_tokens": 9, "stop": "b"}
+        choices = (await running.complete(**body)).json()["choices"]
+        assert [choice["text"] for choice in choices] == ["a", "", "x", ""]
+        assert {choice["finish_reason"] for choice in choices} == {"stop"}
+        frames = await running.frames("/v1/completions", **body)
+        assert frames[-1] == "[DONE]"
+        await until(running.idle)
 
 
 async def test_a_hundred_at_once_are_all_answered(serve: Serve) -> None:

@@ -87,11 +87,12 @@ class Generation(AsyncIterator[SequenceDelta]):
         return None
 
     def close_choice(self, index: int) -> None:
-        """Stop one choice; the others go on."""
+        """Stop one choice; the others go on. Another task may be waiting for its next delta."""
         if index in self._open:
             self._open.remove(index)
             self._awaited.discard(index)
             self._client.abort(self.request.request_id, index)
+            self._wake()
 
     def close(self) -> None:
         """Drop the request and stop the engine's work on it."""
