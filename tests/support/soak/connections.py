@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
+
+from waiting import until
 
 from soak.server import Server, SoakError
 from soak.wire import Connection
@@ -109,5 +111,14 @@ async def out_of_files(server: Server, *, count: int, spare: int = 20) -> dict[s
                 raise SoakError("the files did not run out")
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+    async def is_answered() -> bool:
+        """Not while the server hangs up on those whom it had no file for."""
+        with suppress(ConnectionError):
+            await server.metrics()
+            return True
+        return False
+
+    await until(is_answered, "the server has files again and answers nobody")
     await server.check()
     return {"connections": count, "files": most}
