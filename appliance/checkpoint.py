@@ -12,12 +12,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import safetensors
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import (
@@ -27,6 +24,10 @@ from appliance.files import (
     replace_atomically,
     write_json,
 )
+from appliance.kernels import arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["SafetensorsFolder", "write_json", "write_safetensors"]
 
@@ -39,19 +40,19 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 
 
@@ -61,7 +62,7 @@ class _Entry:
 
     file: Path
     identity: FileIdentity
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     start: int
     nbytes: int
@@ -70,13 +71,18 @@ class _Entry:
 class SafetensorsFolder:
     """A folder with config.json and weights in one safetensors file or in indexed shards.
 
+    Args:
+        path: the folder.
+        in_torch: tensors are read as torch's; otherwise they are `HostArray`.
+
     Raises:
         CheckpointError: a file is missing, cut or inconsistent, or the weights are pickled.
-        UnsupportedModelError: an element type that torch does not have.
+        UnsupportedModelError: an unknown element type.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, in_torch: bool = True) -> None:
         self.path = path
+        self.in_torch = in_torch
         self.config = read_json(path / CONFIG_NAME)
         if "auto_map" in self.config:
             logger.warning("%s: auto_map is ignored; code from a checkpoint is never run", path)
@@ -99,8 +105,8 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's element type."""
+    def dtype(self, name: str) -> str:
+        """Name a tensor's element type, such as "bfloat16"."""
         return self._entries[name].dtype
 
     def load(self, name: str) -> Tensor:
@@ -130,15 +136,15 @@ class SafetensorsFolder:
         flat = replace(entry, shape=(count * rows, columns))
         return self._read_rows(flat, index * rows + start, index * rows + stop)
 
-    @staticmethod
-    def _read_rows(entry: _Entry, start: int, stop: int) -> Tensor:
+    def _read_rows(self, entry: _Entry, start: int, stop: int) -> Tensor:
         row_bytes = (
             entry.nbytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.nbytes
         )
-        raw = torch.empty(row_bytes * (stop - start), dtype=torch.uint8)
-        read_into(entry.file, entry.identity, entry.start + start * row_bytes, raw.numpy().data)
+        raw = np.empty(row_bytes * (stop - start), dtype=np.uint8)
+        read_into(entry.file, entry.identity, entry.start + start * row_bytes, raw.data)
         shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
-        return raw.view(entry.dtype).view(shape)
+        found: Tensor = arrays.of_numpy(raw).view(entry.dtype).reshape(shape)
+        return arrays.in_torch(found) if self.in_torch else found
 
 
 def write_safetensors(
@@ -149,6 +155,9 @@ def write_safetensors(
     Raises:
         CheckpointError: the file cannot be written, for example because the disk is full.
     """
+    import safetensors
+    from safetensors.torch import save_file
+
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         with replace_atomically(path) as temporary:
@@ -240,7 +249,7 @@ def _entry(path: Path, identity: FileIdentity, data_start: int, name: str, field
         )
     if not all(type(size) is int and size >= 0 for size in shape):
         _refuse(path, f"tensor {name!r} has the impossible shape {shape}")
-    nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
+    nbytes = math.prod(shape) * arrays.numpy_dtype(_DTYPES[dtype]).itemsize
     if end - start != nbytes:
         _refuse(path, f"tensor {name!r} of shape {shape} needs {nbytes} bytes, not {end - start}")
     return _Entry(path, identity, _DTYPES[dtype], tuple(shape), data_start + start, nbytes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVBlocks, KVFormat, KVPages, LayerCache
+from appliance.kernels.kv_cache import KVBlocks, KVPages, LayerCache
 from appliance.kernels.sealed_pages import SealedPages
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import KVFormat, LayerPrecision
 
 AnyLayerCache = LayerCache | SealedPages
 

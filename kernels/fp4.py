@@ -1,4 +1,4 @@
-"""The 4-bit floating-point weight form: e2m1 codes and scales of 8 bits. Imports nothing of ours.
+"""The 4-bit floating-point weight form: e2m1 codes and scales of 8 bits.
 
 OCP's MXFP4 has a power of two (e8m0) for 32 inputs; NVIDIA's NVFP4 has e4m3 for 16 inputs and one
 float32 for the whole weight.
@@ -7,13 +7,19 @@ float32 for the whole weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from appliance.kernels import arrays
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # Of the three low bits of a code; the fourth is the sign. Doubled they are whole numbers.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUPS = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}  # inputs that share a scale
+GROUPS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # inputs that share a scale
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
 
 
@@ -35,12 +41,12 @@ class Fp4Weight:
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
-        assert self.codes.dtype == torch.uint8, self.codes.dtype
-        assert self.scale.dtype in GROUPS, self.scale.dtype
+        assert arrays.dtype_name(self.codes.dtype) == "uint8", self.codes.dtype
+        assert arrays.dtype_name(self.scale.dtype) in GROUPS, self.scale.dtype
         assert columns % self.group_size == 0, (columns, self.group_size)
         groups = (rows, columns // self.group_size)
         assert tuple(self.scale.shape) == groups, (self.scale.shape, groups)
-        assert self.row_scale.dtype == torch.float32, self.row_scale.dtype
+        assert arrays.dtype_name(self.row_scale.dtype) == "float32", self.row_scale.dtype
         assert tuple(self.row_scale.shape) == (rows,), self.row_scale.shape
 
     @property
@@ -51,7 +57,7 @@ class Fp4Weight:
     @property
     def group_size(self) -> int:
         """Inputs that share a scale."""
-        return GROUPS[self.scale.dtype]
+        return GROUPS[arrays.dtype_name(self.scale.dtype)]
 
     @property
     def nbytes(self) -> int:
@@ -62,9 +68,9 @@ class Fp4Weight:
         """The same weight on a device."""
         return Fp4Weight(self.codes.to(device), self.scale.to(device), self.row_scale.to(device))
 
-    def rows(self, index: Tensor | slice) -> Fp4Weight:
+    def rows(self, index: arrays.Rows) -> Fp4Weight:
         """Select output rows; nothing is lost."""
-        scale = self.scale.view(torch.uint8)[index].view(self.scale.dtype)
+        scale = arrays.viewed(arrays.viewed(self.scale, "uint8")[index], self.scale.dtype)
         return Fp4Weight(self.codes[index], scale, self.row_scale[index])
 
     @property
@@ -77,13 +83,13 @@ class Fp4Weight:
         assert first % self.group_size == 0, (first, self.group_size)
         assert last % self.group_size == 0, (last, self.group_size)
         groups = slice(first // self.group_size, last // self.group_size)
-        scale = self.scale.view(torch.uint8)[:, groups].contiguous().view(self.scale.dtype)
+        scale = arrays.viewed(self.scale, "uint8")[:, groups].contiguous()
         codes = self.codes[:, first // 2 : last // 2].contiguous()
-        return Fp4Weight(codes, scale, self.row_scale)
+        return Fp4Weight(codes, arrays.viewed(scale, self.scale.dtype), self.row_scale)
 
     def is_finite(self) -> bool:
         """Return True if no scale is NaN or infinite; every code is a number."""
-        return all(bool(torch.isfinite(t.float()).all()) for t in (self.scale, self.row_scale))
+        return all(arrays.is_finite(t.float()) for t in (self.scale, self.row_scale))
 
     def stacks_with(self, other: Fp4Weight) -> bool:
         """Return True if `other` may follow below this one."""
@@ -93,33 +99,33 @@ class Fp4Weight:
     def concatenate(parts: list[Fp4Weight]) -> Fp4Weight:
         """Stack weights of one kind along the output dimension, as for a fused q/k/v."""
         assert all(part.stacks_with(parts[0]) for part in parts)
-        scale = torch.cat([part.scale.view(torch.uint8) for part in parts])
+        scale = arrays.cat([arrays.viewed(part.scale, "uint8") for part in parts])
         return Fp4Weight(
-            torch.cat([part.codes for part in parts]),
-            scale.view(parts[0].scale.dtype),
-            torch.cat([part.row_scale for part in parts]),
+            arrays.cat([part.codes for part in parts]),
+            arrays.viewed(scale, parts[0].scale.dtype),
+            arrays.cat([part.row_scale for part in parts]),
         )
 
     def unpack(self) -> Tensor:
         """Codes one per byte: (out_features, in_features) uint8."""
-        return torch.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
+        codes: Tensor = arrays.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
+        return codes
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: Any = "float32") -> Tensor:
         """Weights (out_features, in_features), computed in float64 or float32 and then cast."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        wide = "float64" if arrays.dtype_name(dtype) == "float64" else "float32"
+        out: Tensor = arrays.empty(self.shape, dtype, self.codes)
         step = max(1, DEQUANTIZE_AT_ONCE // self.shape[1])
         for start in range(0, self.shape[0], step):
             some = slice(start, start + step)
             part = self.rows(some)
-            factors = part.scale.to(wide) * part.row_scale.to(wide)[:, None]
+            factors = arrays.cast(part.scale, wide) * arrays.cast(part.row_scale, wide)[:, None]
             values = part._values(wide).view(*factors.shape, self.group_size)
-            out[some] = (values * factors[:, :, None]).flatten(1)
+            out[some] = arrays.cast((values * factors[:, :, None]).flatten(1), dtype)
         return out
 
-    def _values(self, dtype: torch.dtype) -> Tensor:
+    def _values(self, dtype: str) -> Tensor:
         """The value of each code, (out_features, in_features)."""
-        table = torch.tensor(
-            (*VALUES, *(-value for value in VALUES)), dtype=dtype, device=self.codes.device
-        )
-        return table[self.unpack().long()]
+        values = np.array((*VALUES, *(-value for value in VALUES)), dtype=dtype)
+        found: Tensor = arrays.like(self.codes, values)[self.unpack().long()]
+        return found

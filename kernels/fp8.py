@@ -1,12 +1,16 @@
-"""The 8-bit floating-point weight form: e4m3 codes and their scales. Imports nothing of ours."""
+"""The 8-bit floating-point weight form: e4m3 codes and their scales."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from appliance.kernels import arrays
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 BLOCK = 128  # rows and columns that share a scale, in the block form
 E4M3_MAX = 448.0
@@ -32,8 +36,8 @@ class Fp8Weight:
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
-        assert self.codes.dtype == torch.float8_e4m3fn, self.codes.dtype
-        assert self.scale.dtype == torch.float32, self.scale.dtype
+        assert arrays.dtype_name(self.codes.dtype) == "float8_e4m3fn", self.codes.dtype
+        assert arrays.dtype_name(self.scale.dtype) == "float32", self.scale.dtype
         blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
         assert tuple(self.scale.shape) in ((rows,), blocks), (self.scale.shape, blocks)
 
@@ -68,16 +72,16 @@ class Fp8Weight:
         unit = self.column_unit
         assert first % unit == 0, (first, unit)
         assert last % unit == 0 or last == self.shape[1], (last, unit)
-        codes = self.codes.view(torch.uint8)[:, first:last].contiguous()
+        codes = arrays.viewed(self.codes, "uint8")[:, first:last].contiguous()
         scale = self.scale
         if self.is_blockwise:
             scale = scale[:, first // BLOCK : -(-last // BLOCK)].contiguous()
-        return replace(self, codes=codes.view(torch.float8_e4m3fn), scale=scale)
+        return replace(self, codes=arrays.viewed(codes, self.codes.dtype), scale=scale)
 
     def is_finite(self) -> bool:
         """Return True if no scale and no code is NaN or infinite."""
-        nan = (self.codes.view(torch.uint8) & NAN_CODE) == NAN_CODE
-        return bool(torch.isfinite(self.scale).all()) and not bool(nan.any())
+        nan = (arrays.viewed(self.codes, "uint8") & NAN_CODE) == NAN_CODE
+        return arrays.is_finite(self.scale) and not bool(nan.any())
 
     def stacks_with(self, other: Fp8Weight) -> bool:
         """Return True if `other` may follow below this one: no block may hold rows of both."""
@@ -91,30 +95,32 @@ class Fp8Weight:
     def concatenate(parts: list[Fp8Weight]) -> Fp8Weight:
         """Stack weights along the output dimension, each of which stacks with the next."""
         assert all(one.stacks_with(two) for one, two in pairwise(parts))
-        codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+        codes = arrays.cat([arrays.viewed(part.codes, "uint8") for part in parts])
         return replace(
             parts[0],
-            codes=codes.view(torch.float8_e4m3fn),
-            scale=torch.cat([part.scale for part in parts]),
+            codes=arrays.viewed(codes, "float8_e4m3fn"),
+            scale=arrays.cat([part.scale for part in parts]),
         )
 
     def row_scales(self) -> Tensor:
         """Scale of each output feature over each 128 inputs: (out_features, blocks) float32."""
         if not self.is_blockwise:
-            return self.scale[:, None].expand(-1, -(-self.shape[1] // BLOCK))
-        return self.scale.repeat_interleave(BLOCK, dim=0)[: self.shape[0]]
+            return self.scale[:, None].expand(len(self.scale), -(-self.shape[1] // BLOCK))
+        scales: Tensor = arrays.repeated(self.scale, BLOCK, 0)[: self.shape[0]]
+        return scales
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
+    def dequantize(self, dtype: Any = "float32", rows: slice = slice(None)) -> Tensor:
         """Some rows of the weight, computed in float64 or float32 and then cast.
 
         Many are done a few at a time, as wider values in between take more than the result.
         """
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = "float64" if arrays.dtype_name(dtype) == "float64" else "float32"
         codes, scales = self.codes[rows], self.row_scales()[rows]
-        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        out: Tensor = arrays.empty(codes.shape, dtype, codes)
         step = max(1, DEQUANTIZE_AT_ONCE // self.shape[1])
         for start in range(0, len(codes), step):
             some = slice(start, start + step)
-            factors = scales[some].to(wide).repeat_interleave(BLOCK, dim=1)
-            out[some] = codes[some].to(wide) * factors[:, : self.shape[1]]
+            factors = arrays.repeated(arrays.cast(scales[some], wide), BLOCK, 1)
+            product = arrays.cast(codes[some], wide) * factors[:, : self.shape[1]]
+            out[some] = arrays.cast(product, dtype)
         return out

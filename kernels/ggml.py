@@ -1,4 +1,4 @@
-"""A weight in the blocks of a GGML type, as a GGUF file stores it. Imports only the types of ours.
+"""A weight in the blocks of a GGML type, as a GGUF file stores it.
 
 The blocks are the whole weight: nothing is rounded, and no more memory is taken than in the file.
 """
@@ -6,11 +6,14 @@ The blocks are the whole weight: nothing is rounded, and no more memory is taken
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from appliance.kernels import arrays
 from appliance.kernels.ggml_types import GGML_TYPES, Decoded, GgmlType, half_at
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
 
@@ -31,10 +34,10 @@ class GgmlWeight:
     input_order: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.blocks.dtype == torch.uint8, self.blocks.dtype
+        assert arrays.dtype_name(self.blocks.dtype) == "uint8", self.blocks.dtype
         assert self.blocks.shape[2] == self.type.block_bytes, (self.type_name, self.blocks.shape)
         if self.input_order is not None:
-            assert self.input_order.dtype == torch.int32, self.input_order.dtype
+            assert arrays.dtype_name(self.input_order.dtype) == "int32", self.input_order.dtype
             assert tuple(self.input_order.shape) == (self.shape[1],), self.input_order.shape
 
     @property
@@ -58,7 +61,7 @@ class GgmlWeight:
         order = None if self.input_order is None else self.input_order.to(device)
         return replace(self, blocks=self.blocks.to(device), input_order=order)
 
-    def rows(self, index: Tensor | slice) -> GgmlWeight:
+    def rows(self, index: arrays.Rows) -> GgmlWeight:
         """Select output rows; nothing is lost."""
         return replace(self, blocks=self.blocks[index])
 
@@ -77,37 +80,37 @@ class GgmlWeight:
 
     def is_finite(self) -> bool:
         """Return True if no scale is NaN or infinite."""
-        return all(bool(half_at(self.blocks, start).isfinite().all()) for start in self.type.halves)
+        return all(arrays.is_finite(half_at(self.blocks, start)) for start in self.type.halves)
 
     def decode(self) -> Decoded:
         """Decode all codes and scales, columns as they stand; takes several times the memory."""
         return self.type.decode(self.blocks)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: Any = "float32") -> Tensor:
         """Exact weights, (out_features, in_features), computed in float32 and then cast.
 
         Large ones are done a few rows at a time.
         """
-        out = torch.empty(self.shape, dtype=dtype, device=self.blocks.device)
+        out: Tensor = arrays.empty(self.shape, dtype, self.blocks)
         order = None if self.input_order is None else self.input_order.long()
         step = max(1, DEQUANTIZE_AT_ONCE // self.shape[1])
         for start in range(0, self.shape[0], step):
             rows = slice(start, start + step)
             values = self.rows(rows).decode().weights()
             if order is None:
-                out[rows] = values
+                out[rows] = arrays.cast(values, dtype)
             else:
-                out[rows].index_copy_(1, order, values.to(dtype))
+                out[rows, order] = arrays.cast(values, dtype)
         return out
 
     def stacks_with(self, other: GgmlWeight) -> bool:
         """Return True if `concatenate` takes both."""
         one, two = self.input_order, other.input_order
-        same_order = one is two if one is None or two is None else torch.equal(one, two)
+        same_order = one is two if one is None or two is None else arrays.equal(one, two)
         return same_order and self.type_name == other.type_name and self.shape[1] == other.shape[1]
 
     @staticmethod
     def concatenate(parts: list[GgmlWeight]) -> GgmlWeight:
         """Stack weights of one type along the output dimension, as for a fused q/k/v."""
         assert all(part.stacks_with(parts[0]) for part in parts)
-        return replace(parts[0], blocks=torch.cat([part.blocks for part in parts]))
+        return replace(parts[0], blocks=arrays.cat([part.blocks for part in parts]))

@@ -1,7 +1,7 @@
 """The quantized types of GGML that are multiplied as they are stored: the layout of their blocks.
 
 Layouts are those of llama.cpp's ggml-common.h; numbers, sizes and values agree with the `gguf`
-package. Imports nothing of ours.
+package. Imports nothing of ours but `arrays`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from appliance.kernels import arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
 SUPERBLOCK = 256  # weights in a block of a K type
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -36,10 +39,10 @@ class Decoded:
     def weights(self) -> Tensor:
         """Multiply: (rows, in_features) float32, rounded once."""
         groups = self.codes.view(*self.scale.shape, -1).float()
-        values = groups.mul_(self.scale.unsqueeze(-1))
-        return (values if self.offset is None else values.add_(self.offset.unsqueeze(-1))).flatten(
-            1
-        )
+        groups *= self.scale.unsqueeze(-1)
+        if self.offset is not None:
+            groups += self.offset.unsqueeze(-1)
+        return groups.flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class GgmlType:
 
 def half_at(blocks: Tensor, start: int) -> Tensor:
     """Return the float16 at a byte offset of every block: (rows, blocks)."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
+    halves: Tensor = arrays.viewed(blocks[..., start : start + 2].contiguous(), "float16")
+    return halves[..., 0]
 
 
 def _q5_0(blocks: Tensor) -> Decoded:
@@ -98,8 +102,8 @@ def _q3_k(blocks: Tensor) -> Decoded:
     """
     codes = _pairs(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
     low, high = blocks[..., 96:104], blocks[..., 104:108]
-    low = torch.cat((low & 0xF, low >> 4), dim=-1)
-    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    low = arrays.cat((low & 0xF, low >> 4), dim=-1)
+    high = arrays.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     scale = _signed(low | high << 4, 32).float() * half_at(blocks, 108).float().unsqueeze(-1)
     return _around(codes.flatten(1), 4, scale.flatten(1))
 
@@ -118,15 +122,15 @@ def _q5_k(blocks: Tensor) -> Decoded:
 def _q6_k(blocks: Tensor) -> Decoded:
     """128 bytes of low nibbles, 64 of high pairs, 16 signed scales, d; groups of 16."""
     codes = _nibbles(blocks[..., :128], 64) | (_pairs(blocks[..., 128:192]) << 4).flatten(1)
-    scale = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scale = arrays.viewed(blocks[..., 192:208].contiguous(), "int8").float()
     scale = scale * half_at(blocks, 208).float().unsqueeze(-1)
     return _around(codes, 32, scale.flatten(1))
 
 
 def _iq4_xs(blocks: Tensor) -> Decoded:
     """Scale d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles of a table."""
-    high = torch.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    low = torch.stack((blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4), dim=-1)
+    high = arrays.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    low = arrays.stack((blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4), dim=-1)
     scale = _signed(low.flatten(-2) | high.flatten(-2) << 4, 32).float()
     scale = scale * half_at(blocks, 0).float().unsqueeze(-1)
     return Decoded(_from_table(_nibbles(blocks[..., 8:], 16)), scale.flatten(1), None)
@@ -153,8 +157,8 @@ def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
     four.
     """
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat((first & 63, (third & 0xF) | ((first >> 6) << 4)), dim=-1)
-    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
+    scales = arrays.cat((first & 63, (third & 0xF) | ((first >> 6) << 4)), dim=-1)
+    minima = arrays.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
     d, dmin = half_at(blocks, 0).float(), half_at(blocks, 2).float()
     scale = d.unsqueeze(-1) * scales
     offset = -dmin.unsqueeze(-1) * minima
@@ -164,39 +168,41 @@ def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _nibbles(packed: Tensor, run: int) -> Tensor:
     """Split bytes into the low nibbles of a run of them, then the high ones: (rows, weights)."""
     runs = packed.unflatten(-1, (-1, run))
-    return torch.stack((runs & 0xF, runs >> 4), dim=-2).flatten(1)
+    nibbles: Tensor = arrays.stack((runs & 0xF, runs >> 4), dim=-2).flatten(1)
+    return nibbles
 
 
 def _pairs(packed: Tensor) -> Tensor:
     """Split 64 bytes: of each 32 the lowest pairs of bits first; (rows, blocks, 256)."""
     halves = packed.unflatten(-1, (2, 1, 32))
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).view(4, 1)
+    shifts = arrays.like(packed, np.arange(0, 8, 2, dtype=np.uint8)).view(4, 1)
     pairs: Tensor = (halves >> shifts) & 3
     return pairs.flatten(2)
 
 
 def _bits(packed: Tensor) -> Tensor:
     """Split 32 bytes, the lowest bits first: (rows, blocks, 256)."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(8, 1)
+    shifts = arrays.like(packed, np.arange(8, dtype=np.uint8)).view(8, 1)
     bits: Tensor = (packed.unsqueeze(-2) >> shifts) & 1
     return bits.flatten(2)
 
 
 def _five_bits(blocks: Tensor, start: int) -> Tensor:
     """Decode 32 fifth bits in four bytes and 32 nibbles after them: (rows, weights)."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    shifts = arrays.like(blocks, np.arange(8, dtype=np.uint8))
     high = (blocks[..., start : start + 4].unsqueeze(-1) >> shifts) & 1  # (rows, blocks, 4, 8)
-    return _nibbles(blocks[..., start + 4 :], 16) | (high.flatten(1) << 4)
+    codes: Tensor = _nibbles(blocks[..., start + 4 :], 16) | (high.flatten(1) << 4)
+    return codes
 
 
 def _from_table(codes: Tensor) -> Tensor:
-    table = torch.tensor(IQ4_VALUES, dtype=torch.int8, device=codes.device)
+    table = arrays.like(codes, np.array(IQ4_VALUES, dtype=np.int8))
     values: Tensor = table[codes.long()]
     return values
 
 
 def _signed(codes: Tensor, middle: int) -> Tensor:
-    centered: Tensor = codes.view(torch.int8) - middle
+    centered: Tensor = arrays.viewed(codes, "int8") - middle
     return centered
 
 

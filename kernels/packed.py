@@ -1,16 +1,20 @@
 """The packed weight form: integer codes in groups along the input dimension, each with a scale.
 
 Every quantized checkpoint is brought into this form without loss, and every matmul kernel starts
-from it. Imports nothing of ours.
+from it. Imports nothing of ours but `arrays`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from appliance.kernels import arrays
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
 SMALLEST_GROUP = 32  # that all kernels multiply
@@ -56,7 +60,7 @@ class PackedWeight:
         assert tuple(self.scale.shape) == groups, (self.scale.shape, groups)
         assert tuple(self.offset.shape) == groups, (self.offset.shape, groups)
         if self.input_order is not None:
-            assert self.input_order.dtype == torch.int32, self.input_order.dtype
+            assert arrays.dtype_name(self.input_order.dtype) == "int32", self.input_order.dtype
             assert tuple(self.input_order.shape) == (in_features,), self.input_order.shape
 
     @property
@@ -80,7 +84,7 @@ class PackedWeight:
             input_order=None if self.input_order is None else self.input_order.to(device),
         )
 
-    def rows(self, index: Tensor | slice) -> PackedWeight:
+    def rows(self, index: arrays.Rows) -> PackedWeight:
         """Select output rows without repacking."""
         return replace(
             self, codes=self.codes[index], scale=self.scale[index], offset=self.offset[index]
@@ -105,8 +109,8 @@ class PackedWeight:
         return replace(
             self,
             codes=self.codes[:, first * self.bits // 8 : last * self.bits // 8].contiguous(),
-            scale=self.scale.repeat_interleave(repeats, dim=1)[:, groups].contiguous(),
-            offset=self.offset.repeat_interleave(repeats, dim=1)[:, groups].contiguous(),
+            scale=arrays.repeated(self.scale, repeats, 1)[:, groups].contiguous(),
+            offset=arrays.repeated(self.offset, repeats, 1)[:, groups].contiguous(),
             group_size=group,
         )
 
@@ -114,9 +118,10 @@ class PackedWeight:
         """Codes one per byte, as they stand: (out_features, in_features) uint8."""
         if self.bits == 8:
             return self.codes
-        return torch.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
+        codes: Tensor = arrays.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
+        return codes
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: Any = "float32") -> Tensor:
         """Exact weights, (out_features, in_features), computed in float32 and then cast.
 
         Large ones are done a few rows at a time: the float32 values in between take several
@@ -124,25 +129,28 @@ class PackedWeight:
         """
         out_features, in_features = self.shape
         step = max(1, DEQUANTIZE_AT_ONCE // in_features)
-        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        out: Tensor = arrays.empty(self.shape, dtype, self.codes)
         order = None if self.input_order is None else self.input_order.long()
         for start in range(0, out_features, step):
             rows = slice(start, start + step)
             values = self.rows(rows)._dequantize()
             if order is None:
-                out[rows] = values
+                out[rows] = arrays.cast(values, dtype)
             else:
-                out[rows].index_copy_(1, order, values.to(dtype))
+                out[rows, order] = arrays.cast(values, dtype)
         return out
 
     def _dequantize(self) -> Tensor:
         """Weights in float32, columns as the codes stand."""
-        q = self.unpack().to(torch.float32).view(self.shape[0], -1, self.group_size)
-        scale = self.scale.to(torch.float32).unsqueeze(-1)
-        offset = self.offset.to(torch.float32).unsqueeze(-1)
+        q = self.unpack().float().view(self.shape[0], -1, self.group_size)
+        scale, offset = self.scale.float().unsqueeze(-1), self.offset.float().unsqueeze(-1)
         if self.offset_kind is OffsetKind.ZERO_POINT:
-            return q.sub_(offset).mul_(scale).view(self.shape)
-        return q.mul_(scale).add_(offset).view(self.shape)
+            q -= offset
+            q *= scale
+        else:
+            q *= scale
+            q += offset
+        return q.view(self.shape)
 
     @staticmethod
     def concatenate(parts: list[PackedWeight]) -> PackedWeight:
@@ -150,15 +158,15 @@ class PackedWeight:
         assert all(part.stacks_with(parts[0]) for part in parts)
         return replace(
             parts[0],
-            codes=torch.cat([part.codes for part in parts]),
-            scale=torch.cat([part.scale for part in parts]),
-            offset=torch.cat([part.offset for part in parts]),
+            codes=arrays.cat([part.codes for part in parts]),
+            scale=arrays.cat([part.scale for part in parts]),
+            offset=arrays.cat([part.offset for part in parts]),
         )
 
     def stacks_with(self, other: PackedWeight) -> bool:
         """Return True if `concatenate` takes both."""
         one, two = self.input_order, other.input_order
-        same_order = one is two if one is None or two is None else torch.equal(one, two)
+        same_order = one is two if one is None or two is None else arrays.equal(one, two)
         return same_order and (self.bits, self.group_size, self.offset_kind, self.scale.dtype) == (
             other.bits,
             other.group_size,

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
 Table = TypeVar("Table", bound="Sequence[int]")
@@ -108,6 +107,8 @@ class RaggedBatch:
             decode_rows: most rows of a sequence that decodes.
             state_slots: of each sequence's recurrent state, of models that have one.
         """
+        import torch
+
         pages: list[int] = []
         if open_pages is not None and state_slots is not None:
             each = zip(state_slots, open_pages, strict=True)
@@ -179,6 +180,8 @@ def _spans(
     block_size: int,
     device: torch.device,
 ) -> SealedSpans:
+    import torch
+
     starts = [(context - 1) // block_size * block_size for context in context_lens]
     slots = [
         page * block_size + position - start

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import gguf
+    import numpy as np
+    from numpy.typing import NDArray
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
@@ -211,7 +213,9 @@ def _stored(values: Tensor, kind: str) -> Tensor:
     return values.to(dtype).contiguous().view(torch.uint8)
 
 
-def _stored_order(source: ModelSource, slot: TensorSlot, *, interleaved: bool) -> Tensor | None:
+def _stored_order(
+    source: ModelSource, slot: TensorSlot, *, interleaved: bool
+) -> NDArray[np.int64] | None:
     """Return which of our rows each stored row is; None where the order is the same."""
     if slot.role not in (Role.QUERY, Role.KEY) or not interleaved:
         return None

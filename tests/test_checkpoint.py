@@ -17,6 +17,7 @@ from torch import Tensor
 
 from appliance.checkpoint import SafetensorsFolder, write_json, write_safetensors
 from appliance.errors import ApplianceError, CheckpointError, UnsupportedModelError
+from appliance.kernels.arrays import dtype_name
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -53,7 +54,8 @@ def assert_same(folder: SafetensorsFolder) -> None:
     for name, expected in TENSORS.items():
         loaded = folder.load(name)
         assert folder.shape(name) == tuple(expected.shape) == tuple(loaded.shape)
-        assert folder.dtype(name) is expected.dtype is loaded.dtype
+        assert loaded.dtype is expected.dtype
+        assert folder.dtype(name) == dtype_name(expected.dtype)
         assert torch.equal(loaded.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
 
 

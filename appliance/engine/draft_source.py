@@ -11,7 +11,7 @@ from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.speculation.draft_blocks import scratch_blocks
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.cache import bytes_per_token
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
 from appliance.model.narrowed import narrowed
 from appliance.model.native_loader import why_unsupported
@@ -95,7 +95,7 @@ def open_draft(
             f"{asked} needs the CPU library, whose answers drafts do not change, and"
             f" {execution.name} executes this model; use --speculate auto or off"
         )
-    draft = narrowed(source) if name == SELF_DRAFT else open_model(Path(name))
+    draft = narrowed(source) if name == SELF_DRAFT else open_model(Path(name), in_torch=False)
     if draft is None:
         raise ConfigError(
             f"{asked} drafts with the model itself at 4 bits, and its weights have no more than"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, cast
 
 from appliance.engine.kv_precision import in_words
 from appliance.engine.messages import EngineInfo
 from appliance.engine.weights_fingerprint import weights_digest
+from appliance.kernels.arrays import dtype_name
 from appliance.version import __version__
 
 if TYPE_CHECKING:
+    import torch
+
     from appliance.config import EngineConfig
+    from appliance.engine.execution.execution import Processor
     from appliance.engine.memory_plan import MemoryPlan
     from appliance.engine.run.device import Device
     from appliance.engine.runner_setup import RunnerParts
@@ -35,7 +37,7 @@ def describe(
     precision = execution.precision
     kv_format, router = in_words(precision), source.spec.router
     arithmetic = (
-        f"{weight_format} {execution.name} {precision.device} {precision.dtype} "
+        f"{weight_format} {execution.name} {precision.device} {dtype_name(precision.dtype)} "
         f"{kv_format} {precision.block_size}"
     )
     return EngineInfo(
@@ -83,7 +85,7 @@ def notes_on(
 
 def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> tuple[str, ...]:
     """Build notes on what runs on a GPU without a kernel of its own."""
-    if device.torch_device.type != "cuda":
+    if not device.is_asynchronous or device.torch_device.type != "cuda":
         return ()
     if not source.spec.has_experts or is_enqueued:
         return ()
@@ -101,10 +103,12 @@ def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
     )
 
 
-def device_name(device: torch.device, threads: int) -> str:
+def device_name(device: torch.device | Processor, threads: int) -> str:
     """Name a device for people."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        import torch
+
+        return torch.cuda.get_device_name(cast("torch.device", device))
     return f"CPU, {threads} thread{'' if threads == 1 else 's'} of {os.cpu_count()}"
 
 

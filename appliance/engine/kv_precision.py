@@ -4,33 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from appliance.engine.execution.execution import Precision
+from appliance.engine.execution.execution import Precision, Processor
 from appliance.errors import ConfigError
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.arrays import dtype_name
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
 from appliance.wording import counted
 
 if TYPE_CHECKING:
+    import torch
+
     from appliance.config import EngineConfig
     from appliance.model.source import ModelSource
 
 _FORMAT_OF_DTYPE = {
-    torch.bfloat16: KVFormat.BF16,
-    torch.float16: KVFormat.FP16,
-    torch.float32: KVFormat.FP32,
+    "bfloat16": KVFormat.BF16,
+    "float16": KVFormat.FP16,
+    "float32": KVFormat.FP32,
 }
 
 
 def choose_kv(
     config: EngineConfig,
     source: ModelSource,
-    device: torch.device,
-    dtype: torch.dtype,
+    device: torch.device | Processor,
+    dtype: Any,
     *,
     native: bool,
 ) -> tuple[Precision, tuple[str, ...]]:
@@ -97,7 +98,7 @@ def in_words(precision: Precision) -> str:
     return ", ".join(f"{counted(count, 'layer')} {form}" for form, count in counts.most_common())
 
 
-def _usual(config: EngineConfig, source: ModelSource, dtype: torch.dtype, native: bool) -> KVFormat:
+def _usual(config: EngineConfig, source: ModelSource, dtype: Any, native: bool) -> KVFormat:
     """Return the default format: INT8 where it is fastest and loses next to nothing.
 
     The CPU library attends to INT8 twice as fast as to BF16. Keys with a bias or a norm of their
@@ -108,7 +109,7 @@ def _usual(config: EngineConfig, source: ModelSource, dtype: torch.dtype, native
     is_even = all(not a.qkv_bias and a.qk_norm is None for a in attention)
     if native and is_even and config.dtype == "auto":
         return KVFormat.INT8
-    return _FORMAT_OF_DTYPE[dtype]
+    return _FORMAT_OF_DTYPE[dtype_name(dtype)]
 
 
 def _format_of(word: str) -> KVFormat:

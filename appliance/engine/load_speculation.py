@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from appliance.engine.execution.native_execution import NativeExecution
-from appliance.engine.run.draft_executor import DraftExecutor
 from appliance.engine.speculation.draft_blocks import DraftBlocks
 from appliance.engine.speculation.draft_model import DraftModelProposer
 from appliance.engine.speculation.forced import ForcedProposer
@@ -71,6 +70,8 @@ def _load_draft(config: EngineConfig, plan: MemoryPlan, draft: DraftSource) -> D
         CheckpointError: a weight holds NaN or infinity.
         MemoryError: the system has too little memory for the weights.
     """
+    from appliance.engine.run.draft_executor import DraftExecutor  # loads torch
+
     engine, size = draft.execution.engine, plan.block_size
     executor = load_native(
         draft.source,

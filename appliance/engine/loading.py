@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import psutil
-import torch
 
 from appliance.engine.adapters.loader import AdapterLoader, check_adapters
 from appliance.engine.admission import Admission
@@ -21,6 +20,7 @@ from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.draft_source import open_draft
 from appliance.engine.engine_info import describe, notes_on
 from appliance.engine.execution.choice import choose_execution
+from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import in_words
 from appliance.engine.load_speculation import load_speculator
@@ -29,12 +29,11 @@ from appliance.engine.memory_plan import plan_memory
 from appliance.engine.memory_request import choose_precision, memory_of, num_open_of
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.rates import Rates
-from appliance.engine.run.cuda_device import CudaDevice
 from appliance.engine.run.cuda_graphs import PROMPTS
-from appliance.engine.run.device import HostDevice
+from appliance.engine.run.device import HostDevice, NativeDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.model.decoder import Decoder
+from appliance.model.native import NativeDecoder
 from appliance.model.source import open_model
 from appliance.runtime import release_unused, resident_bytes
 
@@ -88,7 +87,7 @@ def load_parts(
     begin = time.perf_counter()
     stages = [("imports", time.monotonic())]
     on_progress("reading the model", 0, 0)
-    source = source or open_model(Path(config.model))
+    source = source or open_model(Path(config.model), in_torch=False)
     opened = _open(config, source, device)
     request, plan = _plan(config, opened, admission or Admission())
     stages.append(("header and plan", time.monotonic()))
@@ -155,17 +154,28 @@ class _Opened:
 
 def _open(config: EngineConfig, source: ModelSource, device: Device | None) -> _Opened:
     threads = config.threads or psutil.cpu_count(logical=False) or 1
-    torch.set_num_threads(threads)
     precision, kv_notes = choose_precision(config, source)
-    check_adapters(config, precision.device)
+    check_adapters(config, precision.device.type)
     execution, notes = choose_execution(config, precision, source, threads)
-    if device is None:
-        is_cuda = precision.device.type == "cuda"
-        device = CudaDevice(precision.device) if is_cuda else HostDevice()
+    device = device or _device_of(execution, threads)
     num_open = num_open_of(config, source, precision, device.is_asynchronous)
     notes = (*kv_notes, *notes)
     draft = open_draft(config, source, execution)
     return _Opened(source, precision, execution, device, threads, num_open, notes, draft)
+
+
+def _device_of(execution: Execution, threads: int) -> Device:
+    if isinstance(execution, NativeExecution):
+        return NativeDevice()
+    import torch
+
+    torch.set_num_threads(threads)
+    where = execution.precision.device
+    if not isinstance(where, torch.device) or where.type != "cuda":
+        return HostDevice()
+    from appliance.engine.run.cuda_device import CudaDevice
+
+    return CudaDevice(where)
 
 
 def _plan(
@@ -214,6 +224,10 @@ def _block_manager(
 
 
 def _is_enqueued(executor: Executor[Any]) -> bool:
+    if isinstance(executor, NativeDecoder):
+        return False
+    from appliance.model.decoder import Decoder
+
     return isinstance(executor, Decoder) and executor.is_enqueued
 
 
@@ -222,5 +236,6 @@ def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> 
 
     On a GPU plain torch functions read the host's numbers, which a captured graph would freeze.
     """
-    replays = execution.uses_triton or device.torch_device.type == "cpu"
-    return config.cuda_graphs != "off" and device.is_asynchronous and replays
+    if config.cuda_graphs == "off" or not device.is_asynchronous:
+        return False
+    return execution.uses_triton or device.torch_device.type == "cpu"

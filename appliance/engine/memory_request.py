@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import psutil
-import torch
 
 from appliance.engine.adapters.loader import planned_bytes
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.draft_source import open_draft
 from appliance.engine.execution.choice import choose_execution, why_not_native
+from appliance.engine.execution.execution import Processor
 from appliance.engine.execution.native_execution import NativeExecution
-from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.errors import ConfigError
-from appliance.kernels.backend import select_backend
+from appliance.kernels.arrays import numpy_dtype
+from appliance.kernels.cuda_driver import has_driver
 from appliance.runtime import resident_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from appliance.config import EngineConfig
     from appliance.engine.draft_source import DraftSource
     from appliance.engine.execution.execution import Execution, Precision
     from appliance.model.source import ModelSource
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 # Left to the rest of the system on a CPU, whose memory everything shares.
 CPU_RESERVE = 0.10
 
@@ -55,6 +52,11 @@ def request_memory(
         precision, _ = choose_precision(config, source)
         execution, _ = choose_execution(config, precision, source, config.threads or 1)
     else:
+        import torch
+
+        from appliance.engine.execution.torch_execution import TorchExecution
+        from appliance.kernels.backend import select_backend
+
         gpu = torch.device("cuda")
         precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
         execution = TorchExecution(precision, select_backend(gpu))
@@ -72,30 +74,42 @@ def choose_precision(
         ConfigError: the settings ask for something that the device cannot do.
     """
     device = choose_device(config)
-    if config.dtype != "auto":
-        dtype = DTYPES[config.dtype]
-    else:
-        old_gpu = device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0)
-        dtype = torch.float16 if old_gpu else torch.bfloat16
-    native = (
-        device.type == "cpu" and config.kernels == "auto" and why_not_native(config, source) is None
-    )
-    return choose_kv(config, source, device, dtype, native=native)
+    name = "bfloat16" if config.dtype == "auto" else config.dtype
+    if device.type == "cpu" and config.kernels == "auto" and why_not_native(config, source) is None:
+        return choose_kv(config, source, device, numpy_dtype(name), native=True)
+    import torch
+
+    if device.type == "cuda" and config.dtype == "auto":
+        name = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    return choose_kv(config, source, torch.device(device.type), getattr(torch, name), native=False)
 
 
-def choose_device(config: EngineConfig) -> torch.device:
+def choose_device(config: EngineConfig) -> torch.device | Processor:
     """Return the device that the settings ask for.
 
     Raises:
         ConfigError: it is not there.
     """
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
+    on_gpu = config.device != "cpu" and has_gpu()
+    if config.device == "cuda" and not on_gpu:
         raise ConfigError(
             "--device cuda was asked for, but PyTorch sees no usable NVIDIA GPU; "
             "check nvidia-smi, or use --device cpu"
         )
-    return torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+    if not on_gpu:
+        return Processor()
+    import torch
+
+    return torch.device("cuda")
+
+
+def has_gpu() -> bool:
+    """Return True if torch sees a GPU; without a driver this does not load torch."""
+    if not has_driver():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def num_open_of(
@@ -154,10 +168,12 @@ def memory_of(
     return request if draft is None else draft.added_to(request)
 
 
-def memory_budget(device: torch.device, gpu_memory_utilization: float) -> int:
+def memory_budget(device: torch.device | Processor, gpu_memory_utilization: float) -> int:
     """Return the bytes that this process may still take on a device."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        import torch
+
+        free, total = torch.cuda.mem_get_info(cast("torch.device", device))
         return int(total * gpu_memory_utilization) - (total - free)
     return _host_budget()
 

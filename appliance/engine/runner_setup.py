@@ -8,21 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from appliance.engine.memory_plan import plan_memory
 from appliance.engine.run.batch import Spare
 from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.engine.run.grammar_masks import GrammarMasks
-from appliance.engine.run.kernels_ahead import compile_kernels
-from appliance.engine.run.measure import graph_allowance, measure_workspace
 from appliance.engine.run.model_runner import ModelRunner, fixed_bytes, largest_step
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.run.state_rows import StateRows
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.kernels.decoder_cache import split_sealed
-from appliance.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device
     from appliance.engine.run.measure import StepMemory
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Executor
 
@@ -74,6 +68,10 @@ def plan_measured(
         ConfigError: the kernels cannot be built on this machine.
         MemoryPlanError: it does not fit after all.
     """
+    from appliance.engine.run.kernels_ahead import compile_kernels
+    from appliance.engine.run.measure import graph_allowance, measure_workspace
+    from appliance.model.decoder import Decoder
+
     executor, device, limits = parts.executor, parts.device, parts.limits
     weight_bytes = max(executor.weight_bytes, device.begin_peak())
 
@@ -178,6 +176,7 @@ def make_runner(
 
 def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
     from appliance.kernels.block_copy.launch import BlockMover
+    from appliance.kernels.decoder_cache import split_sealed
 
     layers, opened = split_sealed(cache.layers)
     open_mover = BlockMover(opened) if opened else None
@@ -186,6 +185,8 @@ def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
 
 @contextmanager
 def _refusals(limits: SchedulerLimits) -> Iterator[None]:
+    import torch
+
     try:
         yield
     except torch.OutOfMemoryError as error:

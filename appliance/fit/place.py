@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.engine.memory_request import has_gpu
 from appliance.errors import ConfigError
 from appliance.fit.gpus import GIB, gpu_named
 
@@ -51,9 +52,10 @@ def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) ->
             f"{known.name}, {known.gib:g} GiB", known.bandwidth, free, "its maker's figure"
         )
     import psutil
-    import torch
 
-    if config.device != "cpu" and torch.cuda.is_available():
+    if config.device != "cpu" and has_gpu():
+        import torch
+
         name = torch.cuda.get_device_name(0)
         try:
             bandwidth = gpu_named(name.removesuffix(" Laptop GPU")).bandwidth

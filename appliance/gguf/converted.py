@@ -7,12 +7,12 @@ scales rounded to float16, and the others get codes of 8 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
+from appliance.gguf.loss import Loss
 from appliance.gguf.lossless import GROUP_SIZE, packed
+from appliance.kernels import arrays
 from appliance.kernels.ggml import DEQUANTIZE_AT_ONCE
 from appliance.kernels.packed import OffsetKind, PackedWeight
 
@@ -24,37 +24,16 @@ if TYPE_CHECKING:
 LARGEST_CODE = 127
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """The loss of a conversion, as sums of squares."""
-
-    weights: float = 0.0
-    errors: float = 0.0
-
-    def __add__(self, other: Loss) -> Loss:
-        return Loss(self.weights + other.weights, self.errors + other.errors)
-
-    @property
-    def relative(self) -> float:
-        """Root mean square of the errors over that of the weights."""
-        return float((self.errors / self.weights) ** 0.5) if self.weights else 0.0
-
-    @classmethod
-    def between(cls, exact: Tensor, found: Tensor) -> Loss:
-        """Compare weights (out_features, in_features) float32."""
-        return cls(float(exact.square().sum()), float((found - exact).square().sum()))
-
-
 def requantize(values: Tensor) -> PackedWeight:
     """Quantize (out_features, in_features) float32 to 8-bit codes in groups of 32.
 
     Codes are around 128, with 127 steps to each group's largest weight.
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
-    scale = (groups.abs().amax(dim=-1) / LARGEST_CODE).half()
-    steps = torch.where(scale > 0, scale.float().reciprocal(), 0).unsqueeze(-1)
-    codes = (groups * steps).round_().clamp_(-LARGEST_CODE, LARGEST_CODE).add_(128)
-    return packed(codes.flatten(1).to(torch.uint8), scale, scale * -128, bits=8)
+    scale = (abs(groups).amax(-1) / LARGEST_CODE).half()
+    steps = (1 / (scale.float() + (scale == 0))).unsqueeze(-1)
+    codes = (groups * steps).round().clip(-LARGEST_CODE, LARGEST_CODE) + 128
+    return packed(arrays.cast(codes.flatten(1), "uint8"), scale, scale * -128, bits=8)
 
 
 def exact_values(type_name: str, blocks: Tensor) -> Tensor:
@@ -70,7 +49,8 @@ def exact_values(type_name: str, blocks: Tensor) -> Tensor:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    return torch.from_numpy(dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[type_name]))
+    values = dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[type_name])
+    return arrays.like(blocks, values)  # type: ignore[no-any-return]
 
 
 def widen(weight: GgmlWeight) -> tuple[PackedWeight, Loss]:
@@ -97,7 +77,7 @@ def _widened_rows(weight: GgmlWeight) -> tuple[PackedWeight, Loss]:
         found = requantize(exact)
     elif decoded.offset is None:  # Q5_0, whose codes are around zero
         scale = decoded.scale.half()
-        codes = (decoded.codes.to(torch.int16) + 128).to(torch.uint8)
+        codes = arrays.viewed(decoded.codes, "uint8") ^ 0x80
         found = packed(codes, scale, scale * -128, bits=8)
     else:
         bits = 4 if weight.type_name == "Q4_K" else 8
@@ -112,7 +92,7 @@ _TABLES = {"IQ4_NL", "IQ4_XS"}  # their codes choose from a table
 
 def _room_for(num_rows: int, piece: PackedWeight) -> PackedWeight:
     def more(part: Tensor) -> Tensor:
-        return part.new_empty(num_rows, *part.shape[1:])
+        return arrays.empty((num_rows, *part.shape[1:]), part.dtype, part)  # type: ignore[no-any-return]
 
     return PackedWeight(
         codes=more(piece.codes),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.gguf.converted import Loss
+    from appliance.gguf.loss import Loss
     from appliance.gguf.types import TensorType
     from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.ggml import GgmlWeight
@@ -23,14 +23,16 @@ class GGUFFile:
 
     Args:
         path: the file; it is opened for each read and never stays mapped.
+        in_torch: tensors are read as torch's; otherwise they are `HostArray`.
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
         UnsupportedModelError: a tensor type that is not read, or a model split over files.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, in_torch: bool = True) -> None:
         self.path = path
+        self._in_torch = in_torch
         self._header = read_header(path)
         self._losses: dict[str, Loss] = {}
 
@@ -72,8 +74,9 @@ class GGUFFile:
         self, name: str, start: int, stop: int, part: int | None = None
     ) -> Tensor | PackedWeight | Fp4Weight | GgmlWeight:
         """Read rows `start` to `stop` of a tensor, or of one matrix of a stack; see `load`."""
-        # Imported here: opening a file for its tokenizer must not load torch.
+        # Imported here: opening a file for its tokenizer must not load what reads weights.
         from appliance.gguf.tensors import read_tensor
+        from appliance.kernels.arrays import in_torch
 
         info = self._header.tensors[name]
         info = (info if part is None else info.part(part)).rows(start, stop)
@@ -81,7 +84,7 @@ class GGUFFile:
         if loss is not None:
             before = self._losses.get(info.type.name)
             self._losses[info.type.name] = loss if before is None else before + loss
-        return tensor
+        return in_torch(tensor) if self._in_torch else tensor
 
     def losses(self) -> dict[str, float]:
         """Return the relative error of the tensors loaded with a loss, by type.

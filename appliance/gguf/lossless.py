@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
+from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ def packed(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> Packed
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:
     """Return the float16 value at a byte offset of every block: (out, groups)."""
-    return torch.from_numpy(np.ascontiguousarray(blocks.numpy()[..., start : start + 2])).view(
-        torch.float16
-    )[..., 0]
+    halves = np.ascontiguousarray(blocks.numpy()[..., start : start + 2]).view(np.float16)
+    return arrays.like(blocks, halves[..., 0])  # type: ignore[no-any-return]
 
 
 def interleave(halves: Tensor) -> Tensor:
@@ -67,11 +66,12 @@ def interleave(halves: Tensor) -> Tensor:
 
     GGUF puts element i of a group of 32 into the low nibble of byte i and element i + 16 into its
     high nibble; the packed form puts neighbours into one byte. NumPy does it eight bytes at a time
-    and on the caller's thread: those of torch would wait for each other after every operation.
+    and on the caller's thread.
     """
     words = np.ascontiguousarray(halves.numpy()).view("<u8")  # (out, groups, 2)
     nibbles = np.empty((*words.shape[:-1], 2, 2), dtype=words.dtype)  # one in each byte
     np.bitwise_and(words, _LOW_NIBBLES, out=nibbles[..., 0, :])  # elements 0 to 15
     np.bitwise_and(words >> 4, _LOW_NIBBLES, out=nibbles[..., 1, :])  # elements 16 to 31
     nibbles |= nibbles >> 4  # every even byte holds itself and its neighbour
-    return torch.from_numpy(nibbles.view(np.uint8)[..., ::2].reshape(len(words), -1))
+    codes = nibbles.view(np.uint8)[..., ::2].reshape(len(words), -1)
+    return arrays.like(halves, codes)  # type: ignore[no-any-return]

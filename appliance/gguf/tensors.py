@@ -1,4 +1,4 @@
-"""Reads tensor data of GGUF files into torch tensors and the packed form.
+"""Reads tensor data of GGUF files into arrays and the packed form.
 
 A matrix is read and converted some rows at a time, so that only a piece of it is in memory beside
 the result.
@@ -6,16 +6,19 @@ the result.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import FileIdentity, read_into
-from appliance.gguf.converted import Loss, exact_values, requantize
+from appliance.gguf.converted import exact_values, requantize
+from appliance.gguf.loss import Loss
 from appliance.gguf.lossless import LOSSLESS, interleave
 from appliance.gguf.types import DENSE_TYPES
+from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.ggml_types import GGML_TYPES
@@ -31,13 +34,10 @@ if TYPE_CHECKING:
 # Elements that one thread reads at a time: 160 KB of a 4-bit type, so that the pieces of one matrix
 # of a small model keep all cores busy.
 READ_AT_ONCE = 1 << 18
-# Elements that torch processes with one thread: its threads would wait for each other after every
-# operation, which takes several times as long as the work while others use the cores. The types
-# that keep their codes are converted without it.
+# Elements of the types that are converted at a time: their float32 values stay in a core's cache.
 CONVERTED_AT_ONCE = 1 << 15
 
 
-@torch.inference_mode(mode=False)  # a caller's is not that of the threads, which write into it
 def read_tensor(
     path: Path, identity: FileIdentity, info: TensorInfo
 ) -> tuple[Tensor | PackedWeight | Fp4Weight | GgmlWeight, Loss | None]:
@@ -48,9 +48,10 @@ def read_tensor(
     """
     name = info.type.name
     if name in DENSE_TYPES:
-        raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        read_into(path, identity, info.offset, raw.numpy().data)
-        return raw.view(getattr(torch, DENSE_TYPES[name])).view(info.shape), None
+        raw = np.empty(info.nbytes, dtype=np.uint8)
+        read_into(path, identity, info.offset, raw.data)
+        values: Tensor = arrays.of_numpy(raw).view(DENSE_TYPES[name]).reshape(info.shape)
+        return values, None
     if len(info.shape) != 2:
         raise UnsupportedModelError(
             f"tensor {info.name!r} of {path} has type {name} and shape {info.shape}; "
@@ -63,7 +64,7 @@ def read_tensor(
     if name == "MXFP4":
         return _mxfp4(_rows(path, identity, info, 0, info.shape[0])), None
     whole, loss = _read_packed(path, identity, info)
-    finite = bool(whole.scale.isfinite().all()) and bool(whole.offset.isfinite().all())
+    finite = arrays.is_finite(whole.scale) and arrays.is_finite(whole.offset)
     _check_scales(path, info, finite=finite)
     return whole, loss
 
@@ -88,7 +89,8 @@ def _read_packed(
                 lost += Loss.between(exact, piece.dequantize())
         return lost
 
-    with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), len(starts)))) as workers:
+    num_workers = min(len(os.sched_getaffinity(0)), len(starts))
+    with ThreadPoolExecutor(max(1, num_workers)) as workers:
         loss, *_ = workers.map(convert_rows, starts)
     return whole, loss
 
@@ -103,16 +105,18 @@ def _check_scales(path: Path, info: TensorInfo, *, finite: bool) -> None:
 
 def _mxfp4(blocks: Tensor) -> Fp4Weight:
     """Convert blocks (out, groups, 17): a scale e8m0, then 32 codes; nothing is computed."""
-    scale = blocks[..., 0].contiguous().view(torch.float8_e8m0fnu)
-    return Fp4Weight(interleave(blocks[..., 1:]), scale, torch.ones(len(blocks)))
+    scale = arrays.viewed(blocks[..., 0].contiguous(), "float8_e8m0fnu")
+    ones = arrays.like(blocks, np.ones(len(blocks), dtype=np.float32))
+    return Fp4Weight(interleave(blocks[..., 1:]), scale, ones)
 
 
 def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, count: int) -> Tensor:
     """Read rows of a matrix: (count, blocks, bytes per block) uint8."""
     row_bytes = info.nbytes // info.shape[0]
-    raw = torch.empty(count * row_bytes, dtype=torch.uint8)
-    read_into(path, identity, info.offset + start * row_bytes, raw.numpy().data)
-    return raw.view(count, -1, info.type.block_bytes)
+    raw = np.empty(count * row_bytes, dtype=np.uint8)
+    read_into(path, identity, info.offset + start * row_bytes, raw.data)
+    blocks: Tensor = arrays.of_numpy(raw.reshape(count, -1, info.type.block_bytes))
+    return blocks
 
 
 def _converted(info: TensorInfo, blocks: Tensor) -> tuple[PackedWeight, Tensor | None]:
@@ -124,7 +128,7 @@ def _converted(info: TensorInfo, blocks: Tensor) -> tuple[PackedWeight, Tensor |
 
 
 def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:
-    """Copy rows to their place; with NumPy, as torch would wake all its threads for each copy."""
+    """Copy rows to their place."""
     rows = slice(start, start + piece.shape[0])
     for name in ("codes", "scale", "offset"):
         getattr(whole, name).numpy()[rows] = getattr(piece, name).numpy()
@@ -132,7 +136,7 @@ def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:
 
 def _room_for(num_rows: int, piece: PackedWeight) -> PackedWeight:
     def more(part: Tensor) -> Tensor:
-        return part.new_empty(num_rows, *part.shape[1:])
+        return arrays.empty((num_rows, *part.shape[1:]), part.dtype, part)  # type: ignore[no-any-return]
 
     return PackedWeight(
         codes=more(piece.codes),

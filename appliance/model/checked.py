@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.ggml import GgmlWeight
@@ -15,26 +14,30 @@ from appliance.kernels.packed import PackedWeight
 from appliance.model.weight_format import DTYPE_NAMES
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
 
-_DENSE_DTYPES = frozenset({*DTYPE_NAMES, torch.float64})
+_DENSE_DTYPES = frozenset({*DTYPE_NAMES, "float64"})
 
 
-def load_checked(source: ModelSource, name: str, device: torch.device) -> Weight:
-    """Load a weight onto a device.
+def load_checked(source: ModelSource, name: str, device: torch.device | None) -> Weight:
+    """Load a weight onto one of torch's devices; None leaves it where it was read.
 
     Raises:
         CheckpointError: it holds NaN or infinity.
         UnsupportedModelError: its type has no meaning without a `quantization_config`.
     """
     weight = source.weights.load(name)
-    if isinstance(weight, Tensor) and weight.dtype not in _DENSE_DTYPES:
+    if arrays.is_array(weight) and arrays.dtype_name(weight.dtype) not in _DENSE_DTYPES:
         raise UnsupportedModelError(
             f"{source.path.name}: tensor {name} has type {weight.dtype}, but config.json has no "
             "quantization_config that says what it means"
         )
-    weight = weight.to(device)
+    if device is not None:
+        weight = weight.to(device)
     if not _is_finite(weight):
         raise CheckpointError(
             f"{source.path.name}: tensor {name} holds NaN or infinity; "
@@ -53,6 +56,6 @@ def _is_finite(weight: Weight) -> bool:
 
 def _all_finite(tensor: Tensor) -> bool:
     """Look at the sum, which decides nearly all cases, many times faster than at each element."""
-    if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+    if math.isfinite(arrays.total(tensor)):
         return True
-    return bool(torch.isfinite(tensor).all())
+    return arrays.is_finite(tensor)

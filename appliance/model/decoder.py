@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.decoder_cache import KVCache, allocate_layer
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
+from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.kernels.state_spans import StateSpans
 from appliance.model.adapters.torch_slots import AdaptedRows, TorchAdapterSlots
 from appliance.model.attention import Attention

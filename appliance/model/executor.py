@@ -5,14 +5,13 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+    from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.adapters.targets import AdapterTarget
@@ -154,6 +153,8 @@ def heads_of(spec: DecoderSpec) -> Sequence[tuple[int, int]]:
 
 def state_views(spec: DecoderSpec, states: Tensor) -> tuple[tuple[Tensor, ...], ...]:
     """View state slots (num_slots, state_bytes) uint8 as the tensors of each recurrent layer."""
+    import torch
+
     views = []
     for index, offsets in spec.state_offsets.items():
         mixer = spec.recurrent_layers[index]

@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from appliance.errors import CheckpointError
+from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, tensor_slots
 from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from appliance.kernels.weight import Weight
     from appliance.model.names import ExpertNames, TensorNames
     from appliance.model.spec import DecoderSpec
@@ -152,7 +153,7 @@ class SeparatedExperts:
             assert isinstance(self._weights, DenseWeights), name
             return self._weights.load_rows(name, start, stop)
         rows = self._rows(part, start, stop)
-        assert isinstance(rows, Tensor), name
+        assert arrays.is_array(rows), name
         return rows
 
     def _rows(self, part: _Part, start: int, stop: int) -> Weight:
@@ -161,7 +162,7 @@ class SeparatedExperts:
             whole = self._weights.load(part.stored)
             if isinstance(whole, Fp4Weight):
                 return whole.rows(outputs)
-            assert isinstance(whole, Tensor), part.stored
+            assert arrays.is_array(whole), part.stored
             return (whole if part.expert is None else whole[part.expert])[outputs].contiguous()
         assert isinstance(self._weights, DenseWeights), "a stack of quantized weights"
         if part.transposed:

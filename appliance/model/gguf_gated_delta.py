@@ -9,26 +9,30 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from appliance.kernels import arrays
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from appliance.kernels.weight import Weight
     from appliance.model.names import GatedDeltaNames
     from appliance.model.recurrent_spec import GatedDeltaSpec
 
 
-def stored_rows(part: str, names: GatedDeltaNames, spec: GatedDeltaSpec) -> Tensor | None:
+def stored_rows(
+    part: str, names: GatedDeltaNames, spec: GatedDeltaSpec
+) -> NDArray[np.int64] | None:
     """Return the stored row of each row, (out_features,) int64; None where the order is the same.
 
     `part` is the tensor's name in its layer, without `.weight`.
     """
     if part in (names.qkv, names.filter):
         before = 2 * spec.keys
-        return torch.cat((torch.arange(before), before + _tiled(spec, spec.value_dim)))
+        return np.concatenate((np.arange(before), before + _tiled(spec, spec.value_dim)))
     if part == names.gate:
         return _tiled(spec, spec.value_dim)
     if part in (names.share, names.decay, names.log_rates, names.decay_bias):
@@ -47,13 +51,15 @@ def as_in_checkpoints(
         return tensor
     stored = _tiled(spec, spec.value_dim)
     if isinstance(tensor, PackedWeight | GgmlWeight):
-        return replace(tensor, input_order=stored.argsort().to(torch.int32))
-    assert isinstance(tensor, Tensor), f"{part} has a type of floating-point codes"
+        held = tensor.codes if isinstance(tensor, PackedWeight) else tensor.blocks
+        order = arrays.like(held, stored.argsort().astype(np.int32))
+        return replace(tensor, input_order=order)
+    assert arrays.is_array(tensor), f"{part} has a type of floating-point codes"
     return tensor[:, stored]
 
 
-def _tiled(spec: GatedDeltaSpec, width: int) -> Tensor:
+def _tiled(spec: GatedDeltaSpec, width: int) -> NDArray[np.int64]:
     """Return each element's stored place, where a value head has `width` elements."""
     shared = spec.num_value_heads // spec.num_key_heads
-    stored = torch.arange(spec.num_value_heads * width).view(shared, spec.num_key_heads, width)
-    return stored.transpose(0, 1).flatten()
+    stored = np.arange(spec.num_value_heads * width).reshape(shared, spec.num_key_heads, width)
+    return stored.swapaxes(0, 1).reshape(-1)

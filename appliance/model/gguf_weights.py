@@ -5,18 +5,20 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from appliance.gguf.types import FLOAT_BITS, held_bytes, widened_bits
+from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
-from appliance.model.linear import halves_from_pairs
+from appliance.model.linear import LinearPart, halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
     from appliance.gguf import GGUFFile
     from appliance.kernels.weight import Weight
     from appliance.model.families.family import Family, GGUFMapping
@@ -113,19 +115,19 @@ class GGUFWeights:
                 start, stop = start + slot.shape[0], stop + slot.shape[0]
             return self._file.load_rows(stored_name, start, stop, part=slot.expert)
         tensor = self._ordered_rows(slot, stored_name, start, stop)
-        if slot.role in (Role.FILTER, Role.ROUTER) and isinstance(tensor, Tensor):
+        if slot.role in (Role.FILTER, Role.ROUTER) and arrays.is_array(tensor):
             return tensor.view(-1, *slot.shape[1:])
-        if slot.role is Role.RATE and isinstance(tensor, Tensor) and len(slot.shape) == 1:
+        if slot.role is Role.RATE and arrays.is_array(tensor) and len(slot.shape) == 1:
             tensor = tensor.view(-1)
             is_rate = stored_name.endswith(f".{self._gguf_names.mamba2.log_rates}")
-            return torch.log(-tensor.float()) if is_rate else tensor
-        if slot.role is Role.HEAD_NORM and isinstance(tensor, Tensor):
+            return arrays.log(-tensor.float()) if is_rate else tensor
+        if slot.role is Role.HEAD_NORM and arrays.is_array(tensor):
             return tensor.reshape(-1)
         delta, part = self._delta(slot)
         if delta is not None:
             tensor = as_in_checkpoints(tensor, part, self._names.gated_delta, delta)
         if slot.role is Role.NORM and self._mapping.norm_shift:
-            assert isinstance(tensor, Tensor), name
+            assert arrays.is_array(tensor), name
             return tensor.float() - self._mapping.norm_shift
         return tensor
 
@@ -140,7 +142,7 @@ class GGUFWeights:
         first = int(rows.min())
         tensor = self._file.load_rows(stored_name, first, int(rows.max()) + 1)
         rows = rows - first
-        return tensor[rows] if isinstance(tensor, Tensor) else tensor.rows(rows)
+        return LinearPart(tensor, None).rows(rows).weight
 
     def _stored_name(self, slot: TensorSlot, usual: str, present: set[str]) -> str | None:
         """Return the tensor that holds a slot's; None if the file has none."""
@@ -184,7 +186,7 @@ class GGUFWeights:
             spec.latent,
         )
 
-    def _stored_rows(self, slot: TensorSlot) -> Tensor | None:
+    def _stored_rows(self, slot: TensorSlot) -> NDArray[np.int64] | None:
         """Return each row's stored row; None where the order is the same."""
         if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
             return halves_from_pairs(slot.shape[0], self._head_dim(slot))
@@ -217,9 +219,9 @@ def latent_heads(file: GGUFFile, keys: str, values: str) -> Tensor:
     for head in range(file.shape(keys)[0]):
         for name in (keys, values):
             part = file.load_rows(name, 0, file.shape(name)[1], part=head)
-            matrix = dense(part, torch.float32)
+            matrix = dense(part, "float32")
             rows.append(matrix.T if name == keys else matrix)
-    return torch.cat(rows)
+    return arrays.cat(rows)  # type: ignore[no-any-return]
 
 
 def names_in_gguf(mapping: GGUFMapping, present: set[str]) -> TensorNames:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
     from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.weight import Weight
     from appliance.model.spec import AttentionSpec, LatentAttentionSpec
@@ -31,10 +35,12 @@ class LinearPart:
         weight = self.weight
         if isinstance(weight, GgmlWeight):
             return weight.blocks.device
-        return weight.device if isinstance(weight, Tensor) else weight.codes.device
+        if isinstance(weight, PackedWeight | Fp8Weight | Fp4Weight):
+            return weight.codes.device
+        return weight.device
 
-    def rows(self, index: slice | Tensor) -> LinearPart:
-        """Return some output rows, a range or those that a tensor lists.
+    def rows(self, index: arrays.Rows) -> LinearPart:
+        """Return some output rows, a range or those that an array lists.
 
         An FP8 weight becomes dense, since this may cut its blocks.
         """
@@ -59,7 +65,7 @@ class SideBySide:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x (num_tokens, in_features) to (num_tokens, out_features)."""
-        return torch.cat([part(x) for part in self.parts], dim=-1)
+        return arrays.cat([part(x) for part in self.parts], dim=-1)  # type: ignore[no-any-return]
 
 
 def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype) -> Linear:
@@ -99,7 +105,7 @@ def _stacks(upper: Weight, lower: Weight) -> bool:
         return isinstance(lower, Fp4Weight) and upper.stacks_with(lower)
     if isinstance(upper, GgmlWeight):
         return isinstance(lower, GgmlWeight) and upper.stacks_with(lower)
-    return isinstance(lower, Tensor) and lower.dtype == upper.dtype
+    return arrays.is_array(lower) and lower.dtype == upper.dtype
 
 
 def _stack(weights: list[Weight]) -> Weight:
@@ -117,32 +123,33 @@ def _stack(weights: list[Weight]) -> Weight:
     ggml = [weight for weight in weights if isinstance(weight, GgmlWeight)]
     if ggml:
         return GgmlWeight.concatenate(ggml)
-    return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+    stacked: Tensor = arrays.cat(weights)
+    return stacked
 
 
 def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:
     present = [bias for bias in biases if bias is not None]
     assert len(present) in (0, len(biases)), "all parts of a fused linear have a bias, or none"
-    return torch.cat(present) if present else None
+    return arrays.cat(present) if present else None
 
 
-def halves_from_pairs(num_rows: int, head_dim: int) -> Tensor:
+def halves_from_pairs(num_rows: int, head_dim: int) -> NDArray[np.int64]:
     """Return each row's stored row, where heads are stored as interleaved pairs.
 
     A stored head holds rows 0, d/2, 1, d/2 + 1, ... of the head; the result (num_rows,) int64
     undoes that.
     """
-    pairs = torch.arange(num_rows).view(-1, head_dim // 2, 2)
-    return pairs.transpose(1, 2).reshape(-1)
+    pairs = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
 
 
-def turning_in_halves(num_heads: int, before: int, spec: LatentAttentionSpec) -> Tensor:
+def turning_in_halves(num_heads: int, before: int, spec: LatentAttentionSpec) -> NDArray[np.int64]:
     """Return each row's stored row, where `before` rows of a head come before those that rotate."""
-    turning = torch.arange(spec.rope_dim)
+    turning = np.arange(spec.rope_dim)
     if spec.interleaved:
         turning = halves_from_pairs(spec.rope_dim, spec.rope_dim)
-    head = torch.cat((torch.arange(before), before + turning))
-    return (torch.arange(num_heads).unsqueeze(1) * len(head) + head).flatten()
+    head = np.concatenate((np.arange(before), before + turning))
+    return (np.arange(num_heads)[:, None] * len(head) + head).reshape(-1)
 
 
 def with_gates(parts: list[LinearPart], spec: AttentionSpec) -> list[LinearPart]:
@@ -151,9 +158,9 @@ def with_gates(parts: list[LinearPart], spec: AttentionSpec) -> list[LinearPart]
         return parts
     queries, *others = parts
     count = 2 * spec.num_heads * spec.head_dim
-    heads = torch.arange(count).view(spec.num_heads, 2, spec.head_dim)
-    own, gates = (heads[:, half].flatten() for half in range(2))
+    heads = np.arange(count).reshape(spec.num_heads, 2, spec.head_dim)
+    own, gates = (heads[:, half].reshape(-1) for half in range(2))
     if others:
         return [queries.rows(own), *others, queries.rows(gates)]
-    rest = torch.arange(count, queries.weight.shape[0])  # of keys and values in the same part
-    return [queries.rows(torch.cat((own, rest, gates)))]
+    rest = np.arange(count, queries.weight.shape[0])  # of keys and values in the same part
+    return [queries.rows(np.concatenate((own, rest, gates)))]

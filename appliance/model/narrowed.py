@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
+from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.model.tensors import Role
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.methods.rtn import quantize
 
 if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
@@ -53,7 +51,9 @@ class NarrowedWeights:
         weight = self._weights.load(name)
         if name not in self._names:
             return weight
-        return quantize(dense(weight, torch.float32), SCHEME)
+        from appliance.quant.methods.rtn import quantize  # the quantizer loads torch
+
+        return quantize(arrays.in_torch(dense(weight, "float32")), SCHEME)
 
     def notes(self) -> tuple[str, ...]:
         return self._weights.notes()

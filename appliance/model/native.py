@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
+from appliance.kernels import arrays
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
-from appliance.kernels.kv_cache import KVFormat
-from appliance.model.adapters.native_slots import NativeAdapterSlots
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
 from appliance.model.shard.factors import FactorCutter
 from appliance.model.shard.weights import shard_precisions
@@ -20,19 +18,19 @@ from appliance.model.shard.weights import shard_precisions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from appliance.kernels.cpu.arena import Arena
     from appliance.kernels.cpu.cache import CachePlaces
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.structs import ModelStruct
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.adapters.native_slots import NativeAdapterSlots
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.shard.shard import Shard
     from appliance.model.spec import DecoderSpec
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class NativeDecoder:
     """
 
     spec: DecoderSpec
-    dtype: torch.dtype
+    dtype: Any
     engine: NativeEngine
     model: ModelStruct
     arena: Arena
@@ -59,7 +57,9 @@ class NativeDecoder:
 
     @property
     def device(self) -> torch.device:
-        return CPU
+        import torch
+
+        return torch.device("cpu")
 
     @property
     def weight_bytes(self) -> int:
@@ -97,6 +97,8 @@ class NativeDecoder:
 
     def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> NativeAdapterSlots:
         """Make room for adapters; see `Executor.adapter_slots`."""
+        from appliance.model.adapters.native_slots import NativeAdapterSlots
+
         num_layers = len(self.spec.layers)
         cut = None if self.shard is None else FactorCutter(self.shard).cut
         return NativeAdapterSlots(self.engine.library, targets, num_layers, self.dtype, count, cut)
@@ -141,7 +143,7 @@ class NativeDecoder:
         Raises:
             MemoryError: so many rows need more workspace than there is.
         """
-        logits = torch.empty((len(hidden), self.spec.vocab_size), dtype=torch.float32)
+        logits: Tensor = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)
         check(
             self.engine.library.ap_head(
                 self.engine.handle,
@@ -156,7 +158,7 @@ class NativeDecoder:
     @staticmethod
     def _rows(token_ids: Tensor, rows: Tensor | None, width: int) -> Tensor:
         num_rows = len(token_ids) if rows is None else len(rows)
-        return torch.empty((num_rows, width), dtype=torch.float32)
+        return arrays.empty((num_rows, width), "float32", token_ids)  # type: ignore[no-any-return]
 
     def _step(
         self,
@@ -185,8 +187,8 @@ class NativeDecoder:
             state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
         )
         if batch.adapters is not None:
-            assert isinstance(batch.adapters.table, NativeAdapterSlots)
-            table = batch.adapters.table.table
+            slots = cast("NativeAdapterSlots", batch.adapters.table)
+            table = slots.table
             struct.adapter_slots = batch.adapters.slots.data_ptr()
             struct.adapters, struct.num_adapters = ctypes.addressof(table), len(table)
         check(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.cpu.arena import Arena
@@ -20,7 +20,7 @@ from appliance.kernels.cpu.structs import (
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, LatentWeights
 from appliance.model.linear import stack_neighbours
-from appliance.model.native import CPU, NativeDecoder
+from appliance.model.native import NativeDecoder
 from appliance.model.native_latent import lay_out_latent
 from appliance.model.native_mlp import lay_out_experts, lay_out_mlp
 from appliance.model.native_recurrent import lay_out_recurrent
@@ -33,8 +33,6 @@ from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.cpu.engine import NativeEngine
@@ -97,7 +95,7 @@ def _recurrent_widths(mixer: MixerSpec | None) -> tuple[int, ...]:
 def load_native(
     source: ModelSource,
     engine: NativeEngine,
-    dtype: torch.dtype,
+    dtype: Any,
     on_progress: Callable[[str, int, int], None] | None = None,
     *,
     context_length: int | None = None,
@@ -120,7 +118,7 @@ def load_native(
     spec = source.spec if shard is None else shard.spec
     cutter = None if shard is None else WeightCutter(shard)
     report = on_progress or (lambda stage, done, total: None)
-    reader = ModelReader(source, CPU, dtype, native=True)
+    reader = ModelReader(source, None, dtype, native=True)
     arena = Arena()
     packer = WeightPacker(engine, arena, dtype)
     ropes = distinct_ropes(spec)
@@ -148,7 +146,7 @@ def load_native(
         num_ropes=len(ropes),
         layers=layers,
         ropes=(RopeStruct * len(ropes))(
-            *(_rope(packer, rope, Rope.of(rope, length, CPU)) for rope in ropes)
+            *(_rope(packer, rope, Rope.of(rope, length, None)) for rope in ropes)
         ),
         final_norm=_norm(packer, reader.first_norm(len(spec.layers))),
         embedding=embedding,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from appliance.kernels.cpu.structs import ExpertsStruct, LinearStruct, RouterStruct, ScoringCode
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.routing import Scoring
@@ -42,7 +40,7 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
     ]
     gates, ups, downs = zip(*linears, strict=True)
     # Routers decide, so theirs are the only weights that are never rounded.
-    exact = WeightPacker(packer.engine, packer.arena, torch.float32)
+    exact = WeightPacker(packer.engine, packer.arena, "float32")
     bias, scale, norms = weights.selection_bias, weights.expert_scale, weights.norms
     struct = ExpertsStruct(
         router=RouterStruct(

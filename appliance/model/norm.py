@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch.nn import functional
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,6 +27,8 @@ class Norm:
         """Norm x (num_tokens, dim)."""
         if self.bias is None:
             return backend.rms_norm(x, self.weight, self.eps)
+        from torch.nn import functional
+
         shape = (x.shape[-1],)
         normed = functional.layer_norm(x.float(), shape, self.weight, self.bias, self.eps)
         return normed.to(x.dtype)

@@ -6,12 +6,12 @@ Knows no family and no file format.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from appliance.gguf.converted import Loss, widen
+from appliance.gguf.loss import Loss
+from appliance.kernels import arrays
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.weight import dense
 from appliance.model.checked import load_checked
@@ -36,6 +36,9 @@ from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.weight_format import format_of, formats_in_words
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.weight import Weight
     from appliance.model.layer_weights import MixerWeights
@@ -47,6 +50,7 @@ class ModelReader:
     """Reads parts of one source and counts their formats.
 
     Args:
+        device: where torch wants the weights; None leaves them as they were read.
         dtype: the type to hold weights in that are not packed.
         native: the executor is the CPU library.
     """
@@ -54,8 +58,8 @@ class ModelReader:
     def __init__(
         self,
         source: ModelSource,
-        device: torch.device,
-        dtype: torch.dtype,
+        device: torch.device | None,
+        dtype: Any,
         *,
         native: bool = False,
     ) -> None:
@@ -120,8 +124,8 @@ class ModelReader:
                 self._dense(f"{name}.weight").float()
                 for name in (names.into_stream, names.out_of_stream)
             )
-            embedding, head = (dense(matrix, torch.float32) for matrix in (embedding, head))
-            embedding, head = (embedding @ into.T).to(self._dtype), (head @ out).to(self._dtype)
+            embedding, head = (dense(matrix, "float32") for matrix in (embedding, head))
+            embedding, head = dense(embedding @ into.T, self._dtype), dense(head @ out, self._dtype)
         self._head_format = self._format(head)
         return embedding, head
 
@@ -217,7 +221,7 @@ class ModelReader:
             inputs=self._delta_inputs(index, spec),
             output=self._parts(index, (names.output,), bias=False)[0],
             filters=filters,
-            rates=log_rates.exp(),
+            rates=arrays.exp(log_rates),
             decay_bias=decay_bias,
             norm=self._norm(self._names.in_layer(index, names.norm), spec.norm),
         )
@@ -246,7 +250,7 @@ class ModelReader:
             filters=filters,
             filter_bias=filter_bias,
             step_bias=step_bias,
-            rates=log_rates.exp(),
+            rates=arrays.exp(log_rates),
             skip=skip,
             norm=self._norm(self._names.in_layer(index, names.norm), spec.norm),
         )
@@ -355,24 +359,31 @@ class ModelReader:
 
     def _exact(self, index: int, part: str) -> Tensor:
         """Read a tensor that is never rounded below float32."""
-        return dense(self._load(self._names.in_layer(index, part)), torch.float32)
+        return dense(self._load(self._names.in_layer(index, part)), "float32")
 
     def _plain_norm(self, width: int, spec: NormSpec) -> Norm:
+        if self._device is None:
+            return Norm(arrays.of_numpy(np.ones(width, dtype=np.float32)), spec.eps)
+        import torch
+
         return Norm(torch.ones(width, device=self._device), spec.eps)
 
     def _dense(self, name: str) -> Tensor:
         tensor = self._load(name)
-        assert isinstance(tensor, Tensor), f"{name} is quantized"
+        assert arrays.is_array(tensor), f"{name} is quantized"
         return tensor
 
     def _load(self, name: str) -> Weight:
         weight = load_checked(self._source, name, self._device)
-        if isinstance(weight, GgmlWeight) and self._device.type == "cuda":
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        if on_gpu and isinstance(weight, GgmlWeight):
             return self._widen(weight)
         return weight
 
     def _widen(self, weight: GgmlWeight) -> PackedWeight:
         """Bring GGML blocks into the form that a GPU's kernels read."""
+        from appliance.gguf.converted import widen
+
         packed, loss = widen(weight)
         self._widened[weight.type_name] = self._widened.get(weight.type_name, Loss()) + loss
         return packed

@@ -11,12 +11,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
+from appliance.kernels import arrays
 from appliance.model.spec import CachedSpec, RopeScaling
 
 if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    Floats = NDArray[np.float32]
 
     from appliance.model.spec import DecoderSpec, RopeSpec
 
@@ -31,16 +36,18 @@ class Rope:
     original_context: int = 0
 
     @classmethod
-    def of(cls, spec: RopeSpec, context_length: int, device: torch.device) -> Rope:
+    def of(cls, spec: RopeSpec, context_length: int, device: torch.device | None) -> Rope:
         """Compute the frequencies.
 
         Args:
             context_length: most tokens of a sequence. LongRoPE has one set of frequencies up to its
                 original context and another beyond. All keys in a cache must be rotated alike, so
                 this limit decides, not the current length.
+            device: one of torch's; None makes a `HostArray`.
         """
+        frequencies = arrays.of_numpy(_frequencies(spec, context_length))
         return cls(
-            _frequencies(spec, context_length).to(device),
+            frequencies if device is None else frequencies.to(device),
             spec.attention_factor,
             spec.query_beta,
             spec.original_context,
@@ -48,7 +55,7 @@ class Rope:
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, both (num_tokens, rotary_dim / 2) float32, of (num_tokens,)."""
-        angles = positions.to(torch.float32).unsqueeze(1) * self.frequencies
+        angles = positions.float().unsqueeze(1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)
 
@@ -56,8 +63,10 @@ class Rope:
         """Return the factor of queries at positions (num_tokens,), float32; None without one."""
         if not self.query_beta:
             return None
+        import torch
+
         periods = torch.div(positions, self.original_context, rounding_mode="floor")
-        return 1 + self.query_beta * torch.log1p(periods.to(torch.float32))
+        return 1 + self.query_beta * torch.log1p(periods.float())
 
 
 def distinct_ropes(spec: DecoderSpec) -> tuple[RopeSpec, ...]:
@@ -66,9 +75,11 @@ def distinct_ropes(spec: DecoderSpec) -> tuple[RopeSpec, ...]:
     return tuple(dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, CachedSpec)))
 
 
-def _frequencies(spec: RopeSpec, context_length: int) -> Tensor:
-    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
-    plain = 1.0 / (spec.theta**exponents)  # (rotary_dim / 2,)
+def _frequencies(spec: RopeSpec, context_length: int) -> Floats:
+    exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
+    # Rounded from float64, so that they are the same on every machine.
+    periods = (spec.theta ** exponents.astype(np.float64)).astype(np.float32)
+    plain = np.float32(1) / periods  # (rotary_dim / 2,)
     if spec.scaling is RopeScaling.NONE:
         return plain
     if spec.scaling is RopeScaling.PROPORTIONAL:
@@ -82,19 +93,19 @@ def _frequencies(spec: RopeSpec, context_length: int) -> Tensor:
         return _yarn(spec, plain)
     assert spec.scaling is RopeScaling.LONGROPE
     is_long = context_length > spec.original_context
-    factors = torch.tensor(spec.long_factors if is_long else spec.short_factors)
-    return 1.0 / (factors * spec.theta**exponents)
+    factors = np.array(spec.long_factors if is_long else spec.short_factors, dtype=np.float32)
+    return np.float32(1) / (factors * periods)
 
 
-def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+def _llama3(spec: RopeSpec, plain: Floats) -> Floats:
     """Keep short waves, stretch long ones by the factor, and blend in between."""
     turns = spec.original_context * plain / (2 * math.pi)  # in the original context
     blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    blend = blend.clamp(0, 1)
+    blend = blend.clip(0, 1)
     return (1 - blend) * plain / spec.factor + blend * plain
 
 
-def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
+def _yarn(spec: RopeSpec, plain: Floats) -> Floats:
     """Blend by dimension, between those that turn `beta_fast` and `beta_slow` times."""
 
     def dimension(turns: float) -> float:
@@ -105,6 +116,6 @@ def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
     if spec.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, spec.rotary_dim - 1)
-    steps = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
-    stretched = ((steps - first) / (max(last - first, 0.001))).clamp(0, 1)
+    steps = np.arange(spec.rotary_dim // 2, dtype=np.float32)
+    stretched: Floats = ((steps - first) / (max(last - first, 0.001))).clip(0, 1)
     return plain / spec.factor * stretched + plain * (1 - stretched)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from appliance.kernels import arrays
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
@@ -37,7 +38,9 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
     On a GPU packed and FP8 weights stay so, unless activations are float32; all other matrices have
     the activations' type, and a packed embedding stays packed too.
     """
-    stay_packed = {4, 8} if device.type != "cpu" and dtype != torch.float32 else set[int]()
+    stay_packed = (
+        {4, 8} if device.type != "cpu" and arrays.dtype_name(dtype) != "float32" else set[int]()
+    )
     total = 0.0
     for slot in source.slots():
         count = math.prod(slot.shape)
@@ -57,7 +60,7 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
 
 
 def estimate_native_bytes(
-    source: ModelSource, dtype: torch.dtype, copies: Callable[[TensorSlot], int] = lambda slot: 1
+    source: ModelSource, dtype: Any, copies: Callable[[TensorSlot], int] = lambda slot: 1
 ) -> int:
     """Estimate the bytes of all weights in the CPU library, rounded up; a tied matrix counts once.
 

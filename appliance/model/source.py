@@ -54,25 +54,29 @@ class ModelSource:
         return tensor_slots(self.spec, self.family.names)
 
 
-def open_model(path: Path) -> ModelSource:
+def open_model(path: Path, *, in_torch: bool = True) -> ModelSource:
     """Open a GGUF file, or a folder with config.json and safetensors.
+
+    Args:
+        path: the file or folder.
+        in_torch: tensors are read as torch's; otherwise as `HostArray`, which any executor takes.
 
     Raises:
         CheckpointError: a part is missing, cut or of the wrong shape; names the first.
         UnsupportedModelError: an architecture or setting that no code here covers.
     """
     if path.is_dir():
-        source = _open_folder(path)
+        source = _open_folder(path, in_torch)
     elif path.is_file() and path.suffix == ".gguf":
-        source = _open_gguf(path)
+        source = _open_gguf(path, in_torch)
     else:
         raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
     _check(source)
     return source
 
 
-def _open_folder(path: Path) -> ModelSource:
-    folder = SafetensorsFolder(path)
+def _open_folder(path: Path, in_torch: bool) -> ModelSource:
+    folder = SafetensorsFolder(path, in_torch=in_torch)
     config, origin = text_settings(folder.config), str(path / CONFIG_NAME)
     is_part = has_other_parts(folder.config)
     family = family_of_text(config) if is_part else family_of_config(config)
@@ -90,8 +94,8 @@ def _open_folder(path: Path) -> ModelSource:
     return ModelSource(path, family, config, spec, weights)
 
 
-def _open_gguf(path: Path) -> ModelSource:
-    file = GGUFFile(path)
+def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
+    file = GGUFFile(path, in_torch=in_torch)
     family = family_of_gguf(file.metadata)
     assert family.gguf is not None
     family = replace(family, names=family.gguf.own_names or family.names)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from appliance.kernels import arrays
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
@@ -14,12 +13,14 @@ from appliance.kernels.packed import PackedWeight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from appliance.kernels.weight import Weight
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def format_of(weight: Weight, dtype: torch.dtype, device: torch.device, *, native: bool) -> str:
+def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native: bool) -> str:
     """Name a weight's format, and the one that it is held in where that is another.
 
     Args:
@@ -30,16 +31,18 @@ def format_of(weight: Weight, dtype: torch.dtype, device: torch.device, *, nativ
         if weight.group_size == weight.shape[1]:
             return f"{weight.bits} bits (a scale per row)"
         return f"{weight.bits} bits (groups of {weight.group_size})"
+    dtype = arrays.dtype_name(dtype)
     dense = DTYPE_NAMES[dtype]
-    if isinstance(weight, Tensor):
+    if arrays.is_array(weight):
         return dense
     if isinstance(weight, GgmlWeight):
         return weight.type_name if native else f"{weight.type_name} (held as {dense})"
     # Torch on a CPU multiplies none of these, and float32 activations are for checking.
-    is_held = device.type == "cuda" and dtype != torch.float32
+    is_held = device is not None and device.type == "cuda" and dtype != "float32"
     if isinstance(weight, Fp8Weight):
         return "fp8" if is_held else f"fp8 (held as {dense})"
-    name = "mxfp4" if weight.scale.dtype == torch.float8_e8m0fnu else "nvfp4"
+    assert isinstance(weight, Fp4Weight)
+    name = "mxfp4" if arrays.dtype_name(weight.scale.dtype) == "float8_e8m0fnu" else "nvfp4"
     return name if is_held or native else f"{name} (held as {dense})"
 
 

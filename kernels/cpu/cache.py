@@ -6,12 +6,13 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
+from appliance.kernels import arrays
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.step_structs import CacheLayerStruct, CacheStruct
 from appliance.kernels.cpu.structs import LANES, Format
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
+from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,16 +135,17 @@ class NativeCache:
             self.struct.state_bytes = places.states.stride
             self.struct.num_states = num_states
             count = num_states * places.states.stride
-            rows = torch.frombuffer(self._slots.memory, dtype=torch.uint8, count=count)
+            rows = np.frombuffer(self._slots.memory, dtype=np.uint8, count=count)
         else:
-            rows = torch.empty(0, dtype=torch.uint8)
-        self.states = rows.view(num_states, places.states.stride)
+            rows = np.empty(0, dtype=np.uint8)
+        rows = rows.reshape(num_states, places.states.stride)
+        self.states: Tensor = arrays.of_numpy(rows)
 
     def _constant(self, tensor: Tensor | None, shape: tuple[int, int], default: float) -> int:
         """Return the address of constant floats."""
         if tensor is None:
-            tensor = torch.full(shape, default)
-        assert tensor.shape == shape, (tensor.shape, shape)
+            tensor = arrays.of_numpy(np.full(shape, default, dtype=np.float32))
+        assert tuple(tensor.shape) == shape, (tensor.shape, shape)
         self._constants.append(tensor.float().contiguous())
         return self._constants[-1].data_ptr()
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from appliance.kernels import arrays
 from appliance.kernels.cpu.engine import NativeEngine, check
 from appliance.kernels.cpu.structs import (
     LANES,
@@ -27,16 +25,18 @@ from appliance.kernels.weight import dense
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from appliance.kernels.cpu.arena import Arena
     from appliance.kernels.weight import Weight
 
 GROUP_SIZES = (128, 64, 32)
 FORMATS = {
-    torch.float32: Format.F32,
-    torch.float16: Format.F16,
-    torch.bfloat16: Format.BF16,
+    "float32": Format.F32,
+    "float16": Format.F16,
+    "bfloat16": Format.BF16,
 }
-_SCALE_FORMATS = FORMATS | {torch.uint8: ScaleFormat.E8M0}
+_SCALE_FORMATS = FORMATS | {"uint8": ScaleFormat.E8M0}
 _BITS = {
     Format.F32: 32,
     Format.F16: 16,
@@ -96,7 +96,7 @@ class WeightPacker:
 
     engine: NativeEngine
     arena: Arena
-    dtype: torch.dtype
+    dtype: Any
     _orders: dict[bytes, int] = field(default_factory=dict)  # addresses, each order laid out once
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> LinearStruct:
@@ -142,7 +142,9 @@ class WeightPacker:
         weight = weight.contiguous()
         out_features, in_features = weight.shape
         struct = LinearStruct(
-            format=FORMATS[self.dtype], in_features=in_features, out_features=out_features
+            format=FORMATS[arrays.dtype_name(self.dtype)],
+            in_features=in_features,
+            out_features=out_features,
         )
         struct.codes = self.arena.claim(_codes_bytes(struct))
         self._pack(struct, weight, None, None, 0)
@@ -205,9 +207,10 @@ class WeightPacker:
         Others are in floats: codes count halves, so that they are half as large.
         """
         out_features, in_features = weight.shape
-        powers = weight.scale.dtype == torch.float8_e8m0fnu and bool((weight.row_scale == 1).all())
+        is_power = arrays.dtype_name(weight.scale.dtype) == "float8_e8m0fnu"
+        powers = is_power and bool((weight.row_scale == 1).all())
         if powers:
-            scale = weight.scale.view(torch.uint8)
+            scale = arrays.viewed(weight.scale, "uint8")
         else:
             scale = weight.scale.float() * (weight.row_scale * 0.5)[:, None]
         half_or_float = Format.F16 if fits_half(scale) else Format.F32
@@ -248,7 +251,7 @@ class WeightPacker:
                 codes.data_ptr(),
                 None if scale is None else scale.data_ptr(),
                 None if offset is None else offset.data_ptr(),
-                Format.F32 if scale is None else _SCALE_FORMATS[scale.dtype],
+                Format.F32 if scale is None else _SCALE_FORMATS[arrays.dtype_name(scale.dtype)],
                 group_size,
             )
         )
@@ -272,7 +275,8 @@ def is_centered(weight: PackedWeight) -> bool:
 
 def fits_half(values: Tensor) -> bool:
     """Return True if float16 holds every value exactly."""
-    return values.dtype == torch.float16 or bool((values.half().float() == values.float()).all())
+    is_half = arrays.dtype_name(values.dtype) == "float16"
+    return is_half or bool((values.half().float() == values.float()).all())
 
 
 def linear_bytes(struct: LinearStruct) -> int:

@@ -10,7 +10,8 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.attention_prefill.kernel import prefill_kernel
 from appliance.kernels.attention_spans.kernel import plan_spans_kernel
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.paged_attention.kernel import decode_kernel
 from appliance.kernels.paged_attention.variant import (

@@ -17,7 +17,7 @@ from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes, 
 from appliance.kernels.paged_attention.work import FAN_IN, SPAN_COLUMNS
 
 if TYPE_CHECKING:
-    from appliance.kernels.kv_cache import KVFormat
+    from appliance.kernels.kv_format import KVFormat
 
 # Triton's names of the dtypes that activations can have.
 COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

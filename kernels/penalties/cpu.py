@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from appliance.kernels.penalties.rows import IN_PROMPT
 
@@ -18,20 +18,23 @@ def penalize(
     logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
 ) -> None:
     """See `reference.penalize`, to the last bit."""
+    table, changed = seen.numpy(), logits.numpy()  # views
+    repetitions, presences = rows.repetition.numpy(), rows.presence.numpy()
+    frequencies, counted = rows.frequency.numpy(), rows.counted.numpy()
     for row, place in enumerate(rows.places.tolist()):
         if place < 0:
             continue
-        line = seen[place]
+        line = table[place]
         if token_ids is not None:
-            line[token_ids[row]] += rows.counted[row]
-        found = line.nonzero().flatten()
-        values, counts = logits[row, found], line[found]
-        repetition = rows.repetition[row]
+            line[int(token_ids[row])] += counted[row]
+        found = np.flatnonzero(line)
+        values, counts = changed[row, found], line[found]
+        repetition = repetitions[row]
         if repetition != 1:
-            values = torch.where(values > 0, values / repetition, values * repetition)
-        presence, frequency = rows.presence[row], rows.frequency[row]
+            values = np.where(values > 0, values / repetition, values * repetition)
+        presence, frequency = presences[row], frequencies[row]
         if presence or frequency:
             counts = counts % IN_PROMPT
-            subtracted = (presence + frequency * counts).float()
-            values = torch.where(counts > 0, values - subtracted, values)
-        logits[row, found] = values
+            subtracted = (presence + frequency * counts).astype(np.float32)
+            values = np.where(counts > 0, values - subtracted, values)
+        changed[row, found] = values

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from appliance.kernels import arrays
 from appliance.kernels.cpu.step_structs import SamplingStruct
 from appliance.kernels.cpu.structs import Status
 
@@ -42,16 +41,16 @@ class NativeSampling:
         """
         num_rows, vocab_size = logits.shape
         sampling = SamplingStruct(
-            temperature=_address(rows.temperature, torch.float32, num_rows),
-            top_k=_address(rows.top_k, torch.int64, num_rows),
-            top_p=_address(rows.top_p, torch.float32, num_rows),
-            min_p=_address(rows.min_p, torch.float32, num_rows),
-            uniform=_address(rows.uniform, torch.float64, num_rows),
+            temperature=_address(rows.temperature, "float32", num_rows),
+            top_k=_address(rows.top_k, "int64", num_rows),
+            top_p=_address(rows.top_p, "float32", num_rows),
+            min_p=_address(rows.min_p, "float32", num_rows),
+            uniform=_address(rows.uniform, "float64", num_rows),
         )
-        tokens = torch.empty(num_rows, dtype=torch.int64)
+        tokens: Tensor = arrays.empty(num_rows, "int64", logits)
         status = self._engine.library.ap_sample(
             self._engine.handle,
-            _address(logits, torch.float32, num_rows),
+            _address(logits, "float32", num_rows),
             num_rows,
             vocab_size,
             sampling,
@@ -63,9 +62,9 @@ class NativeSampling:
         return tokens
 
 
-def _address(values: Tensor, dtype: torch.dtype, num_rows: int) -> int:
-    assert values.dtype is dtype, f"{values.dtype} where {dtype} is read"
+def _address(values: Tensor, dtype: str, num_rows: int) -> int:
+    assert arrays.dtype_name(values.dtype) == dtype, f"{values.dtype} where {dtype} is read"
     assert not values.is_cuda, "the CPU library reads the memory of the CPU"
     assert values.is_contiguous(), "the CPU library reads element after element"
-    assert values.size(0) == num_rows, f"{values.size(0)} rows beside {num_rows} of logits"
+    assert len(values) == num_rows, f"{len(values)} rows beside {num_rows} of logits"
     return values.data_ptr()

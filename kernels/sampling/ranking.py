@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from appliance.kernels import arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOW = 0xFFFFFFFF
 
@@ -21,6 +27,10 @@ def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns:
         (num_rows, count) float32 scores, and int64 token ids.
     """
+    if isinstance(scores, np.ndarray):
+        return _likeliest_on_host(scores, count)
+    import torch
+
     # A float's bits are ordered as an integer's once those of negative ones are turned around.
     # Adding zero makes -0.0 what it is equal to.
     bits = (scores + 0.0).view(torch.int32)
@@ -34,3 +44,16 @@ def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     best = keys.topk(count).values
     token_ids = last - (best & _LOW)
     return scores.gather(-1, token_ids), token_ids
+
+
+def _likeliest_on_host(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Do the same without torch: sort by the score, falling, then by the id."""
+    values = scores.numpy() + np.float32(0)
+    last = values.shape[-1] - 1
+    bits = values.view(np.int32)
+    keys = (((bits >> 31) & 0x7FFFFFFF) ^ bits).astype(np.int64) << 32
+    keys |= np.arange(last, -1, -1)
+    best = np.partition(keys, -count, axis=-1)[:, -count:] if count else keys[:, :0]
+    token_ids = last - (np.sort(best, axis=-1)[:, ::-1] & _LOW)
+    found = arrays.of_numpy(np.take_along_axis(scores.numpy(), token_ids, axis=-1))
+    return found, arrays.of_numpy(np.ascontiguousarray(token_ids))

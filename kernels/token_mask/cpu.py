@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+from appliance.kernels import arrays
 
 if TYPE_CHECKING:
     import ctypes
@@ -21,8 +21,8 @@ class NativeMasks:
     def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
         """Ban the tokens of some rows whose bit is 0; all tensors are contiguous, on the CPU."""
         num_masks, vocab_size = len(rows), logits.shape[1]
-        for values, dtype in ((logits, torch.float32), (rows, torch.int64), (words, torch.int32)):
-            assert values.dtype is dtype, f"{values.dtype} where {dtype} is read"
+        for values, dtype in ((logits, "float32"), (rows, "int64"), (words, "int32")):
+            assert arrays.dtype_name(values.dtype) == dtype, f"{values.dtype} where {dtype} is read"
             assert not values.is_cuda, "the CPU library reads the memory of the CPU"
             assert values.is_contiguous(), "the CPU library reads element after element"
         assert words.shape[0] == num_masks, (words.shape, num_masks)

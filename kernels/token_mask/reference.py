@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class MaskTokens(Protocol):
-    """Applies masks without waiting, in Triton or on the CPU."""
-
-    def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None: ...
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from appliance.kernels import arrays
 from appliance.kernels.cpu.engine import check
-from appliance.kernels.token_scores.reference import TokenScores
+from appliance.kernels.token_scores.interface import TokenScores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,15 +31,15 @@ class NativeScores:
             MemoryError: the engine may not, or cannot, have the workspace that this takes.
         """
         num_rows, vocab_size = logits.shape
-        assert logits.dtype is torch.float32
+        assert arrays.dtype_name(logits.dtype) == "float32"
         assert logits.is_contiguous()
-        assert targets.dtype is torch.int64
+        assert arrays.dtype_name(targets.dtype) == "int64"
         assert targets.is_contiguous()
         assert len(targets) == num_rows
         found = TokenScores(
-            torch.empty(num_rows),
-            torch.empty((num_rows, count)),
-            torch.empty((num_rows, count), dtype=torch.int64),
+            arrays.empty(num_rows, "float32", logits),
+            arrays.empty((num_rows, count), "float32", logits),
+            arrays.empty((num_rows, count), "int64", logits),
         )
         check(
             self._engine.library.ap_score(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ConfigError, QuantizeError
+from appliance.kernels.arrays import numpy_dtype
 from appliance.model.source import open_model
 from appliance.quant.engines import autoawq, optimum
 from appliance.quant.formats.scheme import WeightScheme
@@ -106,7 +107,7 @@ def _report(
 ) -> QuantizeReport:
     source, folder = open_model(out), SafetensorsFolder(out)
     sizes = {
-        name: math.prod(folder.shape(name)) * folder.dtype(name).itemsize
+        name: math.prod(folder.shape(name)) * numpy_dtype(folder.dtype(name)).itemsize
         for name in folder.tensor_names()
     }
     packed = [slot for slot in source.slots() if source.weights.packed_bits(slot.name) is not None]

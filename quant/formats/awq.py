@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from appliance.errors import UnsupportedModelError
+from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.float16 import exact_enough
 from appliance.quant.formats.grouping import integer_zero_points, scales_in_groups
@@ -23,6 +21,8 @@ from appliance.quant.formats.word_packed import QWEIGHT, QZEROS, SCALES, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
 METHOD = "awq"
 BITS = 4
@@ -50,9 +50,9 @@ class AwqLayout:
         out_features, in_features = shape
         groups = -(-in_features // (self.group_size or in_features))
         return {
-            QWEIGHT: (torch.int32, (in_features, out_features // PER_WORD)),
-            QZEROS: (torch.int32, (groups, out_features // PER_WORD)),
-            SCALES: (torch.float16, (groups, out_features)),
+            QWEIGHT: ("int32", (in_features, out_features // PER_WORD)),
+            QZEROS: ("int32", (groups, out_features // PER_WORD)),
+            SCALES: ("float16", (groups, out_features)),
         }
 
     def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
@@ -122,12 +122,13 @@ def _to_words(codes: Tensor) -> Tensor:
     """Pack (rows, out) uint8 below 16 into (rows, out / 8) int32."""
     nibbles = codes.reshape(codes.shape[0], -1, PER_WORD)[..., NIBBLES]
     pairs = nibbles[..., 0::2] | nibbles[..., 1::2] << 4  # the bytes of a word, lowest first
-    return pairs.flatten().view(torch.int32).view(pairs.shape[:-1])
+    words: Tensor = arrays.viewed(pairs.flatten(), "int32").view(pairs.shape[:-1])
+    return words
 
 
 def _from_words(words: Tensor) -> Tensor:
-    pairs = words.flatten().view(torch.uint8).view(*words.shape, 4)
-    codes = pairs.new_empty(*words.shape, PER_WORD)
+    pairs = arrays.viewed(words.flatten(), "uint8").view(*words.shape, 4)
+    codes: Tensor = arrays.empty((*words.shape, PER_WORD), "uint8", words)
     codes[..., NIBBLES[0::2]] = pairs & 0xF
     codes[..., NIBBLES[1::2]] = pairs >> 4
     return codes.flatten(1)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from appliance.errors import CheckpointError
+from appliance.kernels import arrays
 from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.compressed_tensors_config import declared_schemes
@@ -35,6 +35,8 @@ from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import Tensor
+
     from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.weight import Weight
     from appliance.quant.formats.scheme import LinearScheme
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 PACKED, SCALE, SHAPE, ZERO_POINT = "_packed", "_scale", "_shape", "_zero_point"
 G_IDX = "_g_idx"
 _PARTS = (PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX)
-SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) -> dict[str, Tensor]:
@@ -56,7 +58,7 @@ def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) ->
     """
     if isinstance(weight, Fp8Weight):
         scale = weight.scale if weight.is_blockwise else weight.scale.unsqueeze(1)
-        return {name: weight.codes, name + SCALE: scale.to(torch.bfloat16)}
+        return {name: weight.codes, name + SCALE: arrays.cast(scale, "bfloat16")}
     assert isinstance(scheme, WeightScheme), scheme
     codes = weight.codes
     if scheme.bits == 3:
@@ -64,33 +66,33 @@ def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) ->
     tensors = {
         name + PACKED: bytes_to_words(codes),
         name + SCALE: weight.scale.contiguous(),
-        name + SHAPE: torch.tensor(weight.shape),
+        name + SHAPE: arrays.like(codes, np.array(weight.shape)),
     }
     if weight.offset_kind is OffsetKind.ADDITIVE:
-        assert torch.equal(weight.offset, -scheme.zero_code * weight.scale), name
+        assert arrays.equal(weight.offset, -scheme.zero_code * weight.scale), name
     else:
-        zero_points = weight.offset.to(torch.uint8)
+        zero_points = arrays.cast(weight.offset, "uint8")
         tensors[name + ZERO_POINT] = pack_zero_points(zero_points, scheme.bits)
     return tensors
 
 
 def encoded_layout(
-    name: str, shape: tuple[int, int], scheme: LinearScheme, scale_dtype: torch.dtype
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    name: str, shape: tuple[int, int], scheme: LinearScheme, scale_dtype: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the type and shape of every tensor that `encode` would make of such a weight."""
     out_features, in_features = shape
     if isinstance(scheme, Fp8Scheme):
         blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
         scales = blocks if scheme.blockwise else (out_features, 1)
-        return {name: (torch.float8_e4m3fn, shape), name + SCALE: (torch.bfloat16, scales)}
+        return {name: ("float8_e4m3fn", shape), name + SCALE: ("bfloat16", scales)}
     groups = in_features // (scheme.group_size or in_features)
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        name + PACKED: (torch.int32, (out_features, -(-in_features * scheme.bits // 32))),
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {
+        name + PACKED: ("int32", (out_features, -(-in_features * scheme.bits // 32))),
         name + SCALE: (scale_dtype, (out_features, groups)),
-        name + SHAPE: (torch.int64, (2,)),
+        name + SHAPE: ("int64", (2,)),
     }
     if not scheme.symmetric:
-        layout[name + ZERO_POINT] = (torch.int32, (-(-out_features * scheme.bits // 32), groups))
+        layout[name + ZERO_POINT] = ("int32", (-(-out_features * scheme.bits // 32), groups))
     return layout
 
 
@@ -204,20 +206,24 @@ def decode(
         CheckpointError: no scheme explains them, or a scale is not finite.
     """
     scale = tensors[name + SCALE]
-    stored = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    stored = {
+        key: (arrays.dtype_name(tensor.dtype), tuple(tensor.shape))
+        for key, tensor in tensors.items()
+    }
+    scale_dtype = arrays.dtype_name(scale.dtype)
     for scheme in schemes:
         if not isinstance(scheme, WeightScheme):
             continue
         group_size = scheme.group_size or shape[1]
-        explained = shape[1] % group_size == 0 and scale.dtype in SCALE_DTYPES
-        if explained and stored == encoded_layout(name, shape, scheme, scale.dtype):
+        explained = shape[1] % group_size == 0 and scale_dtype in SCALE_DTYPES
+        if explained and stored == encoded_layout(name, shape, scheme, scale_dtype):
             break
     else:
         raise CheckpointError(
             f"{name}: the stored tensors do not have the types and shapes that config.json"
             f" declares ({'; '.join(map(str, schemes))}); download or quantize the model again"
         )
-    if not torch.isfinite(scale).all():
+    if not arrays.is_finite(scale):
         raise CheckpointError(f"{name}{SCALE} holds NaN or infinity; quantize the model again")
     if scheme.symmetric:
         offset = -scheme.zero_code * scale
@@ -251,7 +257,8 @@ def decode_fp8(
     Raises:
         CheckpointError: types or shapes do not fit, or a value is NaN or infinite.
     """
-    if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or scale.dtype not in SCALE_DTYPES:
+    types = [arrays.dtype_name(part.dtype) for part in (codes, scale)]
+    if types[0] != "float8_e4m3fn" or codes.dim() != 2 or types[1] not in SCALE_DTYPES:
         raise CheckpointError(
             f"{name} has type {codes.dtype} and a scale of {scale.dtype}, which is not the"
             " float-quantized form; download or quantize the model again"
@@ -272,8 +279,8 @@ def decode_fp8(
             f" {(rows, columns)} by config.json ({'; '.join(map(str, schemes))}); download or"
             " quantize the model again"
         )
-    if not torch.isfinite(scales).all():
+    if not arrays.is_finite(scales):
         raise CheckpointError(f"{name}{SCALE} holds NaN or infinity; quantize the model again")
-    if bool((codes.view(torch.uint8) & NAN_CODE == NAN_CODE).any()):
+    if bool((arrays.viewed(codes, "uint8") & NAN_CODE == NAN_CODE).any()):
         raise CheckpointError(f"{name} holds NaN; quantize the model again")
     return Fp8Weight(codes, scales, floats[scales.dim() == 2].quantized_inputs)

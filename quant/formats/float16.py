@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from appliance.errors import QuantizeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Float16 holds every bfloat16 from here on exactly. Below, its steps are 2 ** -24, too small to
 # change any weight of such a group.
@@ -18,7 +20,7 @@ def exact_enough(name: str, scale: Tensor) -> Tensor:
     Raises:
         QuantizeError: float16 cannot hold a scale.
     """
-    half = scale.to(torch.float16)
+    half = scale.half()
     exact = half.to(scale.dtype) == scale
     if not bool((exact | (scale.abs() < SMALLEST_EXACT)).all()):
         raise QuantizeError(

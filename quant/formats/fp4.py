@@ -6,13 +6,15 @@ OCP (Microscaling Formats, v1.0) and NVIDIA. Activations keep 16 bits, whatever 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels import arrays
 from appliance.kernels.fp4 import GROUPS, Fp4Weight
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.checkpoint import SafetensorsFolder
 
 MXFP4 = "mxfp4"  # quant_method of gpt-oss
-E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+E8M0, E4M3 = "float8_e8m0fnu", "float8_e4m3fn"
 _WEIGHT = ".weight"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
@@ -47,7 +49,7 @@ class Fp4Form:
     name: str
     codes: str
     scale: str
-    scale_dtype: torch.dtype
+    scale_dtype: str
     tensor_scale: str | None = None
     is_divisor: bool = False
     ignored: tuple[str, ...] = ()
@@ -116,20 +118,23 @@ def decode(
     Raises:
         CheckpointError: types or shapes do not belong together, or a scale is not finite.
     """
-    if codes.dtype != torch.uint8 or scale.dtype not in (torch.uint8, form.scale_dtype):
+    types = [arrays.dtype_name(part.dtype) for part in (codes, scale)]
+    if types[0] != "uint8" or types[1] not in ("uint8", form.scale_dtype):
         raise _damaged(name, form, f"codes of {codes.dtype} and scales of {scale.dtype}")
     codes = codes.flatten(1)
     rows, width = codes.shape
     if tuple(scale.shape) != (rows, 2 * width // GROUPS[form.scale_dtype]):
         found = f"codes of {(rows, width)} and scales of {tuple(scale.shape)}"
         raise _damaged(name, form, found)
-    factor = torch.ones(1)
+    factor = arrays.like(codes, np.ones(1, dtype=np.float32))
     if tensor_scale is not None:
         factor = tensor_scale.float().flatten()
-        if factor.numel() != 1 or not bool(torch.isfinite(factor).all()) or not bool(factor.all()):
+        if factor.numel() != 1 or not arrays.is_finite(factor) or not bool(factor.all()):
             raise _damaged(name, form, f"a scale of the whole weight of {factor.tolist()[:4]}")
     factor = (1 / factor if form.is_divisor else factor).expand(rows).contiguous()
-    weight = Fp4Weight(codes.contiguous(), scale.contiguous().view(form.scale_dtype), factor)
+    weight = Fp4Weight(
+        codes.contiguous(), arrays.viewed(scale.contiguous(), form.scale_dtype), factor
+    )
     if not weight.is_finite():
         raise _damaged(name, form, "a scale that is NaN")
     return weight
@@ -151,7 +156,7 @@ class Fp4Weights:
         parts = set[str]()
         for name in self._stored:
             module = name.removesuffix(form.codes)
-            if name == module or folder.dtype(name) is not torch.uint8:
+            if name == module or folder.dtype(name) != "uint8":
                 continue
             parts |= {module + suffix for suffix in self._suffixes()}
             if not form.by_expert:
@@ -173,7 +178,7 @@ class Fp4Weights:
         module, expert = self._modules[name]
         shape = self._folder.shape(module + self._form.codes)
         rows, *inputs = shape if expert is None else shape[1:]
-        return rows, 2 * int(torch.Size(inputs).numel())
+        return rows, 2 * math.prod(inputs)
 
     def packed_bits(self, name: str) -> int | None:
         """Return None: these codes are not integers."""

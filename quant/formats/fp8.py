@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels import arrays
 from appliance.kernels.fp8 import BLOCK, Fp8Weight
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 METHOD, MODELOPT = "fp8", "modelopt"
 WEIGHT, BLOCK_SCALE, TENSOR_SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
 INPUT_SCALES = (".input_scale", ".activation_scale")
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 
 class Fp8Weights:
@@ -43,7 +42,7 @@ class Fp8Weights:
         self._folder = folder
         self._quantized_inputs = _check(folder.config["quantization_config"])
         self._stored = frozenset(folder.tensor_names())
-        codes = {name for name in self._stored if folder.dtype(name) is torch.float8_e4m3fn}
+        codes = {name for name in self._stored if folder.dtype(name) == "float8_e4m3fn"}
         self._codes = {name for name in codes if name.endswith(WEIGHT)}
         suffixes = (BLOCK_SCALE, TENSOR_SCALE, *INPUT_SCALES)
         modules = [name.removesuffix(WEIGHT) for name in self._codes]
@@ -91,10 +90,10 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     rows, columns = shape
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
     found = tuple(scale.shape)
-    if scale.dtype not in SCALE_DTYPES:
+    if arrays.dtype_name(scale.dtype) not in SCALE_DTYPES:
         raise CheckpointError(f"{name} has type {scale.dtype}, which no scale has")
     values = scale.float()
-    if not bool(torch.isfinite(values).all()):
+    if not arrays.is_finite(values):
         raise CheckpointError(f"{name} holds NaN or infinity; quantize the model again")
     if found == blocks and name.endswith(BLOCK_SCALE):
         return values

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.float16 import exact_enough
 from appliance.quant.formats.grouping import integer_zero_points, scales_in_groups
@@ -24,6 +24,8 @@ from appliance.quant.formats.word_packed import G_IDX, QWEIGHT, QZEROS, SCALES, 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
@@ -56,9 +58,9 @@ class GptqLayout:
         out_features, in_features = shape
         groups = -(-in_features // (self.group_size or in_features))
         return {
-            QWEIGHT: (torch.int32, (in_features * self.bits // 32, out_features)),
-            QZEROS: (torch.int32, (groups, -(-out_features * self.bits // 32))),
-            SCALES: (torch.float16, (groups, out_features)),
+            QWEIGHT: ("int32", (in_features * self.bits // 32, out_features)),
+            QZEROS: ("int32", (groups, -(-out_features * self.bits // 32))),
+            SCALES: ("float16", (groups, out_features)),
         }
 
     def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
@@ -77,7 +79,7 @@ class GptqLayout:
             QWEIGHT: bytes_to_words(weight.codes.contiguous()).T.contiguous(),
             QZEROS: bytes_to_words(pack_codes(zero_points.T.contiguous(), self.bits)),
             SCALES: exact_enough(name, scale).T.contiguous(),
-            G_IDX: (torch.arange(in_features) // group_size).int(),
+            G_IDX: arrays.like(scale, (np.arange(in_features) // group_size).astype(np.int32)),
         }
 
     def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
@@ -100,14 +102,15 @@ class GptqLayout:
             offset_kind=OffsetKind.ZERO_POINT,
             bits=self.bits,
             group_size=groups.size,
-            input_order=groups.order,
+            input_order=None if groups.order is None else arrays.like(codes, groups.order),
         )
 
     def _zero_points(self, words: Tensor) -> Tensor:
         """Unpack zero points, (groups, words of a row) int32, into (groups, out_features) uint8."""
         if self.version == V1 and self.borrows:
             ones = sum(1 << shift for shift in range(0, 32, self.bits))
-            words = ((words.long() + ones) & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+            words = arrays.cast((words.long() + ones) & 0xFFFFFFFF, "uint32")
+            words = arrays.viewed(words, "int32")
         fields = unpack_codes(words_to_bytes(words, words.shape[1] * 4), self.bits)
         if self.version == V1 and not self.borrows:
             return (fields + 1) & ((1 << self.bits) - 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
@@ -16,7 +19,7 @@ def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
         wanted: inputs per smaller group; divides `group_size`.
     """
     assert group_size % wanted == 0, (group_size, wanted)
-    return values.repeat_interleave(group_size // wanted, dim=1)
+    return arrays.repeated(values, group_size // wanted, 1)  # type: ignore[no-any-return]
 
 
 def zero_points_of(weight: PackedWeight) -> Tensor | None:
@@ -25,10 +28,10 @@ def zero_points_of(weight: PackedWeight) -> Tensor | None:
     if weight.offset_kind is OffsetKind.ADDITIVE:
         # In a group of zeros any zero point will do; the middle is that of symmetric weights.
         found = (-found / weight.scale.float()).nan_to_num(1 << (weight.bits - 1)).round()
-        if not torch.equal(weight.offset, (-found * weight.scale.float()).to(weight.offset.dtype)):
+        if not arrays.equal(weight.offset, (-found * weight.scale.float()).to(weight.offset.dtype)):
             return None
     is_code = (found == found.round()) & (found >= 0) & (found < 1 << weight.bits)
-    return found.to(torch.uint8) if bool(is_code.all()) else None
+    return arrays.cast(found, "uint8") if bool(is_code.all()) else None
 
 
 def integer_zero_points(weight: PackedWeight) -> Tensor:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels import arrays
 from appliance.quant.formats.pack import pack_codes, unpack_codes
 from appliance.quant.formats.scheme import GROUP_SIZES
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
     from appliance.kernels.packed import PackedWeight
 
 
@@ -26,14 +29,14 @@ class InputGroups:
         source: (in_features / size,) int64, the stored group that gives each group its scale.
     """
 
-    order: Tensor | None
+    order: NDArray[np.int32] | None
     size: int
-    source: Tensor
+    source: NDArray[np.int64]
 
 
 def even_groups(in_features: int, group_size: int) -> InputGroups:
     """Group neighbours; a smaller last group makes all groups smaller."""
-    return _grouped("", torch.arange(in_features) // group_size, group_size, None)
+    return _grouped("", np.arange(in_features) // group_size, group_size, None)
 
 
 def listed_groups(name: str, g_idx: Tensor, group_size: int, num_groups: int) -> InputGroups:
@@ -49,15 +52,15 @@ def listed_groups(name: str, g_idx: Tensor, group_size: int, num_groups: int) ->
         CheckpointError: a listed group has no scales.
         UnsupportedModelError: no group size of a kernel divides the groups.
     """
-    groups = g_idx.long()
+    groups = g_idx.numpy().astype(np.int64)
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
         raise CheckpointError(
             f"{name} names group {int(groups.max())} of {num_groups}; download the model again"
         )
-    if bool((groups.diff() >= 0).all()):
+    if bool((np.diff(groups) >= 0).all()):
         return _grouped(name, groups, group_size, None)
-    order = torch.argsort(groups, stable=True)
-    return _grouped(name, groups[order], group_size, order.int())
+    order = np.argsort(groups, stable=True)
+    return _grouped(name, groups[order], group_size, order.astype(np.int32))
 
 
 def regrouped(name: str, weight: PackedWeight, g_idx: Tensor) -> PackedWeight:
@@ -85,13 +88,16 @@ def regrouped(name: str, weight: PackedWeight, g_idx: Tensor) -> PackedWeight:
         scale=weight.scale[:, groups.source].contiguous(),
         offset=weight.offset[:, groups.source].contiguous(),
         group_size=groups.size,
-        input_order=groups.order,
+        input_order=None if groups.order is None else arrays.like(codes, groups.order),
     )
 
 
-def _grouped(name: str, groups: Tensor, group_size: int, order: Tensor | None) -> InputGroups:
+def _grouped(
+    name: str, groups: NDArray[np.int64], group_size: int, order: NDArray[np.int32] | None
+) -> InputGroups:
     """Cut runs of one group into pieces of equal size."""
-    _, counts = groups.unique_consecutive(return_counts=True)
+    ends = np.flatnonzero(np.diff(groups, append=-1))
+    counts = np.diff(ends, prepend=-1)
     for size in (group_size, *GROUP_SIZES):
         if size <= group_size and not bool((counts % size).any()):
             return InputGroups(order, size, groups[::size])

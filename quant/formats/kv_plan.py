@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from appliance.errors import CheckpointError
 from appliance.files import read_json
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels import arrays
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,9 +107,9 @@ def read_plan(folder: Path, heads: Sequence[tuple[int, int]]) -> tuple[KVLayer, 
 
 
 def _layer(entry: dict[str, Any], num_kv_heads: int, head_dim: int) -> KVLayer:
-    scales = torch.tensor([entry["k_scale"], entry["v_scale"]], dtype=torch.float32)
+    scales = _floats([entry["k_scale"], entry["v_scale"]])
     key_mean, key_factors = (
-        None if numbers is None else torch.tensor(numbers, dtype=torch.float32)
+        None if numbers is None else _floats(numbers)
         for numbers in (entry["k_mean"], entry.get("k_factors"))
     )
     _check_shape(scales, (2, num_kv_heads))
@@ -117,7 +118,7 @@ def _layer(entry: dict[str, Any], num_kv_heads: int, head_dim: int) -> KVLayer:
     for by_channel in (key_mean, key_factors):
         if by_channel is not None:
             _check_shape(by_channel, (num_kv_heads, head_dim))
-    plain = torch.stack((torch.tensor(entry.get("k_scale_with_mean", entry["k_scale"])), scales[1]))
+    plain = arrays.stack((_floats(entry.get("k_scale_with_mean", entry["k_scale"])), scales[1]))
     _check_shape(plain, (2, num_kv_heads))
     return KVLayer(
         format=KVFormat(entry["format"]),
@@ -129,8 +130,12 @@ def _layer(entry: dict[str, Any], num_kv_heads: int, head_dim: int) -> KVLayer:
     )
 
 
+def _floats(numbers: Any) -> Tensor:
+    return arrays.of_numpy(np.array(numbers, dtype=np.float32))  # type: ignore[no-any-return]
+
+
 def _check_shape(tensor: Tensor, shape: tuple[int, int]) -> None:
-    if tuple(tensor.shape) != shape or not bool(torch.isfinite(tensor).all()):
+    if tuple(tensor.shape) != shape or not arrays.is_finite(tensor):
         raise ValueError(f"{tuple(tensor.shape)} numbers, not finite ones of {shape}")
 
 
@@ -162,13 +167,13 @@ def stored_scales(
             found.append(None)
             missing.append(layer)
             continue
-        found.append(torch.stack([_scales(weights, name, num_kv_heads) for name in names]))
+        found.append(arrays.stack([_scales(weights, name, num_kv_heads) for name in names]))
     return found, missing
 
 
 def _scales(weights: WeightReader, name: str, num_kv_heads: int) -> Tensor:
     scales = weights.load(name)
-    assert isinstance(scales, torch.Tensor)
+    assert arrays.is_array(scales)
     scales = scales.float().flatten()
     if scales.numel() not in (1, num_kv_heads) or not bool(
         ((scales > 0) & scales.isfinite()).all()
@@ -177,4 +182,4 @@ def _scales(weights: WeightReader, name: str, num_kv_heads: int) -> Tensor:
             f"{name} holds {scales.numel()} scales where 1 or {num_kv_heads} positive ones are"
             " expected; quantize the model again"
         )
-    return scales.expand(num_kv_heads)
+    return scales.expand((num_kv_heads,))

@@ -6,9 +6,14 @@ Words are little-endian, as in safetensors files.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from appliance.kernels import arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WORD_BITS = 32
 
@@ -33,7 +38,7 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Reverse `pack_codes`: (rows, bytes) uint8 -> (rows, bytes * 8 / bits) uint8."""
     if bits == 8:
         return packed
-    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
+    return arrays.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)  # type: ignore[no-any-return]
 
 
 def pack_threes(codes: Tensor) -> Tensor:
@@ -45,18 +50,21 @@ def pack_threes(codes: Tensor) -> Tensor:
     Returns:
         (rows, 3 * ceil(columns / 8)) uint8.
     """
-    eights = pad(codes, (0, -codes.shape[1] % 8)).reshape(codes.shape[0], -1, 8).to(torch.int32)
-    shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=codes.device)
-    words = (eights << shifts).sum(-1, dtype=torch.int32)  # 24 bits of each are used
-    return words.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(1)
+    padded = arrays.padded(codes, -codes.shape[1] % 8)
+    eights = padded.reshape(codes.shape[0], -1, 8).int()
+    shifts = arrays.like(codes, np.arange(0, 24, 3, dtype=np.int32))
+    words = (eights << shifts).sum(-1).int()  # 24 bits of each are used
+    triples: Tensor = arrays.viewed(words.unsqueeze(-1), "uint8")[..., :3].flatten(1)
+    return triples
 
 
 def unpack_threes(packed: Tensor) -> Tensor:
     """Reverse `pack_threes`: (rows, 3 * eights) uint8 -> (rows, 8 * eights) uint8."""
-    triples = pad(packed.view(packed.shape[0], -1, 3), (0, 1)).contiguous()
-    words = triples.view(torch.int32)  # (rows, eights, 1)
-    shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=packed.device)
-    return (words >> shifts & 7).to(torch.uint8).flatten(1)
+    triples = arrays.padded(packed.view(packed.shape[0], -1, 3), 1).contiguous()
+    words = arrays.viewed(triples, "int32")  # (rows, eights, 1)
+    shifts = arrays.like(packed, np.arange(0, 24, 3, dtype=np.int32))
+    codes: Tensor = arrays.cast(words >> shifts & 7, "uint8").flatten(1)
+    return codes
 
 
 def bytes_to_words(packed: Tensor) -> Tensor:
@@ -71,14 +79,16 @@ def bytes_to_words(packed: Tensor) -> Tensor:
     Returns:
         (rows, ceil(bytes / 4)) int32.
     """
-    padded = pad(packed, (0, -packed.shape[1] % 4))
-    return padded.flatten().view(torch.int32).view(packed.shape[0], -1)
+    padded = arrays.padded(packed, -packed.shape[1] % 4)
+    words: Tensor = arrays.viewed(padded.flatten(), "int32").view(packed.shape[0], -1)
+    return words
 
 
 def words_to_bytes(words: Tensor, num_bytes: int) -> Tensor:
     """Reverse `bytes_to_words`: (rows, words) int32 -> (rows, num_bytes) uint8."""
-    assert words.dtype == torch.int32, words.dtype
-    return words.flatten().view(torch.uint8).view(words.shape[0], -1)[:, :num_bytes].contiguous()
+    assert arrays.dtype_name(words.dtype) == "int32", words.dtype
+    rows = arrays.viewed(words.flatten(), "uint8").view(words.shape[0], -1)
+    return rows[:, :num_bytes].contiguous()  # type: ignore[no-any-return]
 
 
 def pack_zero_points(zero_points: Tensor, bits: int) -> Tensor:
@@ -95,7 +105,8 @@ def pack_zero_points(zero_points: Tensor, bits: int) -> Tensor:
     if bits == 3:
         packed = pack_threes(columns)[:, : -(-columns.shape[1] * 3 // 8)]
     else:
-        packed = pack_codes(pad(columns, (0, -columns.shape[1] % (WORD_BITS // bits))), bits)
+        padded = arrays.padded(columns, -columns.shape[1] % (WORD_BITS // bits))
+        packed = pack_codes(padded, bits)
     return bytes_to_words(packed).T.contiguous()
 
 
@@ -103,7 +114,7 @@ def unpack_zero_points(words: Tensor, bits: int, out_features: int) -> Tensor:
     """Reverse `pack_zero_points`: -> (out_features, groups) uint8."""
     columns = words.T.contiguous()  # (groups, words)
     if bits == 3:  # three words hold 32 codes
-        columns = pad(columns, (0, -columns.shape[1] % 3))
+        columns = arrays.padded(columns, -columns.shape[1] % 3)
     packed = words_to_bytes(columns, columns.shape[1] * 4)
     codes = unpack_threes(packed) if bits == 3 else unpack_codes(packed, bits)
     return codes[:, :out_features].T.contiguous()

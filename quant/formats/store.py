@@ -5,18 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from appliance.kernels.arrays import dtype_name
 from appliance.quant.formats import compressed_tensors
 from appliance.quant.formats.compressed_tensors_config import quantization_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.packed import PackedWeight
     from appliance.quant.formats.scheme import LinearScheme
+
+
+def in_torch(
+    layout: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return a layout with torch's types instead of their names."""
+    return {part: (getattr(torch, name), shape) for part, (name, shape) in layout.items()}
 
 
 class WeightStore(Protocol):
@@ -63,7 +72,7 @@ class CompressedTensorsStore:
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return compressed_tensors.encoded_layout(name, shape, scheme, dtype)
+        return in_torch(compressed_tensors.encoded_layout(name, shape, scheme, dtype_name(dtype)))
 
     def encode(
         self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from appliance.errors import CheckpointError
+from appliance.kernels import arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
 
 WEIGHT, QWEIGHT, QZEROS, SCALES, G_IDX = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"
 PARTS = (QWEIGHT, QZEROS, SCALES, G_IDX)
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each part
+Layout = dict[str, tuple[str, tuple[int, ...]]]  # type and shape of each part
 
 
 class WordLayout(Protocol):
@@ -95,18 +94,18 @@ class WordPackedWeights:
         out_features, in_features = self.shape(name)
         layout = self._words.layout((out_features, in_features))
         parts = {part: self._part(module + part, *expected) for part, expected in layout.items()}
-        if not torch.isfinite(parts[SCALES]).all():
+        if not arrays.is_finite(parts[SCALES]):
             raise CheckpointError(f"{module}{SCALES} holds NaN or infinity; quantize again")
         g_idx = module + G_IDX
         if g_idx in self._stored and self._folder.shape(g_idx) != (0,):
-            parts[G_IDX] = self._part(g_idx, torch.int32, (in_features,))
+            parts[G_IDX] = self._part(g_idx, "int32", (in_features,))
         return self._words.decode(module, parts)
 
     def _module(self, name: str) -> str | None:
         module = name.removesuffix(WEIGHT)
         return module if module != name and module in self._modules else None
 
-    def _part(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _part(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._stored:
             raise CheckpointError(f"{name} is missing; download or quantize the model again")
         found = self._folder.dtype(name), self._folder.shape(name)

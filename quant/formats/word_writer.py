@@ -10,19 +10,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from appliance.errors import ConfigError
 from appliance.kernels.packed import PackedWeight
 from appliance.quant.formats import awq, gptq
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.gptq import V1, V2, GptqLayout
 from appliance.quant.formats.scheme import GROUP_SIZES, WeightScheme
+from appliance.quant.formats.store import in_torch
 from appliance.quant.formats.word_packed import G_IDX, WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from appliance.kernels.fp8 import Fp8Weight
@@ -43,8 +43,9 @@ class WordWriter:
         """See `WeightStore`; all weights share one layout, with scales in float16."""
         parts = self.words.layout(shape)
         if isinstance(self.words, GptqLayout):
-            parts[G_IDX] = (torch.int32, (shape[1],))
-        return {name.removesuffix(WEIGHT) + part: layout for part, layout in parts.items()}
+            parts[G_IDX] = ("int32", (shape[1],))
+        found = {name.removesuffix(WEIGHT) + part: layout for part, layout in parts.items()}
+        return in_torch(found)
 
     def encode(
         self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.kv_page.reference import (
     INT4_CENTRE,
@@ -23,7 +23,7 @@ from appliance.kernels.paged_attention.reference import visible
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.spec import AttentionSpec
 
 EVERY = 4  # one token in so many is a query

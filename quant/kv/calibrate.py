@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
-from appliance.kernels.kv_cache import KVBlocks, KVFormat, LayerPrecision
+from appliance.kernels.kv_cache import KVBlocks
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.paged_attention.cpu_plan import CpuAttentionWork
 from appliance.kernels.ragged import RaggedBatch

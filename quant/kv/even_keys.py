@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.weight import dense
 from appliance.quant.walk.pieces import ReadsRows
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.reference import E4M3_MAX
 from appliance.quant.kv.attention import attend_with
 

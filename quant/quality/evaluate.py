@@ -29,7 +29,7 @@ from appliance.runtime import release_unused
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import LayerPrecision
     from appliance.kernels.weight import Weight
     from appliance.model.norm import Norm
     from appliance.model.source import ModelSource

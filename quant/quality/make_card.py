@@ -14,7 +14,7 @@ import torch
 
 from appliance.errors import QuantizeError
 from appliance.files import replace_atomically
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
 from appliance.model.layer_weights import ExpertsWeights
 from appliance.model.reader import ModelReader

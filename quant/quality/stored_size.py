@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from appliance.checkpoint import SafetensorsFolder
 from appliance.gguf.header import read_header
+from appliance.kernels.arrays import numpy_dtype
 
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource
@@ -47,7 +48,7 @@ def stored_size(source: ModelSource) -> StoredSize:
     else:
         folder = SafetensorsFolder(source.path)
         sizes = {
-            name: math.prod(folder.shape(name)) * folder.dtype(name).itemsize
+            name: math.prod(folder.shape(name)) * numpy_dtype(folder.dtype(name)).itemsize
             for name in folder.tensor_names()
         }
         stored_bytes = sum(sizes.values())

@@ -15,7 +15,7 @@ import torch
 from appliance.errors import ModelError, QuantizeError
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.decoder_cache import allocate_layer
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.model.attention import Attention

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.attention import Attention
 from appliance.model.latent_attention import LatentAttention
 from appliance.model.loader import LayerBuilder

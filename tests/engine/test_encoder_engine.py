@@ -10,7 +10,7 @@ import torch
 from encoder_models import make
 
 from appliance.config import EngineConfig
-from appliance.engine import load_engine as loading
+from appliance.engine import load_encoder as loading
 from appliance.engine.admission import Admission
 from appliance.engine.encoder_engine import EncoderEngine
 from appliance.engine.load_engine import load_engine

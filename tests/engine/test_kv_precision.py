@@ -17,7 +17,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.kv_precision import choose_kv
 from appliance.engine.request import Request, SamplingParams
 from appliance.errors import CheckpointError, ConfigError, UnsupportedModelError
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.source import open_model
 from appliance.model.spec import NormSpec
 from appliance.quant.formats.kv_plan import FILE

@@ -20,6 +20,7 @@ from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason, Pooling, Request, SamplingParams
 from appliance.engine.run import prompt_reader
 from appliance.errors import ContextLengthError, RequestError
+from appliance.kernels.arrays import dtype_name
 
 pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
 
@@ -107,9 +108,10 @@ def hidden_of(engine: LLMEngine, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 def executor_kv(executor: Any) -> Any:
-    from appliance.kernels.kv_cache import KVFormat
+    from appliance.kernels.kv_format import KVFormat
 
-    return {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16}[executor.dtype]
+    formats = {"float32": KVFormat.FP32, "bfloat16": KVFormat.BF16}
+    return formats[dtype_name(executor.dtype)]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -270,9 +272,7 @@ def test_numbers_that_are_none_end_the_request_that_asked(
     executor = executor_of(engine)
     break_logits(engine, monkeypatch, lambda call, rows: False)
     reader: Any = engine._runner
-    monkeypatch.setattr(
-        reader._reader, "_executor", BrokenHead(executor, torch.tensor(float("nan")))
-    )
+    monkeypatch.setattr(reader._reader, "_executor", BrokenHead(executor, float("nan")))
     (delta,) = run(engine, scored("a", prompt(20)))
     assert delta.finish_reason is FinishReason.ERROR
     assert "no finite logits" in (delta.error or "")
@@ -281,7 +281,7 @@ def test_numbers_that_are_none_end_the_request_that_asked(
 
 
 class BrokenHead:
-    def __init__(self, executor: Any, value: torch.Tensor) -> None:
+    def __init__(self, executor: Any, value: float) -> None:
         self._executor = executor
         self._value = value
 

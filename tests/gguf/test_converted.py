@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from appliance.errors import UnsupportedModelError
 from appliance.gguf import GGUFFile, converted, tensors
-from appliance.gguf.converted import Loss, requantize, widen
+from appliance.gguf.converted import requantize, widen
+from appliance.gguf.loss import Loss
 from appliance.gguf.types import HELD_TYPES, TENSOR_TYPES, held_bytes, widened_bits
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.ggml_types import GGML_TYPES

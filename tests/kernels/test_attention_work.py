@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.paged_attention.work import (
     SPAN_BOUNDS,
     SPAN_LENGTHS,

@@ -6,7 +6,7 @@ from fp4_weights import random_fp4
 
 from appliance.kernels.fp4 import GROUPS, Fp4Weight
 
-FORMS = tuple(GROUPS)
+FORMS = tuple(getattr(torch, name) for name in GROUPS)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from ptx_machine.inline import evaluate
 
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page import ptx, reference
 from appliance.kernels.kv_page.layout import (
     DIM_STEP,

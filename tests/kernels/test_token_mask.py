@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.token_mask.cpu import NativeMasks
-from appliance.kernels.token_mask.reference import MaskTokens
+from appliance.kernels.token_mask.interface import MaskTokens
 from appliance.kernels.token_mask.reference import mask_tokens as reference
 
 each_way = pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_zero_points_that_are_no_small_integers_become_offsets(zero: float) -> N
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("form", GROUPS)
+@pytest.mark.parametrize("form", [getattr(torch, name) for name in GROUPS])
 def test_tiles_of_four_bit_floats_hold_every_scale(form: torch.dtype, dtype: torch.dtype) -> None:
     weight = random_fp4(70, 192, form)
     tiled = tile_fp4(weight, dtype)

@@ -12,7 +12,7 @@ from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
 from appliance.kernels.decoder_cache import KVCache
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

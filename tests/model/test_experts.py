@@ -14,7 +14,7 @@ from teacher_forcing import BLOCK_SIZE, logits_of
 
 from appliance.errors import CheckpointError, ModelError
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import why_unsupported

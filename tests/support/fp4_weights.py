@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from appliance.kernels.arrays import dtype_name
 from appliance.kernels.fp4 import GROUPS, Fp4Weight
 
 
@@ -11,7 +12,7 @@ def random_fp4(out_features: int, in_features: int, form: torch.dtype) -> Fp4Wei
     """All codes, scales of several sizes, and a factor for each row."""
     random = torch.Generator().manual_seed(out_features + in_features)
     codes = torch.randint(0, 256, (out_features, in_features // 2), generator=random)
-    shape = (out_features, in_features // GROUPS[form])
+    shape = (out_features, in_features // GROUPS[dtype_name(form)])
     if form == torch.float8_e8m0fnu:
         bits = torch.randint(120, 131, shape, generator=random)
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from teacher_forcing import BLOCK_SIZE
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def allocate(decoder: Any, *, num_blocks: int, num_states: int) -> Any:
         KVFormat.FP32, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_states=num_states
     )
     if cache.states.numel():
-        cache.states.view(torch.float32).fill_(1e4)
+        cache.states.view(torch.float32)[:] = 1e4
     return cache
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
+from appliance.kernels.arrays import dtype_name
+from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 from appliance.kernels.ragged import AdapterRows, RaggedBatch
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32  # supported by the kernels of every backend
 _UNQUANTIZED = {
-    torch.float32: KVFormat.FP32,
-    torch.float16: KVFormat.FP16,
-    torch.bfloat16: KVFormat.BF16,
+    "float32": KVFormat.FP32,
+    "float16": KVFormat.FP16,
+    "bfloat16": KVFormat.BF16,
 }
 
 
@@ -57,7 +58,9 @@ def _run(
     adapters: AdapterSlots | None,
 ) -> Iterator[Tensor]:
     table = tuple(block_table or range(-(-len(token_ids) // BLOCK_SIZE)))
-    each = precisions(format or _UNQUANTIZED[decoder.dtype], len(decoder.spec.cache_layers))
+    each = precisions(
+        format or _UNQUANTIZED[dtype_name(decoder.dtype)], len(decoder.spec.cache_layers)
+    )
     sealed = any(layer.format.is_sealed for layer in each)
     cache = decoder.allocate_cache(
         each,

@@ -13,12 +13,8 @@ from appliance.config.named_paths import named_paths
 from appliance.engine.request import AdapterRef
 from appliance.errors import AdapterError, ConfigError
 from appliance.files import stamp_of
-from appliance.model.adapters.reader import read_adapter
-from appliance.model.adapters.targets import adapter_bytes, adapter_targets
 
 if TYPE_CHECKING:
-    import torch
-
     from appliance.config import EngineConfig
     from appliance.model.adapters.slots import AdapterSlots, LaidOut
     from appliance.model.executor import Executor
@@ -70,6 +66,8 @@ class AdapterLoader:
         """Make room for the adapters that the settings allow; None if they allow none."""
         if not wants_adapters(config):
             return None
+        from appliance.model.adapters.targets import adapter_targets
+
         targets = adapter_targets(source.spec, source.family.names)
         slots = executor.adapter_slots(targets, config.max_loras)
         return cls(source, slots, config.max_loras, config.max_lora_rank)
@@ -81,6 +79,8 @@ class AdapterLoader:
             AdapterError: it cannot be used, or changes while it is read.
             MemoryError: the system has too little memory.
         """
+        from appliance.model.adapters.reader import read_adapter
+
         begin = time.perf_counter()
         path = Path(ref.path)
         adapter = read_adapter(path, self._base, self._most_ranks)
@@ -106,15 +106,15 @@ def wants_adapters(config: EngineConfig) -> bool:
     return bool(config.lora or config.lora_dir)
 
 
-def check_adapters(config: EngineConfig, device: torch.device) -> None:
+def check_adapters(config: EngineConfig, device: str) -> None:
     """Refuse adapters where no kernel adds them.
 
     Raises:
         ConfigError: the settings allow adapters, and the model goes to a GPU.
     """
-    if wants_adapters(config) and device.type != "cpu":
+    if wants_adapters(config) and device != "cpu":
         raise ConfigError(
-            f"--lora and --lora-dir do not work on {device.type} yet: there is no kernel that adds"
+            f"--lora and --lora-dir do not work on {device} yet: there is no kernel that adds"
             " adapters. Use --device cpu, or merge the adapter into the model with PEFT's"
             " merge_and_unload"
         )
@@ -124,6 +124,8 @@ def planned_bytes(config: EngineConfig, source: ModelSource, element_bytes: int)
     """Return the bytes of all slots, of an adapter that is being read, and of shrunk rows."""
     if not wants_adapters(config):
         return 0
+    from appliance.model.adapters.targets import adapter_bytes
+
     rank = config.max_lora_rank
     each = adapter_bytes(source.spec, source.family.names, rank, element_bytes)
     shrunk = config.max_num_batched_tokens * MOST_PARTS * rank * 4

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, cast
 
 from appliance.engine.execution.native_engine import native_engine
 from appliance.engine.execution.native_execution import NativeExecution
-from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.ranks.ranks import Ranks
 from appliance.errors import ConfigError
-from appliance.kernels.backend import select_backend
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
 from appliance.kernels.cpu.structs import Isa
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.native_loader import why_unsupported
 
 if TYPE_CHECKING:
+    import torch
+
     from appliance.config import EngineConfig
     from appliance.engine.execution.execution import Execution, Precision
     from appliance.model.source import ModelSource
@@ -78,8 +76,11 @@ def choose_execution(
             f"{precision.kv_format.value} KV blocks hold {PAGE_TOKENS} tokens where torch executes "
             f"the model, not {precision.block_size}; leave --block-size out"
         )
+    from appliance.engine.execution.torch_execution import TorchExecution
+    from appliance.kernels.backend import select_backend
+
     choice = "reference" if config.kernels == "reference" else "auto"
-    backend = select_backend(precision.device, choice)
+    backend = select_backend(cast("torch.device", precision.device), choice)
     if backend.name == "triton":
         _check_kernels(source.spec, precision)
     return TorchExecution(precision, backend), tuple(notes)
@@ -91,6 +92,8 @@ def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource
     if size == 1:
         return
     if precision.device.type == "cuda":
+        import torch
+
         count = torch.cuda.device_count()
         if size > count:
             raise ConfigError(

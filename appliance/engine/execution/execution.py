@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
+from appliance.kernels.kv_format import KVFormat, LayerPrecision, precisions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,19 +15,34 @@ if TYPE_CHECKING:
     from appliance.engine.beacon import Beacon
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.token_mask.reference import MaskTokens
-    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.kernels.token_mask.interface import MaskTokens
+    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    """Element types that "auto" resolves to on this device."""
+class Processor:
+    """The processors of this machine, where torch is not needed to name them."""
 
-    device: torch.device
-    dtype: torch.dtype
+    type: str = "cpu"
+
+    def __str__(self) -> str:
+        return self.type
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Element types that "auto" resolves to on this device.
+
+    Attributes:
+        dtype: of activations and of weights that are not packed; NumPy's where the CPU library
+            executes the model, torch's elsewhere.
+    """
+
+    device: torch.device | Processor
+    dtype: Any
     kv_format: KVFormat  # of most layers; used in messages
     block_size: int
     kv_layers: tuple[LayerPrecision, ...] | None = None  # where layers differ

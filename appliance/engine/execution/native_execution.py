@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.cpu.cache import bytes_per_token
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.penalties import cpu as penalties_on_cpu
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.kernels.token_mask.cpu import NativeMasks
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.token_mask.reference import MaskTokens
-    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.kernels.token_mask.interface import MaskTokens
+    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec

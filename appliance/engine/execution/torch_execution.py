@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.penalties import cpu as penalties_on_cpu
 from appliance.kernels.sampling import batched
 from appliance.kernels.token_mask import reference as masks_by_torch
@@ -17,13 +18,15 @@ from appliance.model.size import estimate_weight_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from appliance.engine.beacon import Beacon
     from appliance.engine.execution.execution import Precision
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.backend import Backend
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.token_mask.reference import MaskTokens
-    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.kernels.token_mask.interface import MaskTokens
+    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -37,6 +40,10 @@ class TorchExecution:
     backend: Backend
 
     @property
+    def _device(self) -> torch.device:
+        return cast("torch.device", self.precision.device)
+
+    @property
     def name(self) -> str:
         return self.backend.name
 
@@ -47,11 +54,11 @@ class TorchExecution:
     @property
     def activation_bytes(self) -> int:
         """Size of the dtype."""
-        return self.precision.dtype.itemsize
+        return int(self.precision.dtype.itemsize)
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Estimate the backend's layout of the weights."""
-        return estimate_weight_bytes(source, self.precision.device, self.precision.dtype)
+        return estimate_weight_bytes(source, self._device, self.precision.dtype)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         layers = self.precision.kv_of(len(spec.cache_layers))
@@ -82,7 +89,7 @@ class TorchExecution:
         decoder = load_decoder(
             source,
             self.backend,
-            self.precision.device,
+            self._device,
             self.precision.dtype,
             on_progress,
             context_length=context_length,
@@ -99,7 +106,7 @@ class TorchExecution:
             return batched.choose
         from appliance.kernels.sampling.launch import DeviceSampling
 
-        return DeviceSampling(max_rows, spec.vocab_size, self.precision.device)
+        return DeviceSampling(max_rows, spec.vocab_size, self._device)
 
     @property
     def penalize(self) -> Penalize:

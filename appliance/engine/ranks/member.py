@@ -13,8 +13,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from appliance import log
 from appliance.engine.execution.native_engine import native_engine
 from appliance.engine.ranks.messages import (
@@ -32,9 +30,9 @@ from appliance.engine.ranks.ranked_adapters import unpack_adapter
 from appliance.engine.ranks.shared_cache import map_cache, read_layers
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
 from appliance.errors import ApplianceError
+from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
-from appliance.model.adapters.targets import adapter_targets
 from appliance.model.native_loader import load_native
 from appliance.model.shard.shard import shard_source
 from appliance.model.shard.split import Split
@@ -79,15 +77,15 @@ class Member:
     """A rank's part of the model, and its place in the group."""
 
     def __init__(self, join: Join, connection: Connection, exchange: int, cache: int) -> None:
-        torch.set_num_threads(join.threads)
+        self._threads = join.threads
         config = join.config
         split = Split.parse(config.tensor_parallel, config.gpu_split)
-        self._source = open_model(Path(config.model))
+        self._source = open_model(Path(config.model), in_torch=False)
         engine, _ = native_engine(config, join.threads)
         self._decoder = load_native(
             self._source,
             engine,
-            getattr(torch, join.dtype),
+            numpy_dtype(join.dtype),
             context_length=join.context_length,
             shard=shard_source(self._source, split)[join.rank],
         )
@@ -123,7 +121,6 @@ class Member:
                 case RankOrder.CALL:
                     self._answer()
 
-    @torch.inference_mode()
     def _step(self) -> None:
         assert self._cache is not None
         step = self._exchange.read_step(self._adapters)
@@ -152,8 +149,7 @@ class Member:
                     places=map_cache(self._cache_file, order.strides, order.offsets, counts),
                 )
             case MakeSlots(count):
-                targets = adapter_targets(self._source.spec, self._source.family.names)
-                self._adapters = self._decoder.adapter_slots(targets, count)
+                self._adapters = self._make_slots(count)
             case PutAdapter(slot, content, scales):
                 assert self._adapters is not None
                 adapter = None if content is None else unpack_adapter(content, scales)
@@ -162,3 +158,13 @@ class Member:
                 )
             case Join():
                 raise AssertionError("a second Join")
+
+    def _make_slots(self, count: int) -> NativeAdapterSlots:
+        """Make room for adapters, whose factors are torch's."""
+        import torch
+
+        from appliance.model.adapters.targets import adapter_targets
+
+        torch.set_num_threads(self._threads)
+        targets = adapter_targets(self._source.spec, self._source.family.names)
+        return self._decoder.adapter_slots(targets, count)

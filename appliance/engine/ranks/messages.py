@@ -16,7 +16,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """Load a part of the model.
 
     Attributes:
-        dtype: of weights that are not packed, torch's name.
+        dtype: of weights that are not packed, by name.
         floats: numbers that a rank gives in one exchange.
         payload_bytes: room for the description of a step.
     """

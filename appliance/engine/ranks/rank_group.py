@@ -9,7 +9,7 @@ import subprocess
 import sys
 import weakref
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance import log
 from appliance.engine.ranks.messages import (
@@ -24,6 +24,7 @@ from appliance.engine.ranks.messages import (
 from appliance.engine.ranks.shared_cache import cache_bytes, describe_layers, map_cache
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
 from appliance.errors import EngineError
+from appliance.kernels.arrays import dtype_name
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.engine import RankLostError
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
@@ -32,14 +33,13 @@ from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
     from torch import Tensor
 
     from appliance.config import EngineConfig
     from appliance.engine.ranks.messages import FromRank, PutAdapter
     from appliance.kernels.cpu.cache import CachePlaces
     from appliance.kernels.cpu.engine import NativeEngine
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
 
 # -P: import nothing from the current folder.
@@ -107,7 +107,7 @@ class RankGroup:
     def load(
         self,
         config: EngineConfig,
-        dtype: torch.dtype,
+        dtype: Any,
         threads: Sequence[int],
         context_length: int,
     ) -> None:
@@ -115,7 +115,7 @@ class RankGroup:
         for member, count in zip(self._members, threads[1:], strict=True):
             join = Join(
                 config,
-                str(dtype).removeprefix("torch."),
+                dtype_name(dtype),
                 rank=member.rank,
                 threads=count,
                 floats=self._floats,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safetensors.torch import load, save
-
 from appliance.engine.ranks.messages import PutAdapter
 from appliance.model.adapters.adapter import Adapter, LowRank
 
@@ -49,6 +47,8 @@ class RankedAdapterSlots:
 
 def pack_adapter(adapter: Adapter) -> tuple[bytes, dict[str, float]]:
     """Return an adapter's factors as safetensors, and the scale of each part."""
+    from safetensors.torch import save
+
     tensors = {}
     for name, part in adapter.parts.items():
         tensors[name + _A], tensors[name + _B] = part.a.contiguous(), part.b.contiguous()
@@ -57,6 +57,8 @@ def pack_adapter(adapter: Adapter) -> tuple[bytes, dict[str, float]]:
 
 def unpack_adapter(content: bytes, scales: dict[str, float]) -> Adapter:
     """Return the adapter that `pack_adapter` was given, without its notes."""
+    from safetensors.torch import load
+
     tensors = load(content)
     parts = {
         name: LowRank(tensors[name + _A], tensors[name + _B], scale)

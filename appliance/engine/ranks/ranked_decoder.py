@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.engine.messages import RankInfo
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
+from appliance.kernels.arrays import dtype_name
 from appliance.kernels.cpu.cache import layer_offsets
-from appliance.kernels.kv_cache import precisions
+from appliance.kernels.kv_format import precisions
 from appliance.model.executor import heads_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.ranks.rank_group import RankGroup
     from appliance.kernels.cpu.cache import NativeCache
-    from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+    from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.native import NativeDecoder
@@ -52,7 +53,7 @@ class RankedDecoder:
     shards: tuple[Shard, ...]
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> Any:
         return self.own.dtype
 
     @property
@@ -78,7 +79,7 @@ class RankedDecoder:
         """Say which weights take more memory than in the file."""
         if not (count := self.own.num_dense + self.group.num_dense):
             return ()
-        kind = str(self.dtype).removeprefix("torch.")
+        kind = dtype_name(self.dtype)
         return (
             f"{count} weights are {kind} in memory: the split cuts through groups of inputs that"
             " share scales, or through an order of their own",

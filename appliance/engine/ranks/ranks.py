@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.engine.ranks.rank_group import RankGroup
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
@@ -17,8 +17,6 @@ from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from appliance.config import EngineConfig
     from appliance.kernels.cpu.engine import NativeEngine
@@ -105,7 +103,7 @@ class Ranks:
         self,
         source: ModelSource,
         engine: NativeEngine,
-        dtype: torch.dtype,
+        dtype: Any,
         on_progress: Callable[[str, int, int], None],
         context_length: int,
     ) -> RankedDecoder:

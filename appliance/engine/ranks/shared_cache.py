@@ -5,15 +5,18 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from appliance.engine.ranks.messages import CacheLayer
+from appliance.kernels import arrays
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.cache import CachePlaces, Rows
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
 
 def describe_layers(layers: Sequence[LayerPrecision]) -> tuple[CacheLayer, ...]:
@@ -27,17 +30,17 @@ def describe_layers(layers: Sequence[LayerPrecision]) -> tuple[CacheLayer, ...]:
 def read_layers(layers: Sequence[CacheLayer]) -> tuple[LayerPrecision, ...]:
     """Return the precisions of a message."""
     return tuple(
-        LayerPrecision(KVFormat(layer.format), _tensor(layer.head_scales), _tensor(layer.key_mean))
+        LayerPrecision(KVFormat(layer.format), _array(layer.head_scales), _array(layer.key_mean))
         for layer in layers
     )
 
 
-def _numbers(tensor: torch.Tensor | None) -> tuple[tuple[float, ...], ...] | None:
-    return None if tensor is None else tuple(map(tuple, tensor.float().tolist()))
+def _numbers(values: Tensor | None) -> tuple[tuple[float, ...], ...] | None:
+    return None if values is None else tuple(map(tuple, values.float().tolist()))
 
 
-def _tensor(rows: tuple[tuple[float, ...], ...] | None) -> torch.Tensor | None:
-    return None if rows is None else torch.tensor(rows, dtype=torch.float32)
+def _array(rows: tuple[tuple[float, ...], ...] | None) -> Tensor | None:
+    return None if rows is None else arrays.of_numpy(np.array(rows, dtype=np.float32))
 
 
 def cache_bytes(strides: Sequence[int], counts: Sequence[int]) -> int:

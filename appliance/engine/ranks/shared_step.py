@@ -11,8 +11,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from appliance.kernels import arrays
 from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class SharedStep:
         _, num_seqs, width, wants_logits = self._header[:4].tolist()
         counts = self._header[4 : 4 + len(_TYPES)].tolist()
         found: list[Tensor | None] = [
-            None if count == _NONE else torch.from_numpy(self._bytes[begin:end]).view(dtype)
+            None if count == _NONE else arrays.of_numpy(self._bytes[begin:end].view(dtype))
             for count, (begin, end), dtype in zip(counts, _places(counts), _TYPES, strict=True)
         ]
         tokens, positions, slots, starts, contexts, tables, rows, opened, states, lora = found
@@ -139,13 +139,13 @@ class SharedStep:
     def read_hidden(self) -> Tensor:
         _, rows, width = self._header[:3].tolist()
         end = 8 * _HEADER + 4 * rows * width
-        values = torch.from_numpy(self._bytes[8 * _HEADER : end]).view(torch.float32)
-        return values.view(rows, width)
+        values = self._bytes[8 * _HEADER : end].view(np.float32)
+        found: Tensor = arrays.of_numpy(values.reshape(rows, width))
+        return found
 
 
-_TYPES = (
-    *(torch.int64, torch.int64, torch.int64, torch.int32, torch.int32, torch.int32, torch.int64),
-    *(torch.int32, torch.int32, torch.int32),
+_TYPES = tuple(
+    map(np.dtype, (*("int64",) * 3, *("int32",) * 3, "int64", *("int32",) * 3)),
 )
 
 

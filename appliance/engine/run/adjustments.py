@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,5 +51,6 @@ class AdjustmentList:
         if not self.rows:
             return
         numbers = np.array((self.rows, self.token_ids, self.values), dtype=np.float64)
-        sent = device.send(torch.from_numpy(numbers))
-        logits[sent[:2].long().unbind()] += sent[2].float()
+        sent = device.send(numbers)
+        rows, token_ids = (sent[part].long() for part in range(2))
+        logits[rows, token_ids] += sent[2].float()

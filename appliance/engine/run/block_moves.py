@@ -11,10 +11,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import torch
+import numpy as np
 
 from appliance.engine.moves import SavedBlock
 from appliance.engine.run.pinned_rows import PinnedRows
+from appliance.kernels import arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,10 +134,7 @@ class DeviceMoves:
         self._device = device
         self._rates = rates
         size = _buffer_bytes(self.block_bytes + self.open_bytes)
-        where = device.torch_device
-        self._buffers = deque(
-            _Buffer(torch.empty(size, dtype=torch.uint8, device=where)) for _ in range(NUM_BUFFERS)
-        )
+        self._buffers = deque(_Buffer(device.zeros((size,), "uint8")) for _ in range(NUM_BUFFERS))
         self._rows = {
             num_bytes: PinnedRows(device, num_bytes)
             for num_bytes in (self.block_bytes, self.block_bytes + self.open_bytes)
@@ -234,4 +232,4 @@ def _as_tensor(content: bytes | bytearray | memoryview) -> Tensor:
     """View the bytes as (num_bytes,) uint8."""
     if isinstance(content, bytes):
         content = bytearray(content)  # torch demands writable memory
-    return torch.frombuffer(content, dtype=torch.uint8)
+    return arrays.of_numpy(np.frombuffer(content, dtype=np.uint8)).tensor()  # type: ignore[no-any-return]

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.engine.run.device import CaptureError
+from appliance.engine.run.device import CaptureError, in_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from appliance.engine.run.device import Copy, Event, Graph
@@ -47,9 +49,18 @@ class CudaDevice:
             logger.warning("the GPU gets no host memory of its own, so it waits more: %s", error)
             return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def send(self, tensor: Tensor) -> Tensor:
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.torch_device)
+
+    def view(self, array: NDArray[Any] | Tensor) -> Tensor:
+        return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+
+    def running(self) -> AbstractContextManager[None]:
+        return in_torch()
+
+    def send(self, array: NDArray[Any]) -> Tensor:
         """See `Device`; torch keeps pinned memory until the copy has ended."""
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

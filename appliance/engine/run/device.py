@@ -1,21 +1,25 @@
 """The runner's interface to a device: asynchronous copies, events, graphs.
 
-`CudaDevice` is a GPU, which works asynchronously. `HostDevice` is the CPU, which does everything
-synchronously; it replays a graph by calling the captured function, so that tests drive all of the
-runner without the hardware.
+`CudaDevice` is a GPU, which works asynchronously. `HostDevice` and `NativeDevice` are the CPU,
+which does everything synchronously; they replay a graph by calling the captured function, so that
+tests drive all of the runner without the hardware.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+from appliance.kernels import arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -70,8 +74,24 @@ class Device(Protocol):
         """Allocate host memory that the device can read and write: (num_bytes,) uint8."""
         ...
 
-    def send(self, tensor: Tensor) -> Tensor:
-        """Enqueue a copy of a small host tensor to the device; the source may change at once."""
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Allocate zeros on the device."""
+        ...
+
+    def view(self, array: NDArray[Any] | Tensor) -> Tensor:
+        """Return host memory as an array of the device's kind."""
+        ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context for all that is enqueued.
+
+        Raises:
+            MemoryError: the device has too little memory.
+        """
+        ...
+
+    def send(self, array: NDArray[Any]) -> Tensor:
+        """Enqueue a copy of a small host array to the device; the source may change at once."""
         ...
 
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -135,16 +155,34 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """The CPU as a device whose queue is always empty."""
+    """The CPU as a device whose queue is always empty, for what torch executes."""
 
     is_asynchronous = False
-    torch_device = torch.device("cpu")
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
 
     def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return self.zeros((num_bytes,), "uint8")
 
-    def send(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        import torch
+
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    def view(self, array: NDArray[Any] | Tensor) -> Tensor:
+        import torch
+
+        return array if isinstance(array, torch.Tensor) else arrays.of_numpy(array).tensor()
+
+    def running(self) -> AbstractContextManager[None]:
+        return in_torch()
+
+    def send(self, array: NDArray[Any]) -> Tensor:
+        return self.view(array).clone()
 
     def fetch(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
@@ -184,6 +222,31 @@ class HostDevice:
 
     def peak(self) -> int:
         return 0
+
+
+class NativeDevice(HostDevice):
+    """The CPU for what the CPU library executes: its arrays need no torch."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return arrays.zeros(shape, dtype)  # type: ignore[no-any-return]
+
+    def view(self, array: NDArray[Any] | Tensor) -> Tensor:
+        return arrays.of_numpy(array)  # type: ignore[no-any-return]
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@contextmanager
+def in_torch() -> Iterator[None]:
+    """Run torch without gradients; where it has no memory, raise MemoryError."""
+    import torch
+
+    try:
+        with torch.inference_mode():
+            yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"the device has no memory for this step: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

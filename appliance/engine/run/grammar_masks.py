@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from appliance.engine.grammars.matchers import Masks, Matchers
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.run.device import Device
-    from appliance.kernels.token_mask.reference import MaskTokens
+    from appliance.kernels.token_mask.interface import MaskTokens
 
 
 class GrammarMasks:
@@ -35,6 +35,5 @@ class GrammarMasks:
     def apply(self, logits: Tensor, masks: Masks) -> None:
         """Ban the tokens that masks do not allow, in logits (num_rows, vocab_size) float32."""
         send = self._device.send
-        self._mask_tokens(
-            logits, send(torch.tensor(masks.rows)), send(torch.from_numpy(masks.words))
-        )
+        rows = np.array(masks.rows, dtype=np.int64)
+        self._mask_tokens(logits, send(rows), send(masks.words))

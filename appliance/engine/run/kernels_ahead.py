@@ -15,7 +15,7 @@ from appliance.model.spec import AttentionSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.decoder import Decoder
     from appliance.model.spec import LayerSpec
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from appliance.engine.limits import SchedulerLimits
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.kv_format import LayerPrecision
     from appliance.kernels.penalties.rows import Penalize
-    from appliance.kernels.token_mask.reference import MaskTokens
-    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.kernels.token_mask.interface import MaskTokens
+    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
 
 # The rows of a step decide which kernel multiplies: each kernel is used at one of these numbers or

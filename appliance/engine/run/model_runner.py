@@ -12,13 +12,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
-import torch
+import numpy as np
 
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.plan import sampling_rows
 from appliance.engine.run.batch import Geometry, Spare, has_adapters, stage
 from appliance.engine.run.cuda_graphs import step_sizes
-from appliance.engine.run.graphed_steps import GraphedSteps
 from appliance.engine.run.prompt_reader import PromptReading
 from appliance.engine.run.staging import Staging, StepShape
 from appliance.kernels.paged_attention.work import TILE_ROWS
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
+    from appliance.engine.run.graphed_steps import GraphedSteps
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampler import SampledRows, Sampler
     from appliance.engine.run.state_rows import StateRows
@@ -137,6 +137,8 @@ class ModelRunner(Generic[AnyCache]):
         self._staging = Staging(device, largest)
         self._graphed: GraphedSteps[AnyCache] | None = None
         if spare is not None:
+            from appliance.engine.run.graphed_steps import GraphedSteps
+
             self._graphed = GraphedSteps(
                 executor,
                 cache,
@@ -160,7 +162,6 @@ class ModelRunner(Generic[AnyCache]):
         """Graphs of steps, if there can be any."""
         return None if self._graphed is None else self._graphed.graphs
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """Enqueue one step behind those in flight.
 
@@ -171,7 +172,7 @@ class ModelRunner(Generic[AnyCache]):
             MemoryError: the device has too little memory; steps in flight are not harmed.
         """
         begin = time.perf_counter()
-        try:
+        with self._device.running():
             saved = self._moves.save(plan.saves)
             self._moves.copy(plan.copies)
             self._moves.load(plan.loads, saved)
@@ -182,8 +183,6 @@ class ModelRunner(Generic[AnyCache]):
             rows, read = self._enqueue(plan)
             if self._states is not None and plan.states is not None:
                 self._states.copy(plan.states.checkpoints)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(f"the device has no memory for this step: {error}") from error
         self._launched.append(_Launched(rows, read, self._device.record(), begin))
         return saved
 
@@ -207,11 +206,11 @@ class ModelRunner(Generic[AnyCache]):
         self._launched.clear()
         self._places = {}
 
-    @torch.inference_mode()
     def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
         """Capture the graphs of steps, before the first request; later ones would wait."""
         if self._graphed is not None:
-            self._graphed.capture(on_progress)
+            with self._device.running():
+                self._graphed.capture(on_progress)
 
     def _enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
         reading = PromptReading.of(plan)
@@ -234,7 +233,7 @@ class ModelRunner(Generic[AnyCache]):
             if reading is None:
                 logits = self._executor.forward(*step, rows)
             else:
-                wanted = self._device.send(torch.tensor(reading.rows))
+                wanted = self._device.send(np.array(reading.rows))
                 hidden = self._executor.hidden(*step, wanted)
                 # First, so that the logits of both are never there together.
                 reads = self._reader.launch(hidden, reading)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from appliance.engine.limits import LOGIT_ROWS
 from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Sampled
 from appliance.engine.run.sampler import BROKEN
-from appliance.kernels.token_scores.reference import TokenScores
+from appliance.kernels import arrays
+from appliance.kernels.token_scores.interface import TokenScores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.plan import Plan, ScheduledSequence
     from appliance.engine.run.device import Device
-    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
 
 
@@ -182,24 +183,24 @@ class PromptReader:
         Args:
             hidden: (num_rows, hidden_size), of the reading's rows.
         """
-        hidden = hidden.index_select(0, self._device.send(torch.tensor(reading.read)))
+        hidden = hidden.index_select(0, self._device.send(np.array(reading.read)))
         targets = reading.targets
         asked = [one.sequence.request.sampling.prompt_logprobs or 0 for one in reading.scored]
         scores = []
         if targets:
-            parts = (hidden[: len(targets)], self._device.send(torch.tensor(targets)))
+            parts = (hidden[: len(targets)], self._device.send(np.array(targets)))
             for rows, following in zip(*(part.split(LOGIT_ROWS) for part in parts), strict=True):
                 scores.append(self._score(rows, following, max(asked)))
         sizes = [len(entry.read) for entry in reading.pooled]
         ends = list(accumulate(sizes, initial=len(targets)))
-        sums = [hidden[first:last].sum(0, dtype=torch.float32) for first, last in pairwise(ends)]
-        pooled = self._device.fetch(torch.stack(sums)) if sums else None
+        sums = [arrays.sum_of_rows(hidden[first:last]) for first, last in pairwise(ends)]
+        pooled = self._device.fetch(arrays.stack(sums)) if sums else None
         return ReadRows(reading, scores, pooled, self._label(hidden[ends[-1] :], reading.labels))
 
     def _label(self, hidden: Tensor, labels: list[tuple[int, ...]]) -> list[Tensor]:
         if not labels:
             return []
-        parts = (hidden, self._device.send(torch.tensor(labels)))
+        parts = (hidden, self._device.send(np.array(labels)))
         return [
             self._device.fetch(self._executor.logits(rows).gather(1, wanted).float())
             for rows, wanted in zip(*(part.split(LOGIT_ROWS) for part in parts), strict=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
@@ -20,6 +19,7 @@ from appliance.engine.run.slot_settings import (
     StepSettings,
     uniform_numbers,
 )
+from appliance.kernels import arrays
 from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class SampledRows:
             return Sampled(error=self.errors[row])
         if row in self.banned:
             assert self.largest is not None
-            if self.largest[row].isfinite():
+            if math.isfinite(float(self.largest[row])):
                 return BANNED
         return BROKEN
 
@@ -236,8 +236,8 @@ class Sampler:
         for row in settings.adjusted:
             adjustments.add(row, entries[row], is_over=masks is not None and row in masks.over)
         reported = settings.reported
-        index = self._device.send(torch.tensor(reported)) if reported else None
-        raw = None if index is None else torch.log_softmax(logits[index], dim=-1)
+        index = self._device.send(np.array(reported)) if reported else None
+        raw = None if index is None else arrays.log_softmax(logits[index])
         candidates = self._candidates(logits, entries, settings.searching)
         largest = None
         banned = adjustments.banned if masks is None else [*adjustments.banned, *masks.rows]
@@ -265,7 +265,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
         tokens = self._sample_tokens(logits, tensors.sampling)
-        torch.clamp(tokens, min=0, out=latest[: len(tokens)])
+        arrays.at_least_zero(tokens, latest[: len(tokens)])
         return tokens
 
     def _candidates(
@@ -274,7 +274,7 @@ class Sampler:
         """Rank by log probability, then bias and bans, in transformers' order for beam search."""
         if not rows:
             return None
-        scores = torch.log_softmax(logits[self._device.send(torch.tensor(rows))], dim=-1)
+        scores = arrays.log_softmax(logits[self._device.send(np.array(rows))])
         adjustments = AdjustmentList(self._eos_token_ids)
         places = {}
         for place, row in enumerate(rows):

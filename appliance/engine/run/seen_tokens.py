@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from appliance.kernels.penalties.rows import IN_PROMPT
 
@@ -32,9 +31,7 @@ class SeenTokens:
     """
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
-        self.table = torch.zeros(
-            (num_slots, vocab_size), dtype=torch.int32, device=device.torch_device
-        )
+        self.table = device.zeros((num_slots, vocab_size), "int32")
         self._device = device
         # By place: the sequence, and the number of its tokens counted once everything enqueued is
         # done. A step repeated after a failure has no more tokens than that, so it is counted
@@ -94,6 +91,6 @@ class SeenTokens:
             ids = np.concatenate((prompt, answer))
             values = np.concatenate((np.full(len(prompt), IN_PROMPT), counts))
             parts.append(np.stack((np.full(len(ids), place), ids, values)))
-            self.table[place].zero_()
-        numbers = self._device.send(torch.from_numpy(np.concatenate(parts, axis=1)))
+            self.table[place] = 0
+        numbers = self._device.send(np.concatenate(parts, axis=1))
         self.table.index_put_((numbers[0], numbers[1]), numbers[2].int(), accumulate=True)

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
+from appliance.kernels import arrays
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.sampling import SamplingRows
 
@@ -28,13 +28,6 @@ Layout = TypeVar("Layout")
 ALIGNMENT = 16  # bytes that kernels load at once
 COPIES = 2  # host buffers: the device reads one while the other is filled
 MAX_SHAPES = 1024  # layouts to keep: those of decode steps recur
-
-_TORCH = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}
 
 
 class StepShape(NamedTuple):
@@ -167,8 +160,8 @@ class Staging:
         self._device = device
         latest_bytes = -(-largest.num_samples * 8 // ALIGNMENT) * ALIGNMENT
         self.num_bytes = latest_bytes + largest.num_bytes
-        self._memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device.torch_device)
-        self.latest = self._memory[:latest_bytes].view(torch.int64)
+        self._memory = device.zeros((self.num_bytes,), "uint8")
+        self.latest: Tensor = arrays.viewed(self._memory[:latest_bytes], "int64")
         self._inputs = self._memory[latest_bytes:]
         # A synchronous device reads what the host has written, in place.
         self._hosts = [_HostBuffer(self._inputs)]
@@ -206,7 +199,7 @@ class Staging:
         if found is None:
             parts = shape.parts()
             views = {
-                name: self._inputs[begin:end].view(_TORCH[np.dtype(parts[name][0])])
+                name: arrays.viewed(self._inputs[begin:end], parts[name][0])
                 for name, (begin, end) in shape.places().items()
             }
             tables = views.pop("block_tables").view(shape.num_seqs, shape.table_width)
@@ -220,7 +213,7 @@ class Staging:
         if not self._device.is_asynchronous:
             return tensors.token_ids
         _, end = shape.places()["token_ids"]
-        tokens = self._memory[: len(self.latest) * 8 + end].view(torch.int64)
+        tokens: Tensor = arrays.viewed(self._memory[: len(self.latest) * 8 + end], "int64")
         return tokens.index_select(0, tensors.sources)
 
     def _keep(self, known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:

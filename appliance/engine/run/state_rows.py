@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from appliance.engine.moves import SavedBlock
 from appliance.engine.run.pinned_rows import PinnedRows
@@ -29,7 +29,7 @@ class StateRows:
 
     def __init__(self, rows: Tensor, device: Device, rates: Rates) -> None:
         self.state_bytes = rows.shape[1]
-        self._rows = rows
+        self._rows = device.view(rows)
         self._device = device
         self._rates = rates
         self._pinned = PinnedRows(device, self.state_bytes)
@@ -49,7 +49,7 @@ class StateRows:
             content = load.content(saved)
             if not self._device.is_asynchronous:
                 content.read()
-            source = torch.frombuffer(_writable(content.content), dtype=torch.uint8)
+            source = self._device.view(np.frombuffer(_writable(content.content), dtype=np.uint8))
             self._device.send_aside([source], self._rows[load.row : load.row + 1])
 
     def _save(self, row: int) -> SavedBlock:

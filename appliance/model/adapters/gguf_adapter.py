@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.families.family import GGUFMapping
     from appliance.model.source import ModelSource
@@ -99,7 +102,7 @@ def _check_metadata(path: Path, file: GGUFFile, mapping: GGUFMapping) -> None:
 
 def _stored_rows(
     path: Path, base: ModelSource, mapping: GGUFMapping, target: AdapterTarget
-) -> torch.Tensor | None:
+) -> NDArray[np.int64] | None:
     """Return each output's stored row; None where the order is that of the checkpoint."""
     mixer = base.spec.layers[target.layer].mixer
     if isinstance(mixer, GatedDeltaSpec) and mapping.tiled_values:

@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from appliance.kernels.kv_cache import LayerPrecision
+from appliance.kernels.kv_format import LayerPrecision
 from appliance.kernels.weight import column_unit, dense, some_columns
 from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, MLPWeights
 from appliance.model.linear import LinearPart
@@ -19,6 +16,8 @@ from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from appliance.kernels.weight import Weight
     from appliance.model.layer_weights import LayerWeights
@@ -102,7 +101,7 @@ class WeightCutter:
         unit = column_unit(part.weight)
         if unit is None or columns[0] % unit or columns[1] % unit:
             self.num_dense += 1
-            whole = dense(part.weight, torch.float32)
+            whole = dense(part.weight, "float32")
             return LinearPart(whole[:, columns[0] : columns[1]].contiguous(), bias)
         return LinearPart(some_columns(part.weight, *columns), bias)
 
@@ -156,4 +155,7 @@ def shard_precisions(layers: Sequence[LayerPrecision], shard: Shard) -> tuple[La
 
 
 def _own_heads(values: Tensor | None, heads: Heads, dim: int) -> Tensor | None:
-    return None if values is None else values.narrow(dim, heads.first_kv, heads.num_kv)
+    if values is None:
+        return None
+    own = slice(heads.first_kv, heads.first_kv + heads.num_kv)
+    return values[:, own] if dim else values[own]

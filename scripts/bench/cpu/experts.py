@@ -24,7 +24,7 @@ import torch
 
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
 from appliance.model.tensors import Role

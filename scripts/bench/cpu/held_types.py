@@ -22,7 +22,7 @@ from appliance.gguf import read_header
 from appliance.kernels.backend import select_backend
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model

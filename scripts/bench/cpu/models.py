@@ -22,7 +22,7 @@ from appliance.config import cache_dir
 from appliance.hub import resolve_model
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library, select_isa
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model

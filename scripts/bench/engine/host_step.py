@@ -29,7 +29,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.token_scores.reference import score_tokens
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BLOCK_SIZE = 32  # as on CUDA
 VOCABULARY = 4096  # little arithmetic, and about as many different tokens as a long prompt has
@@ -101,9 +104,9 @@ class NoDevice(HostDevice):
         self.memory.add(memory.data_ptr())
         return memory
 
-    def send(self, tensor: Tensor) -> Tensor:
+    def send(self, array: NDArray[Any]) -> Tensor:
         self.counts["copies to the device"] += 1
-        return tensor
+        return self.view(array)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         self.counts["copies to the host"] += 1

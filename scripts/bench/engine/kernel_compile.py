@@ -40,7 +40,7 @@ from appliance.engine.run.measure import measure_workspace
 from appliance.engine.scheduling.scheduler import SchedulerLimits
 from appliance.kernels.backend import triton_backend
 from appliance.kernels.compile_ahead import NoDevice
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.decoder import Decoder
 from appliance.model.source import open_model

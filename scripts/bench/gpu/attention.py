@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.ragged import RaggedBatch
 from bench.gpu.backend import our_backend

@@ -17,7 +17,8 @@ from appliance.kernels.fp8_matmul import reference as fp8_reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind
 from appliance.kernels.gated_activation import reference as reference_activation
 from appliance.kernels.gated_activation.launch import gated_activation
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_seal import reference as reference_seal
 from appliance.kernels.kv_seal.launch import seal
 from appliance.kernels.kv_write import reference as reference_write

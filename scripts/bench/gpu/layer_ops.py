@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation import reference as reference_activation
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling import reference as reference_sampling

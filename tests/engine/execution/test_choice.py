@@ -14,7 +14,7 @@ from appliance.engine.execution.native_execution import NativeExecution
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.cpu.structs import Isa
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.source import open_model
 
 

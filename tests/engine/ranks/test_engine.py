@@ -21,7 +21,7 @@ from appliance.engine.execution.execution import Precision
 from appliance.engine.request import AdapterRef, Request, SamplingParams
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from appliance.config import EngineConfig
-from appliance.engine import runner_setup as setup
 from appliance.engine.engine import LLMEngine
 from appliance.engine.limits import LOGIT_ROWS
 from appliance.engine.loading import load_parts
+from appliance.engine.run import measure
 from appliance.engine.run.device import HostDevice
 from appliance.engine.run.measure import (
     KERNEL_ROWS,
@@ -25,7 +25,7 @@ from appliance.engine.run.model_runner import fixed_bytes, largest_step
 from appliance.engine.scheduling.scheduler import SchedulerLimits
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.fp8_matmul.tiles import choose_fp8_tile
-from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
 from appliance.kernels.penalties import reference
 from appliance.kernels.sampling import SamplingRows, batched
@@ -225,6 +225,6 @@ def test_what_a_first_step_runs_into_is_said(
     def fail(*arguments: object, **named: object) -> None:
         raise error
 
-    monkeypatch.setattr(setup, "measure_workspace", fail)
+    monkeypatch.setattr(measure, "measure_workspace", fail)
     with pytest.raises(kind, match=says):
         load(tiny_llama, Meter(0, MIB))

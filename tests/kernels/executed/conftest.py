@@ -30,7 +30,8 @@ import torch
 from kernel_gpu import gpu
 from ptx_machine.driver import TARGETS
 
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import record_offset
 from appliance.kernels.kv_write.reference import write_kv
 from appliance.kernels.ragged import RaggedBatch

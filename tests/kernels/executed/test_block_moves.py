@@ -15,7 +15,8 @@ from appliance.engine.run.block_moves import DeviceMoves, HostMoves
 from appliance.engine.run.device import Copy, HostDevice
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.decoder_cache import KVCache, split_sealed
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.sealed_pages import SealedPages
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Gating
 from appliance.kernels.backend import Backend, Linear, triton_backend
 from appliance.kernels.compile_ahead import compiled_ahead
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.weight import Weight
 from appliance.model.source import open_model

@@ -11,7 +11,7 @@ from teacher_forcing import logits_of
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.routing import Router
 from appliance.kernels.weight import Weight
 from appliance.model.layer_weights import MLPWeights

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.paged_attention.launch import (
     check_supported,
     paged_attention,

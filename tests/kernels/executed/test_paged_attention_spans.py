@@ -12,7 +12,7 @@ from attention_spans import span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.paged_attention.launch import (
     decode_spans,
     paged_attention,

@@ -17,7 +17,8 @@ from ptx_machine.driver import PtxDriver
 from ptx_machine.memory import SECTOR
 
 from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch as matmul_launch
 from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_linear

@@ -13,7 +13,7 @@ from native_models import native
 from teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
 
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.weight import dense
 from appliance.model.adapters.reader import read_adapter

@@ -14,7 +14,7 @@ from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
 
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.native_loader import load_native
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model

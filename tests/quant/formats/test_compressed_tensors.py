@@ -18,6 +18,7 @@ from torch import Tensor
 
 from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.arrays import dtype_name
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import (
@@ -112,10 +113,10 @@ def test_the_compressed_tensors_package_reads_the_same_values(
 def test_the_layout_is_known_beforehand(drawn: tuple[WeightScheme, PackedWeight]) -> None:
     scheme, weight = drawn
     found = {
-        name: (tensor.dtype, tuple(tensor.shape))
+        name: (dtype_name(tensor.dtype), tuple(tensor.shape))
         for name, tensor in encode(NAME, weight, scheme).items()
     }
-    assert found == encoded_layout(NAME, weight.shape, scheme, weight.scale.dtype)
+    assert found == encoded_layout(NAME, weight.shape, scheme, dtype_name(weight.scale.dtype))
 
 
 @given(st.lists(schemes, min_size=1, max_size=4, unique=True))
@@ -230,8 +231,10 @@ def test_fp8_is_read_by_the_package_and_by_us_as_it_was_made(scheme: Fp8Scheme) 
     dense = torch.randn(256, 384, generator=torch.Generator().manual_seed(3))
     weight = fp8.quantize(dense, scheme)
     stored = encode(NAME, weight, scheme)
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
-    assert found == encoded_layout(NAME, weight.shape, scheme, torch.bfloat16)
+    found = {
+        name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in stored.items()
+    }
+    assert found == encoded_layout(NAME, weight.shape, scheme, "bfloat16")
     config = quantization_config({MODULE: scheme}, ["lm_head"])
     assert declared_schemes(config) == (scheme,)
     parsed = QuantizationConfig.model_validate(config)

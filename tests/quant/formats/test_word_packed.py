@@ -18,6 +18,7 @@ from torch import Tensor
 
 from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import CheckpointError, QuantizeError, UnsupportedModelError
+from appliance.kernels.arrays import dtype_name
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats import awq, gptq, open_weights
 from appliance.quant.formats.awq import AwqLayout
@@ -106,7 +107,9 @@ def test_awq_holds_every_value(weight: PackedWeight, smaller: int | None) -> Non
     group_size = smaller or weight.group_size
     parts = AwqLayout(group_size).encode(NAME, weight)
     layout = AwqLayout(group_size).layout(weight.shape)
-    assert {key: (part.dtype, tuple(part.shape)) for key, part in parts.items()} == layout
+    assert {
+        key: (dtype_name(part.dtype), tuple(part.shape)) for key, part in parts.items()
+    } == layout
     assert_values(weight, lambda out, place: awq_value(parts, group_size, out, place))
     assert_same_values(AwqLayout(group_size).decode(NAME, parts), weight)
 
@@ -116,8 +119,8 @@ def test_awq_holds_every_value(weight: PackedWeight, smaller: int | None) -> Non
 def test_gptq_holds_every_value(weight: PackedWeight, version: str, smaller: int | None) -> None:
     layout = GptqLayout(weight.bits, smaller or weight.group_size, version)
     parts = layout.encode(NAME, weight)
-    found = {key: (part.dtype, tuple(part.shape)) for key, part in parts.items()}
-    assert found == layout.layout(weight.shape) | {G_IDX: (torch.int32, (weight.shape[1],))}
+    found = {key: (dtype_name(part.dtype), tuple(part.shape)) for key, part in parts.items()}
+    assert found == layout.layout(weight.shape) | {G_IDX: ("int32", (weight.shape[1],))}
     assert_values(weight, lambda out, place: gptq_value(parts, weight.bits, version, out, place))
     assert_same_values(layout.decode(NAME, parts), weight)
 
@@ -241,10 +244,10 @@ def test_an_empty_or_missing_list_of_groups_means_neighbours(folder_of: FolderOf
     [
         ("qzeros", None, "up_proj.qzeros is missing"),
         ("scales", None, "up_proj.scales is missing"),
-        ("scales", torch.ones(1, 16).half(), "up_proj.scales is torch.float16 of shape"),
-        ("scales", torch.ones(2, 16).int(), "up_proj.scales is torch.int32"),
+        ("scales", torch.ones(1, 16).half(), "up_proj.scales is float16 of shape"),
+        ("scales", torch.ones(2, 16).int(), "up_proj.scales is int32"),
         ("scales", torch.full((2, 16), torch.nan).half(), "up_proj.scales holds NaN"),
-        ("qzeros", torch.ones(2, 3).int(), "up_proj.qzeros is torch.int32 of shape"),
+        ("qzeros", torch.ones(2, 3).int(), "up_proj.qzeros is int32 of shape"),
         ("qweight", torch.ones(8).int(), "up_proj.qweight has shape"),
     ],
 )

@@ -13,7 +13,7 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request, SamplingParams
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.kv import planned_kv
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

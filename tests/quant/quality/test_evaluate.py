@@ -15,7 +15,7 @@ from torch import Tensor
 
 from appliance.errors import ModelError, QuantizeError
 from appliance.kernels.backend import REFERENCE
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.model.layers import DecoderLayer
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

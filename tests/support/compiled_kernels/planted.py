@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.packed_matmul.tiles import architecture
 from appliance.kernels.paged_attention.variant import Phase, Tile
 from compiled_kernels.signature import KernelSignature

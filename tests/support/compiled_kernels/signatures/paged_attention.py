@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.paged_attention.variant import (
     COMPUTE_NAMES,
     Phase,

@@ -1,0 +1,73 @@
+"""Where the CPU library serves, neither torch nor transformers is loaded, whatever the format."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from checkpoint_forms import FORMS, write_both
+from ggml_models import write_llama
+from model_families import FAMILIES, write_family
+
+from appliance.kernels.ggml_types import GGML_TYPES
+
+# Loads each model of the arguments, answers a prompt with it, and prints what was imported.
+PROGRAM = """
+import sys
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.request import Request, SamplingParams
+
+for folder in sys.argv[1:]:
+    config = EngineConfig(
+        model=folder, device="cpu", threads=1, max_model_len=32, max_num_seqs=2,
+        kv_cache_memory=2**20, kv_host_memory=0, kv_disk="off",
+    )
+    engine = LLMEngine.load(
+        config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=3)
+    engine.submit(Request(request_id="one", prompt_token_ids=(1, 2, 3), sampling=sampling))
+    answer = []
+    while engine.has_work:
+        answer += [token for delta in engine.step().deltas for token in delta.token_ids]
+    engine.close()
+    assert len(answer) == 3, (folder, answer)
+print(*sys.modules)
+"""
+
+
+HEAVY = {"torch", "transformers"}
+
+
+def modules_after_serving(*models: Path) -> set[str]:
+    """Answer with each model in a process of its own, and return the packages that it loaded."""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM, *map(str, models)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    loaded = set(result.stdout.split())
+    assert "appliance.engine.engine" in loaded
+    return {name.partition(".")[0] for name in loaded}
+
+
+def test_serving_a_native_family_loads_neither(tmp_path: Path) -> None:
+    folders = [write_family(family, tmp_path / family) for family in FAMILIES]
+    assert not modules_after_serving(*folders) & HEAVY
+
+
+def test_serving_gguf_files_loads_neither(tmp_path: Path) -> None:
+    """Of each type of codes, and of one that is widened."""
+    held = write_llama(tmp_path / "held.gguf", (*GGML_TYPES, "MXFP4"))
+    packed = write_llama(tmp_path / "packed.gguf", ("Q4_0", "Q4_1", "Q8_0"))
+    assert not modules_after_serving(held, packed) & HEAVY
+
+
+def test_serving_quantized_folders_loads_neither(tmp_path: Path) -> None:
+    folders = []
+    for name, form in FORMS.items():
+        (tmp_path / name).mkdir()
+        folders.append(write_both(tmp_path / name, form)[0].path)
+    assert not modules_after_serving(*folders) & HEAVY
