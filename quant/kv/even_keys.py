@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.arrays import in_torch
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.weight import dense
 from appliance.quant.walk.pieces import ReadsRows
@@ -134,7 +135,7 @@ def with_even_keys(source: ModelSource, layers: Sequence[KVLayer]) -> ModelSourc
         name: rows
         for index, layer in enumerate(layers)
         if layer.key_factors is not None
-        for name, rows in _row_factors(source, index, layer.key_factors)
+        for name, rows in _row_factors(source, index, in_torch(layer.key_factors))
     }
     if not factors:
         return source
