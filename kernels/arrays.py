@@ -65,14 +65,18 @@ class HostArray(np.ndarray[Any, np.dtype[Any]]):
             return self.astype(wanted)
 
     def tensor(self) -> Any:
-        """Return torch's view of the same memory, which must be writable."""
+        """Return torch's view of the same memory, which must be writable.
+
+        Weights outlive the call that loads them, so a caller's inference mode does not mark it.
+        """
         import torch
 
         plain = self.view(np.ndarray)
         name = self.dtype.name
-        if name not in _OF_ML:
-            return torch.from_numpy(plain)
-        return torch.from_numpy(plain.view(_RAW[self.itemsize])).view(getattr(torch, name))
+        with torch.inference_mode(mode=False):
+            if name not in _OF_ML:
+                return torch.from_numpy(plain)
+            return torch.from_numpy(plain.view(_RAW[self.itemsize])).view(getattr(torch, name))
 
     def float(self) -> Any:
         return self.to("float32")

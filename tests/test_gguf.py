@@ -66,6 +66,18 @@ def test_metadata_has_plain_python_values(valid: Path) -> None:
     assert metadata["tokenizer.ggml.scores"] == [0.0, -1.0, -2.0, -3.0]
 
 
+def test_a_model_does_without_the_arrays_of_its_tokenizer(valid: Path) -> None:
+    whole, file = GGUFFile(valid), GGUFFile(valid, vocabulary=False)
+    arrays = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type")}
+    assert whole.metadata.keys() - file.metadata.keys() == arrays
+    assert file.metadata == {k: v for k, v in whole.metadata.items() if k not in arrays}
+    assert all(file.type(name) == whole.type(name) for name in whole.tensor_names())
+    found, expected = file.load("norm.weight"), whole.load("norm.weight")
+    assert isinstance(found, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert torch.equal(found, expected)
+
+
 def test_names_shapes_and_types(valid: Path) -> None:
     file = GGUFFile(valid)
     assert file.tensor_names() == [f"{name}.weight" for name in [*QUANTIZED, "norm", "half"]]

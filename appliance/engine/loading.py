@@ -33,7 +33,6 @@ from appliance.engine.run.cuda_graphs import PROMPTS
 from appliance.engine.run.device import HostDevice, NativeDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.model.native import NativeDecoder
 from appliance.model.source import open_model
 from appliance.runtime import release_unused, resident_bytes
 
@@ -120,7 +119,7 @@ def load_parts(
         config, blocks, moves, states, rates, info, opened.precision, plan.kv_host_bytes
     )
     stages.append(("KV cache", time.monotonic()))
-    own_notes = notes_on(source, opened.device, plan, is_enqueued=_is_enqueued(executor))
+    own_notes = notes_on(source, opened.device, plan, is_enqueued=executor.is_enqueued)
     of_ranks = executor.notes() if isinstance(executor, RankedDecoder) else ()
     notes = (*opened.notes, *of_ranks, *own_notes, *tier_notes)
     info = msgspec.structs.replace(info, notes=notes, stages=tuple(stages))
@@ -201,7 +200,7 @@ def _runner_parts(
     source, execution, device = opened.source, opened.execution, opened.device
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, context_length)
     sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs + PROMPTS)
-    with_graphs = _may_capture(config, execution, device) and _is_enqueued(executor)
+    with_graphs = _may_capture(config, execution, device) and executor.is_enqueued
     return RunnerParts(
         execution, executor, device, limits, sample_tokens, opened.num_open, with_graphs
     )
@@ -221,14 +220,6 @@ def _block_manager(
         num_open=opened.num_open,
         states=states if memory.row_bytes else None,
     )
-
-
-def _is_enqueued(executor: Executor[Any]) -> bool:
-    if isinstance(executor, NativeDecoder):
-        return False
-    from appliance.model.decoder import Decoder
-
-    return isinstance(executor, Decoder) and executor.is_enqueued
 
 
 def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> bool:

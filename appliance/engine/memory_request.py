@@ -18,7 +18,7 @@ from appliance.engine.memory_plan import MemoryRequest
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cuda_driver import has_driver
-from appliance.runtime import resident_bytes
+from appliance.runtime import release_unused, resident_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +138,7 @@ def memory_of(
         budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
     else:
         budget_bytes = int(gpu_bytes * config.gpu_memory_utilization)
+    release_unused()  # what the weights would take next is no use of this process
     # Memory taken already is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
     ranks = execution.ranks if isinstance(execution, NativeExecution) else None

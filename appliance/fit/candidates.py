@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 KV_WORDS = ("auto", "bf16", "int8", "int4")
 # What `appliance quantize` makes of a layer's matrices: bits with scales of groups of 128.
 _QUANTIZED = {"as it is": None, "int8": 8 + 16 / 128, "int4": 4 + 16 / 128}
-# The engine's process grows by this much while it loads, beside weights and cache; it makes plans
-# come true within 3 % on both packaged models and on one of 1 GB (tests/fit).
-_LOADING_BYTES = 12 * 2**20
 _COMFORT = 10.0  # tokens/s of one stream, faster than most people read
 
 
@@ -123,13 +120,11 @@ def _candidate(
     wanted: int,
     streams: int,
 ) -> FitRow:
-    process = request.process_bytes + (_LOADING_BYTES if request.process_bytes else 0)
     refusal = ""
     for context in _contexts(wanted):
         blocks = -(-context // request.block_size) * streams
         asked = replace(
             request,
-            process_bytes=process,
             max_model_len=context,
             kv_cache_memory=blocks * request.block_size * request.kv_bytes_per_token,
         )

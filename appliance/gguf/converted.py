@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.gguf.loss import Loss
-from appliance.gguf.lossless import GROUP_SIZE, packed
+from appliance.gguf.lossless import GROUP_SIZE, centered, packed
 from appliance.kernels import arrays
 from appliance.kernels.ggml import DEQUANTIZE_AT_ONCE
 from appliance.kernels.packed import OffsetKind, PackedWeight
@@ -33,7 +33,7 @@ def requantize(values: Tensor) -> PackedWeight:
     scale = (abs(groups).amax(-1) / LARGEST_CODE).half()
     steps = (1 / (scale.float() + (scale == 0))).unsqueeze(-1)
     codes = (groups * steps).round().clip(-LARGEST_CODE, LARGEST_CODE) + 128
-    return packed(arrays.cast(codes.flatten(1), "uint8"), scale, scale * -128, bits=8)
+    return centered(arrays.cast(codes.flatten(1), "uint8"), scale, bits=8)
 
 
 def exact_values(type_name: str, blocks: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _widened_rows(weight: GgmlWeight) -> tuple[PackedWeight, Loss]:
     elif decoded.offset is None:  # Q5_0, whose codes are around zero
         scale = decoded.scale.half()
         codes = arrays.viewed(decoded.codes, "uint8") ^ 0x80
-        found = packed(codes, scale, scale * -128, bits=8)
+        found = centered(codes, scale, bits=8)
     else:
         bits = 4 if weight.type_name == "Q4_K" else 8
         codes = decoded.codes

@@ -24,16 +24,17 @@ class GGUFFile:
     Args:
         path: the file; it is opened for each read and never stays mapped.
         in_torch: tensors are read as torch's; otherwise they are `HostArray`.
+        vocabulary: keep the tokenizer's arrays in `metadata`.
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
         UnsupportedModelError: a tensor type that is not read, or a model split over files.
     """
 
-    def __init__(self, path: Path, *, in_torch: bool = True) -> None:
+    def __init__(self, path: Path, *, in_torch: bool = True, vocabulary: bool = True) -> None:
         self.path = path
         self._in_torch = in_torch
-        self._header = read_header(path)
+        self._header = read_header(path, vocabulary=vocabulary)
         self._losses: dict[str, Loss] = {}
 
     @property

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+VOCABULARY = "tokenizer."  # how keys begin whose arrays only a tokenizer reads
 MAX_KEY_BYTES = 65535  # the format's limit
 MAX_ARRAY_LENGTH = 1 << 24  # the largest vocabularies have under 2 ** 19 entries
 MAX_ARRAY_NESTING = 3
@@ -80,8 +81,12 @@ class GGUFHeader:
     tensors: dict[str, TensorInfo]
 
 
-def read_header(path: Path) -> GGUFHeader:
+def read_header(path: Path, *, vocabulary: bool = True) -> GGUFHeader:
     """Read and check the header of a GGUF file.
+
+    Args:
+        path: the file.
+        vocabulary: keep the tokenizer's arrays, which take up to 40 MB.
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
@@ -90,7 +95,7 @@ def read_header(path: Path) -> GGUFHeader:
     identity = FileIdentity.of(path)
     try:
         with path.open("rb") as file:
-            return _HeaderReader(file, path, identity).read()
+            return _HeaderReader(file, path, identity, vocabulary).read()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
@@ -98,11 +103,14 @@ def read_header(path: Path) -> GGUFHeader:
 class _HeaderReader:
     """Reads forward through the header and counts the remaining bytes."""
 
-    def __init__(self, file: BinaryIO, path: Path, identity: FileIdentity) -> None:
+    def __init__(
+        self, file: BinaryIO, path: Path, identity: FileIdentity, vocabulary: bool
+    ) -> None:
         self._read = file.read
         self._path = path
         self._identity = identity
         self._left = identity.size
+        self._vocabulary = vocabulary
 
     def read(self) -> GGUFHeader:
         version = self._version()
@@ -139,7 +147,10 @@ class _HeaderReader:
             key = self._string(MAX_KEY_BYTES)
             if key in metadata:
                 self._fail(f"metadata key {key!r} occurs twice")
-            metadata[key] = self._value(self._u32(), nesting=0)
+            kept = self._vocabulary or not key.startswith(VOCABULARY)
+            value = self._value(self._u32(), nesting=0, kept=kept)
+            if kept or not isinstance(value, list):
+                metadata[key] = value
         return metadata
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
@@ -201,28 +212,30 @@ class _HeaderReader:
         check_readable(self._path, info)
         return info
 
-    def _value(self, type_number: int, nesting: int) -> Any:
+    def _value(self, type_number: int, nesting: int, kept: bool) -> Any:
         if type_number == _STRING:
             return self._string(self._left)
         if type_number == _ARRAY:
-            return self._array(nesting + 1)
+            return self._array(nesting + 1, kept)
         return self._scalar(type_number).unpack(self._take(self._scalar(type_number).size))[0]
 
-    def _array(self, nesting: int) -> list[Any]:
+    def _array(self, nesting: int, kept: bool) -> list[Any]:
+        """Read an array; one that is not kept is passed over and comes out empty."""
         if nesting > MAX_ARRAY_NESTING:
             self._fail(f"its metadata nests arrays more than {MAX_ARRAY_NESTING} deep")
         type_number, count = self._u32(), self._u64()
         if type_number == _STRING:
             self._check_length(count, 8)
-            return self._strings(count)
+            return self._strings(count, kept)
         if type_number == _ARRAY:
             self._check_length(count, 12)
-            return [self._array(nesting + 1) for _ in range(count)]
+            return [self._array(nesting + 1, kept) for _ in range(count)]
         scalar = self._scalar(type_number)
         self._check_length(count, scalar.size)
-        return [value for (value,) in scalar.iter_unpack(self._take(count * scalar.size))]
+        content = self._take(count * scalar.size)
+        return [value for (value,) in scalar.iter_unpack(content)] if kept else []
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int, kept: bool) -> list[str]:
         # A vocabulary has a quarter of a million of these, so this loop avoids `_string`.
         read, length_of = self._read, _U64.unpack
         strings, left = [], self._left
@@ -232,7 +245,9 @@ class _HeaderReader:
                 left -= 8 + length
                 if left < 0:
                     self._fail_cut()
-                strings.append(read(length).decode())
+                content = read(length)
+                if kept:
+                    strings.append(content.decode())
         except UnicodeDecodeError:
             self._fail("its metadata holds text that is not UTF-8")
         except struct.error:

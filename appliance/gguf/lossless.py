@@ -22,7 +22,7 @@ _LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
 def _q4_0(blocks: Tensor) -> PackedWeight:
     """Convert blocks (out, groups, 18): a float16 scale d, then 32 codes; w = (q - 8) * d."""
     scale = float16_at(blocks, 0)
-    return packed(interleave(blocks[..., 2:]), scale, scale * -8, bits=4)
+    return centered(interleave(blocks[..., 2:]), scale, bits=4)
 
 
 def _q4_1(blocks: Tensor) -> PackedWeight:
@@ -33,7 +33,7 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
 def _q8_0(blocks: Tensor) -> PackedWeight:
     """Convert blocks (out, groups, 34): a float16 scale d, then 32 signed codes; w = q * d."""
     scale = float16_at(blocks, 0)
-    return packed((blocks[..., 2:] ^ 0x80).flatten(1), scale, scale * -128, bits=8)
+    return centered((blocks[..., 2:] ^ 0x80).flatten(1), scale, bits=8)
 
 
 LOSSLESS: dict[str, Callable[[Tensor], PackedWeight]] = {
@@ -53,6 +53,15 @@ def packed(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> Packed
         bits=bits,
         group_size=GROUP_SIZE,
     )
+
+
+def centered(codes: Tensor, scale: Tensor, *, bits: int) -> PackedWeight:
+    """Build a weight whose middle code is 0: 8 of 4 bits, 128 of 8.
+
+    A scale that is too large makes an infinite offset, which the reader refuses.
+    """
+    with np.errstate(over="ignore"):
+        return packed(codes, scale, scale * -(1 << (bits - 1)), bits=bits)
 
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:

@@ -69,7 +69,7 @@ class Decoder:
 
     @property
     def is_enqueued(self) -> bool:
-        """True if a step is enqueued whole: no layer waits to know which experts it needs."""
+        """See `Executor`."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         return all(mlp.grouped is not None for mlp in layers)
 

@@ -69,6 +69,8 @@ class Executor(Protocol[AnyCache]):
     Attributes:
         dtype: of activations, and of weights that are not packed.
         device: where tensors of a step go.
+        is_enqueued: True if a step is enqueued whole: no layer waits to know which experts it
+            needs.
         weight_bytes: bytes that the weights take as they are laid out.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
     """
@@ -79,6 +81,8 @@ class Executor(Protocol[AnyCache]):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def is_enqueued(self) -> bool: ...
     @property
     def weight_bytes(self) -> int: ...
     @property

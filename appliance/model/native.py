@@ -62,6 +62,10 @@ class NativeDecoder:
         return torch.device("cpu")
 
     @property
+    def is_enqueued(self) -> bool:
+        return False
+
+    @property
     def weight_bytes(self) -> int:
         return self.arena.nbytes
 

@@ -95,7 +95,7 @@ def _open_folder(path: Path, in_torch: bool) -> ModelSource:
 
 
 def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
-    file = GGUFFile(path, in_torch=in_torch)
+    file = GGUFFile(path, in_torch=in_torch, vocabulary=False)
     family = family_of_gguf(file.metadata)
     assert family.gguf is not None
     family = replace(family, names=family.gguf.own_names or family.names)

@@ -15,15 +15,17 @@ from appliance.kernels.ggml_types import GGML_TYPES
 # Loads each model of the arguments, answers a prompt with it, and prints what was imported.
 PROGRAM = """
 import sys
+from pathlib import Path
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request, SamplingParams
 
-for folder in sys.argv[1:]:
+ranks, *folders = sys.argv[1:]
+for folder in folders:
     config = EngineConfig(
         model=folder, device="cpu", threads=1, max_model_len=32, max_num_seqs=2,
-        kv_cache_memory=2**20, kv_host_memory=0, kv_disk="off",
+        kv_cache_memory=2**20, kv_host_memory=0, kv_disk="off", tensor_parallel=int(ranks),
     )
     engine = LLMEngine.load(
         config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
@@ -33,6 +35,8 @@ for folder in sys.argv[1:]:
     answer = []
     while engine.has_work:
         answer += [token for delta in engine.step().deltas for token in delta.token_ids]
+    for rank in engine.info.ranks:  # the other processes, of which only the files are seen
+        print(*Path(f"/proc/{rank.pid}/maps").read_text().split())
     engine.close()
     assert len(answer) == 3, (folder, answer)
 print(*sys.modules)
@@ -42,14 +46,17 @@ print(*sys.modules)
 HEAVY = {"torch", "transformers"}
 
 
-def modules_after_serving(*models: Path) -> set[str]:
+def modules_after_serving(*models: Path, ranks: int = 1) -> set[str]:
     """Answer with each model in a process of its own, and return the packages that it loaded."""
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM, *map(str, models)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-P", "-c", PROGRAM, str(ranks), *map(str, models)]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
     assert "appliance.engine.engine" in loaded
+    libraries = {Path(name).name for name in loaded if name.startswith("/")}
+    if ranks > 1:
+        assert any(name.startswith("_multiarray_umath") for name in libraries)  # NumPy's
+    assert not [name for name in libraries if name.startswith("libtorch")]
     return {name.partition(".")[0] for name in loaded}
 
 
@@ -71,3 +78,8 @@ def test_serving_quantized_folders_loads_neither(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         folders.append(write_both(tmp_path / name, form)[0].path)
     assert not modules_after_serving(*folders) & HEAVY
+
+
+def test_no_rank_loads_either(tmp_path: Path) -> None:
+    folder = write_family("llama", tmp_path / "llama")
+    assert not modules_after_serving(folder, ranks=2) & HEAVY

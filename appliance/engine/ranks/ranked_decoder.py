@@ -61,6 +61,10 @@ class RankedDecoder:
         return self.own.device
 
     @property
+    def is_enqueued(self) -> bool:
+        return False
+
+    @property
     def weight_bytes(self) -> int:
         return self.own.weight_bytes + sum(self.group.weight_bytes)
 

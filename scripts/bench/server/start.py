@@ -35,7 +35,7 @@ BASE = {
     "KV cache": 0.01,
     "server": 0.02,
 }
-SLACK = 0.05  # of the yardstick; the smallest stages take as long as a page fault or two
+SLACK = 0.02  # of the yardstick; the smallest stages take as long as a page fault or two
 
 
 def yardstick() -> float:

@@ -14,6 +14,7 @@ from teacher_forcing import logits_of
 from torch import Tensor
 
 from appliance.errors import ModelError, QuantizeError
+from appliance.kernels.arrays import in_torch
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.layers import DecoderLayer
@@ -218,7 +219,7 @@ def test_the_cache_that_a_checkpoint_declares_is_measured_as_it_is_served(
     assert list(caches) == ["fp8", declared]
     scales = [layer.head_scales for layer in caches["fp8"]]
     assert scales[0] is not None
-    torch.testing.assert_close(scales[0], plan.layers[0].head_scales)
+    torch.testing.assert_close(in_torch(scales[0]), plan.layers[0].head_scales)
     found = evaluate(open_model(path), windows, What(kv=caches))
     decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
     logits = [logits_of(decoder, i.tolist(), format=caches[declared])[:-1] for i in windows.tokens]
