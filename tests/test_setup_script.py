@@ -24,6 +24,7 @@ case "$*" in
 --version) echo "Python 3.13.0" ;;
 "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; eval "${VENV:-}" ;;
 *"import torch"*) test -e .venv/torch ;;
+"-P -") read -r line; echo "$line: ${PYTHONDONTWRITEBYTECODE:-writes bytecode}" ;;
 *"pip "*) echo "noise of pip: $*"; eval "${PIP:-}"; touch .venv/torch ;;
 *build.py*) eval "${BUILD:-}" ;;
 *) exit 99 ;;
@@ -109,6 +110,12 @@ def test_the_first_start_says_what_it_does_how_large_it_is_and_how_long_it_took(
     assert last.endswith(" s; .venv takes 1900 MB")
     assert "noise of pip" in log_of(checkout)
     assert setup() == (0, []), "the next one says nothing"
+
+
+def test_the_first_start_of_a_service_finds_bytecode(checkout: Path, setup: Setup) -> None:
+    code, _ = setup(PYTHONDONTWRITEBYTECODE="1")
+    assert code == 0
+    assert "import appliance.commands.serve: writes bytecode" in log_of(checkout)
 
 
 def test_a_gpu_takes_more(checkout: Path, setup: Setup) -> None:
