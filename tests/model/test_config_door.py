@@ -277,6 +277,16 @@ def test_a_number_out_of_range_is_named_with_its_file(changes: dict[str, Any], s
     assert said in message
 
 
+def test_heads_of_a_width_without_elements_for_each_are_refused() -> None:
+    """Falcon's settings do not name the elements of a head."""
+    for changes in OF_FAMILY["falcon"]:
+        message = refusal(changes | {"num_attention_heads": 64, "num_kv_heads": 64}, "falcon")
+        assert message.startswith(ORIGIN)
+        assert (
+            "num_attention_heads = 64 is not supported; supported is at most the width" in message
+        )
+
+
 def test_layers_are_counted_before_there_is_a_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of 10**9 layers would take 8 GB before any tensor is looked for."""
     monkeypatch.setitem(limits.RANGES, "num_hidden_layers", limits.Range(1, 3))
