@@ -153,6 +153,10 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
             field = name if source is outputs else f"guided_{name}"
             if (value := getattr(source, field, None)) is not None:
                 given.append((prefix + name, partial(_make, name, value)))
+    if body.json_schema is not None:
+        given.append(("json_schema", partial(_make, "json", body.json_schema)))
+    if body.grammar:  # some clients always send it, mostly empty
+        given.append(("grammar", partial(_make, "grammar", body.grammar)))
     if outputs is not None and outputs.json_object:
         given.append(("structured_outputs.json_object", Grammar.json_object))
     if len(given) > 1:
@@ -181,6 +185,9 @@ def schema_form(param: str, schema: Any) -> tuple[str, Grammar]:
 
 
 def _of_format(form: ResponseFormat) -> tuple[str, Callable[[], Grammar]]:
+    bare = form.schema if form.json_schema is None else None
+    if bare is not None and form.type in ("json_object", "json_schema"):
+        return "response_format.schema", lambda: Grammar.json_schema(bare)
     if form.type == "json_object":
         return "response_format", Grammar.json_object
     if form.type != "json_schema":

@@ -72,6 +72,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: FormatType
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | bool | None = None  # where llama.cpp's server has it, for both types
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -133,6 +134,8 @@ class SamplingFields(TermsFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = None  # and `grammar`: llama.cpp's names
+    grammar: str | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -192,10 +195,25 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
-    """The tool that must be called."""
+    """A tool by its name."""
 
     type: FunctionType
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The tools that may be called, or of which one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ChosenTools(msgspec.Struct, kw_only=True):
+    """The tool that must be called, or those that are allowed."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "allowed_tools"]})]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -205,7 +223,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None

@@ -114,6 +114,20 @@ class Tools:
         )
 
 
+def allowed(offers: Sequence[Offer], names: Sequence[str]) -> list[Offer]:
+    """Return the offers that a `tool_choice` of type allowed_tools names.
+
+    Raises:
+        RequestError: it names another.
+    """
+    if unknown := set(names) - {offer.name for offer in offers}:
+        raise RequestError(
+            f"tool_choice allows {min(unknown)[:80]!r}, which is not among the tools",
+            param="tool_choice",
+        )
+    return [offer for offer in offers if offer.name in names]
+
+
 def new_call_id(*, short: bool) -> str:
     """Return a unique id for a call.
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
-from appliance.server.schema import ROLES, NamedTool
-from appliance.server.tools import Offer, Tools
+from appliance.server.schema import ROLES, ChosenTools
+from appliance.server.tools import Offer, Tools, allowed
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
@@ -59,14 +59,21 @@ def tools_of(body: ChatRequest) -> Tools:
         )
     one_call = body.parallel_tool_calls is False
     choice = body.tool_choice
-    if not isinstance(choice, NamedTool):
+    if not isinstance(choice, ChosenTools):
         return Tools.of(offers, choice=choice, one_call=one_call)
-    if choice.type != "function":
-        raise RequestError(
-            f"tool_choice has the type {choice.type[:40]!r}; only function is supported",
-            param="tool_choice",
+    if choice.type == "function" and choice.function is not None:
+        return Tools.of(offers, named=choice.function.name)
+    if choice.type == "allowed_tools" and (subset := choice.allowed_tools) is not None:
+        kept = allowed(offers, [tool.function.name for tool in subset.tools])
+        return Tools.of(kept, choice=subset.mode, one_call=one_call)
+    if choice.type in ("function", "allowed_tools"):
+        message = f"tool_choice is of type {choice.type} and needs the field {choice.type}"
+    else:
+        message = (
+            f"tool_choice has the type {choice.type[:40]!r}; supported are function and "
+            "allowed_tools"
         )
-    return Tools.of(offers, named=choice.function.name)
+    raise RequestError(message, param="tool_choice")
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:

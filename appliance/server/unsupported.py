@@ -13,7 +13,6 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": _NOTHING,
     "bad_words": _NOTHING,
-    "grammar": _NOTHING,
     "include_stop_str_in_output": _NOTHING,
     "logits_processors": _NOTHING,
     "prompt_embeds": _NOTHING,

@@ -111,7 +111,7 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("seed", 1.5),
     ("seed", 2**64),
     ("stop", ""),
-    ("stop", ["a", "b", "c", "d", "e"]),
+    ("stop", list("abcdefghijklmnopq")),
     ("stop", ["x" * 257]),
     ("stop", [1]),
     ("stop_token_ids", [272]),

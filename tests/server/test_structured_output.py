@@ -84,6 +84,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "?"}, "guided_grammar"),
     ({"guided_regex": "a", "use_beam_search": True, "best_of": 2}, "use_beam_search"),
+    ({"json_schema": {"not": {}}}, "json_schema.not"),
+    ({"grammar": "root ::= ("}, "grammar"),
+    ({"json_schema": {}, "grammar": 'root ::= "a"'}, "grammar"),
+    (
+        {"response_format": {"type": "json_object", "schema": {"not": {}}}},
+        "response_format.schema.not",
+    ),
+    ({"response_format": {"type": "json_schema", "schema": 1}}, "response_format"),
 ]  # fmt: skip
 
 
@@ -107,6 +115,7 @@ async def test_what_asks_for_nothing_is_let_through(serve: Serve) -> None:
         nothing: tuple[dict[str, Any], ...] = (
             {"response_format": {"type": "text"}},
             {"response_format": None},
+            {"grammar": "", "json_schema": None},
             {"structured_outputs": {}},
             {"structured_outputs": {"json_object": False}},
         )
@@ -176,6 +185,18 @@ async def test_the_default_model_answers_in_form(serve: Serve, smollm2_gguf: Pat
             response = await running.complete("x", structured_outputs=outputs, **common)
             assert response.json()["choices"][0]["text"] in allowed
         await check_metrics(running)
+        for fields, said in (  # as llama.cpp's server spells it
+            ({"grammar": 'root ::= "a"'}, "a"),
+            ({"json_schema": {"const": 7}}, "7"),
+            ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),
+            ({"response_format": {"type": "json_schema", "schema": {"const": 7}}}, "7"),
+        ):
+            for response in (
+                await running.complete("x", **fields, **common),
+                await running.chat("x", **fields, **common),
+            ):
+                (choice,) = response.json()["choices"]
+                assert (choice.get("text") or choice["message"]["content"]) == said
         unknown = {"grammar": "start: <nowhere>"}
         for stream in (False, True):
             refused = await running.chat(structured_outputs=unknown, stream=stream)

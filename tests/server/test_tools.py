@@ -158,6 +158,36 @@ async def test_a_required_call_that_comes_again_ends_the_answer(
             assert parts[-1]["finish_reason"] == "tool_calls"
 
 
+async def test_a_choice_allows_some_of_the_tools(serve: Serve, tokenizer: Tokenizer) -> None:
+    def allowed(mode: str, *names: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    async with serve(tokenizer=tokenizer, max_model_len=2048) as running:
+        sizes = []
+        for names in (["weather"], ["weather", "clock"]):
+            choice = allowed("auto", *names)
+            body = ask(OSLO, tools=[TOOL, CLOCK], tool_choice=choice)
+            answer = (await running.http.post(CHAT, json=body)).json()
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            assert call["function"]["name"] == "weather"
+            sizes.append(answer["usage"]["prompt_tokens"])
+        assert sizes[0] < sizes[1], "the model sees those that it may call"
+        for choice, words in (
+            (allowed("auto", "weather", "nope"), "allows 'nope', which is not among the tools"),
+            (allowed("required"), "required, but there are no tools"),
+            ({"type": "allowed_tools"}, "needs the field allowed_tools"),
+            ({"type": "function"}, "needs the field function"),
+            ({"type": "custom"}, "supported are function and allowed_tools"),
+        ):
+            body = ask(OSLO, tool_choice=choice)
+            refused = await running.http.post(CHAT, json=body)
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["param"] == "tool_choice"
+            assert words in error["message"]
+
+
 async def test_without_tools_calls_are_text(serve: Serve, tokenizer: Tokenizer) -> None:
     async with serve(tokenizer=tokenizer) as running:
         several: list[dict[str, Any]] = [{"tools": None}, {"tools": []}, {"tool_choice": "none"}]

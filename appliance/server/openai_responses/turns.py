@@ -11,7 +11,7 @@ from appliance.errors import RequestError
 from appliance.log import Sparing
 from appliance.server.openai_responses.carried import thought_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
-from appliance.server.tools import Offer, Tools
+from appliance.server.tools import Offer, Tools, allowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,14 +153,7 @@ def tools_of(body: ResponsesRequest) -> Tools:
             "allowed_tools",
             param="tool_choice",
         )
-    allowed = {tool.name for tool in choice.tools or ()}
-    if unknown := allowed - {offer.name for offer in offers}:
-        name = min(map(str, unknown))
-        raise RequestError(
-            f"tool_choice allows {name[:80]!r}, which is not among the tools",
-            param="tool_choice",
-        )
-    kept = [offer for offer in offers if offer.name in allowed]
+    kept = allowed(offers, [tool.name or "" for tool in choice.tools or ()])
     return Tools.of(kept, choice=choice.mode, one_call=one_call)
 
 
