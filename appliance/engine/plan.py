@@ -157,14 +157,16 @@ class Plan:
     def load(self) -> StepLoad:
         """The amount of work in this step."""
         single = self.num_single_rows
+        if single == len(self.scheduled):
+            return StepLoad(single, sum([entry.start for entry in self.scheduled]))
         answers = [*self.scheduled[:single], *self.drafted]
         prompts = [entry for entry in self.scheduled[single:] if not entry.drafts]
         return StepLoad(
             len(answers),
             sum([entry.start for entry in answers]),
-            sum(entry.num_tokens for entry in prompts),
-            sum(entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in prompts),
-            sum(entry.num_tokens - 1 for entry in self.drafted),
+            sum([entry.num_tokens for entry in prompts]),
+            sum([entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in prompts]),
+            sum([entry.num_tokens - 1 for entry in self.drafted]),
         )
 
     @property

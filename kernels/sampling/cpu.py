@@ -24,6 +24,8 @@ class NativeSampling:
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
+        # Of the rows seen last: those of a sequence of steps are one object.
+        self._last: tuple[SamplingRows, int, SamplingStruct] | None = None
 
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Choose one token per row.
@@ -40,26 +42,32 @@ class NativeSampling:
             MemoryError: the engine may not, or cannot, have the workspace that this takes.
         """
         num_rows, vocab_size = logits.shape
-        sampling = SamplingStruct(
-            temperature=_address(rows.temperature, "float32", num_rows),
-            top_k=_address(rows.top_k, "int64", num_rows),
-            top_p=_address(rows.top_p, "float32", num_rows),
-            min_p=_address(rows.min_p, "float32", num_rows),
-            uniform=_address(rows.uniform, "float64", num_rows),
-        )
+        last = self._last
+        if last is None or last[0] is not rows or last[1] != num_rows:
+            self._last = last = rows, num_rows, _struct(rows, num_rows)
         tokens: Tensor = arrays.empty(num_rows, "int64", logits)
         status = self._engine.library.ap_sample(
             self._engine.handle,
             _address(logits, "float32", num_rows),
             num_rows,
             vocab_size,
-            sampling,
+            last[2],
             tokens.data_ptr(),
         )
         if status == Status.NO_MEMORY:
             raise MemoryError(f"no workspace to sample {num_rows} rows of {vocab_size} logits")
         assert status == Status.OK, f"ap_sample returned {Status(status).name}"
         return tokens
+
+
+def _struct(rows: SamplingRows, num_rows: int) -> SamplingStruct:
+    return SamplingStruct(
+        temperature=_address(rows.temperature, "float32", num_rows),
+        top_k=_address(rows.top_k, "int64", num_rows),
+        top_p=_address(rows.top_p, "float32", num_rows),
+        min_p=_address(rows.min_p, "float32", num_rows),
+        uniform=_address(rows.uniform, "float64", num_rows),
+    )
 
 
 def _address(values: Tensor, dtype: str, num_rows: int) -> int:

@@ -253,7 +253,7 @@ def stage(
     """
     shape = shape_of(scheduled, geometry)
     arrays = staging.arrays(shape)
-    _fill(arrays, scheduled, geometry, places, len(staging.latest))
+    _fill(arrays, scheduled, geometry, places, staging.first_source)
     return shape, sampler.stage(sampling_rows(scheduled), arrays)
 
 
@@ -262,14 +262,14 @@ def _fill(
     scheduled: Sequences[ScheduledSequence],
     geometry: Geometry,
     places: Mapping[Sequence, int],
-    first_source: int,
+    first_source: int | None,
 ) -> None:
-    """Write everything but sampling settings; `first_source` is the source of the first row."""
+    """Write everything but sampling settings; `first_source` is of the first row, if any."""
     num_tokens, padding = len(arrays["token_ids"]), geometry.padding
     token_ids: list[int] = []
     sample_rows: list[int] = []
-    arrays["sources"][:] = counting(num_tokens)
-    arrays["sources"] += first_source
+    if first_source is not None:
+        np.add(counting(num_tokens), first_source, out=arrays["sources"])
     following: list[int] = []
     sources: list[int] = []
     for sequence, start, rows, samples, follows, _, drafts in scheduled:
@@ -290,10 +290,11 @@ def _fill(
         arrays["sources"][following] = sources
     num_filled = len(token_ids)
     arrays["token_ids"][:num_filled] = token_ids
-    arrays["token_ids"][num_filled:] = 0
     count = len(sample_rows)
     arrays["sample_rows"][:count] = sample_rows
-    arrays["sample_rows"][count:] = 0
+    if geometry.size is not None:
+        arrays["token_ids"][num_filled:] = 0
+        arrays["sample_rows"][count:] = 0
     _fill_places(arrays, geometry)
     if geometry.num_tiles:
         tiles = prefill_tiles(geometry.query_lens, geometry.num_decodes)

@@ -207,7 +207,9 @@ class Sampler:
             (num_samples,) int64, see `SampleTokens`.
         """
         self._penalize(logits, self._seen.table, tensors.penalties, read)
-        return self._draw(logits, tensors, latest)
+        drawn = self._sample_tokens(logits, tensors.sampling)
+        _keep_latest(drawn, latest)
+        return drawn
 
     def launch(
         self,
@@ -251,7 +253,10 @@ class Sampler:
                 uncounted = read if drawn is None else None
                 self._penalize(logits, self._seen.table, tensors.penalties, uncounted)
             adjustments.apply(logits, self._device)
-            drawn = self._draw(logits, tensors, latest)
+            drawn = self._sample_tokens(logits, tensors.sampling)
+            # A synchronous device has no later step that looks for tokens there.
+            if self._device.is_asynchronous or raw is not None:
+                _keep_latest(drawn, latest)
         logprobs = None
         if raw is not None:
             chosen = raw.gather(1, latest[: len(drawn)][index][:, None])[:, 0]
@@ -262,11 +267,6 @@ class Sampler:
         tokens = self._device.fetch(drawn)
         errors = {} if masks is None else masks.errors
         return SampledRows(entries, tokens, banned, largest, logprobs, candidates, errors)
-
-    def _draw(self, logits: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
-        tokens = self._sample_tokens(logits, tensors.sampling)
-        arrays.at_least_zero(tokens, latest[: len(tokens)])
-        return tokens
 
     def _candidates(
         self, logits: Tensor, entries: Sequences[ScheduledSequence], rows: Sequences[int]
@@ -285,3 +285,8 @@ class Sampler:
         most = min(max(count for _, count in places.values()), scores.shape[-1])
         values, token_ids = likeliest(scores, most)
         return _Candidates(places, self._device.fetch(values), self._device.fetch(token_ids))
+
+
+def _keep_latest(tokens: Tensor, latest: Tensor) -> None:
+    """Write a step's tokens, 0 where there is none, to where later reads find them."""
+    arrays.at_least_zero(tokens, latest[: len(tokens)])

@@ -6,7 +6,7 @@ always at the same places.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -28,6 +28,10 @@ Layout = TypeVar("Layout")
 ALIGNMENT = 16  # bytes that kernels load at once
 COPIES = 2  # host buffers: the device reads one while the other is filled
 MAX_SHAPES = 1024  # layouts to keep: those of decode steps recur
+
+# Parts of these names are handed on together.
+_SAMPLING = [part.name for part in fields(SamplingRows)]
+_PENALTIES = [part.name for part in fields(PenaltyRows)]
 
 
 class StepShape(NamedTuple):
@@ -109,16 +113,8 @@ class StepTensors:
     query_start: Tensor
     context_lens: Tensor
     sample_rows: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    uniform: Tensor
-    places: Tensor
-    counted: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
+    sampling: SamplingRows
+    penalties: PenaltyRows
     block_tables: Tensor  # (num_seqs, table_width)
     # With open pages, see `SealedSpans`; a sequence that fills no block has a move of -1.
     sealed_lens: Tensor | None = None
@@ -128,16 +124,6 @@ class StepTensors:
     state_slots: Tensor | None = None  # (num_seqs,), with recurrent layers
     adapter_slots: Tensor | None = None  # (num_seqs,), with adapters
     tiles: Tensor | None = None  # (2 * num_tiles,), see `RaggedBatch.prefill_tiles`
-
-    @property
-    def sampling(self) -> SamplingRows:
-        return SamplingRows(self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
-
-    @property
-    def penalties(self) -> PenaltyRows:
-        return PenaltyRows(
-            self.places, self.counted, self.repetition, self.presence, self.frequency
-        )
 
 
 @dataclass(slots=True)
@@ -168,6 +154,11 @@ class Staging:
         if device.is_asynchronous:
             self._hosts = [_HostBuffer(device.pinned(largest.num_bytes)) for _ in range(COPIES)]
         self._tensors: dict[StepShape, StepTensors] = {}
+
+    @property
+    def first_source(self) -> int | None:
+        """Source of a step's first token id; None on a synchronous device, which has no sources."""
+        return len(self.latest) if self._device.is_asynchronous else None
 
     def arrays(self, shape: StepShape) -> dict[str, NDArray[Any]]:
         """Return a step's host arrays, to be filled before `send`; their content is undefined."""
@@ -203,7 +194,12 @@ class Staging:
                 for name, (begin, end) in shape.places().items()
             }
             tables = views.pop("block_tables").view(shape.num_seqs, shape.table_width)
-            found = StepTensors(**views, block_tables=tables)
+            found = StepTensors(
+                sampling=SamplingRows(**{name: views.pop(name) for name in _SAMPLING}),
+                penalties=PenaltyRows(**{name: views.pop(name) for name in _PENALTIES}),
+                block_tables=tables,
+                **views,
+            )
             self._keep(self._tensors, shape, found)
         return found
 

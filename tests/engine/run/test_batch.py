@@ -158,5 +158,5 @@ def test_rows_that_fill_up_write_to_the_spare_block_and_no_two_to_one_place() ->
     assert batch.slot_mapping.tolist() == [33, 144, 145, 146]
     assert batch.context_lens.tolist() == [18, 1, 1, 1]
     assert batch.block_tables.tolist() == [[7, 2], [9, 0], [9, 0], [9, 0]]
-    assert tensors.temperature.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert tensors.sampling.temperature.tolist() == [1.0, 0.0, 0.0, 0.0]
     assert torch.equal(batch.query_start, torch.arange(5, dtype=torch.int32))

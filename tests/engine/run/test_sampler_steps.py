@@ -30,12 +30,18 @@ def entry(answer: tuple[int, ...] = (), **sampling: object) -> ScheduledSequence
     return ScheduledSequence(sequence, length - 1, 1, samples=True)
 
 
+class ReadLater(HostDevice):
+    """A device at which the step after looks for the tokens of this one."""
+
+    is_asynchronous = True
+
+
 def sampler_of(num_slots: int, choose: SampleTokens = batched.choose) -> Sampler:
     return Sampler(
         (EOS,),
         choose,
         penalize,
-        HostDevice(),
+        ReadLater(),
         num_slots=num_slots,
         vocab_size=VOCAB,
     )
@@ -108,7 +114,7 @@ def test_what_a_graph_has_drawn_counts_unless_single_logits_are_adjusted() -> No
         expected = plain(logits[: len(entries)], entries)
         settings = sampler.stage(entries, staged.arrays(SHAPE))
         tensors = staged.send(SHAPE)
-        assert tensors.counted.any() == (step > 0)
+        assert tensors.penalties.counted.any() == (step > 0)
         read = torch.tensor([*(one.sequence.token_ids[-1] for one in entries), 0])
         drawn = sampler.choose(logits.clone(), read, tensors, latest)
         found = sampler.launch(logits, entries, settings, tensors, latest, drawn=drawn).read()
