@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.engine.request import Pooling
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.files import read_json
+from appliance.rankers import is_ranker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +49,6 @@ _POOLING = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
 _ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
 # Values of model_type: models whose tokens look at all of a text.
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "modernbert"})
-_RANKER = "ForSequenceClassification"
 _GGUF_NONE, _GGUF_MEAN, _GGUF_CLS, _GGUF_LAST, _GGUF_RANK = range(5)
 
 
@@ -165,8 +165,7 @@ def _of_encoder(path: Path, config: Mapping[str, Any]) -> RetrievalRecipe:
         CheckpointError: nothing says how its states become a vector.
         UnsupportedModelError: something asks for a way that no code here has.
     """
-    named = config.get("architectures")
-    if isinstance(named, list) and any(str(name).endswith(_RANKER) for name in named):
+    if is_ranker(config):
         refused = "config.json makes a reranker of it, without vectors"
         rerank = RerankRecipe("config.json", "", (), by_head=True)
         return RetrievalRecipe(EmbeddingRecipe(refused=refused), rerank)

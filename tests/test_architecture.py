@@ -20,7 +20,7 @@ LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
 LEAVES = {
     "version", "runtime", "errors", "stats", "stages", "events", "files", "quantize_events",
-    "wording",
+    "rankers", "wording",
 }  # fmt: skip
 # Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
 # may import itself and the leaves.
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "events": set(),
     "files": set(),
+    "rankers": set(),
     "sampling_defaults": set(),
     "retrieval_recipe": {"engine.request"},
     "quantize_events": set(),

@@ -16,11 +16,11 @@ from appliance.model.encoder.spec import (
     RankingSpec,
 )
 from appliance.model.families.reader import ConfigReader
+from appliance.rankers import is_ranker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RANKER = "ForSequenceClassification"  # how the name of an architecture with such a head ends
 _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
@@ -211,8 +211,7 @@ def read_encoder(family: EncoderFamily, config: Mapping[str, Any], origin: str) 
         CheckpointError: a setting is missing, of the wrong type or out of range.
         UnsupportedModelError: a setting asks for arithmetic that no code here has.
     """
-    named = config.get("architectures")
-    ranks = isinstance(named, list) and any(str(name).endswith(RANKER) for name in named)
+    ranks = is_ranker(config)
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
     if ranks and count != 1:

@@ -142,7 +142,7 @@ KINDS = {"rewrite": rewrites, "summary": summaries, "tool_call": tool_calls, "pr
 @contextmanager
 def replaying(sampler: Sampler, answers: dict[str, list[int]]) -> Iterator[None]:
     """Make every row draw the token of its answer, after all that sampling costs."""
-    draw, stage = sampler._draw, sampler.stage
+    draw, stage = sampler._sample_tokens, sampler.stage
     wanted: list[int] = []
 
     def staged(entries: Any, arrays: Any) -> Any:
@@ -152,12 +152,12 @@ def replaying(sampler: Sampler, answers: dict[str, list[int]]) -> Iterator[None]
         ]
         return stage(entries, arrays)
 
-    def drawn(logits: Tensor, tensors: Any, latest: Tensor) -> Tensor:
-        tokens = draw(logits, tensors, latest)
+    def drawn(logits: Tensor, rows: Any) -> Tensor:
+        tokens = draw(logits, rows)
         tokens.copy_(tokens.new_tensor(wanted))
         return tokens
 
-    with patch.object(sampler, "_draw", drawn), patch.object(sampler, "stage", staged):
+    with patch.object(sampler, "_sample_tokens", drawn), patch.object(sampler, "stage", staged):
         yield
 
 
