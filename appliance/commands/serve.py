@@ -93,7 +93,7 @@ def serve(
         raise typer.Exit(serve_with_dashboard(server, arguments))
     warnings = log.configure(server.log_level, server.log_format)
     warn_of_unknown_variables()
-    with LaunchedProcess() as launched:  # it imports torch while this process imports the server
+    with LaunchedProcess() as launched:  # it imports while this process does
         num_requests = _run(settings, conditions, warnings, launched, auto=auto)
     typer.echo(parting(num_requests, settings.engine), err=True)
 

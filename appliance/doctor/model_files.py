@@ -37,7 +37,7 @@ def _contents(path: Path, fix: str) -> Finding:
     """Open the model as an engine does; every tensor must be in its place."""
     start = time.monotonic()
     try:
-        from appliance.model.source import open_model  # imports torch
+        from appliance.model.source import open_model  # imports NumPy
 
         source = open_model(path)
     except (ApplianceError, OSError) as error:

@@ -127,7 +127,7 @@ def _in_process(scope: Scope) -> str:
     """
     assert scope.model is not None
     start = time.monotonic()
-    from appliance.engine.request import SamplingParams  # imports torch
+    from appliance.engine.request import SamplingParams  # imports the engine's messages
     from appliance.llm import LLM
 
     settings = msgspec.structs.asdict(scope.engine)  # of the file that a flag names, too

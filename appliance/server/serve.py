@@ -164,12 +164,11 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        # The engine's process is importing; do everything else meanwhile.
         await self._state.default.engine.prepare()
-        web = self._web_server()
+        loading = asyncio.create_task(self._load(on_progress))
+        web = await asyncio.to_thread(self._web_server)  # the engine waits for no import of ours
         following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
         serving = asyncio.create_task(web.serve(sockets=[self._socket]))
-        loading = asyncio.create_task(self._load(on_progress))
         stopping = asyncio.create_task(self._stop.wait())
         watching = asyncio.create_task(self._notice.watch(self._is_alive))
         try:
