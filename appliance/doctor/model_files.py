@@ -44,7 +44,7 @@ def _contents(path: Path, fix: str) -> Finding:
         return Finding("model", Grade.FAIL, str(error), fix)
     tensors, seconds = len(source.slots()), time.monotonic() - start
     found = f"{path}: {source.spec.architecture}, {tensors} tensors in place; {seconds:.1f} s"
-    return Finding("model", Grade.OK, f"{found} with PyTorch's import")
+    return Finding("model", Grade.OK, found)
 
 
 def _hashes(path: Path, fix: str) -> Finding:
