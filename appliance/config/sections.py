@@ -192,12 +192,13 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Setting(
             "Propose the next tokens of answers and verify several in a step, which changes no"
-            " answer: auto, off, suffix or draft=MODEL. auto and suffix look the last tokens up in"
-            " the text and in earlier answers; draft=MODEL also asks a smaller model of the same"
-            " vocabulary, draft=self the model itself at 4 bits. Drafts are run as long as they"
+            " answer: auto, off, suffix, mtp or draft=MODEL. auto and suffix look the last tokens"
+            " up in the text and in earlier answers; draft=MODEL also asks a smaller model of the"
+            " same vocabulary, draft=self the model itself at 4 bits, mtp the head for multi-token"
+            " prediction that the checkpoint brings. Drafts are run as long as they"
             " pay; auto speculates where it can.",
             Group.STEPS,
-            choices=("auto", "off", "suffix"),
+            choices=("auto", "off", "suffix", "mtp"),
             named=("draft=MODEL",),
         ),
     ] = "auto"

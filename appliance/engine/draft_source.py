@@ -1,28 +1,33 @@
-"""Opens the model that drafts, and checks that it can draft for the one that is served."""
+"""Opens the model, or the head, that drafts, and checks that it can draft for what is served."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.config import SELF_DRAFT
 from appliance.engine.execution.native_execution import NativeExecution
+from appliance.engine.run.hidden_rows import MOST_BYTES
 from appliance.engine.speculation.draft_blocks import scratch_blocks
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.kv_format import KVFormat
+from appliance.model.draft_head import HeadSource, open_head
 from appliance.model.executor import heads_of
 from appliance.model.narrowed import narrowed
 from appliance.model.native_loader import why_unsupported
 from appliance.model.size import estimate_native_bytes
 from appliance.model.source import open_model
+from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.execution.execution import Execution
     from appliance.engine.memory_plan import MemoryRequest
     from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
 
 MOST_PADDING = 1024  # rows of a head without a token: sizes of one vocabulary differ by less
 
@@ -76,10 +81,37 @@ class DraftSource:
         return replace(request, kv_bytes_per_token=per_token, draft_bytes=own)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadDraft(DraftSource):
+    """A head that the checkpoint brings; embedding and output matrix are the served model's.
+
+    Attributes:
+        head: its own parts.
+    """
+
+    head: HeadSource
+
+    @property
+    def weight_bytes(self) -> int:
+        dtype = self.execution.precision.dtype
+        join: int = prod(self.head.join_slot().shape) * dtype.itemsize
+        return estimate_native_bytes(self.source, dtype, _own_copies) + join
+
+    def added_to(self, request: MemoryRequest) -> MemoryRequest:
+        """Return a request that counts the head, and the hidden states that it reads."""
+        found = DraftSource.added_to(self, request)
+        rows = request.max_num_batched_tokens * self.source.spec.hidden_size * 4
+        return replace(found, draft_bytes=found.draft_bytes + MOST_BYTES + rows)
+
+
+def _own_copies(slot: TensorSlot) -> int:
+    return 0 if slot.role in (Role.EMBEDDING, Role.HEAD) else 1
+
+
 def open_draft(
     config: EngineConfig, source: ModelSource, execution: Execution
 ) -> DraftSource | None:
-    """Open the model that `--speculate draft=MODEL` names; None if no model drafts.
+    """Open the model that `--speculate draft=MODEL` names, or mtp's head; None: none drafts.
 
     Raises:
         ConfigError: it cannot draft for this model.
@@ -87,14 +119,16 @@ def open_draft(
         UnsupportedModelError: no code here covers it.
     """
     name = config.draft_model
-    if not name:
+    if not name and config.speculate != "mtp":
         return None
-    asked = f"--speculate draft={name}"
+    asked = f"--speculate {config.speculate}"
     if not isinstance(execution, NativeExecution):
         raise ConfigError(
             f"{asked} needs the CPU library, whose answers drafts do not change, and"
             f" {execution.name} executes this model; use --speculate auto or off"
         )
+    if not name:
+        return _open_head(asked, source, execution, config)
     draft = narrowed(source) if name == SELF_DRAFT else open_model(Path(name), in_torch=False)
     if draft is None:
         raise ConfigError(
@@ -103,6 +137,18 @@ def open_draft(
         )
     _check(asked, draft, source, config)
     return DraftSource(Path(name).stem, draft, execution, source.spec.vocab_size)
+
+
+def _open_head(
+    asked: str, source: ModelSource, execution: NativeExecution, config: EngineConfig
+) -> HeadDraft:
+    if config.tensor_parallel > 1 or config.gpu_split not in ("auto", "1"):
+        raise ConfigError(
+            f"{asked}: the head reads hidden states of one process, which --tensor-parallel and"
+            " --gpu-split divide among several; leave these out, or use --speculate auto"
+        )
+    head = open_head(source)
+    return HeadDraft("the checkpoint's head", head.source, execution, source.spec.vocab_size, head)
 
 
 def _check(asked: str, draft: ModelSource, source: ModelSource, config: EngineConfig) -> None:

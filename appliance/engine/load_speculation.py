@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from appliance.engine.draft_source import HeadDraft
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.speculation.draft_blocks import DraftBlocks
 from appliance.engine.speculation.draft_model import DraftModelProposer
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.memory_plan import MemoryPlan
     from appliance.engine.run.device import Device
+    from appliance.engine.run.hidden_rows import HiddenRows
+    from appliance.model.native import NativeDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +36,17 @@ def load_speculator(
     matchers: Matchers,
     plan: MemoryPlan,
     draft: DraftSource | None = None,
+    target: NativeDecoder | None = None,
+    kept: HiddenRows | None = None,
 ) -> Speculator | None:
     """Build what proposes drafts; None if nothing does.
 
     Drafts change no answer where a row's result does not depend on the rows beside it, bit for bit,
     which holds for the CPU library alone.
+
+    Args:
+        target: the served model, and
+        kept: its hidden states, for a head.
 
     Raises:
         ConfigError: speculation was asked for by name where it would change answers.
@@ -59,25 +68,35 @@ def load_speculator(
         matchers,
         config.speculate_tokens,
         asked_for=asked_for,
-        slow=None if draft is None else _load_draft(config, plan, draft),
+        slow=None if draft is None else _load_draft(config, plan, draft, target, kept),
     )
 
 
-def _load_draft(config: EngineConfig, plan: MemoryPlan, draft: DraftSource) -> DraftModelProposer:
-    """Read a draft model's weights, and allocate its cache beside the served model's.
+def _load_draft(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    draft: DraftSource,
+    target: NativeDecoder | None,
+    kept: HiddenRows | None,
+) -> DraftModelProposer:
+    """Read the weights of what drafts, and allocate its cache beside the served model's.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
         MemoryError: the system has too little memory for the weights.
     """
     from appliance.engine.run.draft_executor import DraftExecutor  # loads torch
+    from appliance.engine.run.head_executor import HeadExecutor
 
     engine, size = draft.execution.engine, plan.block_size
+    head = draft.head if isinstance(draft, HeadDraft) else None
     executor = load_native(
         draft.source,
         engine,
         draft.execution.precision.dtype,
         context_length=plan.context_length,
+        target=None if head is None else target,
+        join=None if head is None else head.join,
     )
     cache = executor.allocate_cache(
         draft.kv_format,
@@ -87,8 +106,16 @@ def _load_draft(config: EngineConfig, plan: MemoryPlan, draft: DraftSource) -> D
     logger.info(
         "%s drafts: %s, %.0f MiB", draft.name, executor.weight_format, executor.weight_bytes / 2**20
     )
+    sampling = NativeSampling(engine)
+    model = DraftExecutor(executor, cache, sampling)
+    if head is not None:
+        assert target is not None
+        assert kept is not None
+        model = HeadExecutor(
+            *(executor, target, cache, sampling, kept), chains_normed=head.chains_normed
+        )
     return DraftModelProposer(
-        DraftExecutor(executor, cache, NativeSampling(engine)),
-        DraftBlocks(plan.num_blocks, size),
+        model,
+        DraftBlocks(plan.num_blocks, size, kept),
         draft.most_tokens,
     )

@@ -17,7 +17,7 @@ from appliance.engine.admission import Admission
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.state_slots import StateSlots
-from appliance.engine.draft_source import open_draft
+from appliance.engine.draft_source import HeadDraft, open_draft
 from appliance.engine.engine_info import describe, notes_on
 from appliance.engine.execution.choice import choose_execution
 from appliance.engine.execution.native_execution import NativeExecution
@@ -31,8 +31,10 @@ from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_graphs import PROMPTS
 from appliance.engine.run.device import HostDevice, NativeDevice
+from appliance.engine.run.hidden_rows import HiddenRows, most_rows
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.model.native import NativeDecoder
 from appliance.model.source import open_model
 from appliance.runtime import release_unused, resident_bytes
 
@@ -99,12 +101,15 @@ def load_parts(
     matchers, rates = Matchers(source.spec.vocab_size, eos_token_ids), Rates()
     adapters = AdapterLoader.of(config, source, executor)
     parts = _runner_parts(config, opened, executor, plan.context_length)
-    graph_bytes = 0
+    graph_bytes, kept = 0, None
+    if isinstance(opened.draft, HeadDraft):
+        kept = HiddenRows(most_rows(source.spec.hidden_size))
     if opened.device.is_asynchronous:
         plan, graph_bytes = plan_measured(parts, request, on_progress)
     runner, moves, states = make_runner(
         *(parts, plan, graph_bytes, eos_token_ids, rates, matchers),
         adapters=None if adapters is None else adapters.slots,
+        kept=kept,
     )
     runner.capture(on_progress)
     blocks = _block_manager(config, opened, plan, metadata)
@@ -130,7 +135,9 @@ def load_parts(
         look_ahead=runner.depth > 0,
         tiers=tiers,
         speculator=load_speculator(
-            *(config, opened.execution, opened.device, matchers, plan, opened.draft)
+            *(config, opened.execution, opened.device, matchers, plan, opened.draft),
+            target=executor if isinstance(executor, NativeDecoder) else None,
+            kept=kept,
         ),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)

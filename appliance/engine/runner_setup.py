@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from appliance.engine.rates import Rates
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.device import Device
+    from appliance.engine.run.hidden_rows import HiddenRows
     from appliance.engine.run.measure import StepMemory
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_format import LayerPrecision
@@ -131,6 +132,7 @@ def make_runner(
     rates: Rates,
     matchers: Matchers,
     adapters: AdapterSlots | None = None,
+    kept: HiddenRows | None = None,
 ) -> tuple[ModelRunner[Any], BlockMoves, StateRows | None]:
     """Allocate the cache and build the runner, and what moves its blocks and states."""
     num_open, memory = parts.num_open, plan.states
@@ -169,6 +171,7 @@ def make_runner(
         is_sealed=num_open > 0,
         states=states,
         adapters=adapters,
+        kept=kept,
         graph_bytes=graph_bytes,
     )
     return runner, moves, states

@@ -119,6 +119,39 @@ class Mamba2Names:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinNames:
+    """Full names of what joins an embedding and a hidden state, without `.weight`."""
+
+    token_norm: str
+    hidden_norm: str
+    linear: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHeadNames:
+    """Names of a checkpoint's head that drafts (multi-token prediction), without `.weight`.
+
+    In them `{first}` and `{last}` stand for the beginning of the names in the head's first and last
+    layer. Without a setting of the kinds the head is one layer like the last one that attends.
+
+    Attributes:
+        count: setting with the number of heads.
+        layer: as in `TensorNames`; empty: the layers go on behind the model's.
+        kinds: settings that list the kinds of the head's layers, the first that is set counts.
+        chains_normed: a further token's hidden state is the stream under the last norm.
+    """
+
+    count: str = "num_nextn_predict_layers"
+    layer: str = ""
+    kinds: tuple[str, ...] = ()
+    join: JoinNames = field(
+        default_factory=lambda: JoinNames("{first}enorm", "{first}hnorm", "{first}eh_proj")
+    )
+    final_norm: str = "{last}shared_head.norm"
+    chains_normed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of a decoder's parts, without `.weight` or `.bias`, except where a comment says so.
 

@@ -141,6 +141,32 @@ class NativeDecoder:
         self._step(token_ids, positions, batch, cache, rows, hidden, None)
         return hidden
 
+    def draft(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: NativeCache,
+        given: Tensor,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Run one step of a head that drafts, up to the output matrix.
+
+        Args:
+            given: (num_tokens, hidden_size) float32, hidden states before each row's token.
+
+        Returns:
+            Of these rows the stream, and the hidden states under the last norm, both
+            (num_rows, hidden_size) float32.
+
+        Raises:
+            MemoryError: the step needs more workspace than there is.
+        """
+        stream = self._rows(token_ids, rows, self.spec.hidden_size)
+        hidden = self._rows(token_ids, rows, self.spec.hidden_size)
+        self._step(token_ids, positions, batch, cache, rows, hidden, None, given, stream)
+        return stream, hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Run the head; see `Executor.logits`.
 
@@ -173,6 +199,8 @@ class NativeDecoder:
         rows: Tensor | None,
         hidden: Tensor | None,
         logits: Tensor | None,
+        given: Tensor | None = None,
+        streams: Tensor | None = None,
     ) -> None:
         struct = BatchStruct(
             num_tokens=len(token_ids),
@@ -189,6 +217,8 @@ class NativeDecoder:
             rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
             open_pages=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
             state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
+            given=None if given is None else given.data_ptr(),
+            streams=None if streams is None else streams.data_ptr(),
         )
         if batch.adapters is not None:
             slots = cast("NativeAdapterSlots", batch.adapters.table)

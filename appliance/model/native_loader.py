@@ -9,6 +9,7 @@ from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.structs import (
     AttentionStruct,
     GatingStruct,
+    JoinStruct,
     LayerStruct,
     LinearStruct,
     ModelStruct,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         MLPWeights,
         TokenInputWeights,
     )
+    from appliance.model.names import JoinNames
     from appliance.model.norm import Norm
     from appliance.model.shard.shard import LayerShare, Shard
     from appliance.model.source import ModelSource
@@ -100,6 +102,8 @@ def load_native(
     *,
     context_length: int | None = None,
     shard: Shard | None = None,
+    target: NativeDecoder | None = None,
+    join: JoinNames | None = None,
 ) -> NativeDecoder:
     """Read all weights and lay them out.
 
@@ -110,6 +114,9 @@ def load_native(
         on_progress: called with a stage, the number of parts done, and their total.
         context_length: most tokens of a sequence; the model's own by default.
         shard: the part of the model to lay out; None is all of it.
+        target: the model whose embedding and head are used, of a head that drafts; it must live
+            as long.
+        join: what makes such a head's stream.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
@@ -132,11 +139,14 @@ def load_native(
         share = WHOLE_LAYER if shard is None else shard.layers[index]
         layers[index] = _layer(packer, weights, spec, index, ropes, share)
         report("weights", index + 1, total)
-    matrix, head_matrix = reader.embedding_and_head()
-    if cutter is not None:
-        matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
-    embedding = packer.linear(matrix)
-    head = embedding if head_matrix is matrix else packer.linear(head_matrix)
+    if target is None:
+        matrix, head_matrix = reader.embedding_and_head()
+        if cutter is not None:
+            matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
+        embedding = packer.linear(matrix)
+        head = embedding if head_matrix is matrix else packer.linear(head_matrix)
+    else:
+        embedding, head = target.model.embedding, target.model.head
     length = spec.context_length if context_length is None else context_length
     positions = reader.positions()
     model = ModelStruct(
@@ -160,6 +170,7 @@ def load_native(
         first_token=0 if shard is None else shard.own_tokens.start,
         widest_vocab=0 if shard is None else shard.widest_tokens,
         norms_replace=spec.norms_replace,
+        join=_join(packer, reader, join),
     )
     report("weights", total, total)
     return NativeDecoder(
@@ -172,6 +183,13 @@ def load_native(
         shard=shard,
         num_dense=0 if cutter is None else cutter.num_dense,
     )
+
+
+def _join(packer: WeightPacker, reader: ModelReader, names: JoinNames | None) -> JoinStruct:
+    if names is None:
+        return JoinStruct()
+    token_norm, hidden_norm, linear = reader.join(names)
+    return JoinStruct(_norm(packer, token_norm), _norm(packer, hidden_norm), packer.linear(linear))
 
 
 def _layer(

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.weight import Weight
     from appliance.model.layer_weights import MixerWeights
+    from appliance.model.names import JoinNames
     from appliance.model.source import ModelSource
     from appliance.model.spec import LayerSpec, MixerSpec, MLPSpec, NormSpec
 
@@ -128,6 +129,12 @@ class ModelReader:
             embedding, head = dense(embedding @ into.T, self._dtype), dense(head @ out, self._dtype)
         self._head_format = self._format(head)
         return embedding, head
+
+    def join(self, names: JoinNames) -> tuple[Norm, Norm, Weight]:
+        """Read the norms of embedding and hidden state, and the linear (hidden, 2 * hidden)."""
+        norm = self._source.spec.final_norm
+        norms = self._norm(names.token_norm, norm), self._norm(names.hidden_norm, norm)
+        return (*norms, self._load(f"{names.linear}.weight"))
 
     def positions(self) -> Weight | None:
         """Read learned embeddings of positions, (count, hidden_size), from that of position 0."""

@@ -23,6 +23,7 @@ from appliance.model.text_part import TextPart, has_other_parts, names_in, text_
 from appliance.quant.formats import WeightReader, is_read, open_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Set
     from pathlib import Path
 
     from appliance.model.families.family import Family
@@ -109,7 +110,27 @@ def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
 def _check(source: ModelSource) -> None:
     present = set(source.weights.tensor_names())
     where = f"{source.path.name}: "
-    for slot in source.slots():
+    check_slots(source, source.slots(), present)
+    present -= {slot.name for slot in source.slots()}
+    if source.spec.tied_head:
+        present.discard(f"{source.family.names.head}.weight")  # a copy of the embedding
+    unused = (*_draft_layers(source), *_unread_keys(source))
+    for name in sorted(present):
+        if not name.endswith(_UNUSED_SUFFIXES) and not name.startswith(unused):
+            raise CheckpointError(
+                f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
+                f"{len(source.spec.layers)} layers; its config.json belongs to another model"
+            )
+
+
+def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]) -> None:
+    """Compare tensors with those that are present.
+
+    Raises:
+        CheckpointError: one is missing or of another shape; names the first.
+    """
+    where = f"{source.path.name}: "
+    for slot in slots:
         if slot.name not in present:
             raise CheckpointError(
                 f"{where}tensor {slot.name} is missing{_asked_for(source, slot)}; "
@@ -120,16 +141,6 @@ def _check(source: ModelSource) -> None:
             raise CheckpointError(
                 f"{where}tensor {slot.name} has shape {shape}, but the model's settings ask for "
                 f"{slot.shape}{_named(source, slot)}; fetch the model again"
-            )
-        present.discard(slot.name)
-    if source.spec.tied_head:
-        present.discard(f"{source.family.names.head}.weight")  # a copy of the embedding
-    unused = (*_draft_layers(source), *_unread_keys(source))
-    for name in sorted(present):
-        if not name.endswith(_UNUSED_SUFFIXES) and not name.startswith(unused):
-            raise CheckpointError(
-                f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
-                f"{len(source.spec.layers)} layers; its config.json belongs to another model"
             )
 
 
@@ -169,6 +180,7 @@ def _draft_layers(source: ModelSource) -> tuple[str, ...]:
     number = source.config.get("num_nextn_predict_layers")
     first = len(source.spec.layers)
     count = min(number, first) if isinstance(number, int) else 0
-    if source.config.get("mtp_num_hidden_layers") or source.config.get("mtp_layers_block_type"):
+    keys = ("mtp_num_hidden_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
+    if any(map(source.config.get, keys)):
         return ("mtp.",)
     return tuple(source.family.names.layer.format(first + i) for i in range(count))

@@ -47,7 +47,9 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
 
 
 def formats_in_words(formats: Sequence[str], head: str) -> str:
-    """Join the formats of layers, the most frequent first, and that of the head."""
+    """Join the formats of layers, the most frequent first, and that of the head, if any."""
+    if not head:
+        return " + ".join(formats)
     if list(formats) == [head]:
         return head
     _, bracket, group = formats[0].partition(" (")

@@ -92,6 +92,8 @@ class BatchStruct(Structure):
         ("adapter_slots", c_void_p),
         ("adapters", c_void_p),
         ("num_adapters", c_int32),
+        ("given", c_void_p),
+        ("streams", c_void_p),
     )
 
 

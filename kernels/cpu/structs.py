@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 10  # AP_ABI
+ABI = 11  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -302,6 +302,12 @@ class LayerStruct(Structure):
     )
 
 
+class JoinStruct(Structure):
+    """ap_join."""
+
+    _fields_ = (("token_norm", NormStruct), ("hidden_norm", NormStruct), ("linear", LinearStruct))
+
+
 class ModelStruct(Structure):
     """ap_model."""
 
@@ -324,6 +330,7 @@ class ModelStruct(Structure):
         ("first_token", c_int32),
         ("widest_vocab", c_int32),
         ("norms_replace", c_int32),
+        ("join", JoinStruct),
     )
 
 
@@ -343,5 +350,6 @@ MODEL_STRUCTS: dict[str, type[ctypes.Structure]] = {
     "ap_mamba2": Mamba2Struct,
     "ap_latent": LatentStruct,
     "ap_layer": LayerStruct,
+    "ap_join": JoinStruct,
     "ap_model": ModelStruct,
 }

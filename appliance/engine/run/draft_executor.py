@@ -17,6 +17,8 @@ from appliance.kernels.sampling import SamplingRows
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
 
+    from torch import Tensor
+
     from appliance.engine.run.sampler import SampleTokens
     from appliance.engine.speculation.draft_model import DraftRows
     from appliance.model.executor import Cache, Executor
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 class DraftExecutor:
     """A loaded draft model with its cache; see `DraftModel`."""
+
+    _ahead = 0  # the drawn token's distance to the token behind a row's position
 
     def __init__(self, executor: Executor[Any], cache: Cache, sample_tokens: SampleTokens) -> None:
         self._executor = executor
@@ -48,34 +52,45 @@ class DraftExecutor:
                 wanted.append(len(token_ids) - 1)
         batch = RaggedBatch.of(
             [len(one.token_ids) for one in rows],
-            [one.start + len(one.token_ids) for one in rows],
+            [one.start + len(one.token_ids) - one.skipped for one in rows],
             [one.blocks for one in rows],
             block_size=self._cache.block_size,
             device=self._executor.device,
         )
         # The served model may have some more tokens; behind one of them drafts are bad guesses.
         most = self._executor.spec.vocab_size - 1
-        logits = self._executor.forward(
+        logits = self._logits(
+            rows,
             torch.tensor(token_ids).clamp(max=most),
             torch.tensor(positions),
             batch,
-            self._cache,
             torch.tensor(wanted, dtype=torch.int64),
         )
         drawing = [one for one in rows if one.draws]
         if not drawing:
             return []
-        tokens = self._sample_tokens(logits, _settings(drawing))
+        tokens = self._sample_tokens(logits, _settings(drawing, self._ahead))
         chosen = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
         probabilities = (chosen - logits.logsumexp(dim=-1)).exp()
         return list(zip(tokens.tolist(), probabilities.tolist(), strict=True))
 
+    def _logits(
+        self,
+        rows: Ordered[DraftRows],
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        wanted: Tensor,
+    ) -> Tensor:
+        """Run one step; return logits of the wanted rows."""
+        return self._executor.forward(token_ids, positions, batch, self._cache, wanted)
 
-def _settings(rows: Ordered[DraftRows]) -> SamplingRows:
+
+def _settings(rows: Ordered[DraftRows], ahead: int) -> SamplingRows:
     """Return the sampling settings of rows; each draws the token behind its last one."""
     sampling = [one.sequence.request.sampling for one in rows]
     keys = np.array([random_key(one.sequence) for one in rows], dtype=np.uint64)
-    positions = np.array([one.start + len(one.token_ids) for one in rows])
+    positions = np.array([one.start + len(one.token_ids) + ahead for one in rows])
     return SamplingRows.of(
         [one.temperature for one in sampling],
         [one.top_k for one in sampling],

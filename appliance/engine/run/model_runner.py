@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
     from appliance.engine.run.graphed_steps import GraphedSteps
+    from appliance.engine.run.hidden_rows import HiddenRows
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampler import SampledRows, Sampler
     from appliance.engine.run.state_rows import StateRows
@@ -95,6 +96,7 @@ class ModelRunner(Generic[AnyCache]):
         is_sealed: whether there are open pages.
         states: the rows of recurrent state; None for models without.
         adapters: that requests may have; None without any.
+        kept: where hidden states of all rows go, for a head that drafts; None without one.
         graph_bytes: bound on the memory of graphs.
 
     Attributes:
@@ -116,6 +118,7 @@ class ModelRunner(Generic[AnyCache]):
         is_sealed: bool = False,
         states: StateRows | None = None,
         adapters: AdapterSlots | None = None,
+        kept: HiddenRows | None = None,
         graph_bytes: int = 0,
     ) -> None:
         self._executor = executor
@@ -126,6 +129,7 @@ class ModelRunner(Generic[AnyCache]):
         self._reader = reader
         self._states = states
         self._adapters = adapters
+        self._kept = kept
         largest = largest_step(
             limits,
             cache.block_size,
@@ -230,13 +234,21 @@ class ModelRunner(Generic[AnyCache]):
             rows = tensors.sample_rows
             batch = geometry.ragged(tensors, tensors.block_tables, self._adapters)
             step = (token_ids, tensors.positions, batch, self._cache)
-            if reading is None:
+            if reading is None and self._kept is None:
                 logits = self._executor.forward(*step, rows)
             else:
-                wanted = self._device.send(np.array(reading.rows))
-                hidden = self._executor.hidden(*step, wanted)
-                # First, so that the logits of both are never there together.
-                reads = self._reader.launch(hidden, reading)
+                wanted = rows
+                if reading is not None:
+                    wanted = self._device.send(np.array(reading.rows))
+                if self._kept is None:
+                    hidden = self._executor.hidden(*step, wanted)
+                else:
+                    of_all = self._executor.hidden(*step)
+                    self._kept.keep(plan.scheduled, of_all)
+                    hidden = of_all.index_select(0, wanted)
+                if reading is not None:
+                    # First, so that the logits of both are never there together.
+                    reads = self._reader.launch(hidden, reading)
                 logits = self._executor.logits(hidden[: len(rows)])
             if settings.has_penalties:
                 read = token_ids.index_select(0, rows)

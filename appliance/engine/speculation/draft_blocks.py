@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from appliance.engine.scheduling.policy import MAX_ANSWER_ROWS
 
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 def scratch_blocks(block_size: int) -> int:
     """Return the blocks that a slot needs for the tokens behind the full blocks, and drafts."""
     return -(-(block_size - 1 + MAX_ANSWER_ROWS) // block_size)
+
+
+class HiddenStates(Protocol):
+    """Hidden states of the served model, which a head reads."""
+
+    def first(self, sequence: Sequence) -> int:
+        """Return the first position from which on all hidden states are kept."""
+        ...
+
+    def end(self, sequence: Sequence) -> None:
+        """Forget a sequence."""
+        ...
 
 
 @dataclass(slots=True)
@@ -40,6 +52,7 @@ class _Read:
 
     contents: list[int] = field(default_factory=list)  # chained hash of each block's tokens
     known: array[int] = field(default_factory=lambda: array("i"))  # leading blocks that hold them
+    holes: set[int] = field(default_factory=set)  # of these, places that a head has to do without
 
 
 class DraftBlocks:
@@ -48,10 +61,20 @@ class DraftBlocks:
     Args:
         num_blocks: of the target's cache.
         block_size: token slots.
+        hidden: what a head reads beside tokens; None for a model that reads tokens alone. A head's
+            row has the token behind its position. Blocks whose hidden states are gone, since the
+            served model found them in its own cache, stay out of its context.
+
+    Attributes:
+        ahead: 1 of a head, otherwise 0: the place of a row's token behind the row's position.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, hidden: HiddenStates | None = None
+    ) -> None:
         self.block_size = block_size
+        self.ahead = 0 if hidden is None else 1
+        self._hidden = hidden
         self._num_blocks = num_blocks
         self._num_scratch = scratch_blocks(block_size)
         self._held: dict[int, int] = {}  # content by block
@@ -59,26 +82,44 @@ class DraftBlocks:
         self._tails: dict[int, _Tail] = {}  # by slot
         self._copies: list[tuple[int, int]] = []
 
-    def num_read(self, sequence: Sequence) -> int:
-        """Return the leading tokens that the cache holds; never the last one of the sequence.
+    def num_rows(self, sequence: Sequence) -> int:
+        """Return the rows of all tokens of a sequence."""
+        return len(sequence.token_ids) - self.ahead
 
-        A block that was filled in scratch goes to its place with the next `take_copies`.
+    def num_skipped(self, sequence: Sequence) -> int:
+        """Return the rows that a head does without."""
+        return len(self._reads[sequence].holes) * self.block_size
+
+    def num_read(self, sequence: Sequence) -> int | None:
+        """Return the leading rows that the cache holds; never the last one of the sequence.
+
+        A block that was filled in scratch goes to its place with the next `take_copies`. None if
+        the next row's hidden state is gone: a head waits for the next block.
         """
         size, tokens, table = self.block_size, sequence.token_ids, sequence.block_table
         full = sequence.num_computed // size
         read = self._reads.setdefault(sequence, _Read())
-        _extend(read.contents, tokens, full, size)
+        _extend(read.contents, tokens, full, size, self.ahead)
         if table[: len(read.known)] != read.known:
             read.known = array("i")
+            read.holes.clear()
+        for place in [one for one in read.holes if self._holds(table[one], read.contents[one])]:
+            read.holes.discard(place)
+        first = 0 if self._hidden is None else self._hidden.first(sequence)
+        begun = 0
         while (place := len(read.known)) < full:
             block, content = table[place], read.contents[place]
-            if self._held.get(block) != content and not self._fill(sequence, place, content):
-                break
+            if not self._holds(block, content) and not self._fill(sequence, place, content):
+                begun = self._begun(sequence, place, first)
+                if begun or place * size >= first:
+                    break
+                read.holes.add(place)
             read.known.append(block)
-        count = len(read.known) * size
+        count = len(read.known) * size + begun
         if len(read.known) == full:
             count += self._common(sequence, count)
-        return min(count, len(tokens) - 1)
+        count = min(count, self.num_rows(sequence) - 1)
+        return None if count < first or count // size in read.holes else count
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the source and destination of each block to copy before anything is run."""
@@ -90,6 +131,9 @@ class DraftBlocks:
         full = sequence.num_computed // self.block_size
         last = -(-end // self.block_size)
         blocks = sequence.block_table[: min(full, last)].tolist()
+        holes = self._reads[sequence].holes
+        if holes:
+            blocks = [block for place, block in enumerate(blocks) if place not in holes]
         return blocks + [self._scratch(sequence, place) for place in range(full, last)]
 
     def wrote(self, sequence: Sequence, start: int, token_ids: Ordered[int]) -> None:
@@ -104,6 +148,7 @@ class DraftBlocks:
             block = sequence.block_table[place]
             self._held[block] = read.contents[place]
             read.known[place:] = array("i", (block,))
+            read.holes.discard(place)
         first = full * size
         if end > first:
             tail = self._tails.get(sequence.slot)
@@ -115,6 +160,8 @@ class DraftBlocks:
     def end(self, sequence: Sequence) -> None:
         """Forget a sequence; its full blocks stay, as they do in the target's cache."""
         self._reads.pop(sequence, None)
+        if self._hidden is not None:
+            self._hidden.end(sequence)
         tail = self._tails.get(sequence.slot)
         if tail is not None and tail.owner is sequence:
             del self._tails[sequence.slot]
@@ -129,11 +176,26 @@ class DraftBlocks:
         if tail is None or tail.owner is not sequence or tail.first != first:
             return 0
         count = 0
-        for held, token_id in zip(tail.token_ids, sequence.token_ids[first:], strict=False):
+        tokens = sequence.token_ids[first + self.ahead :]
+        for held, token_id in zip(tail.token_ids, tokens, strict=False):
             if held != token_id:
                 break
             count += 1
         return count
+
+    def _begun(self, sequence: Sequence, place: int, first: int) -> int:
+        """Move a head's block that scratch holds in part; return how many rows.
+
+        The hidden states before these rows are gone, so they could not be run again.
+        """
+        begun = self._common(sequence, place * self.block_size)
+        if self._hidden is None or not begun or place * self.block_size + begun < first:
+            return 0
+        self._copies.append((self._scratch(sequence, place), sequence.block_table[place]))
+        return begun
+
+    def _holds(self, block: int, content: int) -> bool:
+        return self._held.get(block) == content
 
     def _fill(self, sequence: Sequence, place: int, content: int) -> bool:
         """Fill a block from scratch; return False if that does not hold all of its tokens."""
@@ -149,8 +211,9 @@ class DraftBlocks:
         return True
 
 
-def _extend(contents: list[int], token_ids: list[int], full: int, size: int) -> None:
+def _extend(contents: list[int], token_ids: list[int], full: int, size: int, ahead: int) -> None:
     """Add the chained hashes of blocks up to a number."""
     for place in range(len(contents), full):
-        before = contents[-1] if contents else 0
-        contents.append(hash((before, *token_ids[place * size : (place + 1) * size])))
+        before = contents[-1] if contents else hash((*token_ids[:ahead],))
+        first = place * size + ahead
+        contents.append(hash((before, *token_ids[first : first + size])))

@@ -1,4 +1,4 @@
-"""Proposes what a smaller model says next, token by token. Imports no torch."""
+"""Proposes what a smaller model, or a head, says next, token by token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class DraftRows(NamedTuple):
         start: position of the first.
         blocks: of the draft model's cache, for all tokens up to the last of these.
         draws: the last row's token is wanted.
+        skipped: positions before `start` that `blocks` leaves out.
     """
 
     sequence: Sequence
@@ -34,6 +35,7 @@ class DraftRows(NamedTuple):
     token_ids: Ordered[int]
     blocks: Ordered[int]
     draws: bool = True
+    skipped: int = 0
 
 
 class DraftModel(Protocol):
@@ -95,7 +97,7 @@ class DraftModelProposer:
 
     def unread(self, sequence: Sequence) -> int:
         """Return how many tokens have to be read before the first draft."""
-        return len(sequence.token_ids) - self._blocks.num_read(sequence)
+        return self._blocks.num_rows(sequence) - (self._blocks.num_read(sequence) or 0)
 
     def propose(
         self, answers: Ordered[tuple[Sequence, int]], chance: Chance, least: float
@@ -145,23 +147,26 @@ class DraftModelProposer:
         """Return rows of all tokens that are not read yet, as many as one step may read."""
         found, room, size = [], READ_ROWS, self._blocks.block_size
         for sequence in sequences:
-            start, end = self._blocks.num_read(sequence), len(sequence.token_ids)
+            start, end = self._blocks.num_read(sequence), self._blocks.num_rows(sequence)
+            if start is None:
+                continue
             is_whole = end - start <= room
             if not is_whole:
                 end = (start + room) // size * size
             if end <= start:
                 continue
             room -= end - start
-            blocks = self._blocks.table(sequence, end)
-            found.append(
-                DraftRows(sequence, start, sequence.token_ids[start:end], blocks, is_whole)
-            )
+            blocks, ahead = self._blocks.table(sequence, end), self._blocks.ahead
+            tokens = sequence.token_ids[start + ahead : end + ahead]
+            skipped = self._blocks.num_skipped(sequence)
+            found.append(DraftRows(sequence, start, tokens, blocks, is_whole, skipped))
         return found
 
     def _next_row(self, one: _Growing) -> DraftRows:
-        end = len(one.sequence.token_ids) + len(one.token_ids)
+        end = self._blocks.num_rows(one.sequence) + len(one.token_ids)
         blocks = self._blocks.table(one.sequence, end)
-        return DraftRows(one.sequence, end - 1, one.token_ids[-1:], blocks)
+        skipped = self._blocks.num_skipped(one.sequence)
+        return DraftRows(one.sequence, end - 1, one.token_ids[-1:], blocks, skipped=skipped)
 
     def _round(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
         begin = self._clock()
@@ -177,8 +182,9 @@ class DraftModelProposer:
         found = {}
         for sequence, _, _, token_ids, supports in drafts:
             if token_ids:
-                end = len(sequence.token_ids)
-                self._blocks.wrote(sequence, end, token_ids[:-1])
+                # A head's rows of drafts are run again, with hidden states of the served model.
+                if not self._blocks.ahead:
+                    self._blocks.wrote(sequence, len(sequence.token_ids), token_ids[:-1])
                 found[sequence] = Proposal(
                     tuple(token_ids), self.source(sequence), supports=tuple(supports)
                 )

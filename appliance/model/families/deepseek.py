@@ -16,7 +16,7 @@ from appliance.model.families.gguf_config import (
 )
 from appliance.model.families.latent import read_latent_attention
 from appliance.model.families.standard import read_decoder, read_layer_kinds
-from appliance.model.names import ExpertNames, TensorNames
+from appliance.model.names import DraftHeadNames, ExpertNames, TensorNames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -154,6 +154,7 @@ DEEPSEEK_V3 = Family(
     read=_read_v3,
     names=_NAMES,
     gguf=GGUFMapping("deepseek2", _gguf, GGUF_NAMES, is_of=_gates_by_sigmoid),
+    draft_head=DraftHeadNames(),
 )
 GLM4_MOE_LITE = Family(
     name="glm4_moe_lite",
@@ -161,4 +162,5 @@ GLM4_MOE_LITE = Family(
     architectures=("Glm4MoeLiteForCausalLM",),
     read=_read_glm,
     names=_NAMES,
+    draft_head=DraftHeadNames(),
 )

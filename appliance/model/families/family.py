@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.limits import check_spec
 from appliance.model.families.reader import ConfigReader
-from appliance.model.names import TensorNames
+from appliance.model.names import DraftHeadNames, TensorNames
 
 if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
@@ -68,6 +68,7 @@ class Family:
         names: Hugging Face names of the tensors.
         other_names: those of checkpoints whose first layer has its norm under another name.
         gguf: reads its GGUF files; None if it cannot.
+        draft_head: names of the head that drafts, which its checkpoints may have.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Family:
     names: TensorNames = field(default_factory=TensorNames)
     other_names: TensorNames | None = None
     gguf: GGUFMapping | None = None
+    draft_head: DraftHeadNames | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:
         """Build the spec of the decoder that a Hugging Face config describes.

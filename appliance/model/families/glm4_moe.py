@@ -11,7 +11,7 @@ from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_experts
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
-from appliance.model.names import ExpertNames, TensorNames
+from appliance.model.names import DraftHeadNames, ExpertNames, TensorNames
 from appliance.model.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -86,4 +86,5 @@ GLM4_MOE = Family(
         )
     ),
     gguf=GGUFMapping("glm4moe", _gguf, replace(GGUF_NAMES, mlp_norm="post_attention_norm")),
+    draft_head=DraftHeadNames(),
 )

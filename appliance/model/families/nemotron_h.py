@@ -31,7 +31,7 @@ from appliance.model.families.standard import (
     read_head_dim,
     read_layer_kinds,
 )
-from appliance.model.names import ExpertNames, Mamba2Names, TensorNames
+from appliance.model.names import DraftHeadNames, ExpertNames, Mamba2Names, TensorNames
 from appliance.model.spec import MLPSpec
 
 if TYPE_CHECKING:
@@ -240,6 +240,12 @@ NEMOTRON_H = Family(
         ),
     ),
     gguf=GGUFMapping("nemotron_h", _gguf, _GGUF_NAMES),
+    draft_head=DraftHeadNames(
+        layer="mtp.layers.{}.",
+        kinds=("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+        final_norm="{last}final_layernorm",
+        chains_normed=True,
+    ),
 )
 # The same in GGUF files with experts, which have an architecture of their own.
 NEMOTRON_H_MOE = replace(

@@ -17,6 +17,7 @@ from appliance.model.families.standard import (
     read_head_dim,
     read_layer_kinds,
 )
+from appliance.model.names import DraftHeadNames, JoinNames
 from appliance.model.recurrent_spec import GatedDeltaSpec
 from appliance.model.spec import NormSpec
 
@@ -122,6 +123,13 @@ def gguf_delta(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     }
 
 
+_DRAFT_HEAD = DraftHeadNames(
+    count="mtp_num_hidden_layers",
+    layer="mtp.layers.{}.",
+    join=JoinNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc"),
+    final_norm="mtp.norm",
+    chains_normed=True,
+)
 _GGUF_NAMES = replace(GGUF_NAMES, mlp_norm="post_attention_norm")
 
 QWEN3_5 = Family(
@@ -130,6 +138,7 @@ QWEN3_5 = Family(
     architectures=("Qwen3_5ForCausalLM",),
     read=_read,
     gguf=GGUFMapping("qwen35", _gguf, _GGUF_NAMES, norm_shift=1.0, tiled_values=True),
+    draft_head=_DRAFT_HEAD,
 )
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
@@ -137,4 +146,5 @@ QWEN3_5_MOE = Family(
     architectures=("Qwen3_5MoeForCausalLM",),
     read=_read_moe,
     gguf=GGUFMapping("qwen35moe", _gguf_moe, _GGUF_NAMES, norm_shift=1.0, tiled_values=True),
+    draft_head=_DRAFT_HEAD,
 )

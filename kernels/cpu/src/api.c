@@ -45,6 +45,7 @@ int64_t ap_struct_bytes(const char *name) {
     STRUCT(ap_mamba2);
     STRUCT(ap_latent);
     STRUCT(ap_layer);
+    STRUCT(ap_join);
     STRUCT(ap_model);
     STRUCT(ap_cache_layer);
     STRUCT(ap_cache);

@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 10 /* changes with every change of a struct or a signature below */
+#define AP_ABI 11 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -175,6 +175,13 @@ typedef struct {
     int32_t mlp_is_part;   /* the same */
 } ap_layer;
 
+/* How a head that drafts makes its stream: linear(norm(embedding), norm(the target's hidden)). */
+typedef struct {
+    ap_norm token_norm;
+    ap_norm hidden_norm;
+    ap_linear linear; /* 2 * hidden -> hidden; codes NULL: the stream is the embedding */
+} ap_join;
+
 typedef struct {
     int32_t hidden_size;
     int32_t vocab_size;
@@ -195,6 +202,7 @@ typedef struct {
     int32_t first_token;
     int32_t widest_vocab; /* of all ranks */
     int32_t norms_replace; /* 1: the stream goes on as its norm, not as what the norm is of */
+    ap_join join;          /* of a head that drafts */
 } ap_model;
 
 /* The places of a layer that an adapter may change: the linears of one input. Their outputs lie one
@@ -281,6 +289,8 @@ typedef struct {
     const int32_t *adapter_slots; /* (num_seqs,), index into adapters, below 0: none; or NULL */
     const ap_adapter *adapters;   /* (num_adapters,) */
     int32_t num_adapters;
+    const float *given; /* (num_tokens, hidden_size), what a join reads beside the embedding */
+    float *streams;     /* (num_rows, hidden_size), the stream before the last norm; or NULL */
 } ap_batch;
 
 /* What each row asks of sampling, arrays of num_rows. */

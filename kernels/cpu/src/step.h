@@ -66,6 +66,13 @@ static bool position_fits(const ap_model *model, int64_t position) {
     return !has_linear(table) || (position >= 0 && position < table->out_features);
 }
 
+static bool join_fits(const ap_model *model, const ap_batch *batch) {
+    const ap_linear *join = &model->join.linear;
+    if (!has_linear(join)) return true;
+    return batch->given && join->in_features == 2 * model->hidden_size &&
+           join->out_features == model->hidden_size;
+}
+
 static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
     for (int32_t i = 0; i < batch->num_tokens; i++) {
@@ -87,6 +94,7 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         if (!mixer_supported(model, cache, batch, layer)) return AP_BAD_ARGUMENT;
         if (!experts_supported(model, layer)) return AP_BAD_ARGUMENT;
     }
+    if (!join_fits(model, batch)) return AP_BAD_ARGUMENT;
     if (!token_inputs_supported(model) || !adapters_fit(model, batch)) return AP_BAD_ARGUMENT;
     if (batch->num_rows < 0 || batch->num_rows > batch->num_tokens) return AP_BAD_ARGUMENT;
     for (int32_t i = 0; batch->rows && i < batch->num_rows; i++)
@@ -156,6 +164,17 @@ static void rotate_and_write_row(void *context, int32_t row) {
                    (sealed ? s->open_slots : s->batch->slot_mapping)[row]);
 }
 
+/* The two halves that a join reads: the embedding and what the target said, each normed. */
+static void join_row(void *context, int32_t row) {
+    step_state *s = context;
+    const ap_model *model = s->model;
+    int32_t hidden = model->hidden_size;
+    float *joined = s->joined + 2 * (int64_t)row * hidden;
+    rms_norm_row(s->stream + (int64_t)row * hidden, &model->join.token_norm, hidden, joined);
+    rms_norm_row(s->batch->given + (int64_t)row * hidden, &model->join.hidden_norm, hidden,
+                 joined + hidden);
+}
+
 static void embed(step_state *s) {
     s->part = begin_partial(s, true);
     if (s->part) {
@@ -164,6 +183,9 @@ static void embed(step_state *s) {
     }
     for_rows(s->engine, embed_row, s, s->rows);
     s->part = NULL;
+    if (!s->joined) return;
+    for_rows(s->engine, join_row, s, s->rows);
+    run_from(s, &s->model->join.linear, AP_NUM_PLACES, s->joined, s->stream, false);
 }
 
 /* ---- linears ---- */
@@ -313,6 +335,8 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
     }
     const ap_linear *linears[] = {&model->head};
     run_norm(&s, post_norm, &model->final_norm, linears, 1);
+    if (batch->streams)
+        memcpy(batch->streams, s.stream, (size_t)s.rows * model->hidden_size * sizeof(float));
     if (hidden)
         memcpy(hidden, s.normed, (size_t)s.rows * model->hidden_size * sizeof(float));
     if (logits) run_head(engine, model, &s.in, logits);

@@ -56,6 +56,7 @@ typedef struct {
     float *token_inputs; /* (rows, num_layers, width), all rows of the step */
     float *token_rows;   /* the same, rows of the embedding */
     float *token_gate;   /* (rows, width) */
+    float *joined;       /* (rows, 2 * hidden_size), what a join reads; NULL: there is none */
     char *codes;         /* quantized inputs */
     char *attention;     /* workspace of attend */
     /* with sealed layers only */
@@ -218,6 +219,8 @@ static step_widths widest(const ap_engine *engine, const ap_model *model, const 
         w.rotary = larger(w.rotary, model->ropes[i].rotary_dim / 2);
     const ap_linear *head[] = {&model->head};
     w.codes = input_bytes(head, 1, rows);
+    const ap_linear *join[] = {&model->join.linear};
+    if (has_linear(join[0])) w.codes = larger(w.codes, input_bytes(join, 1, rows));
     widen_for_adapters(&w, batch);
     const ap_token_inputs *inputs = &model->token_inputs;
     if (inputs->width) {
@@ -299,6 +302,7 @@ static ap_status claim_buffers(step_state *s) {
     bool selects = s->batch->rows != NULL;
     const int64_t real = sizeof(float), whole = sizeof(int32_t);
     int64_t full = w.sealed ? s->batch->num_seqs * whole : 0;
+    bool joins = has_linear(&model->join.linear);
     int64_t angles = model->num_ropes * rows * w.rotary * real;
     struct { void *buffer; int64_t bytes; } claims[] = {
         {&s->stream, hidden * real},
@@ -315,6 +319,7 @@ static ap_status claim_buffers(step_state *s) {
         {&s->token_inputs, w.token_inputs * real},
         {&s->token_rows, w.token_inputs * real},
         {&s->token_gate, rows * model->token_inputs.width * real},
+        {&s->joined, joins ? 2 * hidden * real : 0},
         {&s->codes, w.codes},
         {&s->attention, w.attention},
         {&s->open_slots, w.sealed ? rows * (int64_t)sizeof(int64_t) : 0},
@@ -351,6 +356,7 @@ static ap_status claim_buffers(step_state *s) {
     if (w.recurrent) find_spans(s);
     s->adapted.stride = (int32_t)w.ranks;
     if (!w.adapted) s->adapter_of = NULL;
+    if (!joins) s->joined = NULL;
     s->rope_stride = rows * w.rotary;
     return AP_OK;
 }

@@ -1,0 +1,136 @@
+"""Opens the head that a checkpoint brings for drafting: multi-token prediction.
+
+At a token it reads its embedding and the hidden state of the token before it, under the model's
+last norm, and says what follows the token (DeepSeek-V3, arXiv 2412.19437). Embedding and output
+matrix are the model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from appliance.checkpoint import SafetensorsFolder
+from appliance.errors import ConfigError
+from appliance.model.expert_tensors import separate_experts
+from appliance.model.names import JoinNames
+from appliance.model.source import ModelSource, check_slots
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.tensors import Role, TensorSlot, norm_slots
+from appliance.quant.formats import open_weights
+
+if TYPE_CHECKING:
+    from appliance.model.names import DraftHeadNames
+    from appliance.model.spec import DecoderSpec, LayerSpec
+
+_KINDS = {"attention": "attention", "*": "attention", "moe": "experts", "E": "experts"}
+_SHARED = (Role.EMBEDDING, Role.HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSource:
+    """A checked head whose weights can be read one by one.
+
+    Attributes:
+        source: its layers and last norm, with the model's embedding and output matrix.
+        join: what makes its stream.
+        chains_normed: see `DraftHeadNames`.
+    """
+
+    source: ModelSource
+    join: JoinNames
+    chains_normed: bool
+
+    def slots(self) -> list[TensorSlot]:
+        """List every tensor of its own."""
+        spec, shared = self.source.spec, _SHARED
+        return [
+            *(slot for slot in self.source.slots() if slot.role not in shared),
+            *norm_slots(self.join.token_norm, spec.hidden_size, spec.final_norm),
+            *norm_slots(self.join.hidden_norm, spec.hidden_size, spec.final_norm),
+            self.join_slot(),
+        ]
+
+    def join_slot(self) -> TensorSlot:
+        """The linear that joins."""
+        hidden = self.source.spec.hidden_size
+        return TensorSlot(f"{self.join.linear}.weight", (hidden, 2 * hidden), Role.WIDTH)
+
+
+def open_head(model: ModelSource) -> HeadSource:
+    """Open the first head of a checkpoint.
+
+    Raises:
+        ConfigError: it brings none, or one that is not covered here.
+        CheckpointError: a part of it is missing or of the wrong shape.
+    """
+    names, count = model.family.draft_head, 0
+    if names is not None and model.path.is_dir():
+        count = model.config.get(names.count) or 0
+    if names is None or not count:
+        raise _refusal(model, "brings no head that drafts")
+    layers = _layers(model.spec, model.config, names)
+    behind = model.family.names.layer.format(len(model.spec.layers))
+    layer = names.layer or behind
+    ends = {"first": layer.format(0), "last": layer.format(len(layers) - 1)}
+    join = JoinNames(
+        names.join.token_norm.format(**ends),
+        names.join.hidden_norm.format(**ends),
+        names.join.linear.format(**ends),
+    )
+    weights = open_weights(SafetensorsFolder(model.path, in_torch=False))
+    if f"{join.linear}.weight" not in weights.tensor_names():
+        raise _refusal(model, f"names a head in {names.count}, but has no tensors of it")
+    own = replace(model.family.names, layer=layer, final_norm=names.final_norm.format(**ends))
+    spec = replace(model.spec, layers=layers)
+    if spec.has_experts:
+        weights = separate_experts(weights, spec, own, model.path.name)
+    family = replace(model.family, names=own)
+    source = replace(model, family=family, spec=spec, weights=weights)
+    head = HeadSource(source, join, names.chains_normed)
+    _check_width(model, head)
+    check_slots(source, head.slots(), set(weights.tensor_names()))
+    return head
+
+
+def _refusal(model: ModelSource, why: str) -> ConfigError:
+    return ConfigError(
+        f"--speculate mtp: {model.path.name} {why}; use --speculate auto, or"
+        " draft=MODEL with a smaller model of the same family"
+    )
+
+
+def _check_width(model: ModelSource, head: HeadSource) -> None:
+    slot = head.join_slot()
+    shape = tuple(head.source.weights.shape(slot.name))
+    if shape != slot.shape:
+        raise _refusal(
+            model,
+            f"has a head of another hidden size: {slot.name} has shape {shape}, and hidden states"
+            f" of {model.spec.hidden_size} elements need {slot.shape}",
+        )
+
+
+def _layers(
+    spec: DecoderSpec, config: dict[str, Any], names: DraftHeadNames
+) -> tuple[LayerSpec, ...]:
+    """Return the head's layers, which are like some of the model's."""
+    if not names.kinds:
+        return (spec.layers[max(spec.cache_layers)],)
+    listed = next((config[key] for key in names.kinds if config.get(key)), "*E")
+    found = []
+    for kind in listed:
+        layer = next((one for one in reversed(spec.layers) if _is(_KINDS.get(kind), one)), None)
+        if layer is None:
+            raise ConfigError(
+                f"--speculate mtp: the head has a layer of kind {kind!r}, like which the model has"
+                " none that can draft; use --speculate auto"
+            )
+        found.append(layer)
+    return tuple(found)
+
+
+def _is(kind: str | None, layer: LayerSpec) -> bool:
+    if kind == "attention":
+        return isinstance(layer.mixer, AttentionSpec | LatentAttentionSpec)
+    return kind == "experts" and isinstance(layer.mlp, ExpertsSpec)

@@ -1,0 +1,251 @@
+"""A checkpoint's head drafts: its numbers are right, and answers stay the same."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from draft_answers import load, requests_of, run
+from draft_heads import FAMILIES, PlainHead, write_with_head
+from drafting import draft_always
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from appliance.config import EngineConfig
+from appliance.engine.memory_request import request_memory
+from appliance.engine.request import Request, SamplingParams
+from appliance.engine.run.head_executor import HeadExecutor
+from appliance.engine.run.hidden_rows import MOST_BYTES
+from appliance.errors import CheckpointError, ConfigError
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library
+from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.ragged import RaggedBatch
+from appliance.model.draft_head import open_head
+from appliance.model.native_loader import load_native
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.engine.engine import LLMEngine
+    from appliance.engine.speculation.draft_model import DraftRows
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    found = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        found[family] = folder, write_with_head(family, folder)
+    return found
+
+
+def drafting(folder: Path, **options: Any) -> LLMEngine:
+    engine = load(folder, speculate="mtp", **options)
+    draft_always(engine)
+    return engine
+
+
+def without_beams() -> list[Request]:
+    return [one for one in requests_of(512) if one.request_id != "beams"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_numbers_are_those_of_the_definition(
+    family: str, folders: dict[str, tuple[Path, Any]]
+) -> None:
+    folder, model = folders[family]
+    source = open_model(folder)
+    engine = NativeEngine(load_library(), 1)
+    target = load_native(source, engine, torch.float32)
+    head = open_head(source)
+    decoder = load_native(head.source, engine, torch.float32, target=target, join=head.join)
+    size, count = 16, 21
+    cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=4, block_size=size)
+    plain = PlainHead(family, model, folder)
+    torch.manual_seed(0)
+    token_ids = torch.randint(512, (count + 1,))
+    given = torch.randn(count, 64)
+
+    def step(start: int, end: int, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = RaggedBatch.of(
+            [end - start], [end], [[2, 0]], block_size=size, device=decoder.device
+        )
+        rows = torch.arange(end - start)
+        ids, places = token_ids[start:end], torch.arange(start, end)
+        return decoder.draft(ids, places, batch, cache, given, rows)
+
+    stream, hidden = step(0, count, given)
+    expected = plain(token_ids[:count], given)
+    for found, wanted in zip((stream, hidden, target.logits(hidden)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    own = (hidden if head.chains_normed else stream)[-1:]
+    stream, hidden = step(count, count + 1, own)
+    expected = plain(token_ids, torch.cat((given, own)))
+    for found, wanted in zip((stream, hidden, target.logits(hidden)), expected, strict=True):
+        wanted = wanted[-1:]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"),
+    [
+        (family, kv)
+        for family in FAMILIES
+        for kv in ("int8", "bf16", "int4-sealed")
+        if kv == "bf16" or family != "deepseek_v3"  # whose latents have 16 bits
+    ],
+)
+def test_answers_are_the_same(family: str, kv: str, folders: dict[str, tuple[Path, Any]]) -> None:
+    folder, _ = folders[family]
+    expected, steps = run(load(folder, kv_cache_dtype=kv), without_beams())
+    engine = drafting(folder, kv_cache_dtype=kv)
+    found, fewer = run(engine, without_beams())
+    assert found == expected
+    stats = engine.stats()
+    assert stats.draft_tokens_total > stats.accepted_tokens_total > 50
+    assert fewer < steps
+
+
+@pytest.mark.parametrize("host", [0, 2**20])
+@pytest.mark.parametrize(("family", "memory"), [("glm4_moe", 90000), ("qwen3_5", 40000)])
+def test_answers_are_the_same_where_they_have_to_make_room(
+    family: str, memory: int, host: int, folders: dict[str, tuple[Path, Any]]
+) -> None:
+    folder, _ = folders[family]
+    options: dict[str, Any] = {"kv_host_memory": host}
+    expected, _ = run(load(folder), without_beams())
+    engine = drafting(folder, kv_cache_memory=memory, **options)
+    found, _ = run(engine, without_beams())
+    assert found == expected
+    stats = engine.stats()
+    assert stats.preemptions_total > 0
+    assert stats.accepted_tokens_total > 10
+
+
+def answer(engine: LLMEngine, prompt: tuple[int, ...], **sampling: Any) -> None:
+    params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **sampling})
+    engine.submit(Request(request_id="a", prompt_token_ids=prompt, sampling=params))
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "least"), [({"temperature": 0.0}, 0.7), ({"temperature": 1.0, "seed": 7}, 0.2)]
+)
+def test_its_tokens_come_true(
+    sampling: dict[str, Any], least: float, folders: dict[str, tuple[Path, Any]]
+) -> None:
+    """The stream is nearly the last token's embedding, in the model and in its head."""
+    engine = drafting(folders["glm4_moe"][0])
+    answer(engine, (5, 9, 31, 7), **sampling)
+    stats = engine.stats()
+    assert stats.draft_tokens_total > 30
+    assert stats.accepted_tokens_total > least * stats.draft_tokens_total
+
+
+def test_rows_in_the_cache_are_not_run_again(
+    folders: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's blocks hold the head's keys too; an unknown block stays out of its context."""
+    seen: list[DraftRows] = []
+    run_head = HeadExecutor.run
+
+    def watched(model: Any, rows: Any) -> Any:
+        seen.extend(rows)
+        return run_head(model, rows)
+
+    monkeypatch.setattr(HeadExecutor, "run", watched)
+    engine, prompt = drafting(folders["glm4_moe"][0]), tuple(range(100, 190))
+    speculator: Any = engine._scheduler._speculator
+    answer(engine, prompt, temperature=0.0)
+    first = sum(len(one.token_ids) for one in seen)
+    assert seen[0].start == 0
+    seen.clear()
+    answer(engine, prompt, temperature=0.0)
+    assert sum(len(one.token_ids) for one in seen) < first - 64
+    assert seen[0].start >= 64
+    assert seen[0].skipped <= 16  # the served model goes on inside a block, too
+    # What the head knows of blocks is gone, and the served model reads them from its cache.
+    speculator._drafting._proposer._blocks._held.clear()
+    seen.clear()
+    answer(engine, prompt, temperature=0.0)
+    assert seen[0].skipped >= 64
+    for one in seen:
+        assert len(one.blocks) == -(-(one.start + len(one.token_ids) - one.skipped) // 16)
+
+
+def changed(folder: Path, to: Path, drop: str = "", **config: Any) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if not drop or drop not in name}
+    for name in [one for one in kept if one.endswith("eh_proj.weight") and "narrow" in config]:
+        kept[name] = kept[name][:, :-2].clone()
+    config.pop("narrow", None)
+    save_file(kept, to / "model.safetensors", metadata={"format": "pt"})
+    known = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(known | config))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"drop": "layers.3.", "num_nextn_predict_layers": 0},
+            "brings no head that drafts; use --spec",
+        ),
+        (
+            {"drop": "layers.3."},
+            "names a head in num_nextn_predict_layers, but has no tensors of it",
+        ),
+        ({"narrow": True}, "a head of another hidden size: model.layers.3.eh_proj.weight"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    change: dict[str, Any], says: str, folders: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    folder = changed(folders["glm4_moe"][0], tmp_path, **change)
+    with pytest.raises(ConfigError, match=says):
+        load(folder, speculate="mtp")
+    assert load(folder)._scheduler._speculator is None
+
+
+def test_a_head_without_a_tensor_is_refused(
+    folders: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    folder = changed(folders["glm4_moe"][0], tmp_path, drop="3.shared_head.norm")
+    with pytest.raises(CheckpointError, match=r"shared_head\.norm\.weight is missing"):
+        load(folder, speculate="mtp")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tensor_parallel": 2}, "--tensor-parallel and --gpu-split divide among several"),
+        ({"kernels": "torch"}, "--speculate mtp needs the CPU library"),
+    ],
+)
+def test_what_cannot_run_a_head_is_refused(
+    options: dict[str, Any], says: str, folders: dict[str, tuple[Path, Any]]
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(folders["glm4_moe"][0], speculate="mtp", **options)
+
+
+def test_the_plan_counts_it(folders: dict[str, tuple[Path, Any]]) -> None:
+    folder = folders["glm4_moe"][0]
+    config = load_config(folder)
+    source = open_model(folder)
+    _, without = request_memory(config, source)
+    _, with_head = request_memory(replace(config, speculate="mtp"), source)
+    assert with_head.kv_bytes_per_token > without.kv_bytes_per_token
+    own = sum(prod(slot.shape) for slot in open_head(source).slots())
+    assert with_head.draft_bytes >= MOST_BYTES + 2 * own
+
+
+def load_config(folder: Path) -> EngineConfig:
+    return EngineConfig(model=str(folder), speculate="off", threads=1, max_model_len=160)
