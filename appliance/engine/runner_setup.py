@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.memory_plan import plan_memory
-from appliance.engine.run.batch import Spare
 from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
+from appliance.engine.run.geometry import Spare
 from appliance.engine.run.grammar_masks import GrammarMasks
 from appliance.engine.run.model_runner import ModelRunner, fixed_bytes, largest_step
 from appliance.engine.run.prompt_reader import PromptReader

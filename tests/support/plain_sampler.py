@@ -12,7 +12,7 @@ from torch import Tensor
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Continuations, Sampled
-from appliance.engine.run.sampler import BANNED, BROKEN
+from appliance.engine.run.sampled_rows import BANNED, BROKEN
 from appliance.engine.sequence import Sequence
 from appliance.kernels.sampling import SamplingRows, batched
 from appliance.kernels.sampling.ranking import likeliest

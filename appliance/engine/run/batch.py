@@ -3,214 +3,27 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.plan import sampling_rows
 from appliance.engine.run.staging import StepShape
-from appliance.kernels.paged_attention.work import NO_TILE, TILE_ROWS, prefill_tiles
-from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
+from appliance.kernels.paged_attention.work import NO_TILE, prefill_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Sequences
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from appliance.engine.plan import Plan, ScheduledSequence
-    from appliance.engine.run.cuda_graphs import StepSize
+    from appliance.engine.run.geometry import Geometry
     from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.slot_settings import StepSettings
-    from appliance.engine.run.staging import Staging, StepTensors
+    from appliance.engine.run.staging import Staging
     from appliance.engine.sequence import Sequence
-    from appliance.model.adapters.slots import AdapterSlots
-
-
-@dataclass(frozen=True, slots=True)
-class Spare:
-    """Memory that nobody reads, where padding rows write."""
-
-    block: int
-    open_page: int | None = None  # only with a sealed cache
-    state_slot: int | None = None  # only with recurrent layers
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Maps rows to sequences, on the host; padding included.
-
-    With a sealed cache an entry that spans several blocks is as many sequences, see `RaggedBatch`.
-    A step that is padded has sequences of one token in the spare block behind those of one row, at
-    the end sequences without rows, and rows of no sequence.
-
-    Attributes:
-        query_lens: rows of each sequence.
-        block_tables: of the sequences, covering at least their contexts.
-        block_size: token slots.
-        num_rows: of the step.
-        num_decodes: leading sequences with one row.
-        padding: of these, the last ones that only pad.
-        spare: of a padded step.
-        size: what the step is padded to.
-    """
-
-    query_lens: Sequences[int]
-    context_lens: Sequences[int]
-    block_tables: Sequences[array[int]]
-    block_size: int
-    num_rows: int
-    num_decodes: int
-    padding: int = 0
-    spare: Spare | None = None
-    size: StepSize | None = None
-    open_pages: Sequences[int] | None = None  # with a sealed cache: each one's open page
-    state_slots: Sequences[int] | None = None  # with recurrent layers: each one's slot
-    adapter_slots: Sequences[int] | None = None  # each one's, below 0: none; None if nobody has one
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        block_size: int,
-        spare: Spare | None = None,
-        size: StepSize | None = None,
-        *,
-        may_adapt: bool = False,
-    ) -> Geometry:
-        """Lay out a plan's entries, padded to a size with the spare block.
-
-        In the plan, entries with a single row come first. With `may_adapt` some of their requests
-        may have adapters.
-        """
-        query_lens = [entry.num_tokens for entry in plan.scheduled]
-        context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
-        tables = [entry.sequence.block_table for entry in plan.scheduled]
-        open_pages = state_slots = None
-        adapter_slots = _adapter_slots(plan) if may_adapt else None
-        if plan.states is not None:
-            state_slots = [StateSlots.row(entry.sequence) for entry in plan.scheduled]
-        if plan.open_pages is not None:
-            query_lens, context_lens, tables, open_pages = cut_at_blocks(
-                query_lens, context_lens, tables, plan.open_pages, block_size
-            )
-            if state_slots is not None:
-                pieces = zip(state_slots, plan.open_pages, strict=True)
-                state_slots = [slot for slot, pages in pieces for _ in pages]
-            if adapter_slots is not None:
-                pieces = zip(adapter_slots, plan.open_pages, strict=True)
-                adapter_slots = [slot for slot, pages in pieces for _ in pages]
-        num_decodes = next((i for i, rows in enumerate(query_lens) if rows > 1), len(query_lens))
-        if size is None:
-            return cls(
-                *(query_lens, context_lens, tables),
-                block_size=block_size,
-                num_rows=sum(query_lens),
-                num_decodes=num_decodes,
-                open_pages=open_pages,
-                state_slots=state_slots,
-                adapter_slots=adapter_slots,
-            )
-        assert spare is not None
-        assert adapter_slots is None
-        singles = plan.num_single_rows
-        padding = size.num_singles - singles
-        room = size.num_prompts(None if spare.open_page is None else block_size)
-        empty = room - (len(query_lens) - singles)
-        assert padding >= 0, (size, singles)
-        assert empty >= 0, (size, len(query_lens))
-
-        def pad(values: list[Any], value: Any, end: Any) -> list[Any]:
-            return [*values[:singles], *[value] * padding, *values[singles:], *[end] * empty]
-
-        table = array("i", (spare.block,))
-        if spare.open_page is not None:
-            open_pages = pad(open_pages or [], spare.open_page, spare.open_page)
-        if spare.state_slot is not None:
-            state_slots = pad(state_slots or [], spare.state_slot, spare.state_slot)
-        return cls(
-            *(pad(query_lens, 1, 0), pad(context_lens, 1, 0), pad(tables, table, table)),
-            block_size=block_size,
-            num_rows=size.num_rows,
-            num_decodes=size.num_singles,
-            padding=padding,
-            spare=spare,
-            size=size,
-            open_pages=open_pages,
-            state_slots=state_slots,
-        )
-
-    @property
-    def is_decode(self) -> bool:
-        """True if every row is a sequence."""
-        return self.num_rows == self.num_decodes
-
-    @property
-    def num_tiles(self) -> int:
-        """Room for tiles of prompts in a padded step; others are laid out when they run."""
-        if self.size is None or self.is_decode:
-            return 0
-        return len(self.query_lens) - self.num_decodes + self.size.prompt_rows // TILE_ROWS
-
-    def ragged(
-        self, tensors: StepTensors, block_tables: Tensor, adapters: AdapterSlots | None = None
-    ) -> RaggedBatch:
-        """Combine it with the step's tensors on the device, and with the executor's adapters."""
-        return RaggedBatch(
-            query_start=tensors.query_start,
-            context_lens=tensors.context_lens,
-            block_tables=block_tables,
-            slot_mapping=tensors.slot_mapping,
-            num_decodes=self.num_decodes,
-            host_query_lens=tuple(self.query_lens),
-            host_context_lens=tuple(self.context_lens),
-            sealed=self._sealed(tensors),
-            state_slots=tensors.state_slots,
-            host_state_slots=None if self.state_slots is None else tuple(self.state_slots),
-            adapters=self._adapters(tensors, adapters),
-            is_decode=self.size is not None and self.is_decode,
-            prefill_tiles=None if tensors.tiles is None else tensors.tiles.view(-1, 2),
-        )
-
-    def _adapters(self, tensors: StepTensors, table: AdapterSlots | None) -> AdapterRows | None:
-        if self.adapter_slots is None:
-            return None
-        assert tensors.adapter_slots is not None
-        assert table is not None
-        return AdapterRows(tensors.adapter_slots, tuple(self.adapter_slots), table)
-
-    def _sealed(self, tensors: StepTensors) -> SealedSpans | None:
-        if self.open_pages is None:
-            return None
-        assert tensors.sealed_lens is not None
-        assert tensors.open_tables is not None
-        assert tensors.moves is not None
-        size = self.block_size
-        return SealedSpans(
-            lens=tensors.sealed_lens,
-            open_tables=tensors.open_tables.unsqueeze(1),
-            host_lens=tuple(max(context - 1, 0) // size * size for context in self.context_lens),
-            host_open_tables=tuple((page,) for page in self.open_pages),
-            slot_mapping=tensors.open_slots,
-            moves=tensors.moves.view(-1, 2),
-        )
-
-
-def _adapter_slots(plan: Plan) -> list[int] | None:
-    """Return the slot of each entry's adapter, below 0 without one; None if nobody has one."""
-    if not has_adapters(plan):
-        return None
-    adapters = [entry.sequence.request.adapter for entry in plan.scheduled]
-    return [-1 if adapter is None else adapter.slot for adapter in adapters]
-
-
-def has_adapters(plan: Plan) -> bool:
-    """Return True if any sequence has an adapter."""
-    return any(entry.sequence.request.adapter for entry in plan.scheduled)
 
 
 def is_decode(plan: Plan) -> bool:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from appliance.engine.plan import Plan
-from appliance.engine.run.batch import Geometry, Spare, is_decode, shape_of, stage
+from appliance.engine.run.batch import is_decode, shape_of, stage
 from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, step_sizes
+from appliance.engine.run.geometry import Geometry, Spare
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:

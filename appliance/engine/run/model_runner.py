@@ -16,8 +16,9 @@ import numpy as np
 
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.plan import sampling_rows
-from appliance.engine.run.batch import Geometry, Spare, has_adapters, stage
+from appliance.engine.run.batch import stage
 from appliance.engine.run.cuda_graphs import step_sizes
+from appliance.engine.run.geometry import Geometry, Spare, has_adapters
 from appliance.engine.run.prompt_reader import PromptReading
 from appliance.engine.run.staging import Staging, StepShape
 from appliance.kernels.paged_attention.work import TILE_ROWS
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from appliance.engine.run.graphed_steps import GraphedSteps
     from appliance.engine.run.hidden_rows import HiddenRows
     from appliance.engine.run.prompt_reader import PromptReader, ReadRows
-    from appliance.engine.run.sampler import SampledRows, Sampler
+    from appliance.engine.run.sampled_rows import SampledRows
+    from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.state_rows import StateRows
     from appliance.engine.sequence import Sequence
     from appliance.model.adapters.slots import AdapterSlots

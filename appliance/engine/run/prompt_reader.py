@@ -17,7 +17,7 @@ import numpy as np
 from appliance.engine.limits import LOGIT_ROWS
 from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Sampled
-from appliance.engine.run.sampler import BROKEN
+from appliance.engine.run.sampled_rows import BROKEN
 from appliance.kernels import arrays
 from appliance.kernels.token_scores.interface import TokenScores
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from appliance.engine.beams.beam_search import num_candidates
-from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.plan import Continuations, Sampled
 from appliance.engine.run.adjustments import AdjustmentList
+from appliance.engine.run.sampled_rows import Candidates, Logprobs, SampledRows
 from appliance.engine.run.seen_tokens import SeenTokens
 from appliance.engine.run.slot_settings import (
     STAGED,
@@ -37,10 +34,6 @@ if TYPE_CHECKING:
     from appliance.kernels.sampling import SamplingRows
 
 
-BANNED = Sampled(error="logit_bias, min_tokens and grammar together ban every token")
-BROKEN = Sampled(error="the model produced no finite logits for this sequence", broken=True)
-
-
 class SampleTokens(Protocol):
     """Draws a token per row without waiting for a device: in Triton, C or torch."""
 
@@ -51,88 +44,6 @@ class SampleTokens(Protocol):
             (num_rows,) int64 token ids; negative for a row with NaN, +inf or no finite value.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Logprobs:
-    """Log probabilities of the rows that report them, before any penalty or temperature."""
-
-    rows: Sequences[int]
-    chosen: Tensor  # (num_rows,) float32
-    top: Tensor  # (num_rows, most that is asked for) float32
-    top_ids: Tensor  # int64
-
-    def read(self, tokens: list[int], entries: Sequences[ScheduledSequence]) -> _Reports:
-        parts = (self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist())
-        reports = {}
-        for row, chosen, ids, values in zip(self.rows, *parts, strict=True):
-            count = entries[row].sequence.request.sampling.logprobs
-            pairs = zip(ids[:count], values[:count], strict=True)
-            top = tuple([Candidate(*pair) for pair in pairs])
-            reports[row] = TokenLogprobs(Candidate(tokens[row], chosen), top)
-        return reports
-
-
-_Reports = dict[int, TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """Continuations of the rows of beams, likeliest first."""
-
-    places: dict[int, tuple[int, int]]  # by row: its place, and how many count
-    scores: Tensor  # (num_beams, largest count) float32
-    token_ids: Tensor  # int64
-
-    def of(self, row: int) -> tuple[Candidate, ...]:
-        place, count = self.places[row]
-        ids, scores = self.token_ids[place, :count], self.scores[place, :count]
-        pairs = zip(ids.tolist(), scores.tolist(), strict=True)
-        return tuple([Candidate(*pair) for pair in pairs if math.isfinite(pair[1])])
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """A step's samples on their way to the host."""
-
-    entries: Sequences[ScheduledSequence]
-    tokens: Tensor  # (at least num_entries,) int64
-    banned: list[int]  # rows with banned tokens
-    largest: Tensor | None  # (num_rows,) largest logits before bans; None without such rows
-    logprobs: _Logprobs | None
-    candidates: _Candidates | None = None
-    errors: Mapping[int, str] = field(default_factory=dict)  # by row, why nothing is allowed
-
-    def read(self) -> list[Sampled]:
-        """Return one result per entry; call it after an event recorded behind the copies."""
-        tokens: list[int] = self.tokens.tolist()[: len(self.entries)]
-        reports = {} if self.logprobs is None else self.logprobs.read(tokens, self.entries)
-        places = {} if self.candidates is None else self.candidates.places
-        if not (reports or places):
-            return [
-                Sampled(token_id) if token_id >= 0 else self._reason(row)
-                for row, token_id in enumerate(tokens)
-            ]
-        results = []
-        for row, token_id in enumerate(tokens):
-            if token_id < 0:
-                results.append(self._reason(row))
-                continue
-            report, beam = reports.get(row), None
-            if row in places:
-                assert self.candidates is not None
-                beam = Continuations(self.candidates.of(row), () if report is None else report.top)
-            results.append(Sampled(token_id, report, continuations=beam))
-        return results
-
-    def _reason(self, row: int) -> Sampled:
-        if row in self.errors:
-            return Sampled(error=self.errors[row])
-        if row in self.banned:
-            assert self.largest is not None
-            if math.isfinite(float(self.largest[row])):
-                return BANNED
-        return BROKEN
 
 
 class Sampler:
@@ -263,14 +174,14 @@ class Sampler:
             most = max(entries[row].sequence.request.sampling.logprobs or 0 for row in reported)
             top, top_ids = likeliest(raw, most)
             fetch = self._device.fetch
-            logprobs = _Logprobs(reported, fetch(chosen), fetch(top), fetch(top_ids))
+            logprobs = Logprobs(reported, fetch(chosen), fetch(top), fetch(top_ids))
         tokens = self._device.fetch(drawn)
         errors = {} if masks is None else masks.errors
         return SampledRows(entries, tokens, banned, largest, logprobs, candidates, errors)
 
     def _candidates(
         self, logits: Tensor, entries: Sequences[ScheduledSequence], rows: Sequences[int]
-    ) -> _Candidates | None:
+    ) -> Candidates | None:
         """Rank by log probability, then bias and bans, in transformers' order for beam search."""
         if not rows:
             return None
@@ -284,7 +195,7 @@ class Sampler:
         adjustments.apply(scores, self._device)
         most = min(max(count for _, count in places.values()), scores.shape[-1])
         values, token_ids = likeliest(scores, most)
-        return _Candidates(places, self._device.fetch(values), self._device.fetch(token_ids))
+        return Candidates(places, self._device.fetch(values), self._device.fetch(token_ids))
 
 
 def _keep_latest(tokens: Tensor, latest: Tensor) -> None:

@@ -43,10 +43,11 @@ from appliance.engine.process.framing import encode_frame
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run import model_runner
-from appliance.engine.run.batch import Spare, stage
+from appliance.engine.run.batch import stage
 from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
 from appliance.engine.run.device import Event, Graph, HostDevice
+from appliance.engine.run.geometry import Spare
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler

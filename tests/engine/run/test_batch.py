@@ -7,9 +7,10 @@ import torch
 from appliance.engine.moves import StateMoves
 from appliance.engine.plan import Plan, ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.run.batch import Geometry, Spare, stage
+from appliance.engine.run.batch import stage
 from appliance.engine.run.cuda_graphs import StepSize
 from appliance.engine.run.device import HostDevice
+from appliance.engine.run.geometry import Geometry, Spare
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.run.staging import Staging, StepShape, StepTensors
 from appliance.engine.sequence import Sequence

@@ -18,10 +18,10 @@ from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.run.batch import Spare
 from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
 from appliance.engine.run.device import HostDevice
+from appliance.engine.run.geometry import Spare
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
