@@ -14,7 +14,7 @@ from appliance.errors import ConfigError
 from appliance.wording import age_in_words, counted, size_in_words
 
 if TYPE_CHECKING:
-    from appliance.engine.tiers.disk_store import StoredModel
+    from appliance.engine.tiers.stored_models import StoredModel
 
 cache = typer.Typer(
     no_args_is_help=True,
@@ -30,7 +30,7 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """List the kept caches: each model and KV format, the most recently used first."""
-    from appliance.engine.tiers.disk_store import stored_models
+    from appliance.engine.tiers.stored_models import stored_models
 
     root = _root(kv_disk)
     models = stored_models(root)
@@ -53,7 +53,7 @@ def ls(
 @cache.command()
 def du(kv_disk: Folder = None) -> None:
     """Say how much is kept in all."""
-    from appliance.engine.tiers.disk_store import stored_models
+    from appliance.engine.tiers.stored_models import stored_models
 
     root = _root(kv_disk)
     models = stored_models(root)
@@ -76,7 +76,7 @@ def rm(
     kv_disk: Folder = None,
 ) -> None:
     """Remove the kept caches of some models, or all; servers may be running."""
-    from appliance.engine.tiers.disk_store import remove_models
+    from appliance.engine.tiers.stored_models import remove_models
 
     root = _root(kv_disk)
     if not ids and not everything and older_than is None:
@@ -107,7 +107,7 @@ def _root(kv_disk: Path | None) -> Path:
 
 
 def _chosen(root: Path, ids: list[str]) -> list[str]:
-    from appliance.engine.tiers.disk_store import stored_models
+    from appliance.engine.tiers.stored_models import stored_models
 
     known = [model.fingerprint for model in stored_models(root)]
     chosen = []

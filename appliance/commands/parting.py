@@ -23,7 +23,7 @@ def parting(num_requests: int, config: EngineConfig) -> str:
 
 def _kept(config: EngineConfig) -> str:
     from appliance.config import kv_dir
-    from appliance.engine.tiers.disk_store import stored_models
+    from appliance.engine.tiers.stored_models import stored_models
 
     nothing = "nothing is kept on disk"
     if config.kv_disk in ("auto", "off"):

@@ -17,8 +17,9 @@ import pytest
 from waiting import wait_until
 
 from appliance.engine.tiers.block_file import HEADER_BYTES
-from appliance.engine.tiers.disk_store import DiskStore, remove_models, stored_models
+from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.state_key import state_key
+from appliance.engine.tiers.stored_models import remove_models, stored_models
 
 SIZE = 4096
 MODEL, OTHER = b"m" * 16, b"o" * 16
