@@ -56,6 +56,17 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # as `Info.state`
 
 
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the engine processes that each serve the whole model."""
+
+    state: str  # as `Info.state`
+    restarts: int = 0
+    requests_running: int = 0
+    requests_waiting: int = 0
+    kv_usage: float = 0.0  # share of its blocks that sequences hold
+    prefix_hit_rate: float = 0.0  # of the prompt tokens that its process was given
+
+
 class Info(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that last until the engine restarts, and the engine's state."""
 
@@ -87,6 +98,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, float] = {}  # defaults of requests
     prompts_shown: bool = False  # the server was started to show prompts
     models: tuple[ModelView, ...] = ()  # all that are served, where there are several
+    replica: int = 0  # whose blocks and sequences are shown, as is all of this; see `Stats`
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,6 +229,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     queue_wait: Quantiles = Quantiles()
     machine: Machine | None = None
     steps: tuple[StepView, ...] = ()  # since the previous stats event, at most the latest
+    replicas: tuple[ReplicaView, ...] = ()  # where there are several; all else is their sum
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unkn
 from appliance.draft_names import resolve_draft
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import AdapterRef, FinishReason, Request, SamplingParams
-from appliance.errors import ChatTemplateError, EngineError, RequestError
+from appliance.errors import ChatTemplateError, ConfigError, EngineError, RequestError
 from appliance.hub import resolve_adapters, resolve_model
 from appliance.output import ChoiceText
 from appliance.sampling_defaults import choose_defaults
@@ -80,6 +80,11 @@ class LLM:
         given = {**options, "model": model or None}
         config = load_section(EngineConfig, given, spell="LLM option {}".format)
         warn_of_unknown_variables()
+        if config.replicas > 1:
+            raise ConfigError(
+                f"replicas is {config.replicas}, and a script has one engine; serve the model"
+                " instead, or set replicas=1"
+            )
         resolved = resolve_model(config.model, cache_dir=cache_dir(), progress=_ignore_progress)
         adapters = resolve_adapters(config.lora, progress=_ignore_progress)
         config = msgspec.structs.replace(config, model=str(resolved.path), lora=adapters)

@@ -19,6 +19,12 @@ OPENMP = {"GOMP_SPINCOUNT": "1000"}
 # between costs page faults in every layer: up to four times the time of attention.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
+# Of free memory, left to the rest of the system, which shares it.
+HOST_RESERVE = 0.10
+
+# Indices or ids of the GPUs that CUDA shows a process.
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
 # For a server and its clients only.
 SECRETS = frozenset({"APPLIANCE_API_KEY"})
 
@@ -42,6 +48,43 @@ def release_unused() -> None:
 
     with contextlib.suppress(AttributeError):  # not every C library has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def visible_gpus() -> list[str] | None:
+    """Return the indices or ids of the GPUs that CUDA shows; None if it shows all."""
+    text = os.environ.get(VISIBLE_GPUS)
+    if text is None:
+        return None
+    given = [word.strip() for word in text.split(",")]
+    return [word for word in given if word and word != "-1"]
+
+
+def see_one_gpu(gpu: str) -> None:
+    """Make CUDA show this process a single GPU; it only works before CUDA is used.
+
+    Args:
+        gpu: its index or id.
+    """
+    os.environ[VISIBLE_GPUS] = gpu
+
+
+def free_host_bytes() -> int:
+    """Return the host memory that may still be taken, below a container's limit as well."""
+    import psutil  # every command imports this file, and few need that
+
+    available = psutil.virtual_memory().available
+    return int(min(available, _cgroup_headroom()) * (1 - HOST_RESERVE))
+
+
+def _cgroup_headroom() -> int:
+    """Return the bytes below a container's limit; without one, more than any machine has."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 2**62
+    return 2**62 if limit == "max" else int(limit) - used
 
 
 def resident_bytes() -> int:

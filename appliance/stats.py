@@ -82,6 +82,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         return self.blocks_active / self.blocks_total if self.blocks_total else 0.0
 
     @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens looked up that the prefix cache had, 0 to 1."""
+        queries = self.prefix_queries_total
+        return self.prefix_hits_total / queries if queries else 0.0
+
+    @property
     def kv_utilization(self) -> float:
         """Share of allocated slots that hold tokens, 0 to 1; 1 when nothing is allocated."""
         slots = self.blocks_active * self.block_size

@@ -129,6 +129,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.deltas", "engine.check_tokens", "engine.sequence_views",
     },
     "process": {"engine.process"},
+    "replicas": {"engine.replicas"},
 }  # fmt: skip
 
 # Run while the package is being built, when nothing is installed but setuptools.
@@ -145,7 +146,8 @@ DOORS = {
 NO_TORCH = [
     "engine.request", "engine.sequence", "engine.blocks.block_manager",
     "engine.blocks.prefix_cache", "engine.tiers.tiers", "engine.scheduling.scheduler",
-    "engine.speculation.speculator", "engine.messages", "engine.engine", "model.spec",
+    "engine.speculation.speculator", "engine.messages", "engine.engine", "engine.replicas.router",
+    "model.spec",
     "errors", "stats", "events", "config", "api_keys", "kernels.cpu.library", "quantize_events",
 ]  # fmt: skip
 

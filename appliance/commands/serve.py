@@ -152,6 +152,7 @@ def _run(
                 sampling=ready.sampling,
                 chats=ready.chats,
                 others=ready.others,
+                replicas=ready.replicas,
                 network=network_url(
                     server.host,
                     int(ready.url.rpartition(":")[2]),
@@ -196,6 +197,7 @@ def banner(
     sampling: SamplingDefaults = NOTHING_RECOMMENDED,
     chats: bool = True,
     others: Sequence[str] = (),
+    replicas: int = 1,
     network: str | None = None,
     started_in: str = "",
 ) -> str:
@@ -209,6 +211,7 @@ def banner(
         *([("network", f"{network}/v1 from other machines")] if network else []),
         ("model", _model_in_words(name, info)),
         *([("models", f"{', '.join(others)}: loaded when a request names them")] if others else []),
+        *([("replicas", f"{replicas}, each with its own of what follows")] if replicas > 1 else []),
         *_memory_rows(info),
         *_text_rows(info, sampling),
         *([("started in", started_in)] if started_in else []),

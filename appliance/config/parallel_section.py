@@ -1,4 +1,4 @@
-"""The settings of several ranks, which are part of the engine's section."""
+"""The settings of several processes for one model, which are part of the engine's section."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from appliance.config.setting import Group, Setting
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes that share a model, and each one's share of it."""
+    """The processes that serve a model: whole copies, and those that share one."""
 
+    replicas: Annotated[
+        int,
+        Setting(
+            "Engine processes that each serve the whole model behind one port. On a CPU they divide"
+            " the threads and the memory that is free; on GPUs each has one. All else, such as"
+            " kv_cache_memory and max_num_seqs, is each one's own.",
+            Group.COMPUTE,
+            low=1,
+            high=64,
+        ),
+    ] = 1
     tensor_parallel: Annotated[
         int,
         Setting(

@@ -15,6 +15,7 @@ NAMES = (
     *(
         "memory-and-cache",
         "ranks",
+        "replicas",
         "settings",
         "api",
         "security",

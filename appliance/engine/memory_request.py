@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
-
-import psutil
 
 from appliance.engine.adapters.loader import planned_bytes
 from appliance.engine.blocks.open_pages import num_open_pages
@@ -18,7 +15,7 @@ from appliance.engine.memory_plan import MemoryRequest
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cuda_driver import has_driver
-from appliance.runtime import release_unused, resident_bytes
+from appliance.runtime import free_host_bytes, release_unused, resident_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +24,6 @@ if TYPE_CHECKING:
     from appliance.engine.draft_source import DraftSource
     from appliance.engine.execution.execution import Execution, Precision
     from appliance.model.source import ModelSource
-
-# Left to the rest of the system on a CPU, whose memory everything shares.
-CPU_RESERVE = 0.10
 
 
 def request_memory(
@@ -164,7 +158,7 @@ def memory_of(
         state_checkpoint_memory=config.state_checkpoint_memory,
         adapter_bytes=copies * planned_bytes(config, source, precision.dtype.itemsize),
         state_copies=copies,
-        host_budget_bytes=None if precision.device.type == "cpu" else _host_budget(),
+        host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
     )
     return request if draft is None else draft.added_to(request)
 
@@ -176,20 +170,4 @@ def memory_budget(device: torch.device | Processor, gpu_memory_utilization: floa
 
         free, total = torch.cuda.mem_get_info(cast("torch.device", device))
         return int(total * gpu_memory_utilization) - (total - free)
-    return _host_budget()
-
-
-def _host_budget() -> int:
-    available = psutil.virtual_memory().available
-    return int(min(available, _cgroup_headroom()) * (1 - CPU_RESERVE))
-
-
-def _cgroup_headroom() -> int:
-    """Return the bytes below a container's limit; without one, more than any machine has."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 2**62
-    return 2**62 if limit == "max" else int(limit) - used
+    return free_host_bytes()

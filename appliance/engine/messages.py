@@ -21,6 +21,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
+    gpu: str = ""  # index or id of the only GPU that the process may see; empty for all
     memory_limit: int | None = None
     is_shared: bool = False
 

@@ -16,7 +16,16 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.engine.messages import EngineInfo
 from appliance.errors import QueueFullError, RequestError
-from appliance.events import PROTOCOL, BlockTable, Info, Log, ModelView, Stats, encode_event
+from appliance.events import (
+    PROTOCOL,
+    BlockTable,
+    Info,
+    Log,
+    ModelView,
+    ReplicaView,
+    Stats,
+    encode_event,
+)
 from appliance.jobs import read_jobs
 from appliance.server.door import key_name
 from appliance.server.errors import json_response
@@ -26,6 +35,7 @@ from appliance.server.stream import EventStream
 from appliance.version import __version__
 
 if TYPE_CHECKING:
+    from appliance.engine.process.client import EngineClient
     from appliance.events import Event, Job
     from appliance.log import RecentWarnings
     from appliance.server.block_feed import BlockFeed
@@ -71,7 +81,8 @@ def admin_router(server: ServerState) -> APIRouter:
         feed = await asyncio.to_thread(_new_feed)
         if len(watchers) >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboards watch already", retry_after=5)
-        watcher = Watcher(server, feed, key_name(request.scope))
+        replica = _replica(request.query_params.get("replica", "0"))
+        watcher = Watcher(server, feed, key_name(request.scope), replica)
         watchers.add(watcher)
         return EventStream(
             watcher.frames(),
@@ -87,7 +98,8 @@ def admin_router(server: ServerState) -> APIRouter:
         """Return the physical blocks of a sequence in logical order."""
         request_id, index = request.path_params["request_id"], request.path_params["index"]
         choice = int(index) if index.isdecimal() and len(index) < 8 else -1
-        engine = (server.holder_of(request_id) or server.default).engine
+        model = server.holder_of(request_id) or server.default
+        engine = model.engine.replica_of(request_id)
         owner = engine.owner_of(request_id)
         table = await engine.fetch_table(request_id, choice)
         metadata = engine.metadata
@@ -140,23 +152,34 @@ def admin_router(server: ServerState) -> APIRouter:
 class Watcher:
     """The feeds of one dashboard: changes only, of one model at a time.
 
+    Of a model with several replicas it gets blocks and sequences of one, and numbers of all.
+
     Args:
         blocks: feed of the block map.
         holder: name of its API key.
+        replica: number of the one to look at; the last one if there are fewer.
     """
 
-    def __init__(self, server: ServerState, blocks: BlockFeed, holder: str) -> None:
+    def __init__(
+        self, server: ServerState, blocks: BlockFeed, holder: str, replica: int = 0
+    ) -> None:
         self._server = server
         self._state = server.shown()
         self._blocks = blocks
         self._holder = holder
+        self._replica = replica
         self._info: Info | None = None
-        self._sequences = SequenceFeed(self._state, holder)
+        self._sequences = SequenceFeed(self._state, self._engine, holder)
         self._log = LogFeed(server.warnings)
         self._jobs: dict[str, Job] = {}
         self._next_stats = 0.0
         self._rates = TokenRates()
         self._last_step: int | None = None
+
+    @property
+    def _engine(self) -> EngineClient:
+        """The process whose blocks and sequences are shown."""
+        return shown_replica(self._state, self._replica)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield frames while the server runs; a slow reader gets fewer frames, never stale ones."""
@@ -171,9 +194,9 @@ class Watcher:
     def poll(self) -> list[Event]:
         """Return the events that are due."""
         self._look_at(self._server.shown(self._state))
-        engine = self._state.engine
+        engine = self._engine
         events: list[Event] = []
-        info = server_info(self._state)
+        info = server_info(self._state, self._replica)
         if info != self._info:
             self._info = info
             events.append(info)
@@ -192,7 +215,8 @@ class Watcher:
         """Switch to this model; the block map detects a new engine by itself."""
         if model is not self._state:
             self._state, self._last_step = model, None
-            self._sequences, self._rates = SequenceFeed(model, self._holder), TokenRates()
+            self._sequences = SequenceFeed(model, self._engine, self._holder)
+            self._rates = TokenRates()
 
     def _new_jobs(self) -> list[Job]:
         """Return the jobs that made progress; a lost one counts as ended."""
@@ -222,6 +246,7 @@ class Watcher:
             queue_wait=metrics.queue_wait.quantiles(),
             machine=self._server.machine.latest,
             steps=self._new_steps(),
+            replicas=replica_views(self._state),
         )
 
     def _new_steps(self) -> tuple[StepView, ...]:
@@ -285,9 +310,44 @@ def _new_feed() -> BlockFeed:
     return BlockFeed()
 
 
-def server_info(state: ModelState) -> Info:
-    """Describe the server, and the model once it is loaded."""
-    engine = state.engine
+def _replica(text: str) -> int:
+    """Read the number of a replica.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not (text.isdecimal() and len(text) < 4):
+        raise RequestError(f"replica must be a number from 0, got {text[:20]!r}", param="replica")
+    return int(text)
+
+
+def shown_replica(state: ModelState, replica: int) -> EngineClient:
+    """Return a model's replica by its number; the last one if there are fewer."""
+    replicas = state.engine.replicas
+    return replicas[min(replica, len(replicas) - 1)]
+
+
+def replica_views(state: ModelState) -> tuple[ReplicaView, ...]:
+    """Describe the replicas of a model; none if it has one process."""
+    replicas = state.engine.replicas
+    if len(replicas) == 1:
+        return ()
+    return tuple(
+        ReplicaView(
+            state=one.state.value,
+            restarts=one.restarts,
+            requests_running=one.num_running,
+            requests_waiting=one.num_waiting,
+            kv_usage=one.stats.kv_usage,
+            prefix_hit_rate=one.stats.prefix_hit_rate,
+        )
+        for one in replicas
+    )
+
+
+def server_info(state: ModelState, replica: int = 0) -> Info:
+    """Describe the server, and the model once it is loaded, as one of its replicas has it."""
+    engine = shown_replica(state, replica)
     facts: dict[str, Any] = {}
     if engine.info is not None:
         shared = set(Info.__struct_fields__) & set(EngineInfo.__struct_fields__)
@@ -297,6 +357,7 @@ def server_info(state: ModelState) -> Info:
         "protocol": PROTOCOL,
         "version": __version__,
         "model": state.model_id,
+        "replica": state.engine.replicas.index(engine),
         "state": engine.state.value,
         "reason": engine.reason,
         "restarts": engine.restarts,

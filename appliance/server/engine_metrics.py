@@ -183,7 +183,10 @@ class EngineCollector(Collector):
             yield gauge(name, text, [(self._labels, value)])
         yield self._adapters()
         # From the block map, which exists once the engine is ready.
-        states = {} if engine.metadata is None else count_states(engine.metadata)
+        states: Counter[str] = Counter()
+        for replica in engine.replicas:
+            if replica.metadata is not None:
+                states.update(count_states(replica.metadata))
         host = {
             "swapped": stats.kv_host_swapped,
             "cached": stats.kv_host_blocks - stats.kv_host_swapped,
@@ -254,15 +257,17 @@ class EngineCollector(Collector):
             "weight_format": info.weight_format,
         }
         yield gauge("appliance_model_info", "The model.", [({**self._labels, **model}, 1)])
-        plan = {
-            "weights": info.weight_bytes,
-            "kv_cache": info.kv_bytes,
-            "workspace": info.workspace_bytes,
-            "process": info.process_bytes,
-            "kv_host": info.kv_host_bytes,
-            "states": info.state_bytes,
-            "budget": info.memory_bytes,
-        }
+        plan: Counter[str] = Counter()
+        for one in filter(None, (replica.info for replica in self._state.engine.replicas)):
+            plan.update(
+                weights=one.weight_bytes,
+                kv_cache=one.kv_bytes,
+                workspace=one.workspace_bytes,
+                process=one.process_bytes,
+                kv_host=one.kv_host_bytes,
+                states=one.state_bytes,
+                budget=one.memory_bytes,
+            )
         yield gauge(
             "appliance_memory_planned_bytes",
             "How memory was divided before the model was loaded.",

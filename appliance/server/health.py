@@ -23,6 +23,7 @@ class Health(msgspec.Struct, omit_defaults=True):
     restarts: int = 0  # of the engine; left out if there were none
     quarantined: int = 0  # requests that killed engines and are refused for a while
     models: dict[str, str] = {}  # states by id, of several models
+    replicas: dict[str, list[str]] = {}  # states of each model's engine processes, of several
 
 
 def health_router(server: ServerState) -> APIRouter:
@@ -43,6 +44,7 @@ def health_router(server: ServerState) -> APIRouter:
                     restarts,
                     sum(engine.quarantined for engine in engines),
                     states if len(states) > 1 else {},
+                    server.replica_states,
                 )
             )
         # Open to all, so it hides the reason of a failure.

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from appliance.config import ServerConfig
     from appliance.engine.messages import EngineInfo, StepReport
-    from appliance.engine.process.client import EngineClient
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.server.limits import KeyUse
     from appliance.server.quality import ServedCard
+    from appliance.server.replicas import ServedEngine
     from appliance.server.state import ServerState
 
 _MOST_NAMES = 20  # of adapters in a message
@@ -73,7 +73,7 @@ class ModelState:
     def __init__(
         self,
         server: ServerState,
-        engine: EngineClient,
+        engine: ServedEngine,
         found: FoundModel,
         model_id: str,
         *,

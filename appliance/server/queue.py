@@ -10,9 +10,9 @@ from appliance.errors import QueueFullError
 
 if TYPE_CHECKING:
     from appliance.config import ServerConfig
-    from appliance.engine.process.client import EngineClient
     from appliance.server.key_ring import KeyRing
     from appliance.server.metrics import Metrics
+    from appliance.server.replicas import ServedEngine
 
 UNKNOWN_RETRY_AFTER = 2.0  # seconds, before the first start
 MAX_RETRY_AFTER = 300.0
@@ -27,7 +27,7 @@ class Queue:
     """
 
     def __init__(
-        self, config: ServerConfig, engine: EngineClient, metrics: Metrics, keys: KeyRing
+        self, config: ServerConfig, engine: ServedEngine, metrics: Metrics, keys: KeyRing
     ) -> None:
         self._config = config
         self._engine = engine
@@ -68,7 +68,8 @@ class Queue:
     def _excess(self, requests: int) -> int:
         """Return how many requests must start first."""
         engine = self._engine
-        slots = 0 if engine.info is None else engine.info.max_num_seqs
+        infos = [one.info for one in engine.replicas]
+        slots = sum(0 if info is None else info.max_num_seqs for info in infos)
         room = self._config.max_queue + max(0, slots - engine.num_running_sequences)
         return engine.num_waiting + requests - room
 

@@ -10,6 +10,7 @@ import msgspec
 from appliance.events import Sequences
 
 if TYPE_CHECKING:
+    from appliance.engine.process.client import EngineClient
     from appliance.server.model_state import ModelState
     from appliance.stats import SequenceView
 
@@ -23,11 +24,13 @@ class SequenceFeed:
     """The changes of sequences for one watcher.
 
     Args:
+        engine: the process whose sequences they are.
         holder: name of the watcher's key; it sees no other key's prompts.
     """
 
-    def __init__(self, state: ModelState, holder: str) -> None:
+    def __init__(self, state: ModelState, engine: EngineClient, holder: str) -> None:
         self._state = state
+        self._engine = engine
         self._holder = holder
         self._known: tuple[SequenceView, ...] | None = None
         self._rates: dict[Key, TokenRate] = {}
@@ -35,7 +38,7 @@ class SequenceFeed:
 
     def poll(self) -> Sequences | None:
         """Return all sequences if the engine has reported since the last call."""
-        engine = self._state.engine
+        engine = self._engine
         if engine.sequences is self._known:
             return None
         self._known = engine.sequences
@@ -51,7 +54,7 @@ class SequenceFeed:
             model=self._state.model_id,
             prompt=self._prompts.get(view.request_id, ""),
             yours=self._state.server.may_manage(self._holder, view.owner),
-            tokens_per_second=rate.update(self._state.engine.stats_time, view.output_tokens),
+            tokens_per_second=rate.update(self._engine.stats_time, view.output_tokens),
         )
 
     def _read_prompts(self) -> None:
@@ -59,7 +62,7 @@ class SequenceFeed:
         if not self._state.config.show_prompts or tokenizer is None:
             return
         before, self._prompts = self._prompts, {}
-        for request, _ in self._state.engine.open_requests():
+        for request, _ in self._engine.open_requests():
             if not self._state.server.may_manage(self._holder, request.owner):
                 continue
             known = before.get(request.request_id)

@@ -18,13 +18,13 @@ import uvloop
 from appliance.config import jobs_dir
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.residency import Residency
 from appliance.errors import ApplianceError, EngineUnavailableError
 from appliance.log import RecentWarnings, Sparing
 from appliance.server.certificate import Certificate
 from appliance.server.connection import protocol_of
 from appliance.server.listener import bind, url_of
 from appliance.server.model_state import ModelState
+from appliance.server.replicas import Memories, make_engine
 from appliance.server.state import ServerState
 from appliance.service.notice import ServiceNotice
 
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator, Sequence
 
-    from appliance.config import Settings
+    from appliance.config import EngineConfig, Settings
     from appliance.engine.messages import EngineInfo
     from appliance.engine.process.launch import LaunchedProcess
+    from appliance.engine.process.replica import Replica
+    from appliance.engine.process.residency import Residency
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.model_state import FoundModel
@@ -57,6 +59,7 @@ class RunningServer:
         chats: the model has a chat template.
         sampling: defaults for requests.
         others: ids of the models that are loaded on request.
+        replicas: engine processes of the model.
     """
 
     url: str
@@ -65,6 +68,7 @@ class RunningServer:
     chats: bool
     sampling: SamplingDefaults
     others: tuple[str, ...] = ()
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +126,31 @@ def run_server(
             warnings=warnings or RecentWarnings(),
             jobs_folder=jobs_dir(),
         )
-        residency = Residency(config.models_memory, is_shared=len(found) > 1)
+        memories = Memories(config.models_memory, is_shared=len(found) > 1)
         for model, of in zip(settings.served, found, strict=True):
             name = model.name or of.model.name
-            engine = EngineClient(
-                msgspec.structs.replace(model.engine, model=str(of.model.path)),
-                command=engine_command,
-                launched=launched if of is found[0] else None,
-                idle_timeout=config.idle_timeout,
-                residency=residency,
-                name=name,
+
+            def make(
+                engine: EngineConfig,
+                memory: Residency,
+                place: int,
+                replica: Replica | None,
+                *,
+                name: str = name,
+                is_first: bool = of is found[0],
+            ) -> EngineClient:
+                return EngineClient(
+                    engine,
+                    command=engine_command,
+                    launched=launched if is_first and place == 0 else None,
+                    idle_timeout=config.idle_timeout,
+                    residency=memory,
+                    name=name if replica is None else f"replica {place} of {name}",
+                    replica=replica,
+                )
+
+            engine = make_engine(
+                msgspec.structs.replace(model.engine, model=str(of.model.path)), memories, make
             )
             state.models.append(
                 ModelState(state, engine, of.model, name, quality_card=of.quality_card)
@@ -239,6 +258,7 @@ class _Server:
                 tokenizer.chat_template is not None,
                 model.sampling,
                 tuple(one.model_id for one in self._state.models if one is not model),
+                len(model.engine.replicas),
             )
         assert failure is not None
         raise failure

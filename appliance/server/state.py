@@ -61,7 +61,9 @@ class ServerState:
     )
 
     def __post_init__(self) -> None:
-        self.machine = MachineProbe(lambda: [model.engine for model in self.models])
+        self.machine = MachineProbe(
+            lambda: [one for model in self.models for one in model.engine.replicas]
+        )
         self.keys = KeyRing(self.config)
         self.use = KeyUse(self.keys)
         self.metrics.know_keys(self.keys() or (NO_KEY,))
@@ -188,6 +190,15 @@ class ServerState:
             return None
         reasons = [model.not_working for model in self.models]
         return None if None in reasons else reasons[0]
+
+    @property
+    def replica_states(self) -> dict[str, list[str]]:
+        """The states of the replicas by model, where there are several."""
+        return {
+            model.model_id: [replica.state.value for replica in model.engine.replicas]
+            for model in self.models
+            if len(model.engine.replicas) > 1
+        }
 
     @property
     def state_word(self) -> str:

@@ -22,6 +22,7 @@ BENCHMARKS = {
     "host_step": "engine.host_step",
     "kernel_compile": "engine.kernel_compile",
     "published_schemas": "engine.published_schemas",
+    "replicas": "engine.replicas",
     "scheduler": "engine.scheduler",
     "schemas": "engine.schemas",
     "self_draft": "engine.self_draft",

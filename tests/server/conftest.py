@@ -33,11 +33,14 @@ from appliance.server.app import create_app
 from appliance.server.connection import protocol_of
 from appliance.server.listener import bind, url_of
 from appliance.server.model_state import ModelState
+from appliance.server.replicas import Memories, make_engine
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+
+    from appliance.engine.process.replica import Replica
 
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading theirs takes each client 40 ms
 ECHO = (sys.executable, str(Path(__file__).parent.parent / "support" / "echo_worker.py"))
@@ -90,6 +93,12 @@ class Running:
     openai: openai.AsyncOpenAI
 
     @property
+    def engine(self) -> EngineClient:
+        """The only process of the first model."""
+        (engine,) = self.state.engine.replicas
+        return engine
+
+    @property
     def server(self) -> ServerState:
         return self.state.server
 
@@ -116,7 +125,7 @@ class Running:
         return (
             engine.num_running + engine.num_waiting == 0
             and stats.running + stats.waiting + stats.blocks_active == 0
-            and not any(engine.metadata or [1])
+            and not any(any(one.metadata or [1]) for one in engine.replicas)
         )
 
 
@@ -147,16 +156,24 @@ def serve(byte_tokenizer: Tokenizer, tokenizer_folder: Path) -> Serve:
         config = ServerConfig(port=0, **(server or {}))
         limits = limits or SupervisionLimits(step_timeout=LIMIT, backoff=0.01)
         whole = ServerState(config, aliases or {})
-        residency = Residency(config.models_memory, is_shared=bool(others))
-        for name, knobs in {"echo": model, **others}.items():
-            engine = EngineClient(
-                EngineConfig(model=knobs, **engine_options),
+        memories = Memories(config.models_memory, is_shared=bool(others))
+
+        def make(
+            engine: EngineConfig, memory: Residency, place: int, replica: Replica | None
+        ) -> EngineClient:
+            return EngineClient(
+                engine,
                 command=command,
                 limits=limits,
                 idle_timeout=config.idle_timeout,
-                residency=residency,
-                name=name,
+                residency=memory,
+                name=engine.model,
+                replica=replica,
             )
+
+        for name, knobs in {"echo": model, **others}.items():
+            settings = EngineConfig(model=knobs, **engine_options)
+            engine = make_engine(settings, memories, make, gpus=())
             whole.models.append(ModelState(whole, engine, Found(tokenizer_folder, name), name))
         whole.check_names()
         state = whole.default

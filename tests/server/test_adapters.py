@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def asked(server: Any) -> list[AdapterRef | None]:
     """The adapters of the requests that the engine gets from now on."""
     found: list[AdapterRef | None] = []
-    engine = server.state.engine
+    engine = server.engine
     generate: Callable[[Any], Any] = engine.generate
 
     def note(request: Any) -> Any:
@@ -162,7 +162,7 @@ async def test_metrics_name_the_adapters_of_open_requests(serve: Any, folder: Pa
     async with serve("holds_at=3 until=/nowhere", lora_dir=str(folder)) as server:
         body = {"model": "sql", "prompt": "x", "max_tokens": 9}
         task = asyncio.create_task(server.http.post("/v1/completions", json=body))
-        await until(lambda: server.state.engine.num_running)
+        await until(lambda: server.engine.num_running)
         text = (await server.http.get("/metrics")).text
         start = "vllm:lora_requests_info{"
         (line,) = [line for line in text.splitlines() if line.startswith(start)]

@@ -128,7 +128,7 @@ def test_who_can_unpack_is_sent_less(header: str, wanted: bool) -> None:
 async def test_the_feed_is_compressed_for_those_who_can_unpack_it(serve: Serve) -> None:
     async with serve("step_seconds=0.01") as running:
         work = [asyncio.create_task(running.complete(c * 99, max_tokens=300)) for c in "abcdefgh"]
-        await until(lambda: len(running.state.engine.sequences) == 8)
+        await until(lambda: len(running.engine.sequences) == 8)
         read: dict[str, tuple[int, int]] = {}
         for encoding in ("gzip", "identity"):
             async with running.http.stream(
@@ -153,12 +153,12 @@ async def test_a_new_engine_is_a_new_epoch(serve: Serve) -> None:
     async with serve() as running:
         feed = watch(running)
         states = []
-        assert running.state.engine.pid is not None
+        assert running.engine.pid is not None
         async for event in feed:
             if isinstance(event, Info):
                 states.append((event.state, event.restarts))
                 if len(states) == 1:
-                    os.kill(running.state.engine.pid, signal.SIGKILL)
+                    os.kill(running.engine.pid, signal.SIGKILL)
             if isinstance(event, Snapshot) and event.epoch == 2:
                 break
         assert states[0] == ("ready", 0)
@@ -188,8 +188,8 @@ async def test_watching_does_not_wake_an_idle_engine(serve: Serve) -> None:
         feed = watch(running)
         for _ in range(5):
             await anext(feed)
-        assert running.state.engine.stats.steps_total == 0
-        assert running.state.engine.state is EngineState.READY
+        assert running.engine.stats.steps_total == 0
+        assert running.engine.state is EngineState.READY
         await feed.aclose()
 
 

@@ -34,7 +34,7 @@ async def leave(writer: asyncio.StreamWriter) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_in_the_queue_in_prefill_and_while_decoding(serve: Serve, stream: bool) -> None:
     async with serve("holds_at=200", max_num_seqs=1, max_num_batched_tokens=16) as running:
-        engine = running.state.engine
+        engine = running.engine
 
         decoding = await post(running, prompt="a", stream=stream)
         await until(lambda: engine.stats.generation_tokens_total > 0)
@@ -87,7 +87,7 @@ async def test_an_abort_storm(serve: Serve) -> None:
 
         async def one(number: int) -> None:
             writer = await post(running, prompt="abc", max_tokens=30, stream=number % 2 == 0)
-            await until(lambda: running.state.engine.stats.steps_total >= number % 7 * 4)
+            await until(lambda: running.engine.stats.steps_total >= number % 7 * 4)
             await leave(writer)
 
         await asyncio.gather(*(one(number) for number in range(100)))
@@ -106,8 +106,8 @@ async def test_a_client_that_never_reads_is_given_up(
             running, prompt="a", stream=True, n=8, logprobs=20, max_tokens=19_000, ignore_eos=True
         )
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await until(lambda: running.state.engine.num_running == 1)
+        await until(lambda: running.engine.num_running == 1)
         await until(running.idle)
-        assert running.state.engine.stats.aborted_total == 8
+        assert running.engine.stats.aborted_total == 8
         assert (await running.complete("x", max_tokens=2)).status_code == 200
         await leave(writer)

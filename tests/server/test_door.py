@@ -131,16 +131,16 @@ async def test_each_holder_comes_in_with_a_key_of_its_own_and_is_known_by_name(
                     running.http.stream("POST", "/v1/completions", json=body, headers=headers)
                 )
                 assert response.status_code == 200
-            owners = [request.owner for request, _ in running.state.engine.open_requests()]
+            owners = [request.owner for request, _ in running.engine.open_requests()]
             assert owners == ["anna", "codex", "key"]
-            await until(lambda: running.state.engine.num_running == 3)
+            await until(lambda: running.engine.num_running == 3)
             metrics = (await running.http.get("/metrics", headers={"x-api-key": KEY})).text
             scored = {"prompt": "hi" * 20, "echo": True, "logprobs": 0, "max_tokens": 1}
             headers = {"x-api-key": "key-of-tim"}
             asking = asyncio.create_task(
                 running.http.post("/v1/completions", json=scored, headers=headers)
             )
-            engine = running.state.engine
+            engine = running.engine
             await until(lambda: "tim" in {one.owner for one, _ in engine.open_requests()})
             seen.touch()
             answer = await asking

@@ -43,10 +43,10 @@ async def test_kill_in_mid_stream(serve: Serve) -> None:
         for event in begun:
             await event.wait()
         queued = [asyncio.create_task(running.complete("xyz", max_tokens=4)) for _ in range(4)]
-        await until(lambda: running.state.engine.num_waiting == 4)
+        await until(lambda: running.engine.num_waiting == 4)
         assert (await running.http.get("/health")).status_code == 200
 
-        pid = running.state.engine.pid
+        pid = running.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         for lines in await asyncio.gather(*streams):
@@ -78,7 +78,7 @@ async def test_what_nobody_has_seen_anything_of_is_begun_once_more(
 ) -> None:
     goes_on = tmp_path / "goes_on"
     async with serve(f"holds_at=20 until={goes_on}") as running:
-        engine = running.state.engine
+        engine = running.engine
         waiting = asyncio.create_task(running.complete("ab", max_tokens=30, n=2))
         await until(lambda: engine.num_running == 1)
         assert engine.pid is not None
@@ -94,7 +94,7 @@ async def test_what_nobody_has_seen_anything_of_is_begun_once_more(
 
 async def test_what_was_lost_twice_is_a_503(serve: Serve) -> None:
     async with serve("holds_at=20") as running:
-        engine = running.state.engine
+        engine = running.engine
         waiting = asyncio.create_task(running.complete("ab", max_tokens=300))
         for deaths in range(2):
             await until(lambda: engine.restarts == deaths and engine.num_running == 1)  # noqa: B023
@@ -112,22 +112,22 @@ async def test_a_step_that_hangs_is_ended(serve: Serve) -> None:
     async with serve(limits=HASTY) as running:
         answer = await running.complete([HANG], stream=True)
         assert answer.status_code == 503, "nothing was sent yet, so the status still tells"
-        await until(lambda: running.state.engine.state is EngineState.READY)
+        await until(lambda: running.engine.state is EngineState.READY)
         assert (await running.complete("x", max_tokens=2)).status_code == 200
 
 
 async def test_a_stopped_engine_is_not_ready_and_then_another_is(serve: Serve) -> None:
     async with serve("step_seconds=0.01", limits=HASTY) as running:
         assert (await running.http.get("/ready")).status_code == 200
-        pid = running.state.engine.pid
+        pid = running.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: running.state.doubtful)
         ready = await running.http.get("/ready")
         assert ready.status_code == 503
         assert "does not respond" in ready.json()["error"]["message"]
-        await until(lambda: running.state.engine.restarts == 1)
-        await until(lambda: running.state.engine.state is EngineState.READY)
+        await until(lambda: running.engine.restarts == 1)
+        await until(lambda: running.engine.state is EngineState.READY)
         assert (await running.http.get("/ready")).status_code == 200
         assert (await running.http.get("/health")).json() == {"status": "ok", "restarts": 1}
         assert (await running.complete("x", max_tokens=2)).status_code == 200
@@ -137,7 +137,7 @@ async def test_an_engine_that_cannot_come_back_is_waited_for(serve: Serve, tmp_p
     obstacle = tmp_path / "obstacle"
     limits = SupervisionLimits(backoff=500.0, max_backoff=500.0)
     async with serve(f"refuses_while={obstacle}", limits=limits) as running:
-        engine = running.state.engine
+        engine = running.engine
         obstacle.touch()
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
@@ -164,8 +164,8 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_are_served(
     async with serve() as running:
         lost = await running.complete([DIE, 1], max_tokens=2)
         assert lost.status_code == 503
-        assert running.state.engine.restarts >= 1, "it was begun once more"
-        await until(lambda: running.state.engine.state is EngineState.READY)
+        assert running.engine.restarts >= 1, "it was begun once more"
+        await until(lambda: running.engine.state is EngineState.READY)
         for stream in (False, True):
             refused = await running.complete([DIE, 1], max_tokens=2, stream=stream)
             assert refused.status_code == 500
@@ -183,7 +183,7 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_are_served(
         assert health == {"status": "ok", "restarts": 2, "quarantined": 1}
         assert (await running.complete("ab", max_tokens=2)).status_code == 200
         await until(running.idle)
-        assert running.state.engine.restarts == 2
+        assert running.engine.restarts == 2
 
 
 async def test_a_request_that_fails_alone(serve: Serve) -> None:
@@ -194,13 +194,13 @@ async def test_a_request_that_fails_alone(serve: Serve) -> None:
             assert bad.status_code == 500
             assert bad.json()["error"]["message"] == "no valid token"
         assert (await good).json()["choices"][0]["text"] == "ab" * 10
-        assert running.state.engine.restarts == 0
+        assert running.engine.restarts == 0
 
 
 async def test_a_full_queue(serve: Serve) -> None:
     async with serve("holds_at=20", max_num_seqs=2, server={"max_queue": 3}) as running:
         tasks = [asyncio.create_task(running.complete("ab", max_tokens=400)) for _ in range(5)]
-        await until(lambda: running.state.engine.num_waiting == 3)
+        await until(lambda: running.engine.num_waiting == 3)
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -213,7 +213,7 @@ async def test_a_full_queue(serve: Serve) -> None:
         assert (await running.http.get("/health")).status_code == 200
         assert (await running.http.get("/ready")).status_code == 503
         tasks[-1].cancel()
-        await until(lambda: running.state.engine.num_waiting == 2)
+        await until(lambda: running.engine.num_waiting == 2)
         assert (await running.http.get("/ready")).status_code == 200
         too_many = await running.complete(["a"] * 5)
         assert too_many.status_code == 429

@@ -80,7 +80,7 @@ async def test_metrics_have_the_known_names(serve: Serve) -> None:
 
 async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: Serve) -> None:
     async with serve("step_seconds=0.01") as running:
-        engine = running.state.engine
+        engine = running.engine
         task = asyncio.create_task(running.complete("a" * 100, max_tokens=300))
         await until(lambda: any(engine.metadata or ()))
         engine.stats = msgspec.structs.replace(
@@ -134,7 +134,7 @@ async def test_who_looks_at_the_server_sends_the_engine_nothing(
 ) -> None:
     async with serve() as running:
         sent: list[object] = []
-        monkeypatch.setattr(running.state.engine._supervisor, "send", sent.append)
+        monkeypatch.setattr(running.engine._supervisor, "send", sent.append)
         for path in ("/", "/metrics", "/health", "/ready", "/v1/models"):
             assert (await running.http.get(path)).status_code == 200
         async with running.http.stream("GET", "/admin/v1/events") as feed:
@@ -144,7 +144,7 @@ async def test_who_looks_at_the_server_sends_the_engine_nothing(
                 if lines == 2:
                     break
         assert sent == []
-        assert running.state.engine.stats.steps_total == 0
+        assert running.engine.stats.steps_total == 0
 
 
 def test_times_of_a_request() -> None:
@@ -178,4 +178,4 @@ async def test_health_stays_quick_while_a_long_prompt_is_tokenized(serve: Serve)
             slowest = max(slowest, loop.time() - before)
         assert (await long).json()["error"]["code"] == "context_length_exceeded"
         assert slowest < (loop.time() - begin) / 2, "other requests ran meanwhile"
-        assert running.state.engine.state is EngineState.READY
+        assert running.engine.state is EngineState.READY

@@ -28,7 +28,7 @@ HANG = 267  # of the echo engine: the step never ends
 async def test_a_block_table_says_where_a_sequence_lies(serve: Serve) -> None:
     async with serve("step_seconds=0.01") as running:
         work = asyncio.create_task(running.complete("a" * 40, max_tokens=300))
-        engine = running.state.engine
+        engine = running.engine
         await until(lambda: any(view.slot for view in engine.sequences))
         (view,) = engine.sequences
         path = f"/admin/v1/sequences/{view.request_id}/0/blocks"
@@ -49,7 +49,7 @@ async def test_a_block_table_says_where_a_sequence_lies(serve: Serve) -> None:
 
 async def test_a_block_table_that_never_comes_ends_with_the_engine(serve: Serve) -> None:
     async with serve() as running:
-        engine = running.state.engine
+        engine = running.engine
         work = asyncio.create_task(running.complete([HANG]))
         await until(lambda: engine.num_running + engine.num_waiting == 1)
         ((request, _),) = engine.open_requests()
@@ -65,7 +65,7 @@ async def test_a_block_table_that_never_comes_ends_with_the_engine(serve: Serve)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_can_be_ended_from_outside(serve: Serve, stream: bool) -> None:
     async with serve("step_seconds=0.01") as running:
-        engine = running.state.engine
+        engine = running.engine
         work = asyncio.create_task(running.complete("a" * 40, max_tokens=400, stream=stream))
         await until(lambda: bool(engine.num_running))
         ((request, _),) = engine.open_requests()
@@ -109,8 +109,8 @@ async def test_of_several_keys_each_manages_its_own_requests(serve: Serve, bare:
         headers = bearing(KEYS["anna"])
         body = {"prompt": "a" * 40, "max_tokens": 400}
         work = asyncio.create_task(running.http.post("/v1/completions", json=body, headers=headers))
-        await until(lambda: bool(running.state.engine.sequences))
-        ((request, _),) = running.state.engine.open_requests()
+        await until(lambda: bool(running.engine.sequences))
+        ((request, _),) = running.engine.open_requests()
         abort = f"/admin/v1/requests/{request.request_id}/abort"
         table = f"/admin/v1/sequences/{request.request_id}/0/blocks"
         for key in ("key-of-codex", *(("bare-key",) if bare else ()), "key-of-anna"):
@@ -139,8 +139,8 @@ async def test_the_key_without_a_name_ends_requests_of_others(serve: Serve) -> N
         headers=bearing(KEYS["anna"]),
     ) as running:
         work = asyncio.create_task(running.complete("a" * 40, max_tokens=400))
-        await until(lambda: bool(running.state.engine.num_running))
-        ((request, _),) = running.state.engine.open_requests()
+        await until(lambda: bool(running.engine.num_running))
+        ((request, _),) = running.engine.open_requests()
         path = f"/admin/v1/requests/{request.request_id}/abort"
         response = await running.http.post(path, headers=bearing("key-of-codex"))
         assert response.status_code == 403

@@ -21,7 +21,7 @@ EXAMPLES = ("--phases", "fuzzing", "--max-examples", "4", "--no-shrink", "--seed
 async def test_the_document_and_the_server_agree(serve: Serve, tmp_path: Path) -> None:
     program = await asyncio.to_thread(python_clients)
     async with serve("num_blocks=2048") as running:
-        pid = running.state.engine.pid
+        pid = running.engine.pid
         judge = await asyncio.create_subprocess_exec(
             program / "python", "-m", "schemathesis.cli", "--config-file", CONFIG,
             "run", f"{running.url}/openapi.json", *EXAMPLES,
@@ -30,5 +30,5 @@ async def test_the_document_and_the_server_agree(serve: Serve, tmp_path: Path) -
         said, _ = await judge.communicate()
         assert judge.returncode == 0, said.decode()
         assert "passed" in said.decode()
-        assert running.state.engine.pid == pid
+        assert running.engine.pid == pid
         assert running.idle()

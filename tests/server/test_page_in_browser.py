@@ -190,7 +190,7 @@ async def test_what_does_not_fit_is_answered_shorter_or_given_back(serve: Serve)
         opened(browser, running.url) as (page, complaints),
     ):
         await page.locator("#state.ready").wait_for()
-        info = running.state.engine.info
+        info = running.engine.info
         assert info is not None
         await say(page, "a" * (info.context_length - 60))
         assert "cut off: the context is full" in await figures(page)
@@ -243,14 +243,14 @@ async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(
         await page.locator("#state.ready").wait_for()
         await say(page, "a" * 100)
         await page.locator(".assistant .text:not(:empty)").wait_for()
-        killed = running.state.engine.pid
+        killed = running.engine.pid
         assert killed is not None
         broken.touch()
         os.kill(killed, signal.SIGKILL)
         await page.locator(".error", has_text="SIGKILL").wait_for()
         assert await page.locator(".assistant .text").inner_text() != ""
         # What the page shows may still be from before.
-        await until(lambda: running.state.engine.pid != killed and not running.state.unavailable)
+        await until(lambda: running.engine.pid != killed and not running.state.unavailable)
         await page.get_by_role("button", name="Again").click()
         await page.locator("#again:not([disabled])").wait_for()
         assert await page.locator(".error").count() == 0

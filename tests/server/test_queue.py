@@ -22,6 +22,7 @@ class Waiting:
 
     def __init__(self, **tokens: list[int]) -> None:
         self.tokens = tokens  # of each one's prompt, by owner
+        self.replicas = (self,)
 
     @property
     def num_waiting(self) -> int:

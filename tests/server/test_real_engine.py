@@ -69,7 +69,7 @@ async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> Non
         max_model_len=2048,
         kv_cache_memory=2**28,
     ) as running:
-        engine = running.state.engine
+        engine = running.engine
         assert "Tokyo" in await ask(running)
         await check_scores(running)
 
@@ -113,7 +113,7 @@ async def test_sleep_parks_prompts_on_the_disk(
     async with real(
         serve, smollm2_gguf, max_model_len=2048, kv_cache_memory=2**26, kv_disk=str(tmp_path)
     ) as running:
-        engine, length = running.state.engine, 400
+        engine, length = running.engine, 400
         prompt = [100 + index % 300 for index in range(length)]
 
         async def complete() -> tuple[str, int]:
@@ -157,4 +157,4 @@ async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:
         assert not any("," in choice["text"] for choice in stopped["choices"])
         chat = (await running.chat(QUESTION, **search)).json()
         assert "Tokyo" in chat["choices"][0]["message"]["content"]
-        await until(lambda: running.state.engine.stats.blocks_active == 0)
+        await until(lambda: running.engine.stats.blocks_active == 0)

@@ -21,7 +21,7 @@ SOON = {"idle_timeout": 0.05}
 
 
 async def asleep(running: Running) -> None:
-    engine = running.state.engine
+    engine = running.engine
     await until(lambda: engine.state is EngineState.ASLEEP and engine.pid is None)
 
 
@@ -43,7 +43,7 @@ async def test_looking_neither_wakes_an_engine_nor_keeps_it_awake(serve: Serve) 
         assert found["appliance_engine_asleep"] == 1
         assert found["appliance_engine_up"] == 0
         assert found["appliance_engine_wakes_total"] == 0
-        assert running.state.engine.state is EngineState.ASLEEP
+        assert running.engine.state is EngineState.ASLEEP
 
 
 async def test_a_request_wakes_the_engine_and_is_answered(serve: Serve) -> None:
@@ -69,7 +69,7 @@ async def test_what_needs_no_engine_is_answered_asleep(serve: Serve) -> None:
         refused = await running.complete("x" * 1000)
         assert refused.status_code == 400, "too long, which is known asleep"
         assert (await running.http.get("/api/ps")).json() == {"models": []}
-        assert running.state.engine.state is EngineState.ASLEEP
+        assert running.engine.state is EngineState.ASLEEP
 
 
 async def test_the_tokenizer_s_processes_end_with_the_engine(

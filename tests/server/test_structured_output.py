@@ -107,7 +107,7 @@ async def test_what_cannot_be_is_refused_with_its_place(serve: Serve) -> None:
         scored = {"echo": True, "logprobs": 1, "guided_regex": "a"}
         response = await running.complete("a", **scored)
         assert response.json()["error"]["param"] == "guided_regex"
-        assert running.state.engine.stats.steps_total == 0, "none of it reached the engine"
+        assert running.engine.stats.steps_total == 0, "none of it reached the engine"
 
 
 async def test_what_asks_for_nothing_is_let_through(serve: Serve) -> None:
@@ -121,7 +121,7 @@ async def test_what_asks_for_nothing_is_let_through(serve: Serve) -> None:
         )
         for fields in nothing:
             assert (await running.chat(max_tokens=1, **fields)).status_code == 200, fields
-        assert running.state.engine.vocabulary is None
+        assert running.engine.vocabulary is None
 
 
 async def test_a_grammar_that_takes_too_long_ends_its_process_alone(
@@ -138,7 +138,7 @@ async def test_a_grammar_that_takes_too_long_ends_its_process_alone(
 
 
 async def check_metrics(running: Running) -> None:
-    await until(lambda: running.state.engine.stats.grammar_requests_total == 7)
+    await until(lambda: running.engine.stats.grammar_requests_total == 7)
     lines = (await running.http.get("/metrics")).text.splitlines()
     found = dict(line.rsplit(" ", 1) for line in lines if "_grammar_" in line and line[0] != "#")
     label = '{model_name="echo"}'

@@ -12,7 +12,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
+
+    Tokens = list[int] | tuple[int, ...]
 
 MAX_COMPARED = 8  # blocks to compare for a partial hit
 _HASH_BYTES = 16
@@ -25,9 +28,37 @@ def root_hash(*parts: str) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=_HASH_BYTES).digest()
 
 
-def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
+def block_hash(parent: bytes, token_ids: Tokens) -> bytes:
     """Hash a block that follows the chain `parent`."""
     return _hash(parent, array(_TOKEN, token_ids).tobytes())
+
+
+def chain_root(request: Request, namespace: str = "") -> bytes:
+    """Hash what must be equal, besides all tokens, for two requests to share blocks.
+
+    An adapter counts by its content, which only the engine knows: a name may come to stand for
+    another one. Elsewhere the version of its files stands for it.
+
+    Args:
+        namespace: everything else that decides the bytes in a block: weights, KV format.
+    """
+    adapter = request.adapter
+    mark = () if adapter is None else (adapter.digest or f"{adapter.path} {adapter.stamp}",)
+    return root_hash(namespace, request.cache_salt, *mark)
+
+
+def extend_chain(
+    hashes: list[bytes], parent: bytes, token_ids: Tokens, block_size: int, num_blocks: int
+) -> None:
+    """Extend the hashes of a text's full blocks to `num_blocks` of them.
+
+    Args:
+        hashes: of its first blocks.
+        parent: the last of these, or the root of the chain.
+    """
+    for index in range(len(hashes), num_blocks):
+        parent = block_hash(parent, token_ids[index * block_size : (index + 1) * block_size])
+        hashes.append(parent)
 
 
 def _hash(parent: bytes, tokens: bytes) -> bytes:
@@ -102,13 +133,9 @@ class PrefixCache:
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Extend the sequence's `block_hashes` over its first `num_blocks` full blocks."""
         hashes = sequence.block_hashes
-        if len(hashes) >= num_blocks:
-            return
-        size = self._block_size
-        parent = self._chain(sequence, len(hashes))
-        for index in range(len(hashes), num_blocks):
-            parent = block_hash(parent, sequence.token_ids[index * size : (index + 1) * size])
-            hashes.append(parent)
+        if len(hashes) < num_blocks:
+            parent = self._chain(sequence, len(hashes))
+            extend_chain(hashes, parent, sequence.token_ids, self._block_size, num_blocks)
 
     def find(self, sequence: Sequence) -> Prefix:
         """Blocks that hold a sequence's first tokens, those left out that have to run."""
@@ -201,10 +228,7 @@ class PrefixCache:
         """Return the hash of a sequence's first full blocks, which are hashed already."""
         if num_blocks:
             return sequence.block_hashes[num_blocks - 1]
-        request = sequence.request
-        # By content: a name may come to stand for another adapter.
-        adapter = () if request.adapter is None else (request.adapter.digest,)
-        return root_hash(self._namespace, request.cache_salt, *adapter)
+        return chain_root(sequence.request, self._namespace)
 
     def _start(self, entry: _Entry) -> bytes:
         return entry.parent + entry.tokens[: self.min_partial * _TOKEN_BYTES]

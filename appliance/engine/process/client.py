@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,8 @@ from appliance.engine.process.answers import ReadyWaiters, TableFetches
 from appliance.engine.process.generation import MAX_BACKLOG, Generation
 from appliance.engine.process.idle import IdleTimer
 from appliance.engine.process.launch import ENGINE_COMMAND
-from appliance.engine.process.quarantine import Quarantine
+from appliance.engine.process.open_requests import OpenRequests
+from appliance.engine.process.replica import Replica
 from appliance.engine.process.residency import Residency, Resident
 from appliance.engine.process.supervised import SupervisedEngine
 from appliance.engine.process.supervisor import SHORT, EngineState, Supervisor
@@ -56,7 +57,7 @@ MAX_SUBMISSIONS = 2
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(SupervisedEngine):
+class EngineClient(SupervisedEngine, OpenRequests):
     """The engine process and the open requests.
 
     Args:
@@ -65,6 +66,7 @@ class EngineClient(SupervisedEngine):
         idle_timeout: seconds without a request after which the process ends; 0 keeps it.
         residency: whom to ask for memory; None takes what is free.
         name: of the model, for the log.
+        replica: what it shares with other processes of the same model.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class EngineClient(SupervisedEngine):
         idle_timeout: float = 0.0,
         residency: Residency | None = None,
         name: str = "the model",
+        replica: Replica | None = None,
     ) -> None:
         self.stats = EngineStats()  # the latest
         self.stats_time = 0.0  # monotonic, when they arrived
@@ -86,11 +89,14 @@ class EngineClient(SupervisedEngine):
         self.config = config  # that the engine was started with
         self._informed: int | None = None  # the process that has received the vocabulary
         self._generations: dict[str, Generation] = {}
-        self._quarantine = Quarantine()
+        replica = replica or Replica()
+        self._hand_over = replica.hand_over
+        self._quarantine = replica.quarantine
         self._on_trial: Generation | None = None  # the suspect that the engine is running
         self._held: deque[Generation] = deque()  # suspects that wait for it
         self._waiters = ReadyWaiters()
-        self.place = Resident(residency or Residency(), name, self)
+        self.place = Resident(residency or Residency(), name, self, replica.copies)
+        self._gpu = replica.gpu
         supervisor = Supervisor(
             command,
             limits,
@@ -114,36 +120,21 @@ class EngineClient(SupervisedEngine):
         return len(self._quarantine)
 
     @property
-    def num_waiting(self) -> int:
-        """Number of requests that the engine has not started."""
-        return sum(not generation.started for generation in self._generations.values())
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens of these requests."""
-        generations = self._generations.values()
-        return sum(len(one.request.prompt_token_ids) for one in generations if not one.started)
-
-    def num_waiting_of(self, owner: str) -> int:
-        """Count an owner's requests that the engine has not started."""
-        generations = self._generations.values()
-        return sum(not one.started and one.request.owner == owner for one in generations)
-
-    @property
     def is_wanted(self) -> bool:
         """True if it loads, or there are open requests."""
         return self.state is not EngineState.READY or bool(self._generations)
 
     @property
-    def num_running(self) -> int:
-        """Number of requests that the engine has started and not finished."""
-        return sum(generation.started for generation in self._generations.values())
+    def replicas(self) -> tuple[EngineClient, ...]:
+        """It alone; see `ReplicaSet`."""
+        return (self,)
 
-    @property
-    def num_running_sequences(self) -> int:
-        """Sequences of the started requests."""
-        started = [one.request for one in self._generations.values() if one.started]
-        return sum(request.sampling.num_sequences for request in started)
+    def replica_of(self, request_id: str) -> EngineClient:
+        """Return the engine that has a request; see `ReplicaSet`."""
+        return self
+
+    def _open(self) -> Iterable[Generation]:
+        return self._generations.values()
 
     async def prepare(self) -> None:
         """Start the process ahead of `start`: it imports while the caller reads the tokenizer."""
@@ -157,7 +148,7 @@ class EngineClient(SupervisedEngine):
         Raises:
             ApplianceError: it cannot be loaded; the class has the exit code.
         """
-        make_load = partial(Load, self.config, eos_token_ids)
+        make_load = partial(Load, self.config, eos_token_ids, self._gpu)
         try:
             info = await self._supervisor.start(lambda: make_load(*self.place.terms), on_progress)
         except BaseException:
@@ -207,15 +198,23 @@ class EngineClient(SupervisedEngine):
         assert request.request_id not in self._generations
         generation = Generation(self, request)
         generation.is_suspect = self._quarantine.is_suspect(request)
-        self._generations[request.request_id] = generation
+        self._take(generation)
+        return generation
+
+    def adopt(self, generation: Generation) -> None:
+        """Take over a request that another engine was given and has not started."""
+        generation.move(self)
+        self._take(generation)
+
+    def _take(self, generation: Generation) -> None:
+        self._generations[generation.request.request_id] = generation
         self._idle.stop()
         self.place.use()
         if self.state is EngineState.READY and not self.place.is_leaving:
+            generation.submissions += 1
             self._submit(generation)
         else:
-            generation.submissions = 0
             self._supervisor.wake()
-        return generation
 
     def _submit(self, generation: Generation) -> None:
         """Send a request to the engine; hold a suspect while another is on trial."""
@@ -262,15 +261,6 @@ class EngineClient(SupervisedEngine):
         self._end(generation, RequestAbortedError("whoever runs this server ended the request"))
         self.abort(request_id)
         return True
-
-    def owner_of(self, request_id: str) -> str | None:
-        """Return an open request's owner; None if it is not open."""
-        generation = self._generations.get(request_id)
-        return None if generation is None else generation.request.owner
-
-    def open_requests(self) -> list[tuple[Request, bool]]:
-        """List every open request, and whether the engine has started it."""
-        return [(one.request, one.started) for one in self._generations.values()]
 
     async def fetch_table(self, request_id: str, index: int) -> Table:
         """Fetch the block table of one sequence, as it is between two steps."""
@@ -369,6 +359,13 @@ class EngineClient(SupervisedEngine):
         for generation in given:
             if generation.request.request_id in lost or generation.submissions >= MAX_SUBMISSIONS:
                 self._end(generation, error)
+        self._hand_over_waiting()
+
+    def _hand_over_waiting(self) -> None:
+        """Give what no process has started to another replica, if there is one that takes it."""
+        for generation in list(self._generations.values()):
+            if generation.is_awaited and not generation.started and self._hand_over(generation):
+                del self._generations[generation.request.request_id]
 
     def _on_asleep(self) -> None:
         self.place.leave()
@@ -388,5 +385,6 @@ class EngineClient(SupervisedEngine):
     def _on_outage(self, error: EngineUnavailableError) -> None:
         self.place.leave()
         self._forget_sequences()
+        self._hand_over_waiting()
         self.fail_all(error)
         self._waiters.wake(error)

@@ -36,7 +36,7 @@ class Generation(AsyncIterator[SequenceDelta]):
     def __init__(self, client: Submitter, request: Request) -> None:
         self.request = request
         self.started = False  # the engine has taken it from its queue
-        self.submissions = 1
+        self.submissions = 0  # to a process
         self.is_suspect = False  # an engine died while it worked on an equal request
         self._client = client
         self._open = set(range(request.sampling.num_choices))  # choices the consumer reads
@@ -102,6 +102,10 @@ class Generation(AsyncIterator[SequenceDelta]):
     async def aclose(self) -> None:
         """Close it, for `contextlib.aclosing`."""
         self.close()
+
+    def move(self, client: Submitter) -> None:
+        """Belong to another client from now on."""
+        self._client = client
 
     def put(self, delta: SequenceDelta) -> None:
         if delta.error is not None:

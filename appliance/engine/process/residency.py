@@ -75,6 +75,7 @@ class Resident:
 
     Args:
         name: of its model, for the log.
+        copies: number of replicas that divide the limit, it among them.
 
     Attributes:
         memory_bytes: that it was let take.
@@ -82,20 +83,22 @@ class Resident:
         is_leaving: it ends once what it has is done, and is to be given nothing more.
     """
 
-    def __init__(self, residency: Residency, name: str, engine: Sleeper) -> None:
+    def __init__(self, residency: Residency, name: str, engine: Sleeper, copies: int = 1) -> None:
         self.name = name
         self.memory_bytes = 0
         self.last_used = 0.0
         self.is_leaving = False
         self._residency = residency
         self._engine = engine
+        self._copies = copies
         self._left = ReadyWaiters()
         residency.places.append(self)
 
     @property
     def terms(self) -> tuple[int | None, bool]:
-        """The limit, and True if there are several engines."""
-        return self._residency.limit, self._residency.is_shared
+        """Its share of the limit, and True if there are several engines."""
+        limit = self._residency.limit
+        return None if limit is None else limit // self._copies, self._residency.is_shared
 
     @property
     def is_wanted(self) -> bool:

@@ -45,6 +45,7 @@ from appliance.engine.process.metadata import beacon_of
 from appliance.engine.process.report_pieces import pieces_of
 from appliance.engine.request import AdapterRef, FinishReason, Request
 from appliance.errors import ApplianceError, EngineError, RequestError
+from appliance.runtime import see_one_gpu
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -212,6 +213,8 @@ def run_worker(
             return 0
         (message,) = first
         assert isinstance(message, Load)
+        if message.gpu:
+            see_one_gpu(message.gpu)
         engine = load(
             message.config,
             eos_token_ids=message.eos_token_ids,

@@ -162,6 +162,30 @@ def published_schemas() -> str:
     return f"{table(head, rows)}\n{text}\n"
 
 
+def replicas() -> str:
+    """Compare the prefix cache's hit rates of ways to route agents to replicas."""
+    result = read("replicas.json")
+    ways = ["one server, all memory", "by prefix", "least loaded", "round robin"]
+    head = ["replicas, KV memory of what the agents at work hold", *ways]
+    head += ["by prefix over one server", "round robin over one server"]
+    rows = []
+    for case in result["cases"]:
+        found = case["ways"]
+        ratios = [found[way]["of_one_server"] for way in ("by prefix", "round robin")]
+        rates = [found[way]["hit_rate"] for way in ways]
+        name = f"{case['replicas']}, {case['room']:.1f} times"
+        rows.append([name, *(f"{value:.3f}" for value in (*rates, *ratios))])
+    trace = result["cases"][0]["trace"]
+    ideal = result["cases"][0]["ways"]["by prefix"]["ideal"]
+    about = (
+        f"{trace['agents']} agents at work, {trace['conversations']} conversations of"
+        f" {trace['turns']} turns behind one system prompt of {trace['system']:,} tokens; what"
+        f" could be found at best is {ideal:.3f}. Counts, no times; commit"
+        f" {result['conditions']['commit']}."
+    )
+    return f"{table(head, rows)}\n{about}\n"
+
+
 def imports() -> str:
     """Return the table that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
@@ -218,6 +242,7 @@ MAKERS = {
     "imports": imports,
     "schemas": schemas,
     "published-schemas": published_schemas,
+    "replicas": replicas,
     "settings": settings_reference,
 }
 

@@ -154,7 +154,7 @@ async def test_a_model_that_cannot_says_why(serve: Serve, recipe: Any) -> None:
 async def test_a_client_that_goes_away_leaves_nothing(serve: Serve) -> None:
     async with serve("holds_at=2") as running:
         asked = asyncio.create_task(running.http.post(PATH, json={"input": ["aaaa"] * 40}))
-        await until(lambda: running.state.engine.num_running > 0)
+        await until(lambda: running.engine.num_running > 0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await until(running.idle)
@@ -182,7 +182,7 @@ async def test_texts_that_a_dead_engine_had_are_read_again(serve: Serve, tmp_pat
     goes_on = tmp_path / "goes_on"
     texts = [f"{letter}abc" for letter in "abcdefg"]
     async with serve(f"holds_at=2 until={goes_on}") as running:
-        engine = running.state.engine
+        engine = running.engine
         waiting = asyncio.create_task(running.http.post(PATH, json={"input": texts}))
         await until(lambda: engine.num_running > 0)
         assert engine.pid is not None

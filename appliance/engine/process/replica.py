@@ -1,0 +1,29 @@
+"""Describes an engine process among others of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.process.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from appliance.engine.process.generation import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One process among those of a model; by default the only one.
+
+    Attributes:
+        copies: number of them that divide the same memory.
+        gpu: index or id of the GPU that it has alone; empty if it sees all.
+        quarantine: that all of them share: what kills one kills the next.
+        hand_over: gives a request that it has not started to another one; False if none takes it.
+    """
+
+    copies: int = 1
+    gpu: str = ""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    hand_over: Callable[[Generation], bool] = lambda generation: False

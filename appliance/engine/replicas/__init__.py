@@ -1,0 +1,1 @@
+"""Several engine processes of one model: who gets a request, and what they are together."""

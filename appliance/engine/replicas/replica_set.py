@@ -1,0 +1,318 @@
+"""Several engine processes of one model, which look like one to the server.
+
+A request goes to the replica that the router chooses and lives there to its end. If that process
+dies, what it had not started goes to another, and so does what is begun again. Each replica sleeps,
+wakes and restarts by itself; one that sleeps is woken when those awake have more than the router's
+bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from itertools import chain, count
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.engine.process.open_requests import OpenRequests
+from appliance.engine.process.quarantine import Quarantine
+from appliance.engine.process.replica import Replica
+from appliance.engine.process.restarts import Wakes
+from appliance.engine.process.supervisor import EngineState
+from appliance.engine.replicas.merged_stats import merged_stats
+from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
+from appliance.errors import EngineUnavailableError, MemoryPlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from appliance.engine.messages import EngineInfo, StepReport, Table, Vocabulary
+    from appliance.engine.process.client import EngineClient
+    from appliance.engine.process.generation import Generation
+    from appliance.engine.process.residency import Resident
+    from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.engine.request import AdapterRef, Request
+    from appliance.stats import EngineStats
+
+# The state of all is the first of these that one of them has.
+_BEST_FIRST = (
+    EngineState.READY,
+    EngineState.WAKING,
+    EngineState.ASLEEP,
+    EngineState.RESTARTING,
+    EngineState.LOADING,
+    EngineState.FAILED,
+    EngineState.STOPPED,
+)
+
+
+class ReplicaSet(OpenRequests):
+    """The engine processes of one model and their router; see `EngineClient` for what it offers.
+
+    Args:
+        gpus: of each replica, the GPU that it has alone; empty for those that share the memory of
+            the host.
+        make: makes the client of a replica from its number and what it shares with the others.
+    """
+
+    def __init__(self, gpus: Sequence[str], make: Callable[[int, Replica], EngineClient]) -> None:
+        self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
+        quarantine, number = Quarantine(), len(gpus)
+        self._gpus = gpus
+        self.replicas: tuple[EngineClient, ...] = tuple(
+            make(
+                place,
+                Replica(
+                    copies=1 if gpu else number,
+                    gpu=gpu,
+                    quarantine=quarantine,
+                    hand_over=partial(self._hand_over, place),
+                ),
+            )
+            for place, gpu in enumerate(gpus)
+        )
+        for replica in self.replicas:
+            replica.observers.append(self._pass_on)
+        self.config = self.replicas[0].config
+        self.adapters = _Adapters(self)
+        self._quarantine = quarantine
+        self._router = ReplicaRouter(number)
+        self._pids: list[int | None] = [None] * number  # that the router knows
+        self._step_numbers = count(1)
+
+    def _open(self) -> Iterable[Generation]:
+        return chain.from_iterable(replica._open() for replica in self.replicas)
+
+    def replica_of(self, request_id: str) -> EngineClient:
+        """Return the replica that has a request; the first one if it is not open."""
+        found = (one for one in self.replicas if one.owner_of(request_id) is not None)
+        return next(found, self.replicas[0])
+
+    @property
+    def state(self) -> EngineState:
+        """The state of the replica that can do most."""
+        states = {replica.state for replica in self.replicas}
+        return next(state for state in _BEST_FIRST if state in states)
+
+    @property
+    def reason(self) -> str:
+        """The reason why a replica is not ready, if one failed or restarts."""
+        return next((one.reason for one in self.replicas if one.reason), "")
+
+    @property
+    def responsive(self) -> bool:
+        """True if a ready replica shows signs of life."""
+        return any(one.responsive for one in self.replicas if one.state is EngineState.READY)
+
+    @property
+    def seconds_to_start(self) -> float:
+        """Seconds until the next process is started; 0 if none is due."""
+        due = [one.seconds_to_start for one in self.replicas if one.seconds_to_start]
+        return min(due, default=0.0)
+
+    @property
+    def restarts(self) -> int:
+        """Processes started after the first of each."""
+        return sum(replica.restarts for replica in self.replicas)
+
+    @property
+    def wakes(self) -> Wakes:
+        """All wakes, and the seconds of the longest of the latest ones."""
+        wakes = [replica.wakes for replica in self.replicas]
+        return Wakes(sum(one.number for one in wakes), max(one.seconds for one in wakes))
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Facts about the replica with the smallest cache, which bounds what a request may need."""
+        known = [replica.info for replica in self.replicas if replica.info is not None]
+        return min(known, key=lambda info: info.num_blocks, default=None)
+
+    @property
+    def stats(self) -> EngineStats:
+        return merged_stats([replica.stats for replica in self.replicas])
+
+    @property
+    def stats_time(self) -> float:
+        return max(replica.stats_time for replica in self.replicas)
+
+    @property
+    def quarantined(self) -> int:
+        """Number of requests refused because engines died of them."""
+        return len(self._quarantine)
+
+    @property
+    def place(self) -> Resident:
+        """The place in memory of the replica that was used last."""
+        return max((one.place for one in self.replicas), key=lambda place: place.last_used)
+
+    async def prepare(self) -> None:
+        """Start the processes ahead of `start`."""
+        await asyncio.gather(*(replica.prepare() for replica in self.replicas))
+
+    async def start(
+        self, eos_token_ids: tuple[int, ...], on_progress: ProgressCallback
+    ) -> EngineInfo:
+        """Load the model in all processes.
+
+        Raises:
+            ApplianceError: one cannot load it; none is left then.
+        """
+        loading = [
+            asyncio.create_task(
+                replica.start(eos_token_ids, on_progress if place == 0 else _say_nothing),
+                name="replica-loading",
+            )
+            for place, replica in enumerate(self.replicas)
+        ]
+        try:
+            await asyncio.gather(*loading)
+        except BaseException as error:
+            for task in loading:
+                task.cancel()
+            await asyncio.gather(*loading, return_exceptions=True)
+            await asyncio.gather(*(replica.close(now=True) for replica in self.replicas))
+            if isinstance(error, MemoryPlanError) and not self._gpus[0]:
+                count = len(self.replicas)
+                raise MemoryPlanError(
+                    f"{error}; --replicas {count} divides the memory by {count}, so that fewer"
+                    " have more each"
+                ) from error
+            raise
+        assert self.info is not None
+        return self.info
+
+    async def ready(self) -> None:
+        """Wait until a replica accepts requests.
+
+        Raises:
+            EngineUnavailableError: that will not be soon.
+        """
+        if self.state.accepts:
+            return
+        waiting = {asyncio.ensure_future(replica.ready()) for replica in self.replicas}
+        error: BaseException | None = None
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                errors = [task.exception() for task in done]
+                if None in errors:
+                    return
+                error = error or errors[0]
+        finally:
+            for task in waiting:
+                task.cancel()
+        assert error is not None
+        raise error
+
+    async def close(self, *, now: bool = False) -> None:
+        """End all processes; open requests fail."""
+        await asyncio.gather(*(replica.close(now=now) for replica in self.replicas))
+
+    def generate(self, request: Request) -> Generation:
+        """Submit a request to the replica that suits it best.
+
+        Raises:
+            EngineUnavailableError: no replica accepts requests.
+            QuarantinedError: engines died of this request.
+        """
+        chosen = self._choose(request)
+        if chosen is None:
+            raise EngineUnavailableError(
+                f"the engine is {self.state.value}", retry_after=self.seconds_to_start or None
+            )
+        return chosen.generate(request)
+
+    def _choose(self, request: Request, but: int | None = None) -> EngineClient | None:
+        able = [
+            place != but and replica.state.accepts for place, replica in enumerate(self.replicas)
+        ]
+        if not any(able):
+            return None
+        awake = [replica.state is EngineState.READY for replica in self.replicas]
+        # One that is silent for longer than usual gets nothing while another is there.
+        alive = [
+            one and (replica.responsive or replica.state is not EngineState.READY)
+            for one, replica in zip(able, self.replicas, strict=True)
+        ]
+        able = alive if any(alive) else able
+        self._tell_router()
+        loads = [
+            ReplicaLoad(replica.num_sequences, is_awake) if can else None
+            for replica, is_awake, can in zip(self.replicas, awake, able, strict=True)
+        ]
+        return self.replicas[self._router.route(request, loads)]
+
+    def _tell_router(self) -> None:
+        """Make the router forget what ended processes knew."""
+        for place, replica in enumerate(self.replicas):
+            if replica.info is not None and replica.pid != self._pids[place]:
+                self._pids[place] = replica.pid
+                info = replica.info
+                blocks = info.num_blocks if self.config.prefix_caching else 0
+                # Host memory keeps blocks of the same size that left the cache.
+                blocks += blocks * info.kv_host_bytes // max(1, info.kv_bytes)
+                self._router.begin(place, blocks, info.block_size)
+
+    def _hand_over(self, place: int, generation: Generation) -> bool:
+        chosen = self._choose(generation.request, but=place)
+        if chosen is None:
+            return False
+        chosen.adopt(generation)
+        return True
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Take the model's tokens, so that the engines can prepare for grammars."""
+        for replica in self.replicas:
+            replica.learn(vocabulary)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request on the administrator's demand; return False if it is not open."""
+        return self.replica_of(request_id).cancel(request_id)
+
+    async def fetch_table(self, request_id: str, index: int) -> Table:
+        """Fetch the block table of one sequence, as it is between two steps."""
+        return await self.replica_of(request_id).fetch_table(request_id, index)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with an error."""
+        for replica in self.replicas:
+            replica.fail_all(error)
+
+    def _pass_on(self, report: StepReport) -> None:
+        """Tell observers of a report, with steps numbered through."""
+        steps = tuple(
+            msgspec.structs.replace(step, number=next(self._step_numbers)) for step in report.steps
+        )
+        report = msgspec.structs.replace(report, steps=steps)
+        for observe in self.observers:
+            observe(report)
+
+
+def _say_nothing(stage: str, done: int, total: int) -> None:
+    """All load the same: the progress of one is enough."""
+
+
+class _Adapters:
+    """Passes wishes about adapters to all replicas that have a process."""
+
+    def __init__(self, owner: ReplicaSet) -> None:
+        self._owner = owner
+
+    async def load(self, ref: AdapterRef) -> None:
+        """Have an adapter read ahead of its first request; who sleeps reads it then.
+
+        Raises:
+            RequestError: it cannot be used.
+        """
+        awake = [one for one in self._owner.replicas if one.state is EngineState.READY]
+        awake = awake or [self._owner.replicas[0]]
+        answers = [one.adapters.load(ref) for one in awake]
+        for answer in await asyncio.gather(*answers, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+
+    def unload(self, ref: AdapterRef) -> None:
+        """Have an adapter forgotten after the last request that uses it."""
+        for replica in self._owner.replicas:
+            replica.adapters.unload(ref)
