@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from appliance.engine.adapters.loader import planned_bytes
+from appliance.engine.adapters.loader import planned_bytes, wants_adapters
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.draft_source import open_draft
 from appliance.engine.execution.choice import choose_execution, why_not_native
@@ -132,6 +132,8 @@ def memory_of(
         budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
     else:
         budget_bytes = int(gpu_bytes * config.gpu_memory_utilization)
+    if draft is not None or wants_adapters(config):
+        import torch  # noqa: F401  # they need it later; the plan has to know what it takes
     release_unused()  # what the weights would take next is no use of this process
     # Memory taken already is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0

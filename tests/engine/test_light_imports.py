@@ -83,3 +83,24 @@ def test_serving_quantized_folders_loads_neither(tmp_path: Path) -> None:
 def test_no_rank_loads_either(tmp_path: Path) -> None:
     folder = write_family("llama", tmp_path / "llama")
     assert not modules_after_serving(folder, ranks=2) & HEAVY
+
+
+def test_the_plan_counts_torch_where_adapters_need_it(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from appliance.config import EngineConfig
+from appliance.engine.memory_request import request_memory
+from appliance.model.source import open_model
+source = open_model(Path(sys.argv[1]), in_torch=False)
+for options in ({}, {"lora_dir": sys.argv[2]}):
+    config = EngineConfig(model=sys.argv[1], device="cpu", threads=1, **options)
+    print(request_memory(config, source)[1].process_bytes >> 20)
+"""
+    folder = write_family("llama", tmp_path / "llama")
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program, folder, tmp_path], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    without, with_adapters = map(int, result.stdout.split())
+    assert without < 100 < with_adapters - without

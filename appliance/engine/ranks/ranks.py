@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from appliance.engine.adapters.loader import wants_adapters
 from appliance.engine.ranks.rank_group import RankGroup
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.ranks.shared_step import payload_bytes
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # Resident memory of a process with Python and NumPy and no model, beside what it shares.
 MEMBER_BYTES = 60 << 20
+TORCH_BYTES = 200 << 20  # which a rank loads to read adapters
 SMALLEST_BLOCK = 16  # token slots
 
 
@@ -86,7 +88,8 @@ class Ranks:
         """Return the memory of the other processes beside their parts, and of exchanges."""
         rows = self.config.max_num_batched_tokens
         exchange = 2 * self.split.size * 4 * self._floats(source)
-        return (self.split.size - 1) * MEMBER_BYTES + exchange + 64 * rows
+        each = MEMBER_BYTES + (TORCH_BYTES if wants_adapters(self.config) else 0)
+        return (self.split.size - 1) * each + exchange + 64 * rows
 
     def notes(self) -> tuple[str, ...]:
         """Say how the model is divided, and what is not."""
