@@ -56,12 +56,8 @@ def packed(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> Packed
 
 
 def centered(codes: Tensor, scale: Tensor, *, bits: int) -> PackedWeight:
-    """Build a weight whose middle code is 0: 8 of 4 bits, 128 of 8.
-
-    A scale that is too large makes an infinite offset, which the reader refuses.
-    """
-    with np.errstate(over="ignore"):
-        return packed(codes, scale, scale * -(1 << (bits - 1)), bits=bits)
+    """Build a weight whose middle code is 0: 8 of 4 bits, 128 of 8."""
+    return packed(codes, scale, scale * -(1 << (bits - 1)), bits=bits)
 
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:

@@ -76,23 +76,30 @@ def _read_packed(
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
     lossless = info.type.name in LOSSLESS
     step = starts.step if lossless else max(1, CONVERTED_AT_ONCE // width)
-    whole = _room_for(num_rows, _converted(info, _rows(path, identity, info, 0, 1))[0])
+    with _unchecked():
+        whole = _room_for(num_rows, _converted(info, _rows(path, identity, info, 0, 1))[0])
 
     def convert_rows(start: int) -> Loss | None:
         """Read some rows and convert a few of them at a time; return the loss of the first ones."""
         blocks = _rows(path, identity, info, start, min(starts.step, num_rows - start))
         lost = None if lossless or start else Loss()
-        for at in range(0, len(blocks), step):
-            piece, exact = _converted(info, blocks[at : at + step])
-            _put(whole, start + at, piece)
-            if lost is not None and exact is not None:
-                lost += Loss.between(exact, piece.dequantize())
+        with _unchecked():
+            for at in range(0, len(blocks), step):
+                piece, exact = _converted(info, blocks[at : at + step])
+                _put(whole, start + at, piece)
+                if lost is not None and exact is not None:
+                    lost += Loss.between(exact, piece.dequantize())
         return lost
 
     num_workers = min(len(os.sched_getaffinity(0)), len(starts))
     with ThreadPoolExecutor(max(1, num_workers)) as workers:
         loss, *_ = workers.map(convert_rows, starts)
     return whole, loss
+
+
+def _unchecked() -> np.errstate:
+    """Let NumPy compute with whatever scales a file has: `_check_scales` looks at the result."""
+    return np.errstate(all="ignore")
 
 
 def _check_scales(path: Path, info: TensorInfo, *, finite: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import gguf
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from appliance.errors import UnsupportedModelError
+from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile, converted, tensors
 from appliance.gguf.converted import requantize, widen
 from appliance.gguf.loss import Loss
@@ -117,6 +118,26 @@ def write(path: Path, matrices: dict[str, tuple[str, NDArray[np.uint8]]]) -> Pat
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.mark.parametrize("name", sorted(HALVES.keys() | {"Q4_0", "Q4_1", "Q8_0"}))
+@pytest.mark.parametrize("value", [0x7C00, 0x7C01, 0x7E00, 0x7BFF], ids=hex)
+def test_scales_that_are_no_numbers_are_refused_without_a_warning(
+    tmp_path: Path, name: str, value: int
+) -> None:
+    """Infinity, a signaling and a quiet NaN, and the largest number, which some types take."""
+    blocks = np.random.default_rng(0).integers(0, 256, (3, 2, KINDS[name].block_bytes), np.uint8)
+    for start in HALVES.get(name, (0, 2) if name == "Q4_1" else (0,)):
+        blocks[..., start : start + 2] = list(value.to_bytes(2, "little"))
+    path = write(tmp_path / "model.gguf", {"w": (name, blocks)})
+    for in_torch in (True, False):
+        file = GGUFFile(path, in_torch=in_torch)
+        if value == 0x7BFF:
+            with suppress(CheckpointError):
+                file.load("w")
+        else:
+            with pytest.raises(CheckpointError, match="infinite or undefined scales"):
+                file.load("w")
 
 
 def test_pieces_make_the_same_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
