@@ -89,6 +89,8 @@ def test_options_are_settings_and_settings_count(monkeypatch: pytest.MonkeyPatch
         LLM("/nowhere", kv_cache_memory="much")
     with pytest.raises(ConfigError, match="LLM option port is not a setting"):
         LLM("/nowhere", port=1)
+    with pytest.raises(ConfigError, match="a script has one engine"):
+        LLM(replicas=2)
     monkeypatch.setenv("APPLIANCE_MODEL", "/a model of the settings")
     monkeypatch.setenv("APPLIANCE_PORT", "none of its business")
     with pytest.raises(ModelError, match="/a model of the settings"):

@@ -18,6 +18,7 @@ from textual.filter import ANSIToTruecolor
 from textual.widgets import Input
 
 from appliance.tui import palette
+from appliance.tui.client import EventFeed
 from appliance.tui.console import PrivateConsole
 from appliance.tui.controls import ControlError, Controls
 from appliance.tui.display import Colors, DisplaySettings
@@ -130,10 +131,27 @@ class DashboardApp(App[None]):
         for theme in palette.THEMES:
             self.register_theme(theme)
         self.theme = palette.theme_name(self._display_of.theme)
-        self.run_worker(self._feed.follow(self.take), name="feed")
+        self._follow()
         if self.session.controls is not None:
             self.run_worker(self._watch_table(self.session.controls), name="block table")
         self.set_interval(1 / FRAMES_PER_SECOND, self._frame)
+
+    def _follow(self) -> None:
+        """Follow the feed, instead of the connection before."""
+        following = self._feed.follow(self.take)
+        self.run_worker(following, name="feed", group="feed", exclusive=True)
+
+    def action_next_replica(self) -> None:
+        """Turn to the blocks and sequences of the model's next replica."""
+        state = self.session.state
+        count = 0 if state.stats is None else len(state.stats.replicas)
+        if count < 2 or state.info is None:
+            self.notify("The model has one engine process.", markup=False)
+        elif not isinstance(self._feed, EventFeed):
+            self.notify("A recording has the replica that it was made of.", markup=False)
+        else:
+            self._feed.replica = (state.info.replica + 1) % count
+            self._follow()
 
     def on_key(self, event: Key) -> None:
         """Insert keys typed before the input field had the focus."""
@@ -219,6 +237,8 @@ class DashboardApp(App[None]):
         if isinstance(shown, DashboardScreen):
             words = "hold the picture still, or let it go on"
             yield SystemCommand("Pause", words, shown.action_pause)
+            words = "the map and the sequences of another engine process of the model"
+            yield SystemCommand("Next replica", words, self.action_next_replica)
             yield SystemCommand("Show all", "no sequence in focus", shown.action_show_all)
             words = "the one in focus, after a question"
             yield SystemCommand("Abort request", words, shown.action_abort)

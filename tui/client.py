@@ -72,10 +72,14 @@ class EventFeed:
 
     Args:
         first_retry: seconds before the first new attempt.
+
+    Attributes:
+        replica: the one whose blocks and sequences the next connection brings.
     """
 
     def __init__(self, server: Server, *, first_retry: float = FIRST_RETRY) -> None:
         self.server = server
+        self.replica = 0
         self.name = str(server.url).rstrip("/")
         self._first_retry = self._retry = first_retry
 
@@ -114,6 +118,8 @@ class EventFeed:
         lateness = Lateness()
         try:
             url = self.server.path(EVENTS_PATH)
+            if self.replica:
+                url = url.copy_merge_params({"replica": self.replica})
             async with client.stream("GET", url, headers=_HEADERS) as response:
                 answered = True
                 if response.status_code in (404, 405):

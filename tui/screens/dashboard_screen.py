@@ -55,6 +55,7 @@ class DashboardScreen(Screen[None]):
         Binding("left_curly_bracket", "rewind(60)", "A minute back", show=False),
         Binding("right_curly_bracket", "rewind(-60)", "A minute forward", show=False),
         Binding("x", "abort", "Abort", show=False),
+        Binding("e", "app.next_replica", "Replica", show=False),
         Binding("question_mark", "help", "Help", key_display="?"),
     ]
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (typed by Textual)

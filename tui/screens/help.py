@@ -34,7 +34,7 @@ _KEYS = (
     ("esc", "show all again"),
     ("p", "hold the picture still; the feed goes on"),
     ("[ ]  { }", "go back or forward by five seconds, by a minute"),
-    ("x", "abort the request in focus, after a question"),
+    ("x  e", "abort the request in focus; show the next replica"),
     ("map: + -", "look closer, down to one block a cell, or from farther away"),
     ("map: arrows", "move the cursor; enter focuses the owner of its block"),
     ("requests:", "s sorts, r reverses; / filters: enter keeps, esc clears"),

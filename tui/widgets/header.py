@@ -38,7 +38,7 @@ class Header(Lines):
         uptime = int(stats.uptime_seconds) if stats else None
         return (
             view.state.info, uptime, view.connection_words, view.paused, view.url,
-            view.recording, view.latest.connection.phase,
+            view.recording, view.latest.connection.phase, _replicas(view),
         )  # fmt: skip
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
@@ -47,13 +47,26 @@ class Header(Lines):
         line = Text.assemble((_NAME, f"bold {palette.ACCENT}"))
         if view.state.info is not None:
             line.append(f"  {view.state.info.model}", f"bold {palette.BRIGHT}")
-            for fact, color in _facts(view.state.info):
+            for fact, color in (*_replicas(view), *_facts(view.state.info)):
                 if line.cell_len + len(fact) + 3 + right.cell_len + 2 > width:
                     break
                 line.append(" · ", palette.FAINT)
                 line.append(fact, color)
         line.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis", pad=True)
         return [line.append(" ").append_text(right)]
+
+
+def _replicas(view: View) -> tuple[tuple[str, str], ...]:
+    """Say which replica is shown, and how many are ready, where there are several."""
+    stats, info = view.state.stats, view.state.info
+    if stats is None or info is None or not stats.replicas:
+        return ()
+    ready = sum(one.state == "ready" for one in stats.replicas)
+    count = len(stats.replicas)
+    return (
+        (f"replica {info.replica}", palette.BRIGHT),
+        (f"{ready} of {count} ready", palette.MUTED if ready == count else palette.WARNING),
+    )
 
 
 def _facts(info: Info) -> list[tuple[str, str]]:

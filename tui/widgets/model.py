@@ -12,7 +12,7 @@ from appliance.tui.widgets.panel import HEADLINE, LongPanel, pair, wrapped
 from appliance.tui.widgets.tiers import tier_lines
 
 if TYPE_CHECKING:
-    from appliance.events import Info, Job, QualityFact, Stats
+    from appliance.events import Info, Job, QualityFact, ReplicaView, Stats
     from appliance.tui.view import View
 
 _BAR = "━"
@@ -34,7 +34,9 @@ class ModelPanel(LongPanel):
     DEFAULT_CSS = "ModelPanel { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        return view.state.info, view.state.jobs, view.look.facts_down
+        stats = view.state.stats
+        replicas = () if stats is None else stats.replicas
+        return view.state.info, view.state.jobs, replicas, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:
         """Draw names and facts, the quality card, notes, and a long job if one is running."""
@@ -59,11 +61,31 @@ class ModelPanel(LongPanel):
         lines = [line for job in view.state.jobs for line in _job(job, width)]
         lines.append(pair(info.model, info.state, width, color=HEADLINE))
         lines += [pair(name, value, width) for name, value in facts if value]
+        if view.state.stats is not None and view.state.stats.replicas:
+            lines += [Text(), *_replicas(view.state.stats.replicas, info.replica, width)]
         if info.quality:
             lines += [Text(), *_quality(info.quality, width)]
         for note in info.notes:
             lines += [Text(), *wrapped(f"note: {note}", width, palette.WARNING)]
         return lines
+
+
+def _replicas(replicas: tuple[ReplicaView, ...], shown: int, width: int) -> list[Text]:
+    """Draw a line for each engine process of the model; the one that is shown stands out."""
+    lines = [Text("replicas", f"bold {palette.TEXT}")]
+    for place, one in enumerate(replicas):
+        facts = [
+            f"{numbers.count(one.requests_running)} running",
+            f"{numbers.count(one.requests_waiting)} waiting" if one.requests_waiting else "",
+            f"KV {numbers.percent(one.kv_usage)}",
+            f"hits {numbers.percent(one.prefix_hit_rate)}",
+            f"restarts {one.restarts}" if one.restarts else "",
+        ]
+        color = palette.TEXT if one.state == "ready" else palette.WARNING
+        name = f"{place}, shown" if place == shown else str(place)
+        note = "  ".join(filter(None, facts))
+        lines.append(pair(name, one.state, width, note=note, color=color))
+    return lines
 
 
 def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:

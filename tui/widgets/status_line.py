@@ -46,9 +46,15 @@ def _load(stats: Stats) -> list[tuple[str, str]]:
         (numbers.count(stats.requests_running), "running"),
         (numbers.count(stats.requests_waiting), "waiting"),
         (numbers.percent(stats.engine.kv_usage), "KV"),
+        *([(_ready(stats), "replicas")] if stats.replicas else []),
         *([(f"{fmean(use):.0%}", "GPU")] if use else []),
         *([(f"{sum(watts):.0f}", "W")] if watts else []),
     ]
+
+
+def _ready(stats: Stats) -> str:
+    ready = sum(one.state == "ready" for one in stats.replicas)
+    return f"{ready}/{len(stats.replicas)}"
 
 
 def _latency(stats: Stats) -> list[tuple[str, str]]:
