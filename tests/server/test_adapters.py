@@ -11,6 +11,7 @@ from waiting import until
 
 from appliance.adapter_names import AdapterRegistry
 from appliance.config import EngineConfig
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,6 +145,25 @@ async def test_load_and_unload(serve: Any, folder: Path) -> None:
     async with serve() as server:
         status, text = await post("load", lora_name="a", lora_path="sql")
         assert (status, "--lora-dir" in text) == (403, True)
+
+
+async def test_loading_wakes_an_engine_that_sleeps_and_unloading_does_not(
+    serve: Any, folder: Path
+) -> None:
+    async with serve(server={"idle_timeout": 0.05}, lora_dir=str(folder)) as server:
+        engine = server.engine
+        for path, status in (("sql", 200), ("broken", 400)):
+            await until(lambda: engine.state is EngineState.ASLEEP and engine.pid is None)
+            body = {"lora_name": f"new-{path}", "lora_path": path}
+            answers = await asyncio.gather(
+                *(server.http.post("/v1/load_lora_adapter", json=body) for _ in range(2))
+            )
+            assert [answer.status_code for answer in answers] == [status, status]
+        await until(lambda: engine.state is EngineState.ASLEEP and engine.pid is None)
+        wakes = engine.wakes.number
+        body = {"lora_name": "new-sql"}
+        assert (await server.http.post("/v1/unload_lora_adapter", json=body)).status_code == 200
+        assert (engine.state, engine.wakes.number) == (EngineState.ASLEEP, wakes)
 
 
 async def test_only_the_administrator_s_key_loads(serve: Any, folder: Path) -> None:

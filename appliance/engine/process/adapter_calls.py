@@ -6,12 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from appliance.engine.messages import AdapterAnswer, LoadAdapter, UnloadAdapter
+from appliance.engine.process.supervisor import EngineState
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from appliance.engine.messages import ToEngine
+    from appliance.engine.process.supervisor import Supervisor
     from appliance.engine.request import AdapterRef
 
 
@@ -19,15 +20,15 @@ class AdapterCalls:
     """Adapters that are being read.
 
     Args:
-        send: sends a message to the engine.
+        supervisor: of the engine.
     """
 
-    def __init__(self, send: Callable[[ToEngine], None]) -> None:
-        self._send = send
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
         self._asked: dict[AdapterRef, asyncio.Future[AdapterAnswer]] = {}
 
     async def load(self, ref: AdapterRef) -> None:
-        """Have an adapter read ahead of its first request.
+        """Have an adapter read ahead of its first request; an engine that sleeps is woken.
 
         Raises:
             RequestError: it cannot be used.
@@ -36,7 +37,10 @@ class AdapterCalls:
         if asked is None:
             asked = asyncio.get_running_loop().create_future()
             self._asked[ref] = asked
-            self._send(LoadAdapter(ref))
+            if self._supervisor.state is EngineState.READY:
+                self._supervisor.send(LoadAdapter(ref))
+            else:
+                self._supervisor.wake()
         # A caller that leaves must not cancel the answer for others who asked the same.
         answer = await asyncio.shield(asked)
         if answer.error:
@@ -44,7 +48,17 @@ class AdapterCalls:
 
     def unload(self, ref: AdapterRef) -> None:
         """Have an adapter forgotten after the last request that uses it."""
-        self._send(UnloadAdapter(ref))
+        self._supervisor.send(UnloadAdapter(ref))
+
+    @property
+    def is_asked(self) -> bool:
+        """True if an answer is due."""
+        return bool(self._asked)
+
+    def begin(self) -> None:
+        """Ask an engine that is ready for what was asked while it slept."""
+        for ref in self._asked:
+            self._supervisor.send(LoadAdapter(ref))
 
     def take(self, answers: Iterable[AdapterAnswer]) -> None:
         """Pass answers on to those who asked."""

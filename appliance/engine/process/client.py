@@ -112,7 +112,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         super().__init__(supervisor)
         self._tables = TableFetches(lambda *asked: self._supervisor.send(FetchTable(*asked)))
         self._idle = IdleTimer(idle_timeout, self._supervisor.sleep)
-        self.adapters = AdapterCalls(self._supervisor.send)
+        self.adapters = AdapterCalls(self._supervisor)
 
     @property
     def quarantined(self) -> int:
@@ -182,6 +182,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self.fail_all(error)
         self._waiters.wake(error)
         self._forget_sequences()
+        self.adapters.forget()
         await self._supervisor.close(now=now)
 
     def generate(self, request: Request) -> Generation:
@@ -300,11 +301,11 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self.place.leave_if_asked()
 
     def _is_busy(self) -> bool:
-        """Return True if the engine owes tokens.
+        """Return True if the engine owes tokens, or word of an adapter.
 
         Requests that it was not given and unread deltas do not count.
         """
-        return any(
+        return self.adapters.is_asked or any(
             one.is_awaited and one.submissions > 0 and one not in self._held
             for one in self._generations.values()
         )
@@ -328,7 +329,9 @@ class EngineClient(SupervisedEngine, OpenRequests):
             self.sequences = report.sequences
         for table in report.tables:
             self._tables.answer(table)
-        self.adapters.take(report.adapters)
+        if report.adapters:
+            self.adapters.take(report.adapters)
+            self._rest()
         if report.stats is not None:
             for observe in self.observers:
                 observe(report)
@@ -337,11 +340,11 @@ class EngineClient(SupervisedEngine, OpenRequests):
     def _forget_sequences(self) -> None:
         self.sequences = ()
         self._tables.give_up()
-        self.adapters.forget()
 
     def _on_death(self, error: EngineDiedError) -> None:
         self.place.leave()
         self._forget_sequences()
+        self.adapters.forget()
         self._on_trial, held = None, set(map(id, self._held))
         self._held.clear()
         process = self._supervisor.process
@@ -371,10 +374,11 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self.place.leave()
         self._forget_sequences()
         self._on_report(StepReport(stats=EngineStats()))  # of a process that holds nothing
-        if any(one.is_awaited for one in self._generations.values()):
+        if self.adapters.is_asked or any(one.is_awaited for one in self._generations.values()):
             self._supervisor.wake()
 
     def _on_ready(self) -> None:
+        self.adapters.begin()
         for generation in list(self._generations.values()):
             if generation.is_awaited:  # otherwise only its consumer has some left to read
                 generation.submissions += 1
@@ -385,6 +389,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
     def _on_outage(self, error: EngineUnavailableError) -> None:
         self.place.leave()
         self._forget_sequences()
+        self.adapters.forget()
         self._hand_over_waiting()
         self.fail_all(error)
         self._waiters.wake(error)
