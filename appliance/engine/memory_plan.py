@@ -207,7 +207,7 @@ def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) 
     swapped = f" and {_size(host)} for blocks that make room (--kv-host-memory)" if host else ""
     asked = request.kv_cache_memory
     wish = "" if asked is None else f"--kv-cache-memory asks for {_size(asked)}; "
-    itself = f", {_size(own)} of Python and PyTorch" if (own := request.process_bytes) else ""
+    itself = f", {_size(own)} of Python and libraries" if (own := request.process_bytes) else ""
     states = needed_states(request)
     rows = f" for {states.num_slots} sequences (--max-num-seqs)"
     rows += f" and {states.num_checkpoints} checkpoints" if states.num_checkpoints else ""

@@ -77,7 +77,7 @@ def test_what_the_process_has_already_is_part_of_the_plan() -> None:
     assert without.kv_bytes - plan.kv_bytes == 50 * MIB
     more = plan_memory(request(process_bytes=50 * MIB, budget_bytes=350 * MIB))
     assert more.kv_host_bytes == plan_memory(request()).kv_host_bytes
-    with pytest.raises(MemoryPlanError, match=r"of weights, 200\.0 MiB of Python and PyTorch"):
+    with pytest.raises(MemoryPlanError, match=r"of weights, 200\.0 MiB of Python and libraries"):
         plan_memory(request(process_bytes=200 * MIB))
 
 

@@ -66,7 +66,7 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
             "quality card  against Qwen3-8B",
             "KL divergence, mean",
             "0.0312",
-            "Python and PyTorch",
+            "Python and libraries",
             "quantize Qwen3-8B",
             "4 of 38",
             "loss 0.0123",

@@ -151,7 +151,7 @@ def _plan(info: Info, width: int) -> list[Text]:
         ("weights", info.weight_bytes, palette.ACCENT),
         ("KV cache", info.kv_bytes, palette.WRITING),
         ("workspace", info.workspace_bytes, palette.WARNING),
-        *([("Python and PyTorch", own, palette.NOTE)] if (own := info.process_bytes) else []),
+        *([("Python and libraries", own, palette.NOTE)] if (own := info.process_bytes) else []),
     ]
     rest = max(0, info.memory_bytes - sum(size for _, size, _ in parts))
     bar, seen, drawn = Text(), 0, 0

@@ -47,7 +47,7 @@ def test_what_was_asked_for_is_there_and_told(tiny_llama: Path) -> None:
 def test_the_banner_says_what_the_engine_takes_in_all(tiny_llama: Path) -> None:
     info = load(tiny_llama).info
     (row,) = (line for line in banner("http://x", "m", info).splitlines() if "memory  " in line)
-    listed = r"weights (\d+) \+ KV cache (\d+) \+ workspace (\d+) \+ Python and PyTorch ([\d,]+)"
+    listed = r"weights (\d+) \+ KV cache (\d+) \+ workspace (\d+) \+ Python and libraries ([\d,]+)"
     used = r"; [\d,]+ may be used\. This server takes [\d,]+ beside it"
     found = re.search(rf"([\d,]+) MiB once the KV cache is full: {listed}{used}", row)
     assert found is not None, row
