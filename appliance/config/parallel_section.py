@@ -39,3 +39,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             Group.COMPUTE,
         ),
     ] = "auto"
+
+    @property
+    def is_divided(self) -> bool:
+        """True if several processes are to share one model."""
+        return self.tensor_parallel > 1 or self.gpu_split not in ("auto", "1")

@@ -142,7 +142,7 @@ def open_draft(
 def _open_head(
     asked: str, source: ModelSource, execution: NativeExecution, config: EngineConfig
 ) -> HeadDraft:
-    if config.tensor_parallel > 1 or config.gpu_split not in ("auto", "1"):
+    if config.is_divided:
         raise ConfigError(
             f"{asked}: the head reads hidden states of one process, which --tensor-parallel and"
             " --gpu-split divide among several; leave these out, or use --speculate auto"

@@ -29,7 +29,7 @@ def load_engine(
 ) -> LLMEngine | EncoderEngine:
     """Load a model of any kind; arguments and errors as for `LLMEngine.load`."""
     if is_encoder(Path(config.model)):
-        if config.tensor_parallel > 1 or config.gpu_split not in ("auto", "1"):
+        if config.is_divided:
             raise ConfigError(
                 f"{config.model} is an encoder, which one process runs whole; leave out"
                 " --tensor-parallel and --gpu-split"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,11 +12,11 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
 
 
-class OpenRequests:
+class OpenRequests(ABC):
     """The requests that were accepted and have not ended."""
 
-    def _open(self) -> Iterable[Generation]:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self) -> Iterable[Generation]: ...
 
     @property
     def num_waiting(self) -> int:

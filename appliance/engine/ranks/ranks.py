@@ -56,13 +56,13 @@ class Ranks:
         Raises:
             ConfigError: these are no shares, or the model's heads do not divide by them.
         """
-        if config.tensor_parallel == 1:
-            if config.gpu_split not in ("auto", "1"):
-                raise ConfigError(
-                    f"--gpu-split {config.gpu_split} divides the model among several processes;"
-                    " say how many with --tensor-parallel"
-                )
+        if not config.is_divided:
             return None
+        if config.tensor_parallel == 1:
+            raise ConfigError(
+                f"--gpu-split {config.gpu_split} divides the model among several processes;"
+                " say how many with --tensor-parallel"
+            )
         split = Split.parse(config.tensor_parallel, config.gpu_split)
         bounds = split.cut(max(threads, split.size))
         assert bounds is not None
