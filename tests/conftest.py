@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=200,
         help="hostile settings of models that the sanitizers' test makes up",
     )
+    parser.addoption("--header-seed", type=int, default=0, help="a number that chooses which ones")
 
 
 def pytest_configure(config: pytest.Config) -> None:

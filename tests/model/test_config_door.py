@@ -1,7 +1,8 @@
 """Numbers of a stranger's settings: refused by name, or no trouble to whatever gets them.
 
 The fuzz runs what passes the door through the CPU library. `test_sanitizers` runs this file with a
-library that stops at the first access out of bounds; APPLIANCE_TEST_HEADER_CASES=N says how often.
+library that stops at the first access out of bounds. APPLIANCE_TEST_HEADER_CASES says how often,
+and APPLIANCE_TEST_HEADER_SEED which cases: a number gives the same ones at every run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from family_settings import EXPERTS, GGUF_SIZES, LLAMA3, OF_ARCHITECTURE, OF_FAMILY, SIZES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from teacher_forcing import logits_of
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 # Taken out, because the product refuses variables that begin with its name and are no settings.
 _PATH = Path(os.environ.pop("APPLIANCE_TEST_CPU_LIBRARY", LIBRARY))
 CASES = int(os.environ.pop("APPLIANCE_TEST_HEADER_CASES", "300"))
+SEED = int(os.environ.pop("APPLIANCE_TEST_HEADER_SEED", "0"))
 MAX_WEIGHTS = 2**17  # elements of a model that is built
 ORIGIN = "/models/stranger/config.json"
 
@@ -139,9 +141,8 @@ def attempt(family: Family, origin: str, read: Callable[[], dict[str, Any]]) -> 
 
 def many(function: Callable[..., None]) -> Callable[..., None]:
     slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=CASES, derandomize=True, suppress_health_check=slow_is_fine)(
-        function
-    )
+    given_cases = settings(max_examples=CASES, database=None, suppress_health_check=slow_is_fine)
+    return seed(SEED)(given_cases(function))
 
 
 @st.composite

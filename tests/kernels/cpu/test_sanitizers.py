@@ -90,7 +90,7 @@ def test_the_c_tests_pass_with_sanitizers(sanitized: Path, tmp_path: Path) -> No
 def test_settings_of_a_stranger_reach_nothing_out_of_bounds(
     sanitized: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Of --header-cases, of which 50000 take an hour or so."""
+    """Of --header-cases, of which 50000 take an hour or so, by --header-seed."""
     cases = request.config.getoption("header_cases")
     finished = run(
         [
@@ -107,6 +107,7 @@ def test_settings_of_a_stranger_reach_nothing_out_of_bounds(
         seconds=250 + cases,
         APPLIANCE_TEST_CPU_LIBRARY=str(sanitized),
         APPLIANCE_TEST_HEADER_CASES=str(cases),
+        APPLIANCE_TEST_HEADER_SEED=str(request.config.getoption("header_seed")),
     )
     assert finished.returncode == 0, finished.stdout[-20_000:]
 
