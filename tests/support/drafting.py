@@ -1,9 +1,10 @@
-"""Engines that verify drafts whatever these cost."""
+"""Engines that verify drafts whatever these cost, however fast the machine is."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.engine.speculation.draft_model import DraftModelProposer
 from appliance.engine.speculation.row_costs import RowCosts
 from appliance.engine.speculation.speculator import Speculator
 
@@ -11,15 +12,26 @@ if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
 
 
-class FreeRows(RowCosts):
-    """Every step takes a second."""
+class FixedCosts(RowCosts):
+    """Every step takes the same time."""
+
+    def __init__(self, each: float) -> None:
+        super().__init__()
+        self._each = each
 
     def seconds(self, rows: int) -> float:
-        return 1.0
+        return self._each
 
 
 def draft_always(engine: LLMEngine) -> None:
-    """Make rows cost nothing, so that whatever is proposed is verified."""
+    """Make rows and drafts cost next to nothing, so that whatever is proposed is verified."""
     speculator = engine._scheduler._speculator
-    if isinstance(speculator, Speculator):
-        speculator.controller.costs = FreeRows()
+    if not isinstance(speculator, Speculator):
+        return
+    speculator.controller.costs = FixedCosts(1.0)
+    speculator._clock = lambda: 0.0
+    if speculator._drafting is not None:
+        slow = speculator._drafting._proposer
+        assert isinstance(slow, DraftModelProposer)
+        slow.costs = FixedCosts(0.001)
+        slow._clock = lambda: 0.0
