@@ -188,13 +188,7 @@ def reason_to_finish(sequence: Sequence, bounds: Bounds) -> FinishReason | None:
     # The first min_tokens tokens end nothing: the sampler bans tokens that would.
     if ends and sequence.num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
-    if is_full(sequence, len(sequence.token_ids), bounds.max_tokens):
+    num_tokens = len(sequence.token_ids)
+    if num_tokens >= sequence.max_tokens or num_tokens >= bounds.max_tokens:
         return FinishReason.LENGTH
     return None
-
-
-def is_full(sequence: Sequence, num_tokens: int, max_tokens: int) -> bool:
-    """Return True if a sequence ends at `num_tokens`, whatever its last token is."""
-    num_output_tokens = num_tokens - sequence.num_prompt_tokens
-    most = sequence.request.sampling.max_tokens
-    return (most is not None and num_output_tokens >= most) or num_tokens >= max_tokens

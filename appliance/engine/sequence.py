@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +31,7 @@ class Sequence:
         index: its number among the request's choices.
         token_ids: prompt, then answer.
         num_prompt_tokens: tokens of the client's prompt.
+        max_tokens: most tokens that the request wants, prompt and answer together.
         num_computed: leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens that came from the prefix cache at first admission.
         to_read: places of the prompt whose rows are wanted for more than keys and values; the first
@@ -52,6 +54,7 @@ class Sequence:
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
     num_prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     num_cached: int = 0
@@ -76,6 +79,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        most = self.request.sampling.max_tokens
+        self.max_tokens = sys.maxsize if most is None else self.num_prompt_tokens + most
         if not self.token_ids:
             self.token_ids = list(self.request.prompt_token_ids)
         if self.index == 0:

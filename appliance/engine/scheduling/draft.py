@@ -76,11 +76,10 @@ class Draft:
         return 0 if entry is None else entry.num_tokens
 
     def finished(self, blocks: BlockManager, tiers: Tiers) -> Plan:
-        entries = self.entries.values()
-        scheduled = (
-            *(entry for entry in entries if entry.num_tokens == 1),
-            *(entry for entry in entries if entry.num_tokens > 1),
-        )
+        entries = list(self.entries.values())
+        scheduled = tuple([entry for entry in entries if entry.num_tokens == 1])
+        if len(scheduled) < len(entries):
+            scheduled += tuple([entry for entry in entries if entry.num_tokens > 1])
         states = blocks.states
         if states is not None:  # before the tiers: what checkpoints push out may go there
             size = blocks.block_size

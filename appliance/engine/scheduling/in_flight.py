@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from appliance.engine.limits import is_full
 from appliance.engine.scheduling.policy import may_look_ahead, rank
 from appliance.engine.sequence import SequenceStatus
 
@@ -69,11 +68,14 @@ class InFlight:
             return 0
         if self.starved is not None and rank(sequence) > self.starved:
             return 0  # once it is idle, its blocks can be taken
-        if own[0].samples and (
-            not may_look_ahead(sequence) or is_full(sequence, own[0].end + 1, self._max_tokens)
-        ):
+        first = own[0]
+        end = first.start + first.num_tokens
+        if not first.samples:
+            return len(sequence.token_ids) - end
+        is_last = end + 1 >= sequence.max_tokens or end + 1 >= self._max_tokens
+        if is_last or not may_look_ahead(sequence):
             return 0
-        return len(sequence.token_ids) + own[0].samples - own[0].end
+        return len(sequence.token_ids) + 1 - end
 
     def check_invariants(self, running: list[Sequence]) -> list[Sequence]:
         """Assert that the entries fit together; return the sequences that have ended."""

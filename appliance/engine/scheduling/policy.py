@@ -149,13 +149,11 @@ def most_drafts(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
         num_left: rows of its own in this step.
         bounds: limits of its length.
     """
-    sampling, num_tokens = sequence.request.sampling, len(sequence.token_ids)
-    if sampling.use_beam_search or sequence.num_computed + num_left < num_tokens:
+    num_tokens = len(sequence.token_ids)
+    if sequence.request.sampling.use_beam_search or sequence.num_computed + num_left < num_tokens:
         return 0
-    most = bounds.max_tokens - num_tokens
-    if sampling.max_tokens is not None:
-        most = min(most, sampling.max_tokens - sequence.num_output_tokens)
-    most = min(most - 1, MAX_DRAFTS, MAX_ANSWER_ROWS - num_left)
+    room = min(bounds.max_tokens, sequence.max_tokens) - num_tokens
+    most = min(room - 1, MAX_DRAFTS, MAX_ANSWER_ROWS - num_left)
     if bounds.is_recurrent:
         most = min(most, -num_tokens % bounds.block_size - 1)
     return max(0, most)
