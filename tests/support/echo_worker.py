@@ -18,13 +18,13 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from echo_reports import pooled, reported
+from echo_reports import pooled
 from echo_script import Script
+from echo_sequence import EchoSequence
 
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.messages import (
@@ -60,21 +60,6 @@ BUSY = 269  # the step computes for `busy_seconds`, and says so on the way if `a
 TRIGGERS = {DIE, REFUSE, BREAK, HANG, FAIL, BUSY}
 
 given_knobs: str | None = None
-
-
-@dataclass
-class EchoSequence:
-    request: Request
-    index: int
-    slot: int
-    says: tuple[int, ...]
-    computed: int = 0
-    output: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    cached: int = 0
-    blocks: list[int] = field(default_factory=list)
-    arrival: float = field(default_factory=time.monotonic)
 
 
 class EchoEngine:
@@ -208,11 +193,11 @@ class EchoEngine:
             if sequence in self.running:
                 if age < (request.timeout or age + 1):
                     continue
-                delta = self.delta(sequence, (), FinishReason.TIMEOUT)
+                delta = sequence.delta((), FinishReason.TIMEOUT)
             else:
                 if age < min(request.timeout or age + 1, request.max_queue_seconds or age + 1):
                     continue
-                delta = self.delta(sequence, (), FinishReason.ERROR, "waited for too long")
+                delta = sequence.delta((), FinishReason.ERROR, "waited for too long")
             deltas.append(msgspec.structs.replace(delta, expired=delta.error is not None))
             self.finish(sequence)
         return deltas
@@ -242,10 +227,10 @@ class EchoEngine:
             return None
         if FAIL in prompt:
             self.finish(sequence)
-            return self.delta(sequence, (), FinishReason.ERROR, "no valid token")
+            return sequence.delta((), FinishReason.ERROR, "no valid token")
         if request.sampling.max_tokens == 0:
             self.finish(sequence)
-            delta = self.delta(sequence, (), FinishReason.LENGTH)
+            delta = sequence.delta((), FinishReason.LENGTH)
             return msgspec.structs.replace(delta, pooled=pooled(request), queue_seconds=0.001)
         run: list[int] = []
         reason = None
@@ -256,7 +241,7 @@ class EchoEngine:
         sequence.accepted += len(run) - 1
         if reason is not None:
             self.finish(sequence)
-        return self.delta(sequence, tuple(run), reason)
+        return sequence.delta(tuple(run), reason)
 
     def next_token(self, sequence: EchoSequence) -> tuple[int, FinishReason | None]:
         says, request = sequence.says, sequence.request
@@ -276,37 +261,6 @@ class EchoEngine:
             reason = FinishReason.LENGTH
         return token, reason
 
-    def delta(
-        self,
-        sequence: EchoSequence,
-        run: tuple[int, ...],
-        reason: FinishReason | None,
-        error: str | None = None,
-    ) -> SequenceDelta:
-        logprobs = None
-        count = sequence.request.sampling.logprobs
-        if run and count is not None:  # later choices are likelier
-            logprobs = tuple(reported(token, -0.5 / (1 + sequence.index), count) for token in run)
-        scores = None
-        count = sequence.request.sampling.prompt_logprobs
-        first = sequence.output <= len(run) and not sequence.index
-        if count is not None and error is None and first:
-            ids = sequence.request.prompt_token_ids[1:]
-            scores = tuple(reported(token, -0.5, count) for token in ids)
-        return SequenceDelta(
-            prompt_logprobs=scores,
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=run,
-            logprobs=logprobs,
-            finish_reason=reason,
-            error=error,
-            num_cached_tokens=sequence.cached,
-            num_draft_tokens=sequence.drafts,
-            num_accepted_tokens=sequence.accepted,
-            queue_seconds=0.001 if run and sequence.output == len(run) else None,
-        )
-
     def take_steps(self) -> tuple[StepView, ...]:
         views, self.views = tuple(self.views), []
         return views
@@ -314,14 +268,7 @@ class EchoEngine:
     def block_table(self, request_id: str, index: int) -> Table:
         for sequence in self.running:
             if (sequence.request.request_id, sequence.index) == (request_id, index):
-                full = sequence.computed // self.block_size
-                return Table(
-                    request_id=request_id,
-                    index=index,
-                    num_tokens=sequence.computed,
-                    blocks=tuple(sequence.blocks),
-                    hashes=b"".join(bytes([block]) * 16 for block in sequence.blocks[:full]),
-                )
+                return sequence.table(self.block_size)
         return Table(request_id=request_id, index=index)
 
     def close(self) -> None:
@@ -342,21 +289,7 @@ class EchoEngine:
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        return tuple(
-            SequenceView(
-                request_id=sequence.request.request_id,
-                index=sequence.index,
-                slot=sequence.slot,
-                owner=sequence.request.owner,
-                status="running" if sequence.slot else "waiting",
-                prompt_tokens=len(sequence.request.prompt_token_ids),
-                cached_tokens=sequence.cached,
-                output_tokens=sequence.output,
-                blocks=len(sequence.blocks),
-                age_seconds=0.0,
-            )
-            for sequence in [*self.running, *self.waiting]
-        )
+        return tuple(sequence.view() for sequence in [*self.running, *self.waiting])
 
 
 def load(

@@ -12,28 +12,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from guessing_speculator import GuessingSpeculator
-from load_script import Event, Script, Setting, answer_of, beams_of, ends
+from load_script import Event, Script, answer_of, beams_of, ends
 from plain_search import Found
 from simulated_client import Choice, Search, first_limit
 from virtual_disk import VirtualDisk
-from virtual_model import EOS, VOCAB, content_of, logprob_of, next_token
-from virtual_runner import Clock, DeviceLostError, VirtualRunner
+from virtual_engine import build_engine, counts_of
+from virtual_model import content_of, logprob_of, next_token
+from virtual_runner import Clock, DeviceLostError
 
 from appliance.best_of import Likelihood, best
 from appliance.engine.beams.beam_group import BeamGroup
-from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.blocks.state_slots import StateSlots
-from appliance.engine.engine import LLMEngine
-from appliance.engine.messages import EngineInfo
-from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.policy import may_admit, may_draft
-from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import SequenceStatus
-from appliance.engine.tiers.tiers import Tiers, TierSizes
-from appliance.engine.tiers.write_behind import WriteBehind
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -80,68 +71,9 @@ class Simulation:
 
     def start(self) -> None:
         """Begin with an empty cache; only what the disk has is left of what was before."""
-        setting = self.script.setting
         self.num_tokens = self.searches = 0
-        limits = SchedulerLimits(
-            setting.max_num_seqs, setting.max_num_batched_tokens, setting.context_length
-        )
-        num_open = num_open_pages(
-            setting.max_num_seqs,
-            setting.max_num_batched_tokens,
-            setting.block_size,
-            plans=1 + setting.depth,
-        )
-        self.blocks = blocks = BlockManager(
-            setting.num_blocks,
-            setting.block_size,
-            prefix_caching=setting.prefix_caching,
-            num_open=num_open if setting.sealed else 0,
-            states=StateSlots(
-                setting.max_num_seqs, setting.checkpoints if setting.prefix_caching else 0
-            )
-            if setting.recurrent
-            else None,
-        )
-        self.runner = VirtualRunner(
-            blocks,
-            max_rows=setting.max_num_batched_tokens,
-            sealed=setting.sealed,
-            depth=setting.depth,
-            noise=self.noise,
-            clock=self.clock,
-        )
-        sizes = TierSizes(
-            block_bytes=8,
-            open_bytes=8 if setting.sealed else 0,
-            host_bytes=8 * setting.host_blocks,
-            keeps_evicted=setting.host_keeps_evicted,
-            state_bytes=16 if setting.recurrent else 0,
-        )
-        # To move a block takes as long as to compute so many tokens.
-        rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
-        self.tiers = tiers = Tiers(blocks, sizes, rates)
-        if (disk := self.disk) is not None:
-            tiers.disk = disk  # type: ignore[assignment]
-            tiers.writes = WriteBehind(
-                blocks,
-                disk,  # type: ignore[arg-type]
-                self.runner.save,
-                self.clock.read,
-                self.runner.save_states,
-            )
-        speculator = None
-        if setting.drafts and setting.depth != 1:
-            speculator = GuessingSpeculator(setting.drafts, self.noise)
-        self.scheduler = Scheduler(
-            blocks,
-            limits,
-            (EOS,),
-            look_ahead=setting.depth == 1,
-            tiers=tiers,
-            speculator=speculator,
-        )
-        self.engine = LLMEngine(
-            self.scheduler, tiers, self.runner, engine_info(setting), clock=self.clock.read
+        self.blocks, self.runner, self.tiers, self.scheduler, self.engine = build_engine(
+            self.script.setting, self.clock, self.disk, self.noise
         )
 
     def run(self) -> int:
@@ -355,7 +287,7 @@ class Simulation:
         """The engine process dies with all it had, and the next one begins."""
         for choice in list(self.live.values()):
             self.end(choice, FinishReason.ERROR)
-        self.count()
+        self.seen += counts_of(self.engine, self.runner, self.blocks)
         self.seen["deaths"] += 1
         if self.disk is not None:
             self.disk.lose_engine()
@@ -385,53 +317,10 @@ class Simulation:
         assert host.room == host.capacity - unread, "room in host memory is kept for nobody"
         if not self.searches:  # their tokens count for each beam
             assert stats.generation_tokens_total == self.num_tokens, "tokens are counted wrongly"
-        self.count()
+        self.seen += counts_of(self.engine, self.runner, self.blocks)
         if self.disk is not None:
             self.seen["damaged files"] += self.disk.counters.corrupt
             self.seen["blocks written to the disk"] += self.disk.counters.written
-
-    def count(self) -> None:
-        stats = self.engine.stats()
-        self.seen["steps"] += stats.steps_total
-        self.seen += self.runner.seen
-        self.seen["preempted"] += stats.preemptions_total
-        self.seen["accepted drafts"] += stats.accepted_tokens_total
-        self.seen["rejected drafts"] += stats.draft_tokens_total - stats.accepted_tokens_total
-        self.seen["tokens from the cache"] += stats.prefix_hits_total
-        self.seen["evictions"] += self.blocks.pool.num_evictions
-        if (states := self.blocks.states) is not None:
-            self.seen["checkpoints"] += states.num_saved
-            self.seen["evicted checkpoints"] += states.checkpoints.num_evictions
-            self.seen["restored checkpoints"] += states.num_restored
-            self.seen["rewound states"] += stats.state_rewinds_total
-        self.seen["swapped"] += stats.swaps_total
-        self.seen["blocks out to the host"] += stats.swapped_out_total
-        self.seen["blocks back from the host"] += stats.swapped_in_total
-        self.seen["tokens from the host"] += stats.prefix_hits_host_total
-        self.seen["tokens from the disk"] += stats.prefix_hits_disk_total
-
-
-def engine_info(setting: Setting) -> EngineInfo:
-    return EngineInfo(
-        model="virtual",
-        architecture="",
-        device="",
-        backend="",
-        weight_format="",
-        kv_format="",
-        context_length=setting.context_length,
-        vocab_size=VOCAB,
-        eos_token_ids=(EOS,),
-        block_size=setting.block_size,
-        num_blocks=setting.num_blocks,
-        max_num_seqs=setting.max_num_seqs,
-        weight_bytes=0,
-        kv_bytes=0,
-        workspace_bytes=0,
-        memory_bytes=0,
-        load_seconds=0.0,
-        fingerprint="",
-    )
 
 
 def always(num_prompts: int, num_startable: int) -> bool:

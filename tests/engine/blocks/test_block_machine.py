@@ -6,7 +6,8 @@ import random
 from unittest.mock import patch
 
 import pytest
-from block_machine import START, BlockMachine, seen
+from block_history import seen
+from block_machine import START, BlockMachine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
