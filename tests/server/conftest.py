@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 import uvicorn
 import uvloop
 from byte_tokenizer import save_byte_tokenizer
@@ -40,6 +41,8 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from playwright.async_api import Browser
+
     from appliance.engine.process.replica import Replica
 
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading theirs takes each client 40 ms
@@ -49,6 +52,15 @@ ECHO = (sys.executable, str(Path(__file__).parent.parent / "support" / "echo_wor
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loop that the server really runs on."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    """One for a file, whose tests run on its loop; each opens a context of its own."""
+    from browser import chromium
+
+    async with chromium() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

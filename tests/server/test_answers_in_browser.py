@@ -6,16 +6,18 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import chromium, opened
+from browser import opened
 from playwright.async_api import Error
 from waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from playwright.async_api import Page
+    from playwright.async_api import Browser, Page
 
     from tests.server.conftest import Serve
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the browser
 
 # Draw an answer, in pieces if it is so wanted; what became of it.
 DRAW = """async ([pieces, isOpen]) => {
@@ -117,9 +119,8 @@ v_2 = w_2 * x
 
 
 @asynccontextmanager
-async def page_of(serve: Serve) -> AsyncIterator[tuple[Page, list[str]]]:
+async def page_of(serve: Serve, browser: Browser) -> AsyncIterator[tuple[Page, list[str]]]:
     async with (
-        chromium() as browser,
         serve() as running,
         opened(browser, running.url) as (page, complaints),
     ):
@@ -139,8 +140,9 @@ async def found(page: Page) -> dict[str, Any]:
 
 async def test_no_answer_becomes_a_script_a_picture_or_a_link_that_does_something(
     serve: Serve,
+    browser: Browser,
 ) -> None:
-    async with page_of(serve) as (page, complaints):
+    async with page_of(serve, browser) as (page, complaints):
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
@@ -158,10 +160,10 @@ async def test_no_answer_becomes_a_script_a_picture_or_a_link_that_does_somethin
         assert complaints == []
 
 
-async def test_a_hostile_answer_in_the_chat_itself(serve: Serve) -> None:
+async def test_a_hostile_answer_in_the_chat_itself(serve: Serve, browser: Browser) -> None:
     """The engine repeats what it is asked."""
     text = "x\n\n<img src=x onerror=globalThis.hit=1>\n\n[a](javascript:globalThis.hit=1) **b**"
-    async with page_of(serve) as (page, complaints):
+    async with page_of(serve, browser) as (page, complaints):
         await page.get_by_label("Message").fill(text)
         await page.get_by_role("button", name="Send").click()
         await page.locator(".assistant strong", has_text="b").wait_for()
@@ -173,8 +175,10 @@ async def test_a_hostile_answer_in_the_chat_itself(serve: Serve) -> None:
         assert complaints == []
 
 
-async def test_the_browser_itself_refuses_to_make_markup_of_text(serve: Serve) -> None:
-    async with page_of(serve) as (page, _):
+async def test_the_browser_itself_refuses_to_make_markup_of_text(
+    serve: Serve, browser: Browser
+) -> None:
+    async with page_of(serve, browser) as (page, _):
         for script in (
             "document.body.innerHTML = '<b>x</b>'",
             "new DOMParser().parseFromString('<b>x</b>', 'text/html')",
@@ -185,8 +189,8 @@ async def test_the_browser_itself_refuses_to_make_markup_of_text(serve: Serve) -
                 await page.evaluate(script)
 
 
-async def test_what_markdown_has_is_shown_as_what_it_is(serve: Serve) -> None:
-    async with page_of(serve) as (page, complaints):
+async def test_what_markdown_has_is_shown_as_what_it_is(serve: Serve, browser: Browser) -> None:
+    async with page_of(serve, browser) as (page, complaints):
         await draw(page, WORKS)
         box = page.locator("#messages")
         assert await box.locator("h3").inner_text() == "One"
@@ -210,8 +214,10 @@ async def test_what_markdown_has_is_shown_as_what_it_is(serve: Serve) -> None:
         assert complaints == []
 
 
-async def test_an_answer_that_grows_ends_as_if_it_had_come_at_once(serve: Serve) -> None:
-    async with page_of(serve) as (page, _):
+async def test_an_answer_that_grows_ends_as_if_it_had_come_at_once(
+    serve: Serve, browser: Browser
+) -> None:
+    async with page_of(serve, browser) as (page, _):
         at_once = await draw(page, WORKS)
         for size in (1, 2, 3, 7, 50):
             pieces = [WORKS[at : at + size] for at in range(0, len(WORKS), size)]
@@ -220,8 +226,8 @@ async def test_an_answer_that_grows_ends_as_if_it_had_come_at_once(serve: Serve)
         assert await draw(page, *windows.splitlines(keepends=True)) == at_once
 
 
-async def test_what_is_drawn_stays_while_the_answer_grows(serve: Serve) -> None:
-    async with page_of(serve) as (page, _):
+async def test_what_is_drawn_stays_while_the_answer_grows(serve: Serve, browser: Browser) -> None:
+    async with page_of(serve, browser) as (page, _):
         await draw(page, "First *words*.\n\n```python\nprint(", is_open=True)
         kept = await page.evaluate("""() => {
             const place = answer.element;
@@ -239,9 +245,9 @@ async def test_what_is_drawn_stays_while_the_answer_grows(serve: Serve) -> None:
         assert await page.locator("#messages em").all_inner_texts() == ["words", "words"]
 
 
-async def test_only_the_block_that_grows_is_drawn_again(serve: Serve) -> None:
+async def test_only_the_block_that_grows_is_drawn_again(serve: Serve, browser: Browser) -> None:
     """A long answer costs no more a token at its end than at its beginning."""
-    async with page_of(serve) as (page, _):
+    async with page_of(serve, browser) as (page, _):
         await draw(page, *(f"Paragraph **{n}**.\n\n" for n in range(200)), "The last", is_open=True)
         changed = await page.evaluate("""async () => {
             const changes = [];
@@ -255,8 +261,10 @@ async def test_only_the_block_that_grows_is_drawn_again(serve: Serve) -> None:
         assert changed == [1, len("The last one.")]
 
 
-async def test_a_block_reads_in_the_direction_of_its_letters(serve: Serve) -> None:
-    async with page_of(serve) as (page, _):
+async def test_a_block_reads_in_the_direction_of_its_letters(
+    serve: Serve, browser: Browser
+) -> None:
+    async with page_of(serve, browser) as (page, _):
         await draw(page, "- \u0645\u0631\u062d\u0628\u0627 `code`\n\nand back")
         directions = await page.evaluate(
             "['ul', 'li', 'li code', 'p'].map((name) =>"
@@ -265,8 +273,10 @@ async def test_a_block_reads_in_the_direction_of_its_letters(serve: Serve) -> No
         assert directions == ["rtl", "rtl", "ltr", "ltr"]
 
 
-async def test_code_and_answers_are_copied_as_they_were_written(serve: Serve) -> None:
-    async with page_of(serve) as (page, _):
+async def test_code_and_answers_are_copied_as_they_were_written(
+    serve: Serve, browser: Browser
+) -> None:
+    async with page_of(serve, browser) as (page, _):
         await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         text = "x\n\n```c\nint *p;\n```"
         await page.get_by_label("Message").fill(text)

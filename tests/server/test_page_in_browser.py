@@ -8,7 +8,8 @@ import re
 import signal
 from typing import TYPE_CHECKING, Any
 
-from browser import PHONE, chromium, opened
+import pytest
+from browser import PHONE, opened
 from waiting import until
 
 from appliance.jobs import JobFile
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from playwright.async_api import Page
+    from playwright.async_api import Browser, Page
 
     from tests.server.conftest import Serve
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the browser
 
 MAP_COLOURS = """() => {
     const canvas = document.getElementById("map");
@@ -47,9 +50,8 @@ async def figures(page: Page) -> str:
     return await found.inner_text()
 
 
-async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
+async def test_a_person_chats_and_watches_without_a_key(serve: Serve, browser: Browser) -> None:
     async with (
-        chromium() as browser,
         serve("holds_at=170") as running,  # the second answer goes on until it is stopped
         opened(browser, running.url) as (page, complaints),
     ):
@@ -90,11 +92,10 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
 
 
 async def test_thoughts_are_folded_up_above_the_answer(
-    serve: Serve, tokenizer_with: Callable[..., Tokenizer]
+    serve: Serve, browser: Browser, tokenizer_with: Callable[..., Tokenizer]
 ) -> None:
     template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{# </think> #}"
     async with (
-        chromium() as browser,
         serve(tokenizer=tokenizer_with(template)) as running,
         opened(browser, running.url) as (page, _),
     ):
@@ -110,11 +111,10 @@ async def test_thoughts_are_folded_up_above_the_answer(
 
 
 async def test_what_was_stopped_before_an_answer_came_can_be_said_again(
-    serve: Serve, tmp_path: Path
+    serve: Serve, browser: Browser, tmp_path: Path
 ) -> None:
     stopped = tmp_path / "stopped"
     async with (
-        chromium() as browser,
         serve(f"holds_at=2 until={stopped}") as running,
         opened(browser, running.url) as (page, complaints),
     ):
@@ -151,9 +151,10 @@ async def sent_by(page: Page, button: str) -> dict[str, Any]:
     return dict(body)
 
 
-async def test_settings_go_along_only_where_somebody_made_them(serve: Serve) -> None:
+async def test_settings_go_along_only_where_somebody_made_them(
+    serve: Serve, browser: Browser
+) -> None:
     async with (
-        chromium() as browser,
         serve() as running,
         opened(browser, running.url) as (page, complaints),
     ):
@@ -183,9 +184,10 @@ async def test_settings_go_along_only_where_somebody_made_them(serve: Serve) -> 
         assert complaints == []
 
 
-async def test_what_does_not_fit_is_answered_shorter_or_given_back(serve: Serve) -> None:
+async def test_what_does_not_fit_is_answered_shorter_or_given_back(
+    serve: Serve, browser: Browser
+) -> None:
     async with (
-        chromium() as browser,
         serve() as running,
         opened(browser, running.url) as (page, complaints),
     ):
@@ -203,12 +205,11 @@ async def test_what_does_not_fit_is_answered_shorter_or_given_back(serve: Serve)
 
 
 async def test_a_model_without_a_chat_template_goes_on_with_a_text(
-    serve: Serve, tokenizer_folder: Path
+    serve: Serve, browser: Browser, tokenizer_folder: Path
 ) -> None:
     base = Tokenizer.from_path(tokenizer_folder)
     base.chat_template = None
     async with (
-        chromium() as browser,
         serve(tokenizer=base) as running,
         opened(browser, running.url) as (page, complaints),
     ):
@@ -232,11 +233,10 @@ async def test_a_model_without_a_chat_template_goes_on_with_a_text(
 
 
 async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(
-    serve: Serve, tmp_path: Path
+    serve: Serve, browser: Browser, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     async with (
-        chromium() as browser,
         serve(f"holds_at=130 until={broken}") as running,
         opened(browser, running.url) as (page, _),
     ):
@@ -257,9 +257,8 @@ async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(
         assert await page.locator(".message").count() == 2
 
 
-async def test_the_key_is_asked_for_and_stays_in_the_tab(serve: Serve) -> None:
+async def test_the_key_is_asked_for_and_stays_in_the_tab(serve: Serve, browser: Browser) -> None:
     async with (
-        chromium() as browser,
         serve(server={"api_key": "secret-key"}) as running,
         opened(browser, running.url) as (page, complaints),
     ):
@@ -283,9 +282,8 @@ async def test_the_key_is_asked_for_and_stays_in_the_tab(serve: Serve) -> None:
         assert {text for text in complaints if "401" not in text} == set()
 
 
-async def test_a_page_that_nobody_looks_at_asks_for_nothing(serve: Serve) -> None:
+async def test_a_page_that_nobody_looks_at_asks_for_nothing(serve: Serve, browser: Browser) -> None:
     async with (
-        chromium() as browser,
         serve() as running,
         opened(browser, running.url) as (page, _),
     ):
@@ -309,9 +307,8 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(serve: Serve) -> Non
         assert asked[0].endswith("/admin/v1/events")
 
 
-async def test_the_page_comes_back_when_the_server_does(serve: Serve) -> None:
+async def test_the_page_comes_back_when_the_server_does(serve: Serve, browser: Browser) -> None:
     async with (
-        chromium() as browser,
         serve() as running,
         opened(browser, running.url) as (page, _),
     ):
@@ -325,10 +322,9 @@ async def test_the_page_comes_back_when_the_server_does(serve: Serve) -> None:
 
 
 async def test_a_task_is_shown_with_stage_part_loss_and_time_until_it_ends(
-    serve: Serve, tmp_path: Path
+    serve: Serve, browser: Browser, tmp_path: Path
 ) -> None:
     async with (
-        chromium() as browser,
         serve() as running,
         opened(browser, running.url) as (page, complaints),
     ):
@@ -352,9 +348,8 @@ async def test_a_task_is_shown_with_stage_part_loss_and_time_until_it_ends(
         assert complaints == []
 
 
-async def test_nothing_is_wider_than_a_phone(serve: Serve) -> None:
+async def test_nothing_is_wider_than_a_phone(serve: Serve, browser: Browser) -> None:
     async with (
-        chromium() as browser,
         serve() as running,
         opened(browser, running.url, **PHONE, scheme="dark") as (page, complaints),
     ):
