@@ -23,7 +23,7 @@ from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.formats.word_packed import WEIGHT
 from appliance.quant.quality.run_facts import facts_of_run, write_facts
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
-from appliance.quant.run.plan import choose_store, stored_dtype
+from appliance.quant.run.plan import choose_store, head_tensors, stored_dtype
 from appliance.quant.run.shard_writer import ShardWriter, TensorLayout
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
@@ -79,6 +79,7 @@ def repack_model(
         check_destination(out, model_path.resolve(), overwrite=overwrite)
         source = open_model(model_path)
         slots = source.slots()
+        of_head, head, notes = head_tensors(source)
         found: dict[str, WeightScheme] = {}
         for index, slot in enumerate(slots):
             report("looking", index, len(slots))
@@ -95,7 +96,7 @@ def repack_model(
         with staged_folder(out) as staging:
             layouts = [
                 layout
-                for slot in slots
+                for slot in (*slots, *of_head)
                 for layout in _layouts(slot, store, found.get(slot.name), dtype)
             ]
             scales = _kv_scales(source)
@@ -111,6 +112,9 @@ def repack_model(
                         tensors = {slot.name: dense(value, dtype)}
                     for name, tensor in tensors.items():
                         shards.write(name, [tensor])
+                for slot in of_head:
+                    assert head is not None
+                    shards.write(slot.name, [dense(head.load(slot.name), dtype)])
                 for name, tensor in scales.items():
                     shards.write(name, [tensor])
             kept = [
@@ -118,6 +122,7 @@ def repack_model(
                 for slot in slots
                 if slot.is_linear and slot.name not in found
             ]
+            kept += [slot.name.removesuffix(WEIGHT) for slot in of_head if len(slot.shape) == 2]
             config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
             config["dtype"] = str(dtype).removeprefix("torch.")
             quantization = store.config(found, ["lm_head", *kept], named=False)
@@ -136,7 +141,7 @@ def repack_model(
             f"cannot write {out}: {error.strerror}; nothing was left there"
         ) from error
     report("writing", len(slots), len(slots))
-    notes = tuple(
+    notes += tuple(
         f"{slot.name} goes from {bits} bits back to 16: {format.value} holds linear weights only"
         for slot in slots
         if slot.name not in found and (bits := source.weights.packed_bits(slot.name)) is not None

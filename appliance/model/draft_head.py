@@ -64,11 +64,29 @@ def open_head(model: ModelSource) -> HeadSource:
         ConfigError: it brings none, or one that is not covered here.
         CheckpointError: a part of it is missing or of the wrong shape.
     """
-    names, count = model.family.draft_head, 0
-    if names is not None and model.path.is_dir():
-        count = model.config.get(names.count) or 0
-    if names is None or not count:
+    head = find_head(model)
+    if head is not None:
+        return head
+    names = _names_of(model)
+    if names is None:
         raise _refusal(model, "brings no head that drafts")
+    raise _refusal(model, f"names a head in {names.count}, but has no tensors of it")
+
+
+def find_head(model: ModelSource, *, in_torch: bool = False) -> HeadSource | None:
+    """Open the first head of a checkpoint; None if it has no tensors of one.
+
+    Args:
+        model: the checkpoint.
+        in_torch: see `open_model`.
+
+    Raises:
+        ConfigError: it is not covered here.
+        CheckpointError: a part of it is missing or of the wrong shape.
+    """
+    names = _names_of(model)
+    if names is None:
+        return None
     layers = _layers(model.spec, model.config, names)
     behind = model.family.names.layer.format(len(model.spec.layers))
     layer = names.layer or behind
@@ -78,9 +96,9 @@ def open_head(model: ModelSource) -> HeadSource:
         names.join.hidden_norm.format(**ends),
         names.join.linear.format(**ends),
     )
-    weights = open_weights(SafetensorsFolder(model.path, in_torch=False))
+    weights = open_weights(SafetensorsFolder(model.path, in_torch=in_torch))
     if f"{join.linear}.weight" not in weights.tensor_names():
-        raise _refusal(model, f"names a head in {names.count}, but has no tensors of it")
+        return None
     own = replace(model.family.names, layer=layer, final_norm=names.final_norm.format(**ends))
     spec = replace(model.spec, layers=layers)
     if spec.has_experts:
@@ -91,6 +109,14 @@ def open_head(model: ModelSource) -> HeadSource:
     _check_width(model, head)
     check_slots(source, head.slots(), set(weights.tensor_names()))
     return head
+
+
+def _names_of(model: ModelSource) -> DraftHeadNames | None:
+    """Return the names of the head's tensors, if the settings say that there is one."""
+    names = model.family.draft_head
+    if names is None or not model.path.is_dir() or not model.config.get(names.count):
+        return None
+    return names
 
 
 def _refusal(model: ModelSource, why: str) -> ConfigError:

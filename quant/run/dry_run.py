@@ -91,7 +91,7 @@ def plan_run(
         disk_bytes=disk,
         seconds=seconds,
         measured=is_tried,
-        classes=tuple(_classes(source, plan)),
+        classes=tuple(_classes(plan)),
         notes=() if growth is None else (growth,),
     )
 
@@ -138,9 +138,9 @@ def _round_largest(
     def size(tensor: PlannedTensor) -> tuple[bool, int]:
         return tensor.scheme is not None, tensor.nbytes
 
-    unit = max(units_of(source, plan), key=lambda unit: max(map(size, unit.tensors)))
+    unit = max(units_of(plan), key=lambda unit: max(map(size, unit.tensors)))
     started = time.perf_counter()
-    with Rounding(source.weights, plan.dtype, method, workers, device) as rounding:
+    with Rounding(source.weights, plan, method, workers, device) as rounding:
         for tensor in unit.tensors:
             if tensor.scheme is not None:
                 plan.store.encode(tensor.name, rounding.packed(tensor), tensor.scheme)
@@ -157,7 +157,7 @@ def _calibrate_largest(
 ) -> float:
     """Quantize the largest layer with as many rows as pass through it at once."""
     sizes: Counter[int] = Counter()
-    for unit in units_of(source, plan):
+    for unit in units_of(plan):
         if unit.layer is not None:
             sizes[unit.layer] = sum(tensor.shape[0] * tensor.shape[-1] for tensor in unit.tensors)
     largest = max(sizes, key=lambda index: (sizes[index], -index))
@@ -179,14 +179,13 @@ def _calibrate_largest(
     return len(sizes) * (seconds + walk.seconds * (portions - 1))
 
 
-def _classes(source: ModelSource, plan: QuantizePlan) -> Iterator[TensorClass]:
+def _classes(plan: QuantizePlan) -> Iterator[TensorClass]:
     words = {Role.EMBEDDING: "embedding", Role.HEAD: "head"}
-    slots = {slot.name: slot for slot in source.slots()}
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for tensor in plan.tensors:
-        slot = slots[tensor.name]
-        kind = words.get(slot.role, "layer weights" if slot.is_linear else "norms and biases")
+        usual = "layer weights" if tensor.slot.is_linear else "norms and biases"
+        kind = "head that drafts" if tensor.of_head else words.get(tensor.role, usual)
         form = "16 bits" if tensor.scheme is None else str(tensor.scheme)
         counts[kind, form] += 1
         sizes[kind, form] += tensor.nbytes

@@ -245,7 +245,7 @@ def _go_on(
         kv = kept_kv_plan(run.source, calibration, staging.state, run.device, run.options.kv_bits)
         run = replace(run, kv=kv, source=with_even_keys(run.source, kv.layers))
     if not journal.is_complete:
-        units = units_of(run.source, run.plan)
+        units = units_of(run.plan)
         events(_start(run, staging.out, units, journal))
         _check_space(run, staging, calibration)
         if not resumes:  # first: the memory plan counts what it takes, and a bad text fails early

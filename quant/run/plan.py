@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.errors import ConfigError, QuantizeError
+from appliance.errors import ApplianceError, ConfigError, QuantizeError
+from appliance.model.draft_head import find_head
 from appliance.model.tensors import Role
 from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.formats.store import CompressedTensorsStore
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
+    from appliance.quant.formats import WeightReader
     from appliance.quant.formats.scheme import LinearScheme, WeightScheme
     from appliance.quant.formats.store import WeightStore
     from appliance.quant.formats.word_writer import Weights
@@ -34,16 +36,28 @@ class PlannedTensor:
     """One tensor of the model and how it will be stored.
 
     Attributes:
-        shape: (out_features, in_features) of a linear weight.
         scheme: its quantization; None keeps it in 16 bits.
         stored: the tensors it becomes.
+        of_head: it belongs to the head that drafts.
     """
 
-    name: str
-    role: Role
-    shape: tuple[int, ...]
+    slot: TensorSlot
     scheme: LinearScheme | None
     stored: tuple[TensorLayout, ...]
+    of_head: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    @property
+    def role(self) -> Role:
+        return self.slot.role
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(out_features, in_features) of a linear weight."""
+        return self.slot.shape
 
     @property
     def nbytes(self) -> int:
@@ -56,9 +70,10 @@ class QuantizePlan:
 
     Attributes:
         dtype: of scales and unquantized tensors.
-        tensors: in the order in which the model needs them.
-        kept: modules of linear weights that no group divides, and of routers.
+        tensors: in the order in which the model needs them, those of a head that drafts last.
+        kept: modules of linear weights that no group divides, of routers, and of that head.
         notes: one line for each reason why weights do not get the requested scheme.
+        head: reads the tensors of that head; None without one.
     """
 
     dtype: torch.dtype
@@ -66,6 +81,7 @@ class QuantizePlan:
     kept: tuple[str, ...]
     notes: tuple[str, ...]
     store: WeightStore
+    head: WeightReader | None = None
 
     def layouts(self) -> list[TensorLayout]:
         """List every tensor that will be stored."""
@@ -95,6 +111,8 @@ def make_plan(
     chosen: Mapping[str, LinearScheme | None] | None = None,
 ) -> QuantizePlan:
     """Plan a model: quantize the layers' linear weights, and embedding and head on request.
+
+    A head that the checkpoint brings for drafting keeps 16 bits.
 
     `chosen` has the linear weights whose scheme differs from the rest, by name.
 
@@ -128,8 +146,25 @@ def make_plan(
     if Role.EMBEDDING in ends:
         notes.append("the embedding is quantized, which only appliance reads")
     store = choose_store(options.format, slots, found)
-    tensors = tuple(_planned(slot, found[slot.name], dtype, store) for slot in slots)
-    return QuantizePlan(dtype, tensors, tuple(kept), tuple(notes), store)
+    tensors = [_planned(slot, found[slot.name], dtype, store) for slot in slots]
+    own, head, note = head_tensors(source)
+    tensors += [replace(_planned(slot, None, dtype, store), of_head=True) for slot in own]
+    kept += [slot.name.removesuffix(_WEIGHT) for slot in own if len(slot.shape) == 2]
+    return QuantizePlan(dtype, tuple(tensors), tuple(kept), (*notes, *note), store, head)
+
+
+def head_tensors(
+    source: ModelSource,
+) -> tuple[list[TensorSlot], WeightReader | None, tuple[str, ...]]:
+    """Return the tensors of the head that drafts, what reads them, and what to say of it."""
+    try:
+        head = find_head(source, in_torch=True)
+    except ApplianceError as error:
+        return [], None, (f"the head that drafts is left out: {error}",)
+    if head is None:
+        return [], None, ()
+    slots = [replace(slot, layer=None, expert=None) for slot in head.slots()]
+    return slots, head.source.weights, ("the head that drafts keeps 16 bits, for --speculate mtp",)
 
 
 def choose_store(
@@ -184,7 +219,7 @@ def _planned(
     else:
         layouts = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())
-    return PlannedTensor(slot.name, slot.role, slot.shape, scheme, stored)
+    return PlannedTensor(slot, scheme, stored)
 
 
 def growth_note(source: ModelSource, plan: QuantizePlan) -> str | None:

@@ -62,12 +62,11 @@ class WorkUnit:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def units_of(source: ModelSource, plan: QuantizePlan) -> list[WorkUnit]:
+def units_of(plan: QuantizePlan) -> list[WorkUnit]:
     """Group all tensors of a plan into units."""
-    layers = {slot.name: slot.layer for slot in source.slots()}
     units: dict[str, tuple[int | None, list[PlannedTensor]]] = {}
     for tensor in plan.tensors:
-        layer = layers[tensor.name]
+        layer = tensor.slot.layer
         name = tensor.name if layer is None else f"{LAYER}{layer}"
         units.setdefault(name, (layer, []))[1].append(tensor)
     return [WorkUnit(name, tuple(tensors), layer) for name, (layer, tensors) in units.items()]
@@ -84,8 +83,8 @@ class UnitWriter:
 
     def round(self, units: list[WorkUnit], method: Method) -> None:
         """Quantize every weight without text; see `data_free`."""
-        weights, dtype = self.source.weights, self.plan.dtype
-        with Rounding(weights, dtype, method, self.workers, self.device) as rounding:
+        weights = self.source.weights
+        with Rounding(weights, self.plan, method, self.workers, self.device) as rounding:
             for unit in units:
                 started = time.perf_counter()
                 for tensor in unit.tensors:
@@ -162,13 +161,13 @@ class Rounding:
     def __init__(
         self,
         weights: WeightReader,
-        dtype: torch.dtype,
+        plan: QuantizePlan,
         method: Method,
         workers: int,
         device: torch.device,
     ) -> None:
         self._weights = weights
-        self._dtype = dtype
+        self._plan = plan
         self._method = method
         self._device = device
         self._piece = GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
@@ -186,7 +185,11 @@ class Rounding:
     def plain(self, tensor: PlannedTensor) -> Iterator[Tensor]:
         """Yield an unquantized tensor in its planned type, some rows at a time."""
         (layout,) = tensor.stored
-        pieces = WeightPieces(self._weights, tensor.name)
+        weights = self._weights
+        if tensor.of_head:
+            assert self._plan.head is not None
+            weights = self._plan.head
+        pieces = WeightPieces(weights, tensor.name)
         for rows in row_ranges(tensor.shape, self._piece):
             yield pieces.rows(rows).to(layout.dtype)
 
@@ -198,7 +201,7 @@ class Rounding:
 
         def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight:
             piece = pieces.rows(rows).to(self._device)
-            found = data_free.quantize(piece, scheme, self._method, self._dtype)
+            found = data_free.quantize(piece, scheme, self._method, self._plan.dtype)
             return found.to(torch.device("cpu"))
 
         ranges = row_ranges(tensor.shape, self._piece)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any], tuple[int, ...]]] = {
     "glm4_moe": (EXPERTS["glm4_moe"], {"num_nextn_predict_layers": 1}, (2,)),
     "deepseek_v3": (EXPERTS["deepseek_v3"], {"num_nextn_predict_layers": 1}, (2,)),
+    "glm4_moe_lite": (EXPERTS["glm4_moe_lite"], {"num_nextn_predict_layers": 1}, (2,)),
     "qwen3_5": (RECURRENT["qwen3_5"], {"mtp_num_hidden_layers": 1}, (1,)),
     "nemotron_h": (
         RECURRENT["nemotron_h"],
@@ -29,15 +30,24 @@ FAMILIES: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any], tuple[int,
         (3, 1),
     ),
 }
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+_BEHIND_THE_LAST = ("glm4_moe", *LATENT)
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 
 def write_with_head(family: str, folder: Path) -> Any:
-    """Write a model and its head; return the model.
+    """Write a model and its head; return the model."""
+    (model_type, settings), _, _ = FAMILIES[family]
+    model = write_model(model_type, settings, folder)
+    _add_head(family, folder)
+    return model
+
+
+def write_model(model_type: str, settings: dict[str, Any], folder: Path) -> Any:
+    """Write a model and return it.
 
     What a layer adds to the stream is small, so that a token decides what follows it.
     """
-    (model_type, settings), _, _ = FAMILIES[family]
     torch.manual_seed(5)
     sizes: dict[str, Any] = {**SIZES, "vocab_size": 512}
     if "layers_block_type" in settings:
@@ -49,9 +59,10 @@ def write_with_head(family: str, folder: Path) -> Any:
                 parameter.mul_(20)
             elif parameter.dim() > 1:
                 parameter.mul_(0.05 if name.endswith(_OUTPUTS) else 6)
+            elif "gemma" in model_type and "layernorm" in name and "post_" in name:
+                parameter.fill_(-0.95)  # 1 is added
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     model.save_pretrained(folder)
-    _add_head(family, folder)
     return model
 
 
@@ -69,8 +80,8 @@ def _add_head(family: str, folder: Path) -> None:
     _, config, like = FAMILIES[family]
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    base = "model.layers." if family in ("glm4_moe", "deepseek_v3") else "mtp.layers."
-    begin = 3 if base == "model.layers." else 0
+    is_behind = family in _BEHIND_THE_LAST
+    base, begin = ("model.layers.", 3) if is_behind else ("mtp.layers.", 0)
     for place, index in enumerate(like):
         inside = f".layers.{index}."  # behind `model` or `backbone`
         for name in [one for one in tensors if inside in one and not one.startswith("mtp")]:
