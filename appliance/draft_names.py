@@ -1,6 +1,6 @@
-"""Finds the model that `--speculate draft=MODEL` names, and compares its vocabulary.
+"""Finds the model, or the head, that `--speculate` names, and compares a model's vocabulary.
 
-The engine has no tokenizer, so this runs where the model is found.
+The engine has no tokenizer, so this runs where the model is found. A head has none either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def resolve_draft(
     engine: EngineConfig, model: Path, *, progress: Callable[[str, int, int], None]
 ) -> EngineConfig:
-    """Return the settings with the place of the draft model on this machine.
+    """Return the settings with the place on this machine of what drafts.
 
     Args:
         engine: the settings.
@@ -35,10 +35,12 @@ def resolve_draft(
         ConfigError: the draft model has another vocabulary.
         ModelError: it is not there, or cannot be fetched.
     """
-    name = engine.draft_model
+    name = engine.draft_model or engine.eagle_head
     if name in ("", SELF_DRAFT):
         return engine
     path = resolve_model(name, cache_dir=cache_dir(), progress=progress).path
+    if engine.eagle_head:
+        return msgspec.structs.replace(engine, speculate=f"eagle={path}")
     _compare(name, Tokenizer.from_path(path), Tokenizer.from_path(model))
     return msgspec.structs.replace(engine, speculate=f"draft={path}")
 

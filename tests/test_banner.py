@@ -30,9 +30,9 @@ INFO = EngineInfo(
 CARD = SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "the model's card")
 
 
-def row(label: str, **options: Any) -> str:
+def row(label: str, info: EngineInfo = INFO, **options: Any) -> str:
     """What the banner says behind a label."""
-    lines = banner("http://127.0.0.1:9", "it's a <model>", INFO, **options).splitlines()
+    lines = banner("http://127.0.0.1:9", "it's a <model>", info, **options).splitlines()
     (text,) = [line[13:] for line in lines if line[2:12].strip() == label]
     return text
 
@@ -74,6 +74,19 @@ def test_a_key_is_taken_from_the_environment_and_never_printed() -> None:
 def test_an_address_that_a_shell_would_expand_is_quoted() -> None:
     line = try_it("http://[::1]:9", "m", NOTHING_RECOMMENDED, use=ExampleRequest.CHAT, keyed=False)
     assert "'http://[::1]:9/v1/chat/completions'" in line
+
+
+def test_what_drafts_is_said_and_its_memory_counted() -> None:
+    mib = 2**20
+    parts: dict[str, Any] = dict.fromkeys(("weight_bytes", "kv_bytes", "workspace_bytes"), mib)
+    what = "the EAGLE-3 head h: 1 layer, 4.0 MiB"
+    info = msgspec.structs.replace(INFO, **parts, drafts=what, draft_bytes=70 * mib)
+    assert row("drafts", info) == what
+    said = row("memory", info)
+    assert said.startswith(
+        "73 MiB once the KV cache is full: weights 1 + KV cache 1 + drafts 70 + "
+    )
+    assert "drafts" not in row("memory")
 
 
 def test_sampling_and_weights_are_said_in_words() -> None:

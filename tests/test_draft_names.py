@@ -1,4 +1,4 @@
-"""A draft model is found by its name, and refused if it has another vocabulary."""
+"""What drafts is found by its name; a model of another vocabulary is refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ def test_nothing_is_looked_for_where_no_other_model_drafts(tmp_path: Path) -> No
         assert resolve(speculate, tmp_path / "missing") == speculate
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["draft", "eagle"])
+def test_what_is_not_there_is_refused(method: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError):
-        resolve(f"draft={tmp_path / 'missing.gguf'}", tmp_path)
+        resolve(f"{method}={tmp_path / 'missing.gguf'}", tmp_path)
+
+
+def test_a_head_is_a_folder(tmp_path: Path) -> None:
+    """It has no tokenizer to compare; a hub's repository becomes its folder here."""
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(f"eagle={tmp_path}", tmp_path / "missing") == f"eagle={tmp_path}"
 
 
 @pytest.mark.model

@@ -43,8 +43,8 @@ def fit(
     from appliance.quant.quality.card import card_of
 
     settings = load_section(EngineConfig, {}, config)
-    if settings.draft_model:
-        typer.echo("note: the draft model is not counted", err=True)
+    if settings.draft_model or settings.eagle_head:
+        typer.echo("note: what drafts is not counted", err=True)
         settings = msgspec.structs.replace(settings, speculate="auto")
     with opened(model or settings.model, cache_dir()) as (name, source, path):
         place = place_of(gpu, settings, measures=speed)

@@ -210,6 +210,7 @@ def banner(
         ("endpoint", f"{url}/v1"),
         *([("network", f"{network}/v1 from other machines")] if network else []),
         ("model", _model_in_words(name, info)),
+        *([("drafts", info.drafts)] if info.drafts else []),
         *([("models", f"{', '.join(others)}: loaded when a request names them")] if others else []),
         *([("replicas", f"{replicas}, each with its own of what follows")] if replicas > 1 else []),
         *_memory_rows(info),
@@ -287,6 +288,7 @@ def _sampling_in_words(sampling: SamplingDefaults) -> str:
 
 def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
     parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes, "states": info.state_bytes}
+    parts |= {"drafts": info.draft_bytes}
     parts |= {"workspace": info.workspace_bytes, "Python and libraries": info.process_bytes}
     mib = 2**20
     listed = " + ".join(f"{name} {size / mib:,.0f}" for name, size in parts.items() if size)

@@ -192,14 +192,15 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Setting(
             "Propose the next tokens of answers and verify several in a step, which changes no"
-            " answer: auto, off, suffix, mtp or draft=MODEL. auto and suffix look the last tokens"
-            " up in the text and in earlier answers; draft=MODEL also asks a smaller model of the"
-            " same vocabulary, draft=self the model itself at 4 bits, mtp the head for multi-token"
-            " prediction that the checkpoint brings. Drafts are run as long as they"
-            " pay; auto speculates where it can.",
+            " answer: auto, off, suffix, mtp, draft=MODEL or eagle=PATH. auto and suffix look the"
+            " last tokens up in the text and in earlier answers; draft=MODEL also asks a smaller"
+            " model of the same vocabulary, draft=self the model itself at 4 bits, mtp the head for"
+            " multi-token prediction that the checkpoint brings, eagle=PATH an EAGLE-3 head that"
+            " was made for the model, a folder or a hub id. Drafts are run as long as they pay;"
+            " auto speculates where it can.",
             Group.STEPS,
             choices=("auto", "off", "suffix", "mtp"),
-            named=("draft=MODEL",),
+            named=("draft=MODEL", "eagle=PATH"),
         ),
     ] = "auto"
     speculate_tokens: Annotated[
@@ -216,8 +217,16 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def draft_model(self) -> str:
         """The model that drafts, `SELF_DRAFT` or a name; empty if none does."""
+        return self._named("draft")
+
+    @property
+    def eagle_head(self) -> str:
+        """The folder, or the name, of the EAGLE-3 head that drafts; empty if none does."""
+        return self._named("eagle")
+
+    def _named(self, wanted: str) -> str:
         method, _, name = self.speculate.partition("=")
-        return name if method == "draft" else ""
+        return name if method == wanted else ""
 
     def __post_init__(self) -> None:
         check_all(self)

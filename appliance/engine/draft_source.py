@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING
 
 from appliance.config import SELF_DRAFT
 from appliance.engine.execution.native_execution import NativeExecution
-from appliance.engine.run.hidden_rows import MOST_BYTES
+from appliance.engine.run.hidden_rows import kept_bytes
 from appliance.engine.speculation.draft_blocks import scratch_blocks
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.draft_head import HeadSource, open_head
+from appliance.model.eagle_head import open_eagle
 from appliance.model.executor import heads_of
 from appliance.model.narrowed import narrowed
 from appliance.model.native_loader import why_unsupported
 from appliance.model.size import estimate_native_bytes
 from appliance.model.source import open_model
-from appliance.model.tensors import Role
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.execution.execution import Execution
     from appliance.engine.memory_plan import MemoryRequest
     from appliance.model.source import ModelSource
-    from appliance.model.tensors import TensorSlot
 
 MOST_PADDING = 1024  # rows of a head without a token: sizes of one vocabulary differ by less
 
@@ -65,6 +65,11 @@ class DraftSource:
     def weight_bytes(self) -> int:
         return estimate_native_bytes(self.source, self.execution.precision.dtype)
 
+    def in_words(self) -> str:
+        """Describe it for people: its name, layers, and the bytes of its weights."""
+        layers = counted(len(self.source.spec.layers), "layer")
+        return f"{self.name}: {layers}, {self.weight_bytes / 2**20:,.1f} MiB"
+
     def num_scratch(self, num_seqs: int) -> int:
         """Return the blocks of its cache behind those of the served model's."""
         return num_seqs * scratch_blocks(self.execution.precision.block_size)
@@ -83,7 +88,7 @@ class DraftSource:
 
 @dataclass(frozen=True, slots=True)
 class HeadDraft(DraftSource):
-    """A head that the checkpoint brings; embedding and output matrix are the served model's.
+    """A head; it may read with the served model's embedding, and say by its output matrix.
 
     Attributes:
         head: its own parts.
@@ -93,35 +98,39 @@ class HeadDraft(DraftSource):
 
     @property
     def weight_bytes(self) -> int:
-        dtype = self.execution.precision.dtype
-        join: int = prod(self.head.join_slot().shape) * dtype.itemsize
-        return estimate_native_bytes(self.source, dtype, _own_copies) + join
+        dtype, shared = self.execution.precision.dtype, self.head.shared
+        beside = sum(prod(slot.shape) for slot in self.head.width_slots())
+        layers = estimate_native_bytes(self.source, dtype, lambda slot: slot.role not in shared)
+        return layers + beside * int(dtype.itemsize)
+
+    def in_words(self) -> str:
+        """Describe it, and which layers of the served model it reads."""
+        reads = ", ".join(map(str, self.head.reads))
+        before = f", reads the stream before layers {reads} (from 0)" if reads else ""
+        return f"{DraftSource.in_words(self)}{before}"
 
     def added_to(self, request: MemoryRequest) -> MemoryRequest:
         """Return a request that counts the head, and the hidden states that it reads."""
-        found = DraftSource.added_to(self, request)
-        rows = request.max_num_batched_tokens * self.source.spec.hidden_size * 4
-        return replace(found, draft_bytes=found.draft_bytes + MOST_BYTES + rows)
-
-
-def _own_copies(slot: TensorSlot) -> int:
-    return 0 if slot.role in (Role.EMBEDDING, Role.HEAD) else 1
+        found, reads = DraftSource.added_to(self, request), self.head.reads
+        width = max(1, len(reads)) * self.source.spec.hidden_size
+        rows = request.max_num_batched_tokens * width * 4
+        return replace(found, draft_bytes=found.draft_bytes + kept_bytes(reads) + rows)
 
 
 def open_draft(
     config: EngineConfig, source: ModelSource, execution: Execution
 ) -> DraftSource | None:
-    """Open the model that `--speculate draft=MODEL` names, or mtp's head; None: none drafts.
+    """Open the model, or the head, that `--speculate` asks for; None: none drafts.
 
     Raises:
         ConfigError: it cannot draft for this model.
         CheckpointError: a part of it is missing or damaged.
         UnsupportedModelError: no code here covers it.
     """
-    name = config.draft_model
-    if not name and config.speculate != "mtp":
+    name, eagle = config.draft_model, config.eagle_head
+    if not name and not eagle and config.speculate != "mtp":
         return None
-    asked = f"--speculate {config.speculate}"
+    asked = f"--speculate {f'eagle={Path(eagle).name}' if eagle else config.speculate}"
     if not isinstance(execution, NativeExecution):
         raise ConfigError(
             f"{asked} needs the CPU library, whose answers drafts do not change, and"
@@ -136,7 +145,8 @@ def open_draft(
             " that already; name a smaller model, or use --speculate auto"
         )
     _check(asked, draft, source, config)
-    return DraftSource(Path(name).stem, draft, execution, source.spec.vocab_size)
+    own = "the model itself at 4 bits" if name == SELF_DRAFT else f"the model {Path(name).stem}"
+    return DraftSource(own, draft, execution, source.spec.vocab_size)
 
 
 def _open_head(
@@ -147,8 +157,21 @@ def _open_head(
             f"{asked}: the head reads hidden states of one process, which --tensor-parallel and"
             " --gpu-split divide among several; leave these out, or use --speculate auto"
         )
-    head = open_head(source)
-    return HeadDraft("the checkpoint's head", head.source, execution, source.spec.vocab_size, head)
+    most, path = source.spec.vocab_size, Path(config.eagle_head)
+    if not config.eagle_head:
+        head = open_head(source)
+        name = "the checkpoint's head for multi-token prediction"
+        return HeadDraft(name, head.source, execution, most, head)
+    head = open_eagle(path, source)
+    known = head.source.spec.num_embedded
+    if abs(known - most) > MOST_PADDING:
+        raise ConfigError(
+            f"{asked}: the head knows {known:,} tokens, by vocab_size and t2d, and the model"
+            f" {most:,}; take a head that was made for this model"
+        )
+    if reason := why_unsupported(head.source):
+        raise ConfigError(f"{asked}: the CPU library does not run the head: {reason}")
+    return HeadDraft(f"the EAGLE-3 head {path.name}", head.source, execution, most, head)
 
 
 def _check(asked: str, draft: ModelSource, source: ModelSource, config: EngineConfig) -> None:

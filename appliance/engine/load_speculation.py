@@ -14,7 +14,8 @@ from appliance.engine.speculation.speculator import Speculator
 from appliance.engine.speculation.suffix import SuffixProposer
 from appliance.errors import ConfigError
 from appliance.kernels.sampling.cpu import NativeSampling
-from appliance.model.native_loader import load_native
+from appliance.model.native_loader import load_linear, load_native
+from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -85,7 +86,9 @@ def _load_draft(
         CheckpointError: a weight holds NaN or infinity.
         MemoryError: the system has too little memory for the weights.
     """
-    from appliance.engine.run.draft_executor import DraftExecutor  # loads torch
+    import torch
+
+    from appliance.engine.run.draft_executor import DraftExecutor
     from appliance.engine.run.head_executor import HeadExecutor
 
     engine, size = draft.execution.engine, plan.block_size
@@ -96,6 +99,7 @@ def _load_draft(
         draft.execution.precision.dtype,
         context_length=plan.context_length,
         target=None if head is None else target,
+        shared=() if head is None else head.shared,
         join=None if head is None else head.join,
     )
     cache = executor.allocate_cache(
@@ -103,16 +107,18 @@ def _load_draft(
         num_blocks=plan.num_blocks + draft.num_scratch(config.max_num_seqs),
         block_size=size,
     )
-    logger.info(
-        "%s drafts: %s, %.0f MiB", draft.name, executor.weight_format, executor.weight_bytes / 2**20
-    )
+    logger.info("drafts by %s, %s", draft.in_words(), executor.weight_format)
     sampling = NativeSampling(engine)
     model = DraftExecutor(executor, cache, sampling)
     if head is not None:
         assert target is not None
         assert kept is not None
+        dtype = draft.execution.precision.dtype
         model = HeadExecutor(
-            *(executor, target, cache, sampling, kept), chains_normed=head.chains_normed
+            *(executor, target if Role.HEAD in head.shared else executor, cache, sampling, kept),
+            fuse=load_linear(head.source, head.fuse, engine, dtype) if head.fuse else None,
+            chains_normed=head.chains_normed,
+            names=None if head.names is None else torch.from_numpy(head.names),
         )
     return DraftModelProposer(
         model,

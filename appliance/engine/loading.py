@@ -31,7 +31,7 @@ from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_graphs import PROMPTS
 from appliance.engine.run.device import HostDevice, NativeDevice
-from appliance.engine.run.hidden_rows import HiddenRows, most_rows
+from appliance.engine.run.hidden_rows import HiddenRows
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.model.native import NativeDecoder
@@ -103,7 +103,8 @@ def load_parts(
     parts = _runner_parts(config, opened, executor, plan.context_length)
     graph_bytes, kept = 0, None
     if isinstance(opened.draft, HeadDraft):
-        kept = HiddenRows(most_rows(source.spec.hidden_size))
+        assert isinstance(executor, NativeDecoder)
+        kept = HiddenRows(executor, opened.draft.head.reads)
     if opened.device.is_asynchronous:
         plan, graph_bytes = plan_measured(parts, request, on_progress)
     runner, moves, states = make_runner(
@@ -119,6 +120,8 @@ def load_parts(
         process_bytes=process_bytes,
         num_adapters=0 if adapters is None else adapters.count,
         ranks=executor.ranks() if isinstance(executor, RankedDecoder) else (),
+        drafts="" if opened.draft is None else opened.draft.in_words(),
+        draft_bytes=request.draft_bytes,
     )
     tiers, tier_notes = load_tiers(
         config, blocks, moves, states, rates, info, opened.precision, plan.kv_host_bytes

@@ -202,6 +202,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapter_bytes: int = 0  # planned for these
     ranks: tuple[RankInfo, ...] = ()  # the engine's process first; none if it has the whole model
     ranks_pairs: bool = False  # an encoder with a head for that
+    drafts: str = ""  # what drafts and takes memory, in words
+    draft_bytes: int = 0  # planned for that, without its part of the KV cache
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

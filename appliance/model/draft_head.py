@@ -2,12 +2,12 @@
 
 At a token it reads its embedding and the hidden state of the token before it, under the model's
 last norm, and says what follows the token (DeepSeek-V3, arXiv 2412.19437). Embedding and output
-matrix are the model's.
+matrix are the model's. A head of the other kind, in a folder of its own, is opened by `eagle_head`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.checkpoint import SafetensorsFolder
@@ -20,11 +20,13 @@ from appliance.model.tensors import Role, TensorSlot, norm_slots
 from appliance.quant.formats import open_weights
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from appliance.model.names import DraftHeadNames
     from appliance.model.spec import DecoderSpec, LayerSpec
 
 _KINDS = {"attention": "attention", "*": "attention", "moe": "experts", "E": "experts"}
-_SHARED = (Role.EMBEDDING, Role.HEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +34,43 @@ class HeadSource:
     """A checked head whose weights can be read one by one.
 
     Attributes:
-        source: its layers and last norm, with the model's embedding and output matrix.
+        source: its layers and last norm, with embedding and output matrix.
         join: what makes its stream.
         chains_normed: see `DraftHeadNames`.
+        shared: the roles of tensors that are the model's.
+        reads: layers of the model before which it reads the stream; empty: it reads the hidden
+            states under the last norm.
+        fuse: full name, without `.weight`, of the linear that makes one of these streams.
+        names: (tokens that it says,) int64, the model's numbers of these; None: the same.
     """
 
     source: ModelSource
     join: JoinNames
     chains_normed: bool
+    shared: tuple[Role, ...] = (Role.EMBEDDING, Role.HEAD)
+    reads: tuple[int, ...] = ()
+    fuse: str = ""
+    names: NDArray[np.int64] | None = field(default=None, compare=False)
 
     def slots(self) -> list[TensorSlot]:
         """List every tensor of its own."""
-        spec, shared = self.source.spec, _SHARED
+        spec = self.source.spec
         return [
-            *(slot for slot in self.source.slots() if slot.role not in shared),
+            *(slot for slot in self.source.slots() if slot.role not in self.shared),
             *norm_slots(self.join.token_norm, spec.hidden_size, spec.final_norm),
             *norm_slots(self.join.hidden_norm, spec.hidden_size, spec.final_norm),
-            self.join_slot(),
+            *self.width_slots(),
         ]
 
-    def join_slot(self) -> TensorSlot:
-        """The linear that joins."""
+    def width_slots(self) -> list[TensorSlot]:
+        """List the linears that bring what it reads to the stream's width."""
         hidden = self.source.spec.hidden_size
-        return TensorSlot(f"{self.join.linear}.weight", (hidden, 2 * hidden), Role.WIDTH)
+        found = {self.join.linear: 2, self.fuse: len(self.reads)}
+        return [
+            TensorSlot(f"{name}.weight", (hidden, count * hidden), Role.WIDTH)
+            for name, count in found.items()
+            if name
+        ]
 
 
 def open_head(model: ModelSource) -> HeadSource:
@@ -127,7 +143,7 @@ def _refusal(model: ModelSource, why: str) -> ConfigError:
 
 
 def _check_width(model: ModelSource, head: HeadSource) -> None:
-    slot = head.join_slot()
+    (slot,) = head.width_slots()
     shape = tuple(head.source.weights.shape(slot.name))
     if shape != slot.shape:
         raise _refusal(

@@ -120,11 +120,19 @@ class Mamba2Names:
 
 @dataclass(frozen=True, slots=True)
 class JoinNames:
-    """Full names of what joins an embedding and a hidden state, without `.weight`."""
+    """Full names of what joins an embedding and a hidden state, without `.weight`.
+
+    Without a linear the first layer reads both halves (`LayerSpec.joins`), and the stream is the
+    hidden state.
+
+    Attributes:
+        stream_is_normed: it is that under its norm.
+    """
 
     token_norm: str
     hidden_norm: str
-    linear: str
+    linear: str = ""
+    stream_is_normed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A linear without a bias in the library's layout: the head of a model, or one by itself.
+
+    Attributes:
+        model: `head`, and `vocab_size` outputs; points into `arena`.
+    """
+
+    engine: NativeEngine
+    model: ModelStruct
+    arena: Arena
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply float32 rows (num_rows, inputs); return (num_rows, outputs) float32.
+
+        Raises:
+            MemoryError: so many rows need more workspace than there is.
+        """
+        made: Tensor = arrays.empty((len(rows), self.model.vocab_size), "float32", rows)
+        check(
+            self.engine.library.ap_head(
+                self.engine.handle,
+                ctypes.byref(self.model),
+                rows.data_ptr(),
+                len(rows),
+                made.data_ptr(),
+            )
+        )
+        return made
+
+
+@dataclass(frozen=True, slots=True)
 class NativeDecoder:
     """A model in the library's layout; activations are float32 throughout.
 
@@ -167,23 +198,41 @@ class NativeDecoder:
         self._step(token_ids, positions, batch, cache, rows, hidden, None, given, stream)
         return stream, hidden
 
+    def recorded(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: NativeCache,
+        rows: Tensor,
+        layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Run one step up to the head, and record the stream before these layers.
+
+        Returns:
+            Hidden states of these rows, (num_rows, hidden_size), and the streams of all, side by
+            side, (num_tokens, len(layers) * hidden_size), both float32.
+
+        Raises:
+            MemoryError: the step needs more workspace than there is.
+        """
+        width = self.spec.hidden_size
+        hidden = self._rows(token_ids, rows, width)
+        streams = self._rows(token_ids, None, len(layers) * width)
+        self._step(
+            *(token_ids, positions, batch, cache, rows, hidden, None),
+            layers=layers,
+            recorded=streams,
+        )
+        return hidden, streams
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Run the head; see `Executor.logits`.
 
         Raises:
             MemoryError: so many rows need more workspace than there is.
         """
-        logits: Tensor = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)
-        check(
-            self.engine.library.ap_head(
-                self.engine.handle,
-                ctypes.byref(self.model),
-                hidden.data_ptr(),
-                len(hidden),
-                logits.data_ptr(),
-            )
-        )
-        return logits
+        return NativeLinear(self.engine, self.model, self.arena)(hidden)
 
     @staticmethod
     def _rows(token_ids: Tensor, rows: Tensor | None, width: int) -> Tensor:
@@ -201,7 +250,10 @@ class NativeDecoder:
         logits: Tensor | None,
         given: Tensor | None = None,
         streams: Tensor | None = None,
+        layers: tuple[int, ...] = (),
+        recorded: Tensor | None = None,
     ) -> None:
+        numbers = (ctypes.c_int32 * len(layers))(*layers) if layers else None
         struct = BatchStruct(
             num_tokens=len(token_ids),
             num_seqs=batch.num_seqs,
@@ -219,6 +271,9 @@ class NativeDecoder:
             state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
             given=None if given is None else given.data_ptr(),
             streams=None if streams is None else streams.data_ptr(),
+            recorded_layers=None if numbers is None else ctypes.addressof(numbers),
+            recorded=None if recorded is None else recorded.data_ptr(),
+            num_recorded=len(layers),
         )
         if batch.adapters is not None:
             slots = cast("NativeAdapterSlots", batch.adapters.table)

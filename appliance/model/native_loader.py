@@ -19,9 +19,10 @@ from appliance.kernels.cpu.structs import (
     TokenInputStruct,
 )
 from appliance.kernels.cpu.weights import WeightPacker
+from appliance.model.checked import load_checked
 from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, LatentWeights
 from appliance.model.linear import stack_neighbours
-from appliance.model.native import NativeDecoder
+from appliance.model.native import NativeDecoder, NativeLinear
 from appliance.model.native_latent import lay_out_latent
 from appliance.model.native_mlp import lay_out_experts, lay_out_mlp
 from appliance.model.native_recurrent import lay_out_recurrent
@@ -31,9 +32,10 @@ from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.shard.shard import WHOLE_LAYER
 from appliance.model.shard.weights import WeightCutter
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.cpu.engine import NativeEngine
@@ -103,6 +105,7 @@ def load_native(
     context_length: int | None = None,
     shard: Shard | None = None,
     target: NativeDecoder | None = None,
+    shared: Collection[Role] = (),
     join: JoinNames | None = None,
 ) -> NativeDecoder:
     """Read all weights and lay them out.
@@ -114,8 +117,8 @@ def load_native(
         on_progress: called with a stage, the number of parts done, and their total.
         context_length: most tokens of a sequence; the model's own by default.
         shard: the part of the model to lay out; None is all of it.
-        target: the model whose embedding and head are used, of a head that drafts; it must live
-            as long.
+        target: the model that a head drafts for; it must live as long.
+        shared: what such a head has of it, embedding or output matrix.
         join: what makes such a head's stream.
 
     Raises:
@@ -139,7 +142,7 @@ def load_native(
         share = WHOLE_LAYER if shard is None else shard.layers[index]
         layers[index] = _layer(packer, weights, spec, index, ropes, share)
         report("weights", index + 1, total)
-    if target is None:
+    if target is None or Role.EMBEDDING not in shared:
         matrix, head_matrix = reader.embedding_and_head()
         if cutter is not None:
             matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
@@ -147,6 +150,8 @@ def load_native(
         head = embedding if head_matrix is matrix else packer.linear(head_matrix)
     else:
         embedding, head = target.model.embedding, target.model.head
+        if Role.HEAD not in shared:
+            head = packer.linear(load_checked(source, f"{source.family.names.head}.weight", None))
     length = spec.context_length if context_length is None else context_length
     positions = reader.positions()
     model = ModelStruct(
@@ -189,7 +194,27 @@ def _join(packer: WeightPacker, reader: ModelReader, names: JoinNames | None) ->
     if names is None:
         return JoinStruct()
     token_norm, hidden_norm, linear = reader.join(names)
-    return JoinStruct(_norm(packer, token_norm), _norm(packer, hidden_norm), packer.linear(linear))
+    return JoinStruct(
+        _norm(packer, token_norm),
+        _norm(packer, hidden_norm),
+        LinearStruct() if linear is None else packer.linear(linear),
+        names.stream_is_normed,
+    )
+
+
+def load_linear(source: ModelSource, name: str, engine: NativeEngine, dtype: Any) -> NativeLinear:
+    """Lay out one linear without a bias, by its full name without `.weight`.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity.
+        MemoryError: the system has too little memory for it.
+    """
+    arena = Arena()
+    linear = WeightPacker(engine, arena, dtype).linear(load_checked(source, f"{name}.weight", None))
+    model = ModelStruct(
+        hidden_size=linear.in_features, vocab_size=linear.out_features, head=linear, logit_scale=1.0
+    )
+    return NativeLinear(engine, model, arena)
 
 
 def _layer(

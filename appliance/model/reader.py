@@ -92,7 +92,7 @@ class ModelReader:
     def first_norm(self, index: int) -> Norm | None:
         """Read the norm at the start of a layer; past the last layer, the decoder's own.
 
-        None where there is none: before the first layer, if norms follow additions.
+        None where there is none: before the first layer, if norms follow additions, or a join.
         """
         spec = self._source.spec
         if spec.norms_replace:
@@ -101,6 +101,8 @@ class ModelReader:
         if index == len(spec.layers):
             return self._norm(self._names.final_norm, spec.final_norm)
         layer, names = spec.layers[index], self._names
+        if layer.joins:
+            return None
         first = names.mlp_norm if layer.mixer is None else names.mixer_norm
         return self._norm(names.in_layer(index, first), layer.norm)
 
@@ -117,9 +119,7 @@ class ModelReader:
         """
         names = self._names
         embedding = self._load(f"{names.embedding}.weight")
-        head = embedding
-        if not self._source.spec.tied_head:
-            head = self._load(f"{names.head}.weight")
+        head = embedding if self._source.spec.tied_head else self._load(f"{names.head}.weight")
         if self._source.spec.embedding_width is not None:
             into, out = (
                 self._dense(f"{name}.weight").float()
@@ -130,11 +130,11 @@ class ModelReader:
         self._head_format = self._format(head)
         return embedding, head
 
-    def join(self, names: JoinNames) -> tuple[Norm, Norm, Weight]:
+    def join(self, names: JoinNames) -> tuple[Norm, Norm, Weight | None]:
         """Read the norms of embedding and hidden state, and the linear (hidden, 2 * hidden)."""
         norm = self._source.spec.final_norm
-        norms = self._norm(names.token_norm, norm), self._norm(names.hidden_norm, norm)
-        return (*norms, self._load(f"{names.linear}.weight"))
+        linear = self._load(f"{names.linear}.weight") if names.linear else None
+        return self._norm(names.token_norm, norm), self._norm(names.hidden_norm, norm), linear
 
     def positions(self) -> Weight | None:
         """Read learned embeddings of positions, (count, hidden_size), from that of position 0."""

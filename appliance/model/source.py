@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
 # Tensors in checkpoints that no arithmetic here needs.
-_UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale")
+UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _check(source: ModelSource) -> None:
         present.discard(f"{source.family.names.head}.weight")  # a copy of the embedding
     unused = (*_draft_layers(source), *_unread_keys(source))
     for name in sorted(present):
-        if not name.endswith(_UNUSED_SUFFIXES) and not name.startswith(unused):
+        if not name.endswith(UNUSED_SUFFIXES) and not name.startswith(unused):
             raise CheckpointError(
                 f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
                 f"{len(source.spec.layers)} layers; its config.json belongs to another model"

@@ -193,6 +193,7 @@ class LayerSpec:
         output_scale: the checkpoint has a factor of the stream after the layer.
         parallel: x += mixer(norm(x)) + mlp(norm(x)), with a norm each (Falcon).
         one_norm: of parallel mixer and MLP.
+        joins: attention reads both halves of a join, 2 * hidden elements, instead of norm(x).
     """
 
     mixer: MixerSpec | None
@@ -202,6 +203,7 @@ class LayerSpec:
     output_scale: bool = False
     parallel: bool = False
     one_norm: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,7 @@ class DecoderSpec:
             first Transformer; there is none before the first layer, and none of the decoder.
         embedding_width: of the matrix of embeddings, which linears bring to `hidden_size` and back
             before the head; None is `hidden_size` without them.
+        read_tokens: that have an embedding, where it says fewer; None is `vocab_size`.
     """
 
     architecture: str
@@ -262,6 +265,12 @@ class DecoderSpec:
     positions: PositionSpec | None = None
     norms_replace: bool = False
     embedding_width: int | None = None
+    read_tokens: int | None = None
+
+    @property
+    def num_embedded(self) -> int:
+        """Tokens that it can read."""
+        return self.read_tokens or self.vocab_size
 
     @property
     def has_experts(self) -> bool:

@@ -93,7 +93,7 @@ def layer_slots(spec: DecoderSpec, names: TensorNames, index: int) -> list[Tenso
 
 
 def _first_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
-    yield _matrix_slot(spec, names.embedding, Role.EMBEDDING)
+    yield _matrix_slot(spec, names.embedding, Role.EMBEDDING, spec.num_embedded)
     yield from _stream_slots(spec, names)
     yield from _token_input_slots(spec, names.token_input)
 
@@ -102,12 +102,12 @@ def _last_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
     if not spec.norms_replace:
         yield from norm_slots(names.final_norm, spec.hidden_size, spec.final_norm)
     if not spec.tied_head:
-        yield _matrix_slot(spec, names.head, Role.HEAD)
+        yield _matrix_slot(spec, names.head, Role.HEAD, spec.vocab_size)
 
 
-def _matrix_slot(spec: DecoderSpec, name: str, role: Role) -> TensorSlot:
+def _matrix_slot(spec: DecoderSpec, name: str, role: Role, rows: int) -> TensorSlot:
     width = spec.embedding_width or spec.hidden_size
-    return TensorSlot(f"{name}.weight", (spec.vocab_size, width), role)
+    return TensorSlot(f"{name}.weight", (rows, width), role)
 
 
 def norm_slots(
@@ -135,8 +135,9 @@ def _layer_slots(
     found = _LayerTensors(names, index)
     hidden = spec.hidden_size
     if layer.mixer is not None:
-        yield from found.stream_norm(names.mixer_norm, hidden, layer.norm)
-        yield from _mixer_slots(found, hidden, layer.mixer)
+        if not layer.joins:
+            yield from found.stream_norm(names.mixer_norm, hidden, layer.norm)
+        yield from _mixer_slots(found, hidden, layer.mixer, 2 if layer.joins else 1)
         if layer.post_norms:
             yield found.norm(names.mixer_post_norm, hidden)
     if layer.mlp is not None:
@@ -227,10 +228,12 @@ class _LayerTensors:
         yield from self.linear(down, Role.DOWN, hidden, middle, mlp.bias, expert)
 
 
-def _mixer_slots(found: _LayerTensors, hidden: int, mixer: MixerSpec) -> Iterator[TensorSlot]:
+def _mixer_slots(
+    found: _LayerTensors, hidden: int, mixer: MixerSpec, halves: int
+) -> Iterator[TensorSlot]:
     match mixer:
         case AttentionSpec():
-            return _attention_slots(found, hidden, mixer)
+            return _attention_slots(found, hidden, mixer, halves)
         case LatentAttentionSpec():
             return _latent_slots(found, hidden, mixer)
         case ShortConvSpec():
@@ -242,7 +245,7 @@ def _mixer_slots(found: _LayerTensors, hidden: int, mixer: MixerSpec) -> Iterato
 
 
 def _attention_slots(
-    found: _LayerTensors, hidden: int, attention: AttentionSpec
+    found: _LayerTensors, hidden: int, attention: AttentionSpec, halves: int
 ) -> Iterator[TensorSlot]:
     names = found.names
     queries = attention.num_heads * attention.head_dim
@@ -258,7 +261,7 @@ def _attention_slots(
     if len(names.qkv) == 1:
         parts = [(Role.QKV, queries + 2 * keys)]
     for part, (role, rows) in zip(names.qkv[: len(parts)], parts, strict=True):
-        yield from found.linear(part, role, rows, hidden, attention.qkv_bias)
+        yield from found.linear(part, role, rows, halves * hidden, attention.qkv_bias)
     if attention.qk_norm is not None:
         yield found.norm(names.query_norm, attention.head_dim)
         if attention.kv_layer is None:

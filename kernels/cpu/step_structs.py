@@ -94,6 +94,10 @@ class BatchStruct(Structure):
         ("num_adapters", c_int32),
         ("given", c_void_p),
         ("streams", c_void_p),
+        ("recorded_layers", c_void_p),
+        ("recorded", c_void_p),
+        ("num_recorded", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 11  # AP_ABI
+ABI = 12  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -305,7 +305,13 @@ class LayerStruct(Structure):
 class JoinStruct(Structure):
     """ap_join."""
 
-    _fields_ = (("token_norm", NormStruct), ("hidden_norm", NormStruct), ("linear", LinearStruct))
+    _fields_ = (
+        ("token_norm", NormStruct),
+        ("hidden_norm", NormStruct),
+        ("linear", LinearStruct),
+        ("stream_is_normed", c_int32),
+        ("reserved", c_int32),
+    )
 
 
 class ModelStruct(Structure):

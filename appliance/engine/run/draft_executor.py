@@ -58,7 +58,7 @@ class DraftExecutor:
             device=self._executor.device,
         )
         # The served model may have some more tokens; behind one of them drafts are bad guesses.
-        most = self._executor.spec.vocab_size - 1
+        most = self._executor.spec.num_embedded - 1
         logits = self._logits(
             rows,
             torch.tensor(token_ids).clamp(max=most),
@@ -72,7 +72,11 @@ class DraftExecutor:
         tokens = self._sample_tokens(logits, _settings(drawing, self._ahead))
         chosen = logits.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
         probabilities = (chosen - logits.logsumexp(dim=-1)).exp()
-        return list(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+        return list(zip(self._named(tokens).tolist(), probabilities.tolist(), strict=True))
+
+    def _named(self, tokens: Tensor) -> Tensor:
+        """Return the served model's numbers of tokens."""
+        return tokens
 
     def _logits(
         self,

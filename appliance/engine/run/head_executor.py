@@ -1,6 +1,6 @@
-"""Runs the head that a checkpoint brings for drafting, on hidden states of the served model.
+"""Runs a head that drafts, on what the served model's layers say of its tokens.
 
-Behind the last of these it goes on from its own.
+Behind the last of these it goes on from its own hidden states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from appliance.engine.speculation.draft_model import DraftRows
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.ragged import RaggedBatch
-    from appliance.model.native import NativeDecoder
+    from appliance.model.native import NativeDecoder, NativeLinear
 
 
 class HeadExecutor(DraftExecutor):
@@ -32,9 +32,11 @@ class HeadExecutor(DraftExecutor):
     the token after that.
 
     Args:
-        target: the served model, whose embedding and output matrix it reads.
-        kept: hidden states of the served model.
+        output: whose output matrix says the tokens: the head itself, or the served model.
+        kept: what it reads of the served model.
+        fuse: makes a hidden state of that; None: it is one.
         chains_normed: its own hidden states are those under its last norm.
+        names: (tokens that it says,) int64, the served model's numbers of these; None: the same.
     """
 
     _ahead = 1
@@ -42,19 +44,23 @@ class HeadExecutor(DraftExecutor):
     def __init__(
         self,
         head: NativeDecoder,
-        target: NativeDecoder,
+        output: NativeDecoder,
         cache: NativeCache,
         sample_tokens: SampleTokens,
         kept: HiddenRows,
         *,
+        fuse: NativeLinear | None,
         chains_normed: bool,
+        names: Tensor | None,
     ) -> None:
         super().__init__(head, cache, sample_tokens)
         self._head = head
         self._head_cache = cache
-        self._target = target
+        self._output = output
         self._kept = kept
+        self._fuse = fuse
         self._chains_normed = chains_normed
+        self._names = names
         self._own: dict[Sequence, Tensor] = {}  # of the rows that drew last, (1, hidden_size)
 
     def _logits(
@@ -66,19 +72,27 @@ class HeadExecutor(DraftExecutor):
         wanted: Tensor,
     ) -> Tensor:
         """Run one step; return logits of the wanted rows."""
-        given = torch.cat([self._given(one) for one in rows])
+        given = self._given(rows)
         stream, hidden = self._head.draft(
             token_ids, positions, batch, self._head_cache, given, wanted
         )
         own = hidden if self._chains_normed else stream
         drawing = [one.sequence for one in rows if one.draws]
         self._own = dict(zip(drawing, own.split(1), strict=True))
-        return self._target.logits(hidden)
+        return self._output.logits(hidden)
 
-    def _given(self, rows: DraftRows) -> Tensor:
-        sequence, end = rows.sequence, rows.start + len(rows.token_ids)
-        if end >= len(sequence.token_ids):
-            return self._own[sequence]
-        given = torch.from_numpy(self._kept.of(sequence, rows.start, end))
-        self._kept.drop_before(sequence, end - 1)
-        return given
+    def _named(self, tokens: Tensor) -> Tensor:
+        """Return the served model's numbers of tokens."""
+        if self._names is None:
+            return tokens
+        return torch.where(tokens < 0, tokens, self._names[tokens.clamp(min=0)])
+
+    def _given(self, rows: Ordered[DraftRows]) -> Tensor:
+        """Return hidden states, of rows of tokens that are known, or of drafts."""
+        if rows[0].end >= len(rows[0].sequence.token_ids):
+            return torch.cat([self._own[one.sequence] for one in rows])
+        kept = [torch.from_numpy(self._kept.of(one.sequence, one.start, one.end)) for one in rows]
+        for one in rows:
+            self._kept.drop_before(one.sequence, one.end - 1)
+        given = torch.cat(kept)
+        return given if self._fuse is None else self._fuse(given)

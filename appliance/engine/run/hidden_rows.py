@@ -1,8 +1,11 @@
-"""Keeps the hidden states of rows that a step has run, until a head that drafts reads them."""
+"""Keeps what a head that drafts reads of the rows that a step has run, until it reads them.
+
+That is the served model's hidden states under its last norm, or its streams before some layers.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,34 +17,60 @@ if TYPE_CHECKING:
 
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
+    from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.native import NativeDecoder
 
-MOST_BYTES = 64 * 2**20
+MOST_BYTES = 64 * 2**20  # for each layer that is read
 
 
-def most_rows(hidden_size: int) -> int:
-    """Return how many rows are kept of all sequences."""
-    return max(1, MOST_BYTES // (4 * hidden_size))
+def kept_bytes(layers: tuple[int, ...]) -> int:
+    """Return the most that is kept of all sequences, by the layers that are read."""
+    return MOST_BYTES * max(1, len(layers))
 
 
 class HiddenRows:
-    """The latest hidden states of each sequence, without gaps.
+    """The latest rows of each sequence, without gaps.
+
+    Beyond `kept_bytes` the oldest rows of the longest sequence go.
 
     Args:
-        most: rows of all sequences; beyond that the oldest of the longest go.
+        target: the served model.
+        layers: before which its streams are kept, side by side; without any, it is the hidden
+            states.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, target: NativeDecoder, layers: tuple[int, ...]) -> None:
+        self._target = target
+        self._layers = layers
+        self._most = max(1, MOST_BYTES // (4 * target.spec.hidden_size))
         self._held: dict[
             Sequence, list[tuple[int, NDArray[np.float32]]]
         ] = {}  # first positions and rows
         self._count = 0
 
-    def keep(self, scheduled: Iterable[ScheduledSequence], hidden: Tensor) -> None:
-        """Keep what a step said, (num_tokens, hidden_size); rejected rows are overwritten."""
+    def run(
+        self,
+        scheduled: Iterable[ScheduledSequence],
+        step: tuple[Tensor, Tensor, RaggedBatch, Any],
+        rows: Tensor,
+    ) -> Tensor:
+        """Run a step of the served model and keep what is read of it; see `Executor.hidden`.
+
+        `step` has its token ids, positions, batch and cache.
+        """
+        if self._layers:
+            hidden, streams = self._target.recorded(*step, rows, self._layers)
+            self._keep(scheduled, streams)
+            return hidden
+        of_all = self._target.hidden(*step)
+        self._keep(scheduled, of_all)
+        return of_all.index_select(0, rows)
+
+    def _keep(self, scheduled: Iterable[ScheduledSequence], said: Tensor) -> None:
+        """Keep what a step said, (num_tokens, width); rejected rows are overwritten."""
         row = 0
         for entry in scheduled:
-            rows = hidden[row : row + entry.num_tokens]
+            rows = said[row : row + entry.num_tokens]
             row += entry.num_tokens
             self._keep_of(entry.sequence, entry.start, rows.clone().numpy())
         while self._count > self._most:

@@ -98,7 +98,7 @@ class ModelRunner(Generic[AnyCache]):
         is_sealed: whether there are open pages.
         states: the rows of recurrent state; None for models without.
         adapters: that requests may have; None without any.
-        kept: where hidden states of all rows go, for a head that drafts; None without one.
+        kept: runs steps and keeps what a head that drafts reads of them; None without one.
         graph_bytes: bound on the memory of graphs.
 
     Attributes:
@@ -245,9 +245,7 @@ class ModelRunner(Generic[AnyCache]):
                 if self._kept is None:
                     hidden = self._executor.hidden(*step, wanted)
                 else:
-                    of_all = self._executor.hidden(*step)
-                    self._kept.keep(plan.scheduled, of_all)
-                    hidden = of_all.index_select(0, wanted)
+                    hidden = self._kept.run(plan.scheduled, step, wanted)
                 if reading is not None:
                     # First, so that the logits of both are never there together.
                     reads = self._reader.launch(hidden, reading)

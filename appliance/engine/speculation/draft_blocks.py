@@ -26,7 +26,7 @@ def scratch_blocks(block_size: int) -> int:
 
 
 class HiddenStates(Protocol):
-    """Hidden states of the served model, which a head reads."""
+    """Rows of the served model, hidden states or streams, which a head reads."""
 
     def first(self, sequence: Sequence) -> int:
         """Return the first position from which on all hidden states are kept."""

@@ -37,6 +37,11 @@ class DraftRows(NamedTuple):
     draws: bool = True
     skipped: int = 0
 
+    @property
+    def end(self) -> int:
+        """Position behind the last."""
+        return self.start + len(self.token_ids)
+
 
 class DraftModel(Protocol):
     """A model and its cache."""
@@ -48,7 +53,8 @@ class DraftModel(Protocol):
     def run(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
         """Run rows; return token and probability of each sequence that draws, in order.
 
-        The token is drawn by the random number that the target will use in its place.
+        The rows are of known tokens, or all of drafts. The token is drawn by the random number that
+        the target will use in its place.
         """
         ...
 

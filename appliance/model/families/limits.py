@@ -46,6 +46,7 @@ _FACTOR = Range(1e-6, 1e6)
 # Names of config.json and, without the architecture prefix, of GGUF metadata.
 RANGES: dict[str, Range] = {
     "vocab_size": _VOCABULARY,
+    "draft_vocab_size": _VOCABULARY,
     "hidden_size": _WIDTH,
     "embedding_length": _WIDTH,
     "intermediate_size": _MIDDLE,

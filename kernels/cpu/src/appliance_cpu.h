@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 11 /* changes with every change of a struct or a signature below */
+#define AP_ABI 12 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -175,16 +175,20 @@ typedef struct {
     int32_t mlp_is_part;   /* the same */
 } ap_layer;
 
-/* How a head that drafts makes its stream: linear(norm(embedding), norm(the target's hidden)). */
+/* How a head that drafts begins, from two halves of a row: norm(embedding), and norm(given). Its
+ * stream is a linear of both; without one it is what was given, and the first layer's attention
+ * reads both halves instead of the normed stream. */
 typedef struct {
-    ap_norm token_norm;
+    ap_norm token_norm; /* weight NULL: the model is no head, its stream is the embedding */
     ap_norm hidden_norm;
-    ap_linear linear; /* 2 * hidden -> hidden; codes NULL: the stream is the embedding */
+    ap_linear linear;         /* 2 * hidden -> hidden; codes NULL: there is none */
+    int32_t stream_is_normed; /* without a linear: 1: the stream is norm(given) */
+    int32_t reserved;
 } ap_join;
 
 typedef struct {
     int32_t hidden_size;
-    int32_t vocab_size;
+    int32_t vocab_size; /* that it says; a head that drafts may read more */
     int32_t num_layers;
     int32_t num_ropes;
     const ap_layer *layers;
@@ -291,6 +295,10 @@ typedef struct {
     int32_t num_adapters;
     const float *given; /* (num_tokens, hidden_size), what a join reads beside the embedding */
     float *streams;     /* (num_rows, hidden_size), the stream before the last norm; or NULL */
+    const int32_t *recorded_layers; /* (num_recorded,), before which the stream is recorded */
+    float *recorded;                /* (num_tokens, num_recorded, hidden_size) */
+    int32_t num_recorded;
+    int32_t reserved;
 } ap_batch;
 
 /* What each row asks of sampling, arrays of num_rows. */

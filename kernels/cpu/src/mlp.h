@@ -42,12 +42,24 @@ static void run_norm(step_state *s, const ap_norm *post_norm, const ap_norm *nor
     for_rows(s->engine, norm_row, s, s->rows);
 }
 
-/* Norm the stream and multiply it by the linears of a mixer's input. */
+static void prepare_input_row(void *context, int32_t row) {
+    step_state *s = context;
+    prepare_row(&s->in, row);
+}
+
+/* Norm the stream and multiply it by the linears of a mixer's input; of a head that drafts the
+ * first mixer reads both halves of its join. */
 static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
     const ap_linear *linears[MOST_FORMS];
     int32_t count = mixer_linears(s->layer, linears);
-    run_norm(s, post_norm, &s->layer->mixer_norm, linears, count);
-    run_shrink(s, AP_INTO_MIXER, s->normed, s->model->hidden_size);
+    if (s->joined) {
+        s->in = input_of(linears, count, s->joined, s->rows, s->codes);
+        for_rows(s->engine, prepare_input_row, s, s->rows);
+        s->joined = NULL;
+    } else {
+        run_norm(s, post_norm, &s->layer->mixer_norm, linears, count);
+        run_shrink(s, AP_INTO_MIXER, s->normed, s->model->hidden_size);
+    }
     float *out = s->inputs;
     for (int32_t i = 0; i < count; i++) {
         linear_section section = {
@@ -63,11 +75,6 @@ static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
         out += linears[i]->out_features;
     }
     ap_advance(s->engine);
-}
-
-static void prepare_input_row(void *context, int32_t row) {
-    step_state *s = context;
-    prepare_row(&s->in, row);
 }
 
 /* Multiply rows x, which are made into the form that the linear wants, into `out`; it is alone at

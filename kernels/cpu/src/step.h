@@ -67,17 +67,33 @@ static bool position_fits(const ap_model *model, int64_t position) {
 }
 
 static bool join_fits(const ap_model *model, const ap_batch *batch) {
-    const ap_linear *join = &model->join.linear;
-    if (!has_linear(join)) return true;
-    return batch->given && join->in_features == 2 * model->hidden_size &&
-           join->out_features == model->hidden_size;
+    const ap_linear *join = &model->join.linear, *linears[MOST_FORMS];
+    if (!has_join(model)) return true;
+    if (!batch->given || !model->num_layers) return false;
+    int32_t width = 2 * model->hidden_size;
+    if (has_linear(join))
+        return join->in_features == width && join->out_features == model->hidden_size;
+    if (!is_attention(model->layers) || batch->adapter_slots) return false;
+    int32_t count = mixer_linears(model->layers, linears);
+    for (int32_t i = 0; i < count; i++)
+        if (linears[i]->in_features != width) return false;
+    return true;
+}
+
+static bool records_fit(const ap_model *model, const ap_batch *batch) {
+    if (!batch->num_recorded) return true;
+    if (batch->num_recorded < 0 || !batch->recorded_layers || !batch->recorded) return false;
+    for (int32_t i = 0; i < batch->num_recorded; i++)
+        if (batch->recorded_layers[i] < 0 || batch->recorded_layers[i] >= model->num_layers)
+            return false;
+    return true;
 }
 
 static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
+    int64_t tokens = has_join(model) ? model->embedding.out_features : model->vocab_size;
     for (int32_t i = 0; i < batch->num_tokens; i++) {
-        if (batch->token_ids[i] < 0 || batch->token_ids[i] >= model->vocab_size)
-            return AP_BAD_ARGUMENT;
+        if (batch->token_ids[i] < 0 || batch->token_ids[i] >= tokens) return AP_BAD_ARGUMENT;
         if (!position_fits(model, batch->positions[i])) return AP_BAD_ARGUMENT;
         if (batch->slot_mapping[i] < 0 || batch->slot_mapping[i] >= slots) return AP_BAD_ARGUMENT;
     }
@@ -94,7 +110,7 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         if (!mixer_supported(model, cache, batch, layer)) return AP_BAD_ARGUMENT;
         if (!experts_supported(model, layer)) return AP_BAD_ARGUMENT;
     }
-    if (!join_fits(model, batch)) return AP_BAD_ARGUMENT;
+    if (!join_fits(model, batch) || !records_fit(model, batch)) return AP_BAD_ARGUMENT;
     if (!token_inputs_supported(model) || !adapters_fit(model, batch)) return AP_BAD_ARGUMENT;
     if (batch->num_rows < 0 || batch->num_rows > batch->num_tokens) return AP_BAD_ARGUMENT;
     for (int32_t i = 0; batch->rows && i < batch->num_rows; i++)
@@ -164,15 +180,19 @@ static void rotate_and_write_row(void *context, int32_t row) {
                    (sealed ? s->open_slots : s->batch->slot_mapping)[row]);
 }
 
-/* The two halves that a join reads: the embedding and what the target said, each normed. */
+/* The two halves of a join: the embedding and what the target said, each normed. */
 static void join_row(void *context, int32_t row) {
     step_state *s = context;
-    const ap_model *model = s->model;
-    int32_t hidden = model->hidden_size;
+    const ap_join *join = &s->model->join;
+    int32_t hidden = s->model->hidden_size;
+    const float *given = s->batch->given + (int64_t)row * hidden;
     float *joined = s->joined + 2 * (int64_t)row * hidden;
-    rms_norm_row(s->stream + (int64_t)row * hidden, &model->join.token_norm, hidden, joined);
-    rms_norm_row(s->batch->given + (int64_t)row * hidden, &model->join.hidden_norm, hidden,
-                 joined + hidden);
+    float *stream = s->stream + (int64_t)row * hidden;
+    rms_norm_row(stream, &join->token_norm, hidden, joined);
+    rms_norm_row(given, &join->hidden_norm, hidden, joined + hidden);
+    if (!has_linear(&join->linear))
+        memcpy(stream, join->stream_is_normed ? joined + hidden : given,
+               (size_t)hidden * sizeof(float));
 }
 
 static void embed(step_state *s) {
@@ -185,7 +205,9 @@ static void embed(step_state *s) {
     s->part = NULL;
     if (!s->joined) return;
     for_rows(s->engine, join_row, s, s->rows);
+    if (!has_linear(&s->model->join.linear)) return; /* the first layer reads them */
     run_from(s, &s->model->join.linear, AP_NUM_PLACES, s->joined, s->stream, false);
+    s->joined = NULL;
 }
 
 /* ---- linears ---- */
@@ -222,6 +244,16 @@ static void run_attention(step_state *s, const ap_norm *post_norm, bool only_wri
     if (only_write) return;
     attend(s->engine, s->attention, a, s->cache, of, s->batch, s->inputs, qkv_width(a), s->mixed);
     if (a->output_gate) for_rows(s->engine, gate_output_row, s, s->rows);
+}
+
+/* Record the stream before a layer, which has normed it, but added nothing yet. */
+static void record_stream(const step_state *s, int32_t layer) {
+    const ap_batch *batch = s->batch;
+    int64_t hidden = s->model->hidden_size;
+    for (int32_t i = 0; i < batch->num_recorded; i++)
+        for (int64_t row = 0; batch->recorded_layers[i] == layer && row < s->rows; row++)
+            memcpy(batch->recorded + (row * batch->num_recorded + i) * hidden,
+                   s->stream + row * hidden, (size_t)hidden * sizeof(float));
 }
 
 /* Go on with the rows whose logits are wanted only. */
@@ -310,6 +342,7 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
             run_latent(&s, post_norm, stops);
         else if (has_mixer(s.layer))
             run_attention(&s, post_norm, stops);
+        if (batch->num_recorded) record_stream(&s, i);
         if (stops) return ended(engine);
         ap_advance(engine);
         if (is_last && batch->rows) select_rows(&s);

@@ -56,7 +56,7 @@ typedef struct {
     float *token_inputs; /* (rows, num_layers, width), all rows of the step */
     float *token_rows;   /* the same, rows of the embedding */
     float *token_gate;   /* (rows, width) */
-    float *joined;       /* (rows, 2 * hidden_size), what a join reads; NULL: there is none */
+    float *joined;       /* (rows, 2 * hidden_size), both halves of a join; NULL: they are read */
     char *codes;         /* quantized inputs */
     char *attention;     /* workspace of attend */
     /* with sealed layers only */
@@ -153,6 +153,8 @@ static const ap_linear *mixer_output(const ap_layer *layer) {
 }
 
 static bool has_linear(const ap_linear *linear) { return linear->codes != NULL; }
+
+static bool has_join(const ap_model *model) { return model->join.token_norm.weight != NULL; }
 
 /* The linears that read a layer's stream under the MLP's norm; returns how many. */
 static int32_t mlp_linears(const ap_layer *layer, const ap_linear **linears) {
@@ -302,7 +304,7 @@ static ap_status claim_buffers(step_state *s) {
     bool selects = s->batch->rows != NULL;
     const int64_t real = sizeof(float), whole = sizeof(int32_t);
     int64_t full = w.sealed ? s->batch->num_seqs * whole : 0;
-    bool joins = has_linear(&model->join.linear);
+    bool joins = has_join(model);
     int64_t angles = model->num_ropes * rows * w.rotary * real;
     struct { void *buffer; int64_t bytes; } claims[] = {
         {&s->stream, hidden * real},

@@ -1,16 +1,19 @@
-"""A checkpoint's head drafts: its numbers are right, and answers stay the same."""
+"""A head drafts, a checkpoint's or an EAGLE-3 head: answers stay the same."""
 
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from draft_answers import load, requests_of, run
+from causal_models import random_model
+from draft_answers import SIZES, load, requests_of, run
 from draft_heads import FAMILIES, LATENT, PlainHead, write_with_head
 from drafting import draft_always
+from eagle_heads import TARGETS, write_with_eagle
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
@@ -18,34 +21,55 @@ from appliance.config import EngineConfig
 from appliance.engine.memory_request import request_memory
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run.head_executor import HeadExecutor
-from appliance.engine.run.hidden_rows import MOST_BYTES
-from appliance.errors import CheckpointError, ConfigError
+from appliance.engine.run.hidden_rows import kept_bytes
+from appliance.errors import CheckpointError, ConfigError, RequestError
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.draft_head import open_head
+from appliance.model.eagle_head import open_eagle
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from appliance.engine.engine import LLMEngine
     from appliance.engine.speculation.draft_model import DraftRows
 
 
+EAGLE = "eagle-"  # before the name of a model that has such a head beside it
+KV_FORMATS = ("int8", "bf16", "fp8", "int4", "int4-sealed", "k8v4")
+
+
+class Folders(dict[str, tuple["Path", Any]]):
+    """A folder for each name, with what was written there; made when it is asked for."""
+
+    def __init__(self, make: Callable[[str], Path]) -> None:
+        self._make = make
+
+    def __missing__(self, name: str) -> tuple[Path, Any]:
+        folder, target = self._make(name), name.removeprefix(EAGLE)
+        write = write_with_head if target == name else write_with_eagle
+        self[name] = folder, write(target, folder)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    found = {}
-    for family in FAMILIES:
-        folder = tmp_path_factory.mktemp(family)
-        found[family] = folder, write_with_head(family, folder)
-    return found
+    return Folders(tmp_path_factory.mktemp)
+
+
+def speculating(folder: Path) -> str:
+    """The setting that asks for the folder's head."""
+    eagle = folder / "eagle"
+    return f"eagle={eagle}" if eagle.is_dir() else "mtp"
 
 
 def drafting(folder: Path, **options: Any) -> LLMEngine:
-    engine = load(folder, speculate="mtp", **options)
+    engine = load(folder, speculate=speculating(folder), **options)
     draft_always(engine)
     return engine
 
@@ -63,7 +87,9 @@ def test_its_numbers_are_those_of_the_definition(
     engine = NativeEngine(load_library(), 1)
     target = load_native(source, engine, torch.float32)
     head = open_head(source)
-    decoder = load_native(head.source, engine, torch.float32, target=target, join=head.join)
+    decoder = load_native(
+        head.source, engine, torch.float32, target=target, shared=head.shared, join=head.join
+    )
     size, count = 16, 21
     cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=4, block_size=size)
     plain = PlainHead(family, model, folder)
@@ -94,10 +120,14 @@ def test_its_numbers_are_those_of_the_definition(
 @pytest.mark.parametrize(
     ("family", "kv"),
     [
-        (family, kv)
-        for family in FAMILIES
-        for kv in ("int8", "bf16", "int4-sealed")
-        if kv == "bf16" or family not in LATENT  # latents have 16 bits
+        *(
+            (family, kv)
+            for family in FAMILIES
+            for kv in ("int8", "bf16", "int4-sealed")
+            if kv == "bf16" or family not in LATENT  # latents have 16 bits
+        ),
+        *((f"{EAGLE}llama", kv) for kv in KV_FORMATS),
+        *((f"{EAGLE}{target}", "bf16") for target in TARGETS if target != "llama"),
     ],
 )
 def test_answers_are_the_same(family: str, kv: str, folders: dict[str, tuple[Path, Any]]) -> None:
@@ -112,7 +142,9 @@ def test_answers_are_the_same(family: str, kv: str, folders: dict[str, tuple[Pat
 
 
 @pytest.mark.parametrize("host", [0, 2**20])
-@pytest.mark.parametrize(("family", "memory"), [("glm4_moe", 90000), ("qwen3_5", 40000)])
+@pytest.mark.parametrize(
+    ("family", "memory"), [("glm4_moe", 90000), ("qwen3_5", 40000), (f"{EAGLE}llama", 90000)]
+)
 def test_answers_are_the_same_where_they_have_to_make_room(
     family: str, memory: int, host: int, folders: dict[str, tuple[Path, Any]]
 ) -> None:
@@ -135,21 +167,28 @@ def answer(engine: LLMEngine, prompt: tuple[int, ...], **sampling: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "least"), [({"temperature": 0.0}, 0.7), ({"temperature": 1.0, "seed": 7}, 0.2)]
+    ("family", "sampling", "least"),
+    [
+        ("glm4_moe", {"temperature": 0.0}, 0.7),
+        (f"{EAGLE}llama", {"temperature": 0.0}, 0.4),  # it lacks some tokens, and goes on
+        ("glm4_moe", {"temperature": 1.0, "seed": 7}, 0.2),
+        (f"{EAGLE}llama", {"temperature": 1.0, "seed": 7}, 0.2),
+    ],
 )
 def test_its_tokens_come_true(
-    sampling: dict[str, Any], least: float, folders: dict[str, tuple[Path, Any]]
+    family: str, sampling: dict[str, Any], least: float, folders: dict[str, tuple[Path, Any]]
 ) -> None:
     """The stream is nearly the last token's embedding, in the model and in its head."""
-    engine = drafting(folders["glm4_moe"][0])
+    engine = drafting(folders[family][0])
     answer(engine, (5, 9, 31, 7), **sampling)
     stats = engine.stats()
     assert stats.draft_tokens_total > 30
     assert stats.accepted_tokens_total > least * stats.draft_tokens_total
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", f"{EAGLE}llama"])
 def test_rows_in_the_cache_are_not_run_again(
-    folders: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+    family: str, folders: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt's blocks hold the head's keys too; an unknown block stays out of its context."""
     seen: list[DraftRows] = []
@@ -160,8 +199,9 @@ def test_rows_in_the_cache_are_not_run_again(
         return run_head(model, rows)
 
     monkeypatch.setattr(HeadExecutor, "run", watched)
-    engine, prompt = drafting(folders["glm4_moe"][0]), tuple(range(100, 190))
+    engine, prompt = drafting(folders[family][0]), tuple(range(100, 190))
     speculator: Any = engine._scheduler._speculator
+    speculator._proposers = ()  # the same answer twice would be looked up
     answer(engine, prompt, temperature=0.0)
     first = sum(len(one.token_ids) for one in seen)
     assert seen[0].start == 0
@@ -226,25 +266,67 @@ def test_a_head_without_a_tensor_is_refused(
     ("options", "says"),
     [
         ({"tensor_parallel": 2}, "--tensor-parallel and --gpu-split divide among several"),
-        ({"kernels": "torch"}, "--speculate mtp needs the CPU library"),
+        ({"kernels": "torch"}, "needs the CPU library, whose answers"),
     ],
 )
+@pytest.mark.parametrize("family", ["glm4_moe", f"{EAGLE}llama"])
 def test_what_cannot_run_a_head_is_refused(
-    options: dict[str, Any], says: str, folders: dict[str, tuple[Path, Any]]
+    family: str, options: dict[str, Any], says: str, folders: dict[str, tuple[Path, Any]]
 ) -> None:
+    folder = folders[family][0]
     with pytest.raises(ConfigError, match=says):
-        load(folders["glm4_moe"][0], speculate="mtp", **options)
+        load(folder, speculate=speculating(folder), **options)
 
 
-def test_the_plan_counts_it(folders: dict[str, tuple[Path, Any]]) -> None:
-    folder = folders["glm4_moe"][0]
+@pytest.mark.parametrize("family", ["glm4_moe", f"{EAGLE}llama"])
+def test_beams_are_refused(family: str, folders: dict[str, tuple[Path, Any]]) -> None:
+    (beams,) = [one for one in requests_of(512) if one.request_id == "beams"]
+    with pytest.raises(RequestError, match="leave use_beam_search out"):
+        drafting(folders[family][0]).submit(beams)
+
+
+def test_a_head_of_another_vocabulary_is_refused(
+    folders: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    _, eagle = folders[f"{EAGLE}llama"]
+    sizes: dict[str, Any] = {**SIZES, "vocab_size": 2048}
+    random_model("llama", **sizes).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"eagle=eagle: the head knows 512 tokens, .* and the model 2,048"
+    ):
+        load(tmp_path, speculate=f"eagle={eagle}")
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", f"{EAGLE}llama"])
+def test_the_plan_counts_it(family: str, folders: dict[str, tuple[Path, Any]]) -> None:
+    folder, eagle = folders[family]
     config = load_config(folder)
     source = open_model(folder)
     _, without = request_memory(config, source)
-    _, with_head = request_memory(replace(config, speculate="mtp"), source)
+    _, with_head = request_memory(replace(config, speculate=speculating(folder)), source)
     assert with_head.kv_bytes_per_token > without.kv_bytes_per_token
-    own = sum(prod(slot.shape) for slot in open_head(source).slots())
-    assert with_head.draft_bytes >= MOST_BYTES + 2 * own
+    head = open_head(source) if family == "glm4_moe" else open_eagle(eagle, source)
+    own = sum(prod(slot.shape) for slot in head.slots())
+    assert with_head.draft_bytes >= kept_bytes(head.reads) + 2 * own
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("glm4_moe", r"the checkpoint's head for multi-token prediction: 1 layer, [\d.]+ MiB"),
+        (
+            f"{EAGLE}llama",
+            r"the EAGLE-3 head eagle: 1 layer, [\d.]+ MiB, reads .* layers 2, 1, 0 \(from 0\)",
+        ),
+    ],
+)
+def test_the_server_says_what_drafts(
+    family: str, says: str, folders: dict[str, tuple[Path, Any]]
+) -> None:
+    engine = drafting(folders[family][0])
+    assert re.fullmatch(says, engine.info.drafts)
+    assert engine.info.draft_bytes > 0
+    assert not load(folders[family][0]).info.drafts
 
 
 def load_config(folder: Path) -> EngineConfig:

@@ -35,8 +35,8 @@ def load(folder: Path, **options: Any) -> LLMEngine:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculate": "eagle"}, "one of auto, off, suffix, mtp, draft=MODEL; got 'eagle'"),
-        ({"speculate": "draft="}, "one of auto, off, suffix, mtp, draft=MODEL; got 'draft='"),
+        ({"speculate": "eagle"}, "one of auto, off, suffix, mtp, draft=MODEL, eagle=PATH; got 'ea"),
+        ({"speculate": "draft="}, "mtp, draft=MODEL, eagle=PATH; got 'draft='"),
         ({"speculate_tokens": 16}, "speculate_tokens must be between 1 and 15 tokens; got 16"),
         ({"speculate_tokens": 0}, "speculate_tokens must be between 1 and 15 tokens; got 0"),
     ],
