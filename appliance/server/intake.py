@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     import msgspec
-    from fastapi import Request, Response
+    from starlette.requests import Request
+    from starlette.responses import Response
 
     from appliance.engine.request import ThoughtBudget
     from appliance.grammar import Grammar

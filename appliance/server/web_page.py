@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
 from appliance.docs import NAMES, read
 from appliance.server.openapi import describes
+from appliance.server.route_list import RouteList
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 FOLDER = Path(__file__).parent / "static"
 # Path to file and media type.
@@ -49,9 +53,9 @@ HEADERS: Final = {
 }
 
 
-def web_page_router() -> APIRouter:
+def web_page_router() -> RouteList:
     """The routes."""
-    router = APIRouter()
+    router = RouteList()
     for path, (name, media_type) in FILES.items():
         _add(router, path, (FOLDER / name).read_bytes(), media_type)
     topics, *pages = DOCUMENTS
@@ -59,8 +63,8 @@ def web_page_router() -> APIRouter:
     for path, name in zip(pages, NAMES, strict=True):
         _add(router, path, read(name).text.encode(), "text/markdown; charset=utf-8")
 
-    @router.head("/", include_in_schema=False)
-    async def look() -> Response:
+    @router.head("/", None)
+    async def look(_: Request) -> Response:
         """Answer the request by which Ollama's clients detect it."""
         return _for_programs()
 
@@ -72,16 +76,16 @@ def _for_programs() -> Response:
     return Response("Ollama is running", media_type="text/plain", headers={"vary": "accept"})
 
 
-def _add(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
+def _add(router: RouteList, path: str, content: bytes, media_type: str) -> None:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {**HEADERS, "etag": tag}
     # The root answers programs too; other files are not part of an API.
     is_root = path == "/"
-    documented = describes(None, None, media_types=("text/html", "text/plain"))
+    described = describes(None, None, media_types=("text/html", "text/plain"))
     if is_root:
         headers["vary"] = "accept"
 
-    @router.get(path, include_in_schema=is_root, **documented)
+    @router.get(path, described if is_root else None)
     async def send(request: Request) -> Response:
         """Return a file of the status page."""
         if is_root and "text/html" not in request.headers.get("accept", ""):
