@@ -1,6 +1,39 @@
-"""`python -m appliance`."""
+"""`python -m appliance`, and the command `appliance`."""
 
-from appliance.cli import main
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.engine.process.launch import LaunchedProcess
+
+
+def main() -> NoReturn:
+    """Run the command line, in which a server's engine imports while its own process does."""
+    with engine_ahead(sys.argv[1:]) as launched:
+        from appliance.cli import run
+
+        run(launched)
+
+
+def engine_ahead(
+    arguments: Sequence[str],
+) -> AbstractContextManager[LaunchedProcess | None]:
+    """Start the engine's process, if these arguments will need one; it ends with the context."""
+    if arguments[:1] != ["serve"] or {"--help", "-h", "--top"} & set(arguments):
+        return nullcontext()
+    from appliance.engine.process.launch import LaunchedProcess
+    from appliance.errors import EngineError
+
+    try:
+        return LaunchedProcess()
+    except EngineError:
+        return nullcontext()  # the command tries again, and says why
+
 
 if __name__ == "__main__":
     main()

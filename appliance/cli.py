@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Annotated, ClassVar, NoReturn
 
 import typer
 
 from appliance.commands.lazy import LazyGroup
 from appliance.errors import ApplianceError
 from appliance.version import __version__
+
+if TYPE_CHECKING:
+    from appliance.engine.process.launch import LaunchedProcess
 
 
 class Commands(LazyGroup):
@@ -20,7 +23,7 @@ class Commands(LazyGroup):
         "serve": "Serve a model behind an OpenAI-compatible endpoint.",
         "fit": "Rank the ways to serve a model on this machine.",
         "models": "Fetch, list, check and remove models.",
-        "chat": "Talk with the model of a running server.",
+        "chat": "Talk with a server's model, or with one that runs here.",
         "connect": "Print the set-up of a client of the server.",
         "top": "Watch a running server: blocks, requests, throughput.",
         "quantize": "Quantize a model's weights into a folder.",
@@ -51,10 +54,14 @@ app = typer.Typer(
 )
 
 
-def main() -> NoReturn:
-    """Run the command line: an error the user can fix is one line and a non-zero exit."""
+def run(launched: LaunchedProcess | None = None) -> NoReturn:
+    """Run the command line: an error the user can fix is one line and a non-zero exit.
+
+    Args:
+        launched: an engine's process for `serve`, if it was started already.
+    """
     try:
-        app()
+        app(obj=launched)
     except ApplianceError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)

@@ -12,13 +12,13 @@ import msgspec
 from appliance.config import SELF_DRAFT, cache_dir
 from appliance.errors import ConfigError
 from appliance.hub import resolve_model
-from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from appliance.config import EngineConfig
+    from appliance.tokenizer import Tokenizer
 
 
 def resolve_draft(
@@ -38,6 +38,8 @@ def resolve_draft(
     name = engine.draft_model or engine.eagle_head
     if name in ("", SELF_DRAFT):
         return engine
+    from appliance.tokenizer import Tokenizer  # most models have no draft model
+
     path = resolve_model(name, cache_dir=cache_dir(), progress=progress).path
     if engine.eagle_head:
         return msgspec.structs.replace(engine, speculate=f"eagle={path}")

@@ -71,9 +71,9 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(
 def test_help_imports_no_command_and_nothing_heavy() -> None:
     probe = (
         "import sys; sys.argv = ['appliance', '--help']\n"
-        "from appliance.cli import main\n"
+        "from appliance.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'fastapi', 'textual', 'transformers', 'rich', 'asyncio', 'msgspec'}\n"
+        "heavy = {'torch', 'starlette', 'textual', 'transformers', 'rich', 'asyncio', 'msgspec'}\n"
         "files = {name for name in sys.modules if name.startswith('appliance.commands.')}\n"
         "print(sorted(heavy & set(sys.modules)), sorted(files))"
     )
@@ -171,6 +171,6 @@ def test_a_log_of_the_server_can_be_json() -> None:
 
 def test_a_shell_can_complete_commands() -> None:
     words = {"COMP_WORDS": "appliance ser", "COMP_CWORD": "1"}
-    code = "import sys; sys.argv = ['appliance']; from appliance.cli import main; main()"
+    code = "import sys; sys.argv = ['appliance']; from appliance.__main__ import main; main()"
     result = python("-c", code, _APPLIANCE_COMPLETE="complete_bash", **words)
     assert result.stdout.split() == ["serve"]

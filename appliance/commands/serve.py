@@ -23,7 +23,6 @@ from appliance.commands.setting_flags import Flags, with_setting_flags
 from appliance.config import (
     EngineConfig,
     ServerConfig,
-    cache_dir,
     known_keys,
     load_settings,
     network_url,
@@ -52,6 +51,7 @@ logger = logging.getLogger(__name__)
 @with_setting_flags(EngineConfig, ServerConfig)
 def serve(
     flags: Flags,
+    context: typer.Context,
     model: Model = "",
     config: Annotated[
         Path | None, typer.Option(help="TOML file with these settings.", show_default=False)
@@ -93,7 +93,7 @@ def serve(
         raise typer.Exit(serve_with_dashboard(server, arguments))
     warnings = log.configure(server.log_level, server.log_format)
     warn_of_unknown_variables()
-    with LaunchedProcess() as launched:  # it imports while this process does
+    with context.obj or LaunchedProcess() as launched:  # it imports while this process does
         num_requests = _run(settings, conditions, warnings, launched, auto=auto)
     typer.echo(parting(num_requests, settings.engine), err=True)
 
@@ -107,8 +107,7 @@ def _run(
     auto: bool,
 ) -> int:
     """Find the model and serve it; return how many requests came to their end."""
-    from appliance.draft_names import resolve_draft
-    from appliance.hub import resolve_adapters, resolve_model
+    from appliance.commands.found_model import find_model_of
     from appliance.progress import ProgressLine
     from appliance.server.serve import ModelToServe, run_server
     from appliance.service.notice import ServiceNotice
@@ -125,12 +124,7 @@ def _run(
         models, found, qualities = [], [], {}
         for model in settings.served:
             with _about(model) if settings.models else contextlib.nullcontext():
-                resolved = resolve_model(
-                    model.engine.model, cache_dir=cache_dir(), progress=show_progress
-                )
-                adapters = resolve_adapters(model.engine.lora, progress=show_progress)
-                engine = msgspec.structs.replace(model.engine, lora=adapters)
-                engine = resolve_draft(engine, resolved.path, progress=show_progress)
+                resolved, engine = find_model_of(model.engine, show_progress)
                 if auto:
                     engine, why = with_best_fit(engine, resolved.path)
                     logger.info("auto: %s", why)

@@ -92,7 +92,7 @@ class LLMEngine:
         cls,
         config: EngineConfig,
         *,
-        eos_token_ids: tuple[int, ...],
+        eos_token_ids: tuple[int, ...] | Callable[[], tuple[int, ...]],
         metadata: memoryview | None,
         on_progress: Callable[[str, int, int], None],
         beacon: Beacon | None = None,
@@ -102,7 +102,7 @@ class LLMEngine:
 
         Args:
             config: the settings; `model` is a path.
-            eos_token_ids: tokens that end an answer.
+            eos_token_ids: tokens that end an answer, or what tells them once the weights are read.
             metadata: memory for block metadata; None keeps it private.
             on_progress: called with stage, done, total.
             beacon: shows progress to other processes; None keeps it private.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def load_engine(
     config: EngineConfig,
     *,
-    eos_token_ids: tuple[int, ...],
+    eos_token_ids: tuple[int, ...] | Callable[[], tuple[int, ...]],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
     beacon: Beacon | None = None,

@@ -69,7 +69,7 @@ class EngineParts(NamedTuple):
 
 def load_parts(
     config: EngineConfig,
-    eos_token_ids: tuple[int, ...],
+    eos_token_ids: tuple[int, ...] | Callable[[], tuple[int, ...]],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
     device: Device | None = None,
@@ -96,6 +96,8 @@ def load_parts(
     release_unused()  # memory that reading the weights took
     process_bytes = _process_bytes(plan, executor)
     stages.append(("weights", time.monotonic()))
+    if callable(eos_token_ids):
+        eos_token_ids = eos_token_ids()
     # A tokenizer may name tokens for which the model has no logits, so it never generates them.
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     matchers, rates = Matchers(source.spec.vocab_size, eos_token_ids), Rates()

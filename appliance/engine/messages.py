@@ -17,17 +17,24 @@ from appliance.stats import SequenceView as SequenceView
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """The first message: the settings to load, and the memory; see `Admission`."""
+    """The first message: the settings to load, the memory, see `Admission`, and the log's form."""
 
     config: EngineConfig
-    eos_token_ids: tuple[int, ...]
     gpu: str = ""  # index or id of the only GPU that the process may see; empty for all
     memory_limit: int | None = None
     is_shared: bool = False
+    log_level: str = "info"
+    log_format: str = "text"
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Planned`: the memory may be taken."""
+
+
+class EndTokens(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `WeightsRead`: the ids of the tokens that end an answer."""
+
+    ids: tuple[int, ...]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +160,10 @@ class Planned(msgspec.Struct, frozen=True, tag=True):
     free_bytes: int  # that may be used now
 
 
+class WeightsRead(msgspec.Struct, frozen=True, tag=True):
+    """The engine waits for `EndTokens`, which the tokenizer knows; that is read meanwhile."""
+
+
 class RankInfo(msgspec.Struct, frozen=True):
     """A process that holds a part of the model.
 
@@ -235,6 +246,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 ToEngine = (
     Load
     | Proceed
+    | EndTokens
     | Submit
     | Abort
     | FetchTable
@@ -243,4 +255,4 @@ ToEngine = (
     | UnloadAdapter
     | Shutdown
 )
-FromEngine = Progress | Planned | Ready | StartFailed | StepReport
+FromEngine = Progress | Planned | WeightsRead | Ready | StartFailed | StepReport

@@ -15,7 +15,6 @@ from appliance.server.grammars import GrammarChecks
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
 from appliance.server.queue import Queue
-from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from appliance.server.quality import ServedCard
     from appliance.server.replicas import ServedEngine
     from appliance.server.state import ServerState
+    from appliance.tokenizer import Tokenizer
 
 _MOST_NAMES = 20  # of adapters in a message
 
@@ -157,16 +157,23 @@ class ModelState:
             ) from error
 
     async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
+        reading = asyncio.ensure_future(asyncio.to_thread(_read_tokenizer, self._found.path))
+
+        async def end_tokens() -> tuple[int, ...]:
+            return (await reading).eos_token_ids
+
+        loading = asyncio.create_task(self.engine.start(end_tokens, on_progress))
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._found.path)
-            info, _ = await asyncio.gather(
-                self.engine.start(tokenizer.eos_token_ids, on_progress),
-                asyncio.to_thread(tokenizer.isolate_template),
-            )
+            tokenizer = await reading
+            await asyncio.to_thread(tokenizer.isolate_template)
+            info = await loading
         except ApplianceError as error:
             if self.server.is_up:  # its waiters may be gone
                 logger.error("%s cannot be loaded: %s", self.model_id, error)
             raise
+        finally:
+            loading.cancel()  # nothing, if it has ended
+            await asyncio.gather(loading, return_exceptions=True)
         self.sampling = choose_defaults(
             self.engine.config.generation_config, tokenizer.sampling, self._found.sampling
         )
@@ -247,3 +254,9 @@ class ModelState:
         adapters = [repr(one) for one in self.adapters.names()[:_MOST_NAMES]]
         beside = f", and as adapters of it {', '.join(adapters)}" if adapters else ""
         return f"{self.model_id!r}{beside}"
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    from appliance.tokenizer import Tokenizer  # takes a while; the engine loads meanwhile
+
+    return Tokenizer.from_path(path)

@@ -7,21 +7,18 @@ import logging
 import resource
 import signal
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import uvicorn
 import uvloop
 
 from appliance.config import jobs_dir
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.errors import ApplianceError, EngineUnavailableError
-from appliance.log import RecentWarnings, Sparing
+from appliance.log import RecentWarnings
 from appliance.server.certificate import Certificate
-from appliance.server.connection import protocol_of
 from appliance.server.listener import bind, url_of
 from appliance.server.model_state import ModelState
 from appliance.server.replicas import Memories, make_engine
@@ -30,7 +27,7 @@ from appliance.service.notice import ServiceNotice
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from appliance.config import EngineConfig, Settings
     from appliance.engine.messages import EngineInfo
@@ -41,9 +38,7 @@ if TYPE_CHECKING:
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.model_state import FoundModel
     from appliance.server.quality import ServedCard
-
-KEEP_ALIVE_SECONDS = 30  # for connections without a request
-_CLOSE_SECONDS = 2  # for responses that have just ended
+    from appliance.server.web_server import WebServer
 
 logger = logging.getLogger(__name__)
 
@@ -211,32 +206,10 @@ class _Server:
             await serving
             self._state.text_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _web_server(self) -> _WebServer:
-        from appliance.server.app import create_app  # slow to import
+    def _web_server(self) -> WebServer:
+        from appliance.server.web_server import WebServer  # slow to import
 
-        certificate = self._certificate
-        log = logging.getLogger("uvicorn")
-        log.handlers[:] = logging.getLogger("appliance").handlers
-        log.setLevel(logging.WARNING)
-        logging.getLogger("uvicorn.error").filters[:] = [
-            Sparing()
-        ]  # strangers trigger its messages
-        return _WebServer(
-            uvicorn.Config(
-                create_app(self._state),
-                http=protocol_of(self._state.config.max_connections),  # type: ignore[arg-type]
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_CLOSE_SECONDS,
-                ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
-            )
-        )
+        return WebServer.of(self._state, self._certificate)
 
     async def _load(self, on_progress: ProgressCallback) -> RunningServer:
         """Load the first model that loads; if none does, raise the first one's error."""
@@ -285,29 +258,6 @@ class _Server:
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
-
-
-class _WebServer(uvicorn.Server):
-    """Leaves signals to `_Server`, and wakes up once a second, not ten times."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._stopping = asyncio.Event()
-
-    def stop(self, *, now: bool) -> None:
-        """End connections: `now`, or after their responses."""
-        self.should_exit, self.force_exit = True, now
-        self._stopping.set()
-
-    async def main_loop(self) -> None:
-        """Update the Date header until told to stop; an idle server does nothing else."""
-        while not await self.on_tick(0):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 1.0)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _allow_descriptors(connections: int) -> None:

@@ -1,11 +1,31 @@
 """Converts text to token ids and back: tokenizer, chat template, detokenizer, stop strings.
 
-Loads neither torch nor transformers: this runs in the API process.
+Loads neither torch nor transformers: this runs in the API process. Names are loaded on first use:
+a process that only renders templates loads no tokenizer.
 """
 
-from appliance.tokenizer.chat_template import ChatTemplate
-from appliance.tokenizer.stop_strings import StopStringMatcher
-from appliance.tokenizer.stream import DecodeStream
-from appliance.tokenizer.tokenizer import Tokenizer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from appliance.tokenizer.chat_template import ChatTemplate
+    from appliance.tokenizer.stop_strings import StopStringMatcher
+    from appliance.tokenizer.stream import DecodeStream
+    from appliance.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "DecodeStream", "StopStringMatcher", "Tokenizer"]
+
+_HOME = {
+    "ChatTemplate": "chat_template",
+    "DecodeStream": "stream",
+    "StopStringMatcher": "stop_strings",
+    "Tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

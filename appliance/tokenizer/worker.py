@@ -24,7 +24,6 @@ from typing import Any
 
 from appliance.errors import ChatTemplateError
 from appliance.runtime import child_environment
-from appliance.tokenizer.chat_template import ChatTemplate
 
 WALL_FACTOR = 10  # wall seconds per CPU second: the machine may be busy
 START_SECONDS = 60.0  # for Python to start, on a busy machine
@@ -189,6 +188,8 @@ def _handler(setup: Mapping[str, Any]) -> Handler:
 
         return answer_of
     if "template" in setup:
+        from appliance.tokenizer.chat_template import ChatTemplate
+
         template = ChatTemplate(**setup["template"])
 
         def render(request: dict[str, Any]) -> dict[str, str]:

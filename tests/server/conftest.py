@@ -203,9 +203,13 @@ def serve(byte_tokenizer: Tokenizer, tokenizer_folder: Path) -> Serve:
             )
         )
         url = url_of(config, sock)
+
+        async def end_tokens() -> tuple[int, ...]:
+            return tokenizer.eos_token_ids
+
         serving = asyncio.create_task(web.serve(sockets=[sock]))
         try:
-            await state.engine.start(tokenizer.eos_token_ids, lambda stage, done, total: None)
+            await state.engine.start(end_tokens, lambda stage, done, total: None)
             state.tokenizer, whole.is_up = tokenizer, True
             async with (
                 httpx.AsyncClient(

@@ -22,4 +22,28 @@ def test_the_server_s_process_loads_neither_torch_nor_transformers() -> None:
     loaded = set(result.stdout.split())
     assert {"appliance.server.serve", "appliance.server.admin"} <= loaded
     heavy = {"torch", "transformers", "triton", "huggingface_hub", "safetensors"}
-    assert not loaded & heavy
+    assert not loaded & (heavy | {"fastapi", "pydantic"})
+
+
+def test_what_the_engine_waits_for_is_little() -> None:
+    """The engine is told what to load before the web server and the tokenizer are imported."""
+    program = (
+        "import sys, appliance.commands.serve, appliance.commands.found_model\n"
+        "import appliance.server.serve; print(*sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(result.stdout.split())
+    late = {"uvicorn", "tokenizers", "jinja2", "numpy", "appliance.server.app"}
+    assert "appliance.server.serve" in loaded
+    assert not loaded & late
+
+
+def test_the_engine_s_process_is_started_before_anything_is_imported() -> None:
+    program = "import sys, appliance.__main__, appliance.engine.process.launch; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
+    )
+    late = {"typer", "click", "msgspec", "logging", "asyncio", "appliance.config"}
+    assert not set(result.stdout.split()) & late

@@ -26,12 +26,16 @@ LIMITS = SupervisionLimits(step_timeout=LIMIT, backoff=0.01)
 ids = itertools.count()
 
 
+async def end_tokens() -> tuple[int, ...]:
+    return (EOS,)
+
+
 @asynccontextmanager
 async def running(
     model: str = "", limits: SupervisionLimits = LIMITS, **config: Any
 ) -> AsyncIterator[EngineClient]:
     client = EngineClient(EngineConfig(model=model, **config), command=ECHO, limits=limits)
-    await client.start((EOS,), lambda stage, done, total: None)
+    await client.start(end_tokens, lambda stage, done, total: None)
     try:
         yield client
     finally:

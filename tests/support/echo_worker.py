@@ -295,7 +295,7 @@ class EchoEngine:
 def load(
     config: EngineConfig,
     *,
-    eos_token_ids: tuple[int, ...],
+    eos_token_ids: Callable[[], tuple[int, ...]],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
     beacon: Beacon,
@@ -322,7 +322,7 @@ def load(
     if "slow_load" in knobs:
         time.sleep(1000)
     on_progress("reading weights", 2, 2)
-    return EchoEngine(config, eos_token_ids, metadata, beacon, text)
+    return EchoEngine(config, eos_token_ids(), metadata, beacon, text)
 
 
 def find_loader() -> LoadEngine:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from appliance import log
 from appliance.engine.beacon import name_of
 from appliance.engine.messages import (
     Abort,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
     from appliance.engine.process.launch import LaunchedProcess
     from appliance.engine.process.restarts import SupervisionLimits
-    from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
     from appliance.engine.request import Request
 
 # How often a waiting request is given to a new process. More would let one that kills the engine
@@ -140,17 +141,21 @@ class EngineClient(SupervisedEngine, OpenRequests):
         """Start the process ahead of `start`: it imports while the caller reads the tokenizer."""
         await self._supervisor.prepare()
 
-    async def start(
-        self, eos_token_ids: tuple[int, ...], on_progress: ProgressCallback
-    ) -> EngineInfo:
+    async def start(self, end_tokens: AskEndTokens, on_progress: ProgressCallback) -> EngineInfo:
         """Load the model.
+
+        Args:
+            end_tokens: tells the tokens that end an answer; asked once the weights are read.
+            on_progress: called with stage, done, total.
 
         Raises:
             ApplianceError: it cannot be loaded; the class has the exit code.
         """
-        make_load = partial(Load, self.config, eos_token_ids, self._gpu)
+        make_load = partial(Load, self.config, self._gpu)
         try:
-            info = await self._supervisor.start(lambda: make_load(*self.place.terms), on_progress)
+            info = await self._supervisor.start(
+                lambda: make_load(*self.place.terms, *log.configured()), end_tokens, on_progress
+            )
         except BaseException:
             self.place.leave()
             raise

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from appliance import log
+from appliance.config import cache_dir
 from appliance.engine.process.metadata import map_metadata
 from appliance.engine.process.worker import LoadEngine, run_worker
 from appliance.runtime import die_with_parent
@@ -22,14 +23,15 @@ def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadE
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--metadata", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--log-level", required=True)
-    parser.add_argument("--log-format", required=True)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
-    warnings = log.configure(options.log_level, options.log_format)
+    keep_compiled_kernels()
     faulthandler.enable()
     faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
     with socket.socket(fileno=options.socket) as sock:
-        return run_worker(
-            sock, map_metadata(options.metadata, writable=True), find_loader, warnings
-        )
+        return run_worker(sock, map_metadata(options.metadata, writable=True), find_loader)
+
+
+def keep_compiled_kernels() -> None:
+    """Put compiled GPU kernels beside our other derived files, unless the user names a folder."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))

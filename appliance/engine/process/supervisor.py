@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from appliance import stages
 from appliance.engine.messages import (
+    EndTokens,
     Load,
     Planned,
     Proceed,
@@ -25,6 +26,7 @@ from appliance.engine.messages import (
     Shutdown,
     StartFailed,
     StepReport,
+    WeightsRead,
 )
 from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.framing import FrameError
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 ProgressCallback = Callable[[str, int, int], None]
 MakeLoad = Callable[[], Load]
+AskEndTokens = Callable[[], Awaitable[tuple[int, ...]]]
 
 SHORT = 5.0  # seconds that requests may wait for the next process; longer waits are refused
 
@@ -113,7 +116,8 @@ class Supervisor:
         self._on_outage = on_outage
         self._on_asleep = on_asleep
         self._on_planned = on_planned
-        self._waits_for_memory = False
+        self._end_tokens: AskEndTokens | None = None
+        self._waits_for_us = False
         self._is_busy = is_busy
         self._deaths = Deaths(self._limits)
         self._next_start = 0.0  # monotonic
@@ -137,17 +141,21 @@ class Supervisor:
         else:
             self.process = await EngineProcess.over(launched)
 
-    async def start(self, load: MakeLoad, on_progress: ProgressCallback) -> EngineInfo:
+    async def start(
+        self, load: MakeLoad, end_tokens: AskEndTokens, on_progress: ProgressCallback
+    ) -> EngineInfo:
         """Load the model for the first time.
 
         Args:
             load: the first message to each process.
+            end_tokens: tells each process the tokens that end an answer.
             on_progress: called with stage, done, total.
 
         Raises:
             ApplianceError: the engine cannot be loaded; it carries the engine's exit code.
         """
         self.state = EngineState.LOADING
+        self._end_tokens = end_tokens
         try:
             info = await self._load_watched(load, on_progress)
         except BaseException as error:
@@ -206,10 +214,16 @@ class Supervisor:
                 case Progress(stage, done, total):
                     on_progress(stage, done, total)
                 case Planned():
-                    self._waits_for_memory = True
+                    self._waits_for_us = True
                     await self._on_planned(message)
-                    self._waits_for_memory = False
+                    self._waits_for_us = False
                     self.send(Proceed())
+                case WeightsRead():
+                    assert self._end_tokens is not None
+                    self._waits_for_us = True
+                    ids = await self._end_tokens()
+                    self._waits_for_us = False
+                    self.send(EndTokens(ids))
                 case StartFailed(text, exit_code):
                     await self.process.wait()
                     raise _failure(text, exit_code)
@@ -303,9 +317,9 @@ class Supervisor:
     ) -> EngineInfo:
         await self.prepare()
         assert self.process is not None
-        self._verdict, self._waits_for_memory = Verdict.ALIVE, False
+        self._verdict, self._waits_for_us = Verdict.ALIVE, False
         watching = self._watch(
-            self.process, busy=lambda: not self._waits_for_memory, look=self._limits.look * 8
+            self.process, busy=lambda: not self._waits_for_us, look=self._limits.look * 8
         )
         watch = asyncio.create_task(watching, name="engine-watchdog")
         try:

@@ -14,13 +14,15 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
+from appliance import log
 from appliance.engine.admission import Admission
 from appliance.engine.messages import (
     Abort,
+    EndTokens,
     EngineInfo,
     FetchTable,
     FromEngine,
@@ -39,6 +41,7 @@ from appliance.engine.messages import (
     ToEngine,
     UnloadAdapter,
     Vocabulary,
+    WeightsRead,
 )
 from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.engine.process.metadata import beacon_of
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
     from appliance.engine.beacon import Beacon
     from appliance.log import RecentWarnings
     from appliance.stats import EngineStats, SequenceView, StepView
+
+AnswerT = TypeVar("AnswerT", Proceed, EndTokens)
 
 SNAPSHOT_SECONDS = 0.25  # between stats and sequences while there is work
 _READ_BYTES = 1 << 20
@@ -115,7 +120,7 @@ class LoadEngine(Protocol):
         self,
         config: EngineConfig,
         *,
-        eos_token_ids: tuple[int, ...],
+        eos_token_ids: Callable[[], tuple[int, ...]],
         metadata: memoryview | None,
         on_progress: Callable[[str, int, int], None],
         beacon: Beacon,
@@ -180,9 +185,22 @@ class EngineSocket:
             SupervisorGoneError: it never will be.
         """
         self.send(Planned(needed, free))
+        self._answer(Proceed)
+
+    def ask_for_end_tokens(self) -> tuple[int, ...]:
+        """Wait for the tokens that end an answer.
+
+        Raises:
+            SupervisorGoneError: they never come.
+        """
+        self.send(WeightsRead())
+        return self._answer(EndTokens).ids
+
+    def _answer(self, kind: type[AnswerT]) -> AnswerT:
         answer = self.receive(wait=True)
-        if not answer or not isinstance(answer[0], Proceed):
+        if not answer or not isinstance(answer[0], kind):
             raise SupervisorGoneError
+        return answer[0]
 
     def close_reading(self) -> None:
         """Make the next read, or one that waits already, see the end."""
@@ -194,7 +212,6 @@ def run_worker(
     sock: socket.socket,
     metadata: memoryview,
     find_loader: Callable[[], LoadEngine],
-    warnings: RecentWarnings,
 ) -> int:
     """Load and serve until the other side goes away; return the exit code.
 
@@ -203,7 +220,6 @@ def run_worker(
         metadata: one word per block and the beacon, shared with the other side.
         find_loader: imports the engine's loader, which takes a while and runs while the other side
             prepares its `Load`.
-        warnings: this process's warnings for the user.
     """
     connection = EngineSocket(sock)
     try:
@@ -213,11 +229,12 @@ def run_worker(
             return 0
         (message,) = first
         assert isinstance(message, Load)
+        warnings = log.configure(message.log_level, message.log_format)
         if message.gpu:
             see_one_gpu(message.gpu)
         engine = load(
             message.config,
-            eos_token_ids=message.eos_token_ids,
+            eos_token_ids=connection.ask_for_end_tokens,
             metadata=metadata,
             beacon=beacon_of(metadata),
             on_progress=lambda stage, done, total: connection.send(Progress(stage, done, total)),
@@ -282,7 +299,7 @@ class EngineLoop:
                 self._engine.unload_adapter(ref)
             case Shutdown():
                 self._ended = True
-            case Load() | Proceed():
+            case Load() | Proceed() | EndTokens():
                 raise AssertionError(f"a second {type(message).__name__}")
 
     def _submit(self, request: Request) -> None:

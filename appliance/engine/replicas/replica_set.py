@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.client import EngineClient
     from appliance.engine.process.generation import Generation
     from appliance.engine.process.residency import Resident
-    from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
     from appliance.engine.request import AdapterRef, Request
     from appliance.stats import EngineStats
 
@@ -150,9 +150,7 @@ class ReplicaSet(OpenRequests):
         """Start the processes ahead of `start`."""
         await asyncio.gather(*(replica.prepare() for replica in self.replicas))
 
-    async def start(
-        self, eos_token_ids: tuple[int, ...], on_progress: ProgressCallback
-    ) -> EngineInfo:
+    async def start(self, end_tokens: AskEndTokens, on_progress: ProgressCallback) -> EngineInfo:
         """Load the model in all processes.
 
         Raises:
@@ -160,7 +158,7 @@ class ReplicaSet(OpenRequests):
         """
         loading = [
             asyncio.create_task(
-                replica.start(eos_token_ids, on_progress if place == 0 else _say_nothing),
+                replica.start(end_tokens, on_progress if place == 0 else _say_nothing),
                 name="replica-loading",
             )
             for place, replica in enumerate(self.replicas)

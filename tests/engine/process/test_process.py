@@ -9,7 +9,18 @@ from contextlib import aclosing
 
 import psutil
 import pytest
-from echo_engine import BREAK, ECHO, EOS, FAIL, REFUSE, idle, request, running, tokens
+from echo_engine import (
+    BREAK,
+    ECHO,
+    EOS,
+    FAIL,
+    REFUSE,
+    end_tokens,
+    idle,
+    request,
+    running,
+    tokens,
+)
 from waiting import until
 
 from appliance.config import EngineConfig
@@ -22,7 +33,7 @@ from appliance.errors import EngineDiedError, EngineError, RequestError
 async def test_deltas_progress_info_and_block_metadata() -> None:
     seen: list[tuple[str, int, int]] = []
     client = EngineClient(EngineConfig(model="step_seconds=0.005"), command=ECHO)
-    info = await client.start((EOS,), lambda *progress: seen.append(progress))
+    info = await client.start(end_tokens, lambda *progress: seen.append(progress))
     try:
         assert seen == [("reading weights", 1, 2), ("reading weights", 2, 2)]
         assert client.state is EngineState.READY

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from echo_engine import ECHO, EOS, LIMITS, request, running, tokens
+from echo_engine import ECHO, LIMITS, end_tokens, request, running, tokens
 from waiting import has_ended, until
 
 from appliance.config import EngineConfig
@@ -43,7 +43,7 @@ async def test_nothing_is_left_of_a_process_that_sleeps_and_a_request_wakes_anot
 
 async def test_an_engine_sleeps_after_its_last_request_and_not_before() -> None:
     client = EngineClient(EngineConfig(), command=ECHO, limits=LIMITS, idle_timeout=0.05)
-    await client.start((EOS,), lambda *progress: None)
+    await client.start(end_tokens, lambda *progress: None)
     try:
         await until(lambda: client.state is EngineState.ASLEEP)
         # Longer than the timeout, so that only the requests can keep it awake.

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from echo_engine import ECHO, EOS, LIMITS, request, tokens
+from echo_engine import ECHO, LIMITS, end_tokens, request, tokens
 from waiting import until
 
 from appliance.config import EngineConfig
@@ -36,7 +36,7 @@ async def engines(limit: int | None, *knobs: str) -> AsyncIterator[list[EngineCl
 
 
 async def load(client: EngineClient) -> None:
-    await client.start((EOS,), lambda stage, done, total: None)
+    await client.start(end_tokens, lambda stage, done, total: None)
 
 
 def resident(clients: list[EngineClient]) -> list[bool]:

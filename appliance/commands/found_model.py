@@ -1,0 +1,34 @@
+"""Finds a model and what it needs beside its files, and fetches what is missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.config import cache_dir
+from appliance.draft_names import resolve_draft
+from appliance.hub import ResolvedModel, resolve_adapters, resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.config import EngineConfig
+
+
+def find_model_of(
+    engine: EngineConfig, progress: Callable[[str, int, int], None]
+) -> tuple[ResolvedModel, EngineConfig]:
+    """Return the model that the settings name, and them with its adapters and its draft model.
+
+    Args:
+        engine: the settings.
+        progress: called with stage, done, total.
+
+    Raises:
+        ApplianceError: something is not there, does not fit together, or cannot be fetched.
+    """
+    found = resolve_model(engine.model, cache_dir=cache_dir(), progress=progress)
+    adapters = resolve_adapters(engine.lora, progress=progress)
+    engine = msgspec.structs.replace(engine, lora=adapters)
+    return found, resolve_draft(engine, found.path, progress=progress)

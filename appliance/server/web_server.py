@@ -1,0 +1,72 @@
+"""The HTTP server of the API process, which leaves signals to `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from appliance.log import Sparing
+from appliance.server.app import create_app
+from appliance.server.connection import protocol_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.server.certificate import Certificate
+    from appliance.server.state import ServerState
+
+KEEP_ALIVE_SECONDS = 30  # for connections without a request
+_CLOSE_SECONDS = 2  # for responses that have just ended
+
+
+class WebServer(uvicorn.Server):
+    """Wakes up once a second, not ten times."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    @classmethod
+    def of(cls, state: ServerState, certificate: Certificate | None) -> WebServer:
+        """Make one with the application of a server."""
+        log = logging.getLogger("uvicorn")
+        log.handlers[:] = logging.getLogger("appliance").handlers
+        log.setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").filters[:] = [
+            Sparing()
+        ]  # strangers trigger its messages
+        return cls(
+            uvicorn.Config(
+                create_app(state),
+                http=protocol_of(state.config.max_connections),  # type: ignore[arg-type]
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
+                ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
+            )
+        )
+
+    def stop(self, *, now: bool) -> None:
+        """End connections: `now`, or after their responses."""
+        self.should_exit, self.force_exit = True, now
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Update the Date header until told to stop; an idle server does nothing else."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
