@@ -8,6 +8,7 @@ given by name, or as the dtype of either library. Imports nothing of ours.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import ml_dtypes
@@ -34,6 +35,7 @@ _NUMPY = {name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML} | {
 _RAW = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}  # as torch takes types of ml_dtypes
 
 
+@cache
 def dtype_name(dtype: Any) -> str:
     """Return the name of an element type, such as "bfloat16", whichever library it is of."""
     name = str(dtype).removeprefix("torch.")

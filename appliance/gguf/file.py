@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from appliance.gguf.header import read_header
@@ -36,6 +38,7 @@ class GGUFFile:
         self._in_torch = in_torch
         self._header = read_header(path, vocabulary=vocabulary)
         self._losses: dict[str, Loss] = {}
+        self._workers: ThreadPoolExecutor | None = None  # its threads end with this file
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -79,9 +82,11 @@ class GGUFFile:
         from appliance.gguf.tensors import read_tensor
         from appliance.kernels.arrays import in_torch
 
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gguf")
         info = self._header.tensors[name]
         info = (info if part is None else info.part(part)).rows(start, stop)
-        tensor, loss = read_tensor(self.path, self._header.identity, info)
+        tensor, loss = read_tensor(self.path, self._header.identity, info, self._workers)
         if loss is not None:
             before = self._losses.get(info.type.name)
             self._losses[info.type.name] = loss if before is None else before + loss

@@ -12,11 +12,13 @@ from appliance.kernels.packed import OffsetKind, PackedWeight
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
 GROUP_SIZE = 32
 
-_LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
+_LOW_NIBBLES = np.uint16(0x0F0F)
+_NIBBLE = np.uint16(4)  # bits
 
 
 def _q4_0(blocks: Tensor) -> PackedWeight:
@@ -62,21 +64,25 @@ def centered(codes: Tensor, scale: Tensor, *, bits: int) -> PackedWeight:
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:
     """Return the float16 value at a byte offset of every block: (out, groups)."""
-    halves = np.ascontiguousarray(blocks.numpy()[..., start : start + 2]).view(np.float16)
-    return arrays.like(blocks, halves[..., 0])  # type: ignore[no-any-return]
+    halves = blocks.numpy().view(np.float16)[..., start // 2]  # blocks have even sizes
+    return arrays.like(blocks, np.ascontiguousarray(halves))  # type: ignore[no-any-return]
 
 
 def interleave(halves: Tensor) -> Tensor:
     """Reorder nibbles: (out, groups, 16) uint8 -> (out, in_features / 2) uint8.
 
     GGUF puts element i of a group of 32 into the low nibble of byte i and element i + 16 into its
-    high nibble; the packed form puts neighbours into one byte. NumPy does it eight bytes at a time
+    high nibble; the packed form puts neighbours into one byte. NumPy does it two bytes at a time
     and on the caller's thread.
     """
-    words = np.ascontiguousarray(halves.numpy()).view("<u8")  # (out, groups, 2)
-    nibbles = np.empty((*words.shape[:-1], 2, 2), dtype=words.dtype)  # one in each byte
-    np.bitwise_and(words, _LOW_NIBBLES, out=nibbles[..., 0, :])  # elements 0 to 15
-    np.bitwise_and(words >> 4, _LOW_NIBBLES, out=nibbles[..., 1, :])  # elements 16 to 31
-    nibbles |= nibbles >> 4  # every even byte holds itself and its neighbour
-    codes = nibbles.view(np.uint8)[..., ::2].reshape(len(words), -1)
-    return arrays.like(halves, codes)  # type: ignore[no-any-return]
+    pairs = np.ascontiguousarray(halves.numpy()).view("<u2")  # (out, groups, 8)
+    codes = np.empty((*pairs.shape[:-1], 2, 8), dtype=np.uint8)
+    codes[..., 0, :] = _neighbours(pairs & _LOW_NIBBLES)  # elements 0 to 15
+    codes[..., 1, :] = _neighbours((pairs >> _NIBBLE) & _LOW_NIBBLES)  # elements 16 to 31
+    return arrays.like(halves, codes.reshape(len(pairs), -1))  # type: ignore[no-any-return]
+
+
+def _neighbours(nibbles: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Bring the nibbles of two bytes into the lower one; a cast drops the upper one."""
+    nibbles |= nibbles >> _NIBBLE
+    return nibbles

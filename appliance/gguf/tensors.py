@@ -6,8 +6,6 @@ the result.
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +23,7 @@ from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
     from pathlib import Path
 
     from torch import Tensor
@@ -39,9 +38,9 @@ CONVERTED_AT_ONCE = 1 << 15
 
 
 def read_tensor(
-    path: Path, identity: FileIdentity, info: TensorInfo
+    path: Path, identity: FileIdentity, info: TensorInfo, workers: Executor
 ) -> tuple[Tensor | PackedWeight | Fp4Weight | GgmlWeight, Loss | None]:
-    """Read one tensor of the file that `identity` describes.
+    """Read one tensor of the file that `identity` describes; `workers` convert its rows.
 
     Returns:
         The tensor and, if it was not kept exactly, the loss in its first rows.
@@ -63,14 +62,14 @@ def read_tensor(
         return weight, None
     if name == "MXFP4":
         return _mxfp4(_rows(path, identity, info, 0, info.shape[0])), None
-    whole, loss = _read_packed(path, identity, info)
+    whole, loss = _read_packed(path, identity, info, workers)
     finite = arrays.is_finite(whole.scale) and arrays.is_finite(whole.offset)
     _check_scales(path, info, finite=finite)
     return whole, loss
 
 
 def _read_packed(
-    path: Path, identity: FileIdentity, info: TensorInfo
+    path: Path, identity: FileIdentity, info: TensorInfo, workers: Executor
 ) -> tuple[PackedWeight, Loss | None]:
     num_rows, width = info.shape
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
@@ -91,9 +90,7 @@ def _read_packed(
                     lost += Loss.between(exact, piece.dequantize())
         return lost
 
-    num_workers = min(len(os.sched_getaffinity(0)), len(starts))
-    with ThreadPoolExecutor(max(1, num_workers)) as workers:
-        loss, *_ = workers.map(convert_rows, starts)
+    loss, *_ = workers.map(convert_rows, starts) if len(starts) > 1 else map(convert_rows, starts)
     return whole, loss
 
 
