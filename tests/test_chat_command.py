@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 from waiting import until
@@ -121,6 +122,38 @@ async def test_a_question_in_a_pipe_is_answered_alone(serve: Serve) -> None:
     assert "the question is empty" in str(empty.exception)
 
 
-def test_no_server_is_one_line_that_says_what_to_do() -> None:
-    result = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:9", "hi"])
-    assert "start a server with `appliance serve`" in str(result.exception)
+def test_no_server_is_one_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:9", "hi"])
+    assert "start a server with `appliance serve`" in str(named.exception)
+    monkeypatch.setenv("APPLIANCE_PORT", "9")
+    usual = str(CliRunner().invoke(app, ["chat", "hi"]).exception)
+    assert "start a server with `appliance serve`, or run a model here with --model" in usual
+    assert "\n" not in usual
+    both = CliRunner().invoke(app, ["chat", "--here", "--url", "http://127.0.0.1:9", "hi"])
+    assert "leave one out" in str(both.exception)
+
+
+async def test_a_chat_without_a_server(
+    smollm2_gguf: Path, type_into: Callable[..., Typist], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APPLIANCE_PORT", "9")
+    monkeypatch.setenv("APPLIANCE_CPU_ISA", "scalar")  # so slow that an answer can be stopped
+    monkeypatch.setenv("APPLIANCE_MAX_MODEL_LEN", "1024")
+    typist = type_into("--model", str(smollm2_gguf))
+    await typist.sees("which runs here; /help lists")
+    children = psutil.Process(typist.process.pid).children(recursive=True)
+    assert any("appliance.engine.process" in one.cmdline() for one in children)
+    typist.type("/set max_tokens 3\n")
+    await typist.sees("max_tokens 3")
+    typist.type("Hello\n")
+    await typist.sees("3 tokens")
+    await typist.sees("of the context")
+    typist.type("/set max_tokens 900\n")
+    await typist.sees("max_tokens 900")
+    typist.type("Count from one to one thousand, all numbers in words.\n")
+    await typist.sees("wo")
+    typist.type("\x03")
+    await typist.sees("stopped")
+    typist.type("/exit\n")
+    assert await typist.leave() == 0
+    assert not any(one.is_running() for one in children)

@@ -1,1 +1,1 @@
-"""A chat in the terminal with the model of a running server."""
+"""A chat in the terminal with the model of a running server, or with one of this process."""

@@ -1,12 +1,13 @@
-"""Asks the server for an answer and hands on its pieces as they come."""
+"""Asks a model for an answer and hands on its pieces as they come."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
@@ -22,7 +23,7 @@ _PATIENCE = 600.0  # seconds between two pieces; a prompt may be long, and a mod
 
 
 class NoAnswerError(ApplianceError):
-    """The server gave no answer, or broke off; the message says why and what to do."""
+    """The model gave no answer, or broke off; the message says why and what to do."""
 
 
 @dataclass(slots=True)
@@ -65,30 +66,67 @@ class ChatAnswer:
         return "; ".join(words)
 
 
+class AnswerSource(Protocol):
+    """Answers: a server, or a model of this process."""
+
+    def events(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        """Yield the answer to a chat in OpenAI's form, as server-sent events.
+
+        Raises:
+            ApplianceError: it is refused, or breaks off.
+        """
+        ...
+
+
+class ServerSource:
+    """A server, over HTTP."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of the server's answer.
+
+        Raises:
+            NoAnswerError: the server refuses, breaks off, or cannot be reached.
+        """
+        server = self._server
+        try:
+            async with (
+                server.client(_PATIENCE) as client,
+                client.stream("POST", server.path("/v1/chat/completions"), json=body) as response,
+            ):
+                if response.status_code != 200:
+                    raise NoAnswerError(_refusal(response.status_code, await response.aread()))
+                async for received in response.aiter_bytes():
+                    yield received
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise NoAnswerError(f"{server.url} did not answer to the end: {why}") from error
+
+
 async def fetch_answer(
-    server: Server, body: dict[str, Any], answer: ChatAnswer, show: Show
+    source: AnswerSource, body: dict[str, Any], answer: ChatAnswer, show: Show
 ) -> None:
     """Stream an answer into `answer`, which holds what came if this is cancelled.
 
     Raises:
-        NoAnswerError: the server refuses, breaks off, or cannot be reached.
+        NoAnswerError: it is refused, or breaks off.
     """
     answer.begin = time.monotonic()
     decoder = EventDecoder()
     try:
-        async with (
-            server.client(_PATIENCE) as client,
-            client.stream("POST", server.path("/v1/chat/completions"), json=body) as response,
-        ):
-            if response.status_code != 200:
-                raise NoAnswerError(_refusal(response.status_code, await response.aread()))
-            async for received in response.aiter_bytes():
+        async with aclosing(source.events(body)) as events:
+            async for received in events:
                 for _, data in decoder.feed(received):
                     if data != b"[DONE]":
                         _take(json.loads(data), answer, show)
-    except (httpx.HTTPError, ValueError) as error:
-        why = str(error) or type(error).__name__
-        raise NoAnswerError(f"{server.url} did not answer to the end: {why}") from error
+    except ValueError as error:
+        raise NoAnswerError(f"the answer cannot be read: {error}") from error
+    except NoAnswerError:
+        raise
+    except ApplianceError as error:
+        raise NoAnswerError(str(error)) from error
 
 
 def _take(event: dict[str, Any], answer: ChatAnswer, show: Show) -> None:

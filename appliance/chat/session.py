@@ -17,25 +17,28 @@ from appliance.errors import ApplianceError
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from appliance.chat.answer import AnswerSource
     from appliance.chat.dialogue import Dialogue
     from appliance.chat.question_line import QuestionLine
-    from appliance.tui.server import Server
 
 
 @dataclass(slots=True)
 class ChatSession:
-    """A conversation with a server, on a screen.
+    """A conversation with a model, on a screen.
 
     Attributes:
-        models: that the server has.
-        context_length: of the model; None if the server did not say.
+        source: answers.
+        models: that it has.
+        context_length: of the model; None if it is unknown.
+        where: the model and its place, in words.
         shows_stats: each answer is followed by a line with its speed.
     """
 
-    server: Server
+    source: AnswerSource
     conversation: Dialogue
     models: tuple[str, ...]
     context_length: int | None
+    where: str = ""
     screen: ChatScreen = field(default_factory=ChatScreen)
     shows_stats: bool = True
 
@@ -43,12 +46,12 @@ class ChatSession:
         """Ask a question and show the answer; Ctrl-C stops it, and keeps what came.
 
         Raises:
-            NoAnswerError: the server gave none; the question is not part of the conversation.
+            NoAnswerError: there is none; the question is not part of the conversation.
         """
         answer = ChatAnswer()
         body = self.conversation.body(question)
         try:
-            asyncio.run(_until_ctrl_c(fetch_answer(self.server, body, answer, self.screen.piece)))
+            asyncio.run(_until_ctrl_c(fetch_answer(self.source, body, answer, self.screen.piece)))
         except asyncio.CancelledError:
             self.screen.end()
             self.screen.note("stopped")

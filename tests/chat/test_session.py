@@ -15,7 +15,7 @@ import pytest
 from echo_templates import TOOLS
 from waiting import until
 
-from appliance.chat.answer import ChatAnswer, NoAnswerError, fetch_answer
+from appliance.chat.answer import ChatAnswer, NoAnswerError, ServerSource, fetch_answer
 from appliance.chat.dialogue import Dialogue, Turn
 from appliance.chat.orders import ORDERS, follow
 from appliance.chat.screen import ChatScreen, printable
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 def session_with(url: str, *, is_terminal: bool = False) -> ChatSession:
     screen = ChatScreen(io.StringIO(), is_terminal)
-    return ChatSession(Server.at(url, None), Dialogue("echo"), ("echo",), 512, screen)
+    source = ServerSource(Server.at(url, None))
+    return ChatSession(source, Dialogue("echo"), ("echo",), 512, screen=screen)
 
 
 def shown(session: ChatSession) -> str:
@@ -101,9 +102,9 @@ async def stopped(running: Running, answer: ChatAnswer) -> None:
     """Cancel an answer once its first piece is there, as Ctrl-C does."""
     came = asyncio.Event()
     body = Dialogue("echo").body("ab" * 100)
-    server = Server.at(running.url, None)
+    source = ServerSource(Server.at(running.url, None))
     asking = asyncio.create_task(
-        fetch_answer(server, body, answer, lambda text, is_thought: came.set())
+        fetch_answer(source, body, answer, lambda text, is_thought: came.set())
     )
     await came.wait()
     asking.cancel()
@@ -168,7 +169,7 @@ def test_ctrl_c_stops_an_answer_whose_loop_it_does_not_wake(
 ) -> None:
     """As when it comes just before the loop waits: it interrupts nothing."""
 
-    async def answer_for_ever(_: Server, __: object, answer: ChatAnswer, show: Any) -> None:
+    async def answer_for_ever(_: ServerSource, __: object, answer: ChatAnswer, show: Any) -> None:
         answer.text = "a piece"
         show(answer.text, False)
         # Called while the loop waits for it, so this thread takes the signal.

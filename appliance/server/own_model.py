@@ -1,0 +1,148 @@
+"""A model for this process alone: what a server has, without HTTP, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from appliance.config import ServerConfig
+from appliance.engine.process.client import EngineClient
+from appliance.engine.process.launch import ENGINE_COMMAND
+from appliance.server.body import decode_json
+from appliance.server.chat import chat_frames
+from appliance.server.model_state import ModelState
+from appliance.server.openai_chat import answer_chat
+from appliance.server.schema import ChatRequest
+from appliance.server.state import ServerState
+from appliance.server.stream_usage import StreamUsage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.config import EngineConfig
+    from appliance.engine.messages import EngineInfo
+    from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.server.model_state import FoundModel
+
+ResultT = TypeVar("ResultT")
+
+
+class OwnModel:
+    """A loaded model with its engine's process; as a context manager it ends both.
+
+    It may be used from any thread that has no part in it, by one question at a time.
+
+    Args:
+        engine: its settings; replicas are of no use to one person.
+        found: its files.
+        on_progress: called with stage, done, total, in another thread.
+        engine_command: command of the engine's process.
+
+    Raises:
+        ApplianceError: it cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        found: FoundModel,
+        on_progress: ProgressCallback,
+        *,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="own-model")
+        self._thread.start()
+        config = msgspec.structs.replace(engine, model=str(found.path), replicas=1)
+        try:
+            self._model = self._call(_make(config, found, engine_command))
+            self.info: EngineInfo = self._call(_load(self._model, on_progress))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Its id, alone."""
+        return (self._model.model_id,)
+
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        """Yield the answer to a chat in OpenAI's form, as server-sent events.
+
+        Raises:
+            ApplianceError: the request is refused, or the engine fails.
+        """
+        here = asyncio.get_running_loop()
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        def put(frame: bytes | None) -> None:
+            with suppress(RuntimeError):  # who asked has gone, and the loop with it
+                here.call_soon_threadsafe(queue.put_nowait, frame)
+
+        answering = asyncio.run_coroutine_threadsafe(_answer(self._model, body, put), self._loop)
+        try:
+            while (frame := await queue.get()) is not None:
+                yield frame
+            await asyncio.wrap_future(answering)
+        finally:
+            answering.cancel()
+
+    def close(self) -> None:
+        """End the engine's process, and wait for it."""
+        if not self._thread.is_alive():
+            return
+        if (model := getattr(self, "_model", None)) is not None:
+            self._call(_close(model))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> OwnModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _make(config: EngineConfig, found: FoundModel, command: Sequence[str]) -> ModelState:
+    state = ServerState(ServerConfig())
+    state.models.append(ModelState(state, EngineClient(config, command=command), found, found.name))
+    await state.default.engine.prepare()
+    return state.default
+
+
+async def _load(model: ModelState, on_progress: ProgressCallback) -> EngineInfo:
+    info = await model.begin_loading(on_progress)
+    model.server.is_up = True
+    return info
+
+
+async def _close(model: ModelState) -> None:
+    await model.close()
+    model.server.text_pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _answer(
+    model: ModelState, body: dict[str, Any], put: Callable[[bytes | None], None]
+) -> None:
+    try:
+        asked, _ = decode_json(json.dumps(body).encode(), ChatRequest)
+        owner = next(iter(model.server.keys()), "")
+        answer, exchange = await answer_chat(model, asked, owner, request_id="chat")
+        try:
+            usage = StreamUsage.of(asked, model.config)
+            async for frame in chat_frames(exchange, answer, usage=usage):
+                put(frame)
+        finally:
+            answer.close()
+    finally:
+        put(None)
