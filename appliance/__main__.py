@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def main() -> NoReturn:
     """Run the command line, in which a server's engine imports while its own process does."""
     with engine_ahead(sys.argv[1:]) as launched:
-        from appliance.cli import run
+        from appliance import cli
 
-        run(launched)
+        cli.main(launched)
 
 
 def engine_ahead(

@@ -54,7 +54,7 @@ app = typer.Typer(
 )
 
 
-def run(launched: LaunchedProcess | None = None) -> NoReturn:
+def main(launched: LaunchedProcess | None = None) -> NoReturn:
     """Run the command line: an error the user can fix is one line and a non-zero exit.
 
     Args:
