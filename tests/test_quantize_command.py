@@ -15,6 +15,7 @@ import torch
 from large_model import LETTERS, write_large_model
 from rich.console import Console
 
+from appliance.cli import main
 from appliance.commands.quantize_display import PlainDisplay, TerminalDisplay
 from appliance.commands.quantize_job import tell_job
 from appliance.errors import ConfigError
@@ -150,7 +151,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     def run(*arguments: str) -> tuple[int, list[str], list[str]]:
         monkeypatch.setattr(sys, "argv", ["appliance", *arguments])
         with pytest.raises(SystemExit) as ended:
-            run()
+            main()
         assert isinstance(ended.value.code, int)
         output, errors = capsys.readouterr()
         return ended.value.code, output.splitlines(), errors.splitlines()
