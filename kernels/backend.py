@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.kv_write.head_norms import HeadNorms
     from appliance.kernels.ragged import RaggedBatch
-    from appliance.kernels.sealed_pages import SealedPages
+    from appliance.kernels.sealed_blocks import SealedBlocks
     from appliance.kernels.state_spans import StateSpans
     from appliance.kernels.weight import Weight
 
@@ -166,8 +166,8 @@ class Backend:
     # key, value (num_tokens, num_kv_heads, head_dim), cache, slot_mapping (num_tokens,)
     write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None]
     rotate_and_write: RotateAndWrite
-    # cache, (n, 2) int64 open pages that are full and the blocks to be made of them
-    seal_kv: Callable[[SealedPages, Tensor], None]
+    # cache, (n, 2) int64 open blocks that are full and the blocks to be made of them
+    seal_kv: Callable[[SealedBlocks, Tensor], None]
     # format, num_blocks, block_size, num_kv_heads, head_dim, device -> one layer's cache
     allocate_cache: Callable[..., LayerCache]
     # once per step, shared by all layers; the second argument is the block size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_cache import KVBlocks, KVPages, LayerCache
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.kv_format import KVFormat, LayerPrecision
 
-AnyLayerCache = LayerCache | SealedPages
+AnyLayerCache = LayerCache | SealedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class KVCache:
             layer.copy_blocks(sources, destinations)
 
     def copy_open(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy open pages in the layers that are sealed."""
+        """Copy open blocks in the layers that are sealed."""
         for layer in self.layers:
-            if isinstance(layer, SealedPages):
+            if isinstance(layer, SealedBlocks):
                 layer.copy_open(sources, destinations)
 
     @property
@@ -61,29 +61,29 @@ class KVCache:
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of one open page, all layers; 0 if none is sealed."""
+        """Bytes of one open block, all layers; 0 if none is sealed."""
         return sum(map(_row_bytes, self._open_parts))
 
-    def read_block(self, block: int, open_page: int = -1) -> bytes:
-        """Return a block's bytes, layer by layer, followed by an open page if one is named.
+    def read_block(self, block: int, open_block: int = -1) -> bytes:
+        """Return a block's bytes, layer by layer, followed by an open block if one is named.
 
         Empty slots are included, with undefined content. On a GPU `block_copy` moves pages instead,
         without waiting.
         """
         rows = [part[block] for part in self._parts]
-        if open_page >= 0:
-            rows += [part[open_page] for part in self._open_parts]
+        if open_block >= 0:
+            rows += [part[open_block] for part in self._open_parts]
         return b"".join(
             row.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes() for row in rows
         )
 
     def write_block(
-        self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
+        self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
         """Put back the bytes of `read_block`, in this block or in another one."""
         places = [part[block] for part in self._parts]
-        if open_page >= 0:
-            places += [part[open_page] for part in self._open_parts]
+        if open_block >= 0:
+            places += [part[open_block] for part in self._open_parts]
         assert len(content) == sum(place.numel() * place.itemsize for place in places)
         source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         begin = 0
@@ -95,20 +95,20 @@ class KVCache:
     @property
     def _parts(self) -> list[Tensor]:
         closed = (
-            layer.closed if isinstance(layer, SealedPages) else layer for layer in self.layers
+            layer.closed if isinstance(layer, SealedBlocks) else layer for layer in self.layers
         )
         return [part for layer in closed for part in layer.parts]
 
     @property
     def _open_parts(self) -> list[Tensor]:
-        layers = (layer for layer in self.layers if isinstance(layer, SealedPages))
+        layers = (layer for layer in self.layers if isinstance(layer, SealedBlocks))
         return [part for layer in layers for part in layer.open.parts]
 
 
 def split_sealed(layers: Sequence[AnyLayerCache]) -> tuple[list[KVPages], list[KVPages]]:
-    """Split layers on a GPU into all blocks, and the open pages of sealed layers."""
-    closed = [layer.closed if isinstance(layer, SealedPages) else layer for layer in layers]
-    opened = [layer.open for layer in layers if isinstance(layer, SealedPages)]
+    """Split layers on a GPU into all blocks, and the open blocks of sealed layers."""
+    closed = [layer.closed if isinstance(layer, SealedBlocks) else layer for layer in layers]
+    opened = [layer.open for layer in layers if isinstance(layer, SealedBlocks)]
     assert all(isinstance(layer, KVPages) for layer in closed), "a GPU keeps all blocks as pages"
     return [layer for layer in closed if isinstance(layer, KVPages)], opened
 
@@ -149,17 +149,17 @@ def allocate_layer(
     head_dim: int,
     device: torch.device,
 ) -> AnyLayerCache:
-    """Allocate one layer's blocks, and open pages if it is sealed.
+    """Allocate one layer's blocks, and open blocks if it is sealed.
 
     Args:
         allocate: a backend's `allocate_cache`.
         precision: how the layer is stored.
         block_size: token slots in a block.
-        num_open: open pages, if the layer is sealed.
+        num_open: open blocks, if the layer is sealed.
     """
     mean = None if precision.key_mean is None else precision.key_mean.float().to(device)
     if precision.format.is_sealed:
-        sealed = SealedPages.allocate(
+        sealed = SealedBlocks.allocate(
             format=precision.format,
             num_blocks=num_blocks,
             num_open=num_open,

@@ -26,7 +26,7 @@ class KVFormat(Enum):
     INT4 = "int4"
     FP8 = "fp8"  # E4M3, one calibrated scale per KV head; pages
     # Keys by channel over a full block, values with scale and offset per token and KV head; the
-    # last tokens lie in pages of INT8 until their block is sealed. `SealedPages`.
+    # last tokens lie in pages of INT8 until their block is sealed. `SealedBlocks`.
     INT4_SEALED = "int4-sealed"
     K8V4 = "k8v4"  # keys as INT8, values as INT4; sealed as well
 

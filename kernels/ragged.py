@@ -20,15 +20,15 @@ Table = TypeVar("Table", bound="Sequence[int]")
 
 @dataclass(frozen=True, slots=True)
 class SealedSpans:
-    """The split of tokens between closed blocks and open pages: see `sealed_pages`."""
+    """The split of tokens between closed blocks and open blocks: see `sealed_blocks`."""
 
     lens: Tensor  # (num_seqs,) int32, leading tokens in closed blocks, a multiple of 32
-    open_tables: Tensor  # (num_seqs, max_open) int32, open pages of the blocks after them
+    open_tables: Tensor  # (num_seqs, max_open) int32, open blocks of the blocks after them
     host_lens: tuple[int, ...]
     host_open_tables: tuple[tuple[int, ...], ...]
-    # (num_tokens,) int64, open page * block size + offset, where each row's key and value go
+    # (num_tokens,) int64, open block * block size + offset, where each row's key and value go
     slot_mapping: Tensor | None = None
-    # (n, 2) int64: open pages that the step fills, and the blocks to be made of them before anyone
+    # (n, 2) int64: open blocks that the step fills, and the blocks to be made of them before anyone
     # attends.
     moves: Tensor | None = None
 
@@ -54,7 +54,7 @@ class RaggedBatch:
     attention returns for these is undefined.
 
     With a sealed cache the rows of a sequence lie in one block, which they read from its open
-    page, and all blocks before it closed; a chunk that spans several is laid out as one sequence
+    block, and all blocks before it closed; a chunk that spans several is laid out as one sequence
     for each. So what a row reads follows from its position, not from how its prompt was cut.
     """
 
@@ -66,7 +66,7 @@ class RaggedBatch:
     # The same on the host, so that launchers and CPU loops never wait for a device.
     host_query_lens: tuple[int, ...]
     host_context_lens: tuple[int, ...]
-    sealed: SealedSpans | None = None  # with `SealedPages` only
+    sealed: SealedSpans | None = None  # with `SealedBlocks` only
     decode_rows: int = 1
     # Of models with recurrent layers: (num_seqs,) int32, where each sequence's state lies. A
     # sequence that is laid out as several names its slot in each.
@@ -92,7 +92,7 @@ class RaggedBatch:
         *,
         block_size: int,
         device: torch.device,
-        open_pages: Sequence[Sequence[int]] | None = None,
+        open_blocks: Sequence[Sequence[int]] | None = None,
         decode_rows: int = 1,
         state_slots: Sequence[int] | None = None,
     ) -> RaggedBatch:
@@ -103,19 +103,19 @@ class RaggedBatch:
             context_lens: tokens of each sequence, these rows included.
             block_tables: blocks of each sequence; what lies beyond its context is left out.
             block_size: token slots in a block.
-            open_pages: of the blocks that each sequence's rows lie in; with a sealed cache only.
+            open_blocks: of the blocks that each sequence's rows lie in; with a sealed cache only.
             decode_rows: most rows of a sequence that decodes.
             state_slots: of each sequence's recurrent state, of models that have one.
         """
         import torch
 
-        pages: list[int] = []
-        if open_pages is not None and state_slots is not None:
-            each = zip(state_slots, open_pages, strict=True)
-            state_slots = [slot for slot, opened in each for _ in opened]
-        if open_pages is not None:
-            query_lens, context_lens, block_tables, pages = cut_at_blocks(
-                query_lens, context_lens, block_tables, open_pages, block_size
+        opened: list[int] = []
+        if open_blocks is not None and state_slots is not None:
+            each = zip(state_slots, open_blocks, strict=True)
+            state_slots = [slot for slot, own in each for _ in own]
+        if open_blocks is not None:
+            query_lens, context_lens, block_tables, opened = cut_at_blocks(
+                query_lens, context_lens, block_tables, open_blocks, block_size
             )
         tables = tuple(
             tuple(table[: -(-length // block_size)])
@@ -139,8 +139,8 @@ class RaggedBatch:
             num_decodes=len(list(takewhile(lambda rows: rows <= decode_rows, query_lens))),
             host_query_lens=tuple(query_lens),
             host_context_lens=tuple(context_lens),
-            sealed=_spans(query_lens, context_lens, tables, pages, block_size, device)
-            if pages
+            sealed=_spans(query_lens, context_lens, tables, opened, block_size, device)
+            if opened
             else None,
             decode_rows=decode_rows,
             state_slots=None if state_slots is None else int32(state_slots),
@@ -152,31 +152,31 @@ def cut_at_blocks(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Sequence[Table],
-    open_pages: Sequence[Sequence[int]],
+    open_blocks: Sequence[Sequence[int]],
     block_size: int,
 ) -> tuple[list[int], list[int], list[Table], list[int]]:
-    """Rows, contexts, tables and open pages of the pieces of sequences that lie in one block."""
-    rows, contexts, pages = [], [], []
+    """Rows, contexts, tables and open blocks of the pieces of sequences that lie in one block."""
+    rows, contexts, found = [], [], []
     tables: list[Table] = []
-    parts = zip(query_lens, context_lens, block_tables, open_pages, strict=True)
-    for count, context, table, opened in parts:
+    parts = zip(query_lens, context_lens, block_tables, open_blocks, strict=True)
+    for count, context, table, own in parts:
         start = context - count
-        for page in opened:
+        for block in own:
             end = min(context, (start // block_size + 1) * block_size)
             rows.append(end - start)
             contexts.append(end)
             tables.append(table)
-            pages.append(page)
+            found.append(block)
             start = end
-        assert start == context, "a block of the step has no open page"
-    return rows, contexts, tables, pages
+        assert start == context, "a block of the step has no open block"
+    return rows, contexts, tables, found
 
 
 def _spans(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     tables: Sequence[Sequence[int]],
-    pages: list[int],
+    opened: list[int],
     block_size: int,
     device: torch.device,
 ) -> SealedSpans:
@@ -184,20 +184,22 @@ def _spans(
 
     starts = [(context - 1) // block_size * block_size for context in context_lens]
     slots = [
-        page * block_size + position - start
-        for rows, context, start, page in zip(query_lens, context_lens, starts, pages, strict=True)
+        block * block_size + position - start
+        for rows, context, start, block in zip(
+            query_lens, context_lens, starts, opened, strict=True
+        )
         for position in range(context - rows, context)
     ]
     return SealedSpans(
         lens=torch.tensor(starts, dtype=torch.int32, device=device),
-        open_tables=torch.tensor(pages, dtype=torch.int32, device=device).unsqueeze(1),
+        open_tables=torch.tensor(opened, dtype=torch.int32, device=device).unsqueeze(1),
         host_lens=tuple(starts),
-        host_open_tables=tuple((page,) for page in pages),
+        host_open_tables=tuple((block,) for block in opened),
         slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
         moves=torch.tensor(
             [
-                (page, table[-1])
-                for context, table, page in zip(context_lens, tables, pages, strict=True)
+                (block, table[-1])
+                for context, table, block in zip(context_lens, tables, opened, strict=True)
                 if context % block_size == 0
             ],
             dtype=torch.int64,

@@ -1,9 +1,13 @@
-"""One name, one thing; and docstrings are sentences with a verb, not indirect questions."""
+"""One name, one thing; and docstrings are sentences with a verb, not indirect questions.
+
+The engine counts blocks. A page is their layout, which only the kernels know.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +19,16 @@ ROOMS = ("appliance", "kernels", "quant", "tui")
 
 MEANT_TWICE = {
     "TextDelta": "a wire message of the Responses API, and one of the Messages API",
+}
+
+# Names with "page" in the engine. All mean the kernels' layout, but for one of the system's.
+PAGES_IN_ENGINE = {
+    "PAGE_TOKENS",
+    "kv_page",
+    "KVPages",
+    "on_pages",
+    "paged_attention",
+    "PAGESIZE",
 }
 
 
@@ -45,6 +59,17 @@ def indirect_questions(root: Path) -> list[str]:
         for node in ast.walk(module):
             if isinstance(node, DOCUMENTED) and OPENING.match(ast.get_docstring(node) or ""):
                 found.append(f"{where}: {getattr(node, 'name', 'the module')}")
+    return found
+
+
+def names_of_pages(engine: Path) -> dict[str, str]:
+    """Names with "page" in a folder's modules, each with a module that has it."""
+    found = {}
+    for path in sorted(engine.rglob("*.py")):
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.NAME and "page" in token.string.lower():
+                    found[token.string] = str(path.relative_to(engine))
     return found
 
 
@@ -87,3 +112,16 @@ def test_an_indirect_question_is_found(tmp_path: Path) -> None:
     planted = 'class Row:\n    """A row."""\n    def f(self):\n        """Whether it is."""'
     (tmp_path / "tui" / "row.py").write_text(planted)
     assert indirect_questions(tmp_path) == ["tui/row.py: f"]
+
+
+def test_the_engine_says_blocks() -> None:
+    found = names_of_pages(ROOT / "appliance" / "engine")
+    others = {name: where for name, where in found.items() if name not in PAGES_IN_ENGINE}
+    assert not others, f"a unit of the KV cache is a block; a page is its layout: {others}"
+    assert not PAGES_IN_ENGINE - found.keys(), "PAGES_IN_ENGINE has names that do not occur"
+
+
+def test_a_page_in_the_engine_is_found(tmp_path: Path) -> None:
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "pool.py").write_text("# of pages\nnum_open_pages = 3\n")
+    assert names_of_pages(tmp_path) == {"num_open_pages": "blocks/pool.py"}

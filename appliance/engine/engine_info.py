@@ -59,7 +59,7 @@ def describe(
         memory_bytes=plan.budget_bytes,
         load_seconds=0.0,
         fingerprint=fingerprint_of(Path(config.model), arithmetic),
-        # As `BlockManager` writes them: 1 is a block with an open page.
+        # As `BlockManager` writes them: 1 is a block with an open block.
         precisions=(kv_format, *(["int8 while open"] if parts.num_open else [])),
         kv_host_bytes=plan.kv_host_bytes,
         state_bytes=plan.states.num_bytes,

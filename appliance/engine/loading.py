@@ -158,7 +158,7 @@ class _Opened:
     execution: Execution
     device: Device
     threads: int
-    num_open: int  # open pages; 0 if nothing is sealed
+    num_open: int  # open blocks; 0 if nothing is sealed
     notes: tuple[str, ...]
     draft: DraftSource | None
 

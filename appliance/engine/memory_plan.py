@@ -63,7 +63,7 @@ class MemoryRequest:
     kv_cache_memory: int | None  # requested bytes, or None
     fill: bool  # use all remaining memory for the KV cache
     workspace_bytes: int | None = None  # measured; None estimates it
-    open_bytes: int = 0  # of open pages, for sealed blocks
+    open_bytes: int = 0  # of open blocks, for sealed blocks
     kv_host_memory: int | None = None  # requested bytes, or None
     host_budget_bytes: int | None = None  # beside a GPU; None if the cache is host memory itself
     process_bytes: int = 0  # of the budget, taken before a model is loaded
@@ -153,7 +153,7 @@ def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
 def workspace_bytes(request: MemoryRequest) -> int:
     """Return the bytes that the largest step needs beside weights and cache.
 
-    This is measured or estimated, and includes open pages, which are transient.
+    This is measured or estimated, and includes open blocks, which are transient.
 
     The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
     output, gate and up, their product), hidden states for the head, twice where prompts are read,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from appliance.engine.adapters.loader import planned_bytes, wants_adapters
-from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.draft_source import open_draft
 from appliance.engine.execution.choice import choose_execution, why_not_native
 from appliance.engine.execution.execution import Processor
@@ -109,11 +109,11 @@ def has_gpu() -> bool:
 def num_open_of(
     config: EngineConfig, source: ModelSource, precision: Precision, is_asynchronous: bool
 ) -> int:
-    """Return the number of open pages; 0 if no layer is sealed."""
+    """Return the number of open blocks; 0 if no layer is sealed."""
     if not precision.is_sealed(len(source.spec.cache_layers)):
         return 0
     plans = 1 + int(is_asynchronous)
-    return num_open_pages(
+    return num_open_blocks(
         config.max_num_seqs, config.max_num_batched_tokens, precision.block_size, plans=plans
     )
 
@@ -154,7 +154,7 @@ def memory_of(
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
         fill=precision.device.type == "cuda",
-        open_bytes=num_open * execution.open_page_bytes(source.spec),
+        open_bytes=num_open * execution.open_block_bytes(source.spec),
         kv_host_memory=config.kv_host_memory,
         prefix_caching=config.prefix_caching,
         state_checkpoint_memory=config.state_checkpoint_memory,

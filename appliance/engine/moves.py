@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one whole block in every layer, with its open page if layers are sealed."""
+    """Copy one whole block in every layer, with its open block if layers are sealed."""
 
     source: int
     destination: int
@@ -27,11 +27,11 @@ class BlockSave:
     """Copy the content of one block, in every layer, out of the cache.
 
     Attributes:
-        open_page: the block's, if it is partial and layers are sealed.
+        open_block: the block's, if it is partial and layers are sealed.
     """
 
     block: int
-    open_page: int = -1
+    open_block: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class BlockLoad:
 
     Attributes:
         source: the content, or its place among the same plan's saves.
-        open_page: the block's, if it is partial and layers are sealed.
+        open_block: the block's, if it is partial and layers are sealed.
     """
 
     block: int
     source: SavedBlock | int
-    open_page: int = -1
+    open_block: int = -1
 
     def content(self, saved: Sequence[SavedBlock]) -> SavedBlock:
         """Return the content to write, given the same plan's saves."""

@@ -112,7 +112,7 @@ class Plan:
             two copies, and none is both a source and a destination, so their order is free.
         started: request ids that left the queue for the first time.
         preempted: sequences that lost their blocks and wait again.
-        open_pages: with sealed layers, the open pages of the blocks that each entry writes.
+        open_blocks: with sealed layers, the open blocks of the blocks that each entry writes.
         saves: content to copy out first of all, since it may be overwritten.
         loads: content to write after the copies and before any row.
         states: moves of recurrent states; None for models without.
@@ -122,7 +122,7 @@ class Plan:
     copies: tuple[BlockCopy, ...] = ()
     started: tuple[str, ...] = ()
     preempted: tuple[Sequence, ...] = ()
-    open_pages: tuple[tuple[int, ...], ...] | None = None
+    open_blocks: tuple[tuple[int, ...], ...] | None = None
     saves: tuple[BlockSave, ...] = ()
     loads: tuple[BlockLoad, ...] = ()
     states: StateMoves | None = None

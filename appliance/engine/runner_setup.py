@@ -47,9 +47,9 @@ class RunnerParts:
     device: Device
     limits: SchedulerLimits
     sample_tokens: SampleTokens
-    num_open: int  # open pages; 0 if nothing is sealed
+    num_open: int  # open blocks; 0 if nothing is sealed
     # Steps may be captured. Then the cache has one block more than planned, and one open
-    # page: padding rows write there.
+    # block: padding rows write there.
     with_graphs: bool
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.kernels.kv_write.head_norms import HeadNorms
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.model.adapters.torch_slots import run_adapted
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def write_step(
 
     The arguments are those of `kv_write.reference.rotate_and_write_with`; returns the queries.
     """
-    if not isinstance(cache, SealedPages):
+    if not isinstance(cache, SealedBlocks):
         return backend.rotate_and_write(qkv, cos, sin, cache, batch.slot_mapping, norms)
     spans = batch.sealed
     assert spans is not None

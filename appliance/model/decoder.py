@@ -156,7 +156,7 @@ class Decoder:
         num_open: int = 0,
         num_states: int = 0,
     ) -> KVCache:
-        """Allocate blocks, open pages and state slots; see `Executor.allocate_cache`."""
+        """Allocate blocks, open blocks and state slots; see `Executor.allocate_cache`."""
         heads = heads_of(self.spec)
         size = (num_states, self.spec.state_bytes)
         states = torch.zeros(size, dtype=torch.uint8, device=self.device)

@@ -38,15 +38,15 @@ class Cache(Protocol):
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of one open page in all layers; 0 if none is sealed."""
+        """Bytes of one open block in all layers; 0 if none is sealed."""
         ...
 
-    def read_block(self, block: int, open_page: int = -1) -> bytes:
-        """Return the bytes of a block, and of its open page if given; for host memory only."""
+    def read_block(self, block: int, open_block: int = -1) -> bytes:
+        """Return the bytes of a block, and of its open block if given; for host memory only."""
         ...
 
     def write_block(
-        self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
+        self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
         """Write back the bytes that `read_block` returned."""
         ...
@@ -56,7 +56,7 @@ class Cache(Protocol):
         ...
 
     def copy_open(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy open pages; without sealed layers there are none."""
+        """Copy open blocks; without sealed layers there are none."""
         ...
 
 
@@ -106,7 +106,7 @@ class Executor(Protocol[AnyCache]):
         num_open: int = 0,
         num_states: int = 0,
     ) -> AnyCache:
-        """Allocate blocks for attention layers, open pages for sealed ones, and state slots."""
+        """Allocate blocks for attention layers, open blocks for sealed ones, and state slots."""
         ...
 
     def forward(

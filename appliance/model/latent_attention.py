@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.latent_attention import latent_attention
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ class LatentAttention:
         rotated = self._rotated(turning.unsqueeze(1), step).squeeze(1)
         kept = torch.cat((self._normed(latents.contiguous(), self.norm), rotated), dim=-1)
         first, second = kept.unsqueeze(1).chunk(2, dim=-1)
-        assert not isinstance(cache, SealedPages), "refused before"
+        assert not isinstance(cache, SealedBlocks), "refused before"
         slots = step.batch.slot_mapping
         self.backend.write_kv(first.contiguous(), second.contiguous(), cache, slots)
 

@@ -142,7 +142,7 @@ def prefill_kernel(
             BLOCK_N,
             NUM_STAGES,
         )
-    # What is left are the keys among the rows, or an open page.
+    # What is left are the keys among the rows, or an open block.
     p_tail = pages_ptr
     tail_table = 0
     if CODES == "sealed":

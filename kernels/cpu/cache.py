@@ -54,7 +54,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class CachePlaces:
-    """The places of blocks, open pages and states: a row holds one rank's part after another's."""
+    """The places of blocks, open blocks and states: a row holds one rank's part after another's."""
 
     blocks: Rows
     opened: Rows
@@ -68,7 +68,7 @@ class NativeCache:
         format: how keys and values are stored, in all layers or in each.
         heads: of each layer, its KV heads and their width.
         block_size: token slots in a block, a multiple of 16; 32 where a layer is sealed.
-        num_open: open pages, for layers that are sealed.
+        num_open: open blocks, for layers that are sealed.
         num_states: state slots, for layers that are recurrent.
         state_bytes: of one slot.
         places: where it all lies, among other ranks' parts; None takes memory of its own.
@@ -151,7 +151,7 @@ class NativeCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks and open pages, written or not."""
+        """Bytes of all blocks and open blocks, written or not."""
         open_bytes = self.struct.num_open * self.struct.open_bytes
         return self.num_blocks * self.block_bytes + int(open_bytes)
 
@@ -162,39 +162,39 @@ class NativeCache:
             ctypes.memmove(base + destination * size, base + source * size, size)
 
     def copy_open(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy open pages of all layers, for copy-on-write; without any there is nothing to do."""
+        """Copy open blocks of all layers, for copy-on-write; without any there is nothing to do."""
         base, size = self._open_address, self.struct.open_bytes
         for source, destination in zip(sources, destinations, strict=True):
             ctypes.memmove(base + destination * size, base + source * size, size)
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of one open page of all layers; 0 if none is sealed."""
+        """Bytes of one open block of all layers; 0 if none is sealed."""
         return 0 if self._open is None else int(self.struct.open_bytes)
 
-    def read_block(self, block: int, open_page: int = -1) -> bytes:
-        """A block of all layers as it lies in memory, and behind it an open page, if one is named.
+    def read_block(self, block: int, open_block: int = -1) -> bytes:
+        """A block of all layers as it lies in memory, and behind it an open block, if one is named.
 
         Slots without a token come along: what they hold means nothing.
         """
         begin = block * self.block_bytes
         content = self._mapping.memory[begin : begin + self.block_bytes]
-        if open_page < 0:
+        if open_block < 0:
             return content
         assert self._open is not None
-        begin = open_page * self.open_bytes
+        begin = open_block * self.open_bytes
         return content + self._open.memory[begin : begin + self.open_bytes]
 
     def write_block(
-        self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
+        self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
         """Put back the bytes of `read_block`, in this block or in another one."""
         size, view = self.block_bytes, memoryview(content)
-        assert len(view) == size + (self.open_bytes if open_page >= 0 else 0), len(view)
+        assert len(view) == size + (self.open_bytes if open_block >= 0 else 0), len(view)
         self._mapping.memory[block * size : (block + 1) * size] = view[:size]
-        if open_page >= 0:
+        if open_block >= 0:
             assert self._open is not None
-            begin = open_page * self.open_bytes
+            begin = open_block * self.open_bytes
             self._open.memory[begin : begin + self.open_bytes] = view[size:]
 
 
@@ -208,7 +208,7 @@ def layer_offsets(
     heads: Sequence[tuple[int, int]],
     block_size: int,
 ) -> list[tuple[int, int]]:
-    """Return where each layer begins in a block and in an open page; last, the bytes of both."""
+    """Return where each layer begins in a block and in an open block; last, the bytes of both."""
     pages = block_size // PAGE_TOKENS
     end = open_end = 0
     offsets = [(0, 0)]

@@ -143,7 +143,7 @@ def write_rows(
         head_scales: (2, num_kv_heads) float32; FP8 only.
         slot_mapping: (num_tokens,) int64; negative is nowhere.
     """
-    assert kv_format not in ("int4-sealed", "k8v4"), "rows go to open pages"
+    assert kv_format not in ("int4-sealed", "k8v4"), "rows go to open blocks"
     written = slot_mapping >= 0
     slot_mapping = slot_mapping[written]
     head_dim = key.shape[-1]

@@ -38,7 +38,7 @@ def int4_codes(b_x, b_scale, b_offset):
 
 @triton.jit
 def open_values(pages_ptr, halves_ptr, base, IS_VALUE: tl.constexpr, HEAD_DIM_STORED, b_in):
-    """An open page's keys or values, (32, dims) float32."""
+    """An open block's keys or values, (32, dims) float32."""
     o_token = tl.arange(0, PAGE)
     o_dim = tl.arange(0, b_in.shape[0])
     o_byte = code_byte(
@@ -74,7 +74,7 @@ def seal_kernel(
     closed_halves_ptr,  # the same memory as float16
     open_ptr,  # (num_open, num_kv_heads, page) uint8
     open_halves_ptr,
-    moves_ptr,  # (num_moves, 2) int64: open page, block; a negative one is nothing to do
+    moves_ptr,  # (num_moves, 2) int64: open block, block; a negative one is nothing to do
     num_kv_heads,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,

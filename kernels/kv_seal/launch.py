@@ -12,16 +12,16 @@ from appliance.kernels.kv_seal.kernel import seal_kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.sealed_pages import SealedPages
+    from appliance.kernels.sealed_blocks import SealedBlocks
 
 NUM_WARPS = 4
 
 
-def seal(cache: SealedPages, moves: Tensor) -> None:
-    """Quantize full open pages into blocks, in place; see `reference.seal`.
+def seal(cache: SealedBlocks, moves: Tensor) -> None:
+    """Quantize full open blocks into blocks, in place; see `reference.seal`.
 
     Args:
-        moves: (num_moves, 2) int64, open page and block; a negative open page only fills up.
+        moves: (num_moves, 2) int64, open block and block; a negative open block only fills up.
     """
     if not len(moves):
         return

@@ -22,20 +22,20 @@ from appliance.kernels.kv_page.reference import pack, quantize_int4, read_pages
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.sealed_pages import SealedPages
+    from appliance.kernels.sealed_blocks import SealedBlocks
 
 
-def seal_moves(cache: SealedPages, moves: Tensor) -> None:
-    """Seal open pages, (n, 2) int64 open page and block; a negative page only fills up."""
-    pages, blocks = moves[moves[:, 0] >= 0].unbind(1)
-    seal(cache, pages.tolist(), blocks.tolist())
+def seal_moves(cache: SealedBlocks, moves: Tensor) -> None:
+    """Seal open blocks, (n, 2) int64 open block and block; a negative one only fills up."""
+    opened, blocks = moves[moves[:, 0] >= 0].unbind(1)
+    seal(cache, opened.tolist(), blocks.tolist())
 
 
-def seal(cache: SealedPages, slots: list[int], blocks: list[int]) -> None:
-    """Quantize full open pages into blocks, in place; the open ones are left as they are.
+def seal(cache: SealedBlocks, slots: list[int], blocks: list[int]) -> None:
+    """Quantize full open blocks into blocks, in place; the open ones are left as they are.
 
     Args:
-        slots: open pages, all 32 tokens written.
+        slots: open blocks, all 32 tokens written.
         blocks: where each goes.
     """
     head_dim, form = cache.head_dim, cache.format.value

@@ -73,7 +73,7 @@ def _launch(
     norms: HeadNorms | None,
 ) -> Tensor | None:
     assert isinstance(cache, KVPages)
-    assert cache.format is not KVFormat.INT4_SEALED, "rows go to open pages"
+    assert cache.format is not KVFormat.INT4_SEALED, "rows go to open blocks"
     num_tokens, num_kv_heads, head_dim = key.shape
     assert value.shape == key.shape, (value.shape, key.shape)
     assert (num_kv_heads, head_dim) == (cache.num_kv_heads, cache.head_dim)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.paged_attention.reference import visible
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def latent_attention(
     Returns:
         (num_tokens, num_heads, latent), dtype of query.
     """
-    assert not isinstance(cache, SealedPages), "a sealed block holds keys by channel"
+    assert not isinstance(cache, SealedBlocks), "a sealed block holds keys by channel"
     out = torch.empty_like(query[..., :latent])
     row = 0
     parts = zip(batch.host_query_lens, batch.host_context_lens, batch.block_tables, strict=True)

@@ -162,7 +162,7 @@ def decode_kernel(
                 BLOCK_N,
                 NUM_STAGES,
             )
-        # Few spans have keys that some of the rows do not see, or an open page.
+        # Few spans have keys that some of the rows do not see, or an open block.
         tail_begin = tl.maximum(key_begin, full_end)
         if tail_begin < key_end:
             if CODES == "sealed":

@@ -36,7 +36,7 @@ from appliance.kernels.paged_attention.work import (
     prefill_tiles,
 )
 from appliance.kernels.residency import Footprints, multiprocessors_of
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def decode_spans(work: AttentionWork, window: int | None) -> DecodeSpans:
 
 def paged_attention(
     query: Tensor,
-    cache: LayerCache | SealedPages,
+    cache: LayerCache | SealedBlocks,
     work: object,
     *,
     scale: float,
@@ -134,7 +134,7 @@ def paged_attention(
         UnsupportedModelError: no kernel covers the shape or the dtype.
     """
     assert isinstance(work, AttentionWork)
-    assert isinstance(cache, KVPages | SealedPages)
+    assert isinstance(cache, KVPages | SealedBlocks)
     assert scale > 0, scale
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = cache.num_kv_heads
@@ -143,7 +143,7 @@ def paged_attention(
     check_supported(num_heads, num_kv_heads, head_dim, cache.block_size, query.dtype, cache.format)
     output = query.new_empty(num_tokens, num_heads, head_dim)
     batch = work.batch
-    if isinstance(cache, SealedPages):
+    if isinstance(cache, SealedBlocks):
         sealed = batch.sealed
         assert sealed is not None
         pages = cache.closed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.ragged import RaggedBatch
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def paged_attention(
             continue
         table = blocks.tolist()
         q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)
-        if isinstance(cache, SealedPages):
+        if isinstance(cache, SealedBlocks):
             assert work.sealed is not None
             opened, closed_len = work.sealed.host_open_tables[i], work.sealed.host_lens[i]
             k, v = cache.gather(table, opened, closed_len, context, dtype)

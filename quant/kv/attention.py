@@ -76,7 +76,7 @@ Pair = tuple["Tensor", "Tensor"]
 
 
 def _stored(precision: LayerPrecision, key: Tensor, value: Tensor) -> tuple[Pair, Pair | None]:
-    """Return keys and values after storage: in closed blocks and, if sealed, in open pages."""
+    """Return keys and values after storage: in closed blocks and, if sealed, in open blocks."""
     form = precision.format
     match form:
         case KVFormat.FP8:

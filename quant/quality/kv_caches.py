@@ -84,7 +84,7 @@ def caches_of(source: ModelSource, formats: Iterable[KVFormat]) -> tuple[Caches,
 
 
 def bytes_per_token(source: ModelSource, cache: Sequence[LayerPrecision]) -> int:
-    """Return the bytes of one token in all layers: keys, values and scales, without open pages."""
+    """Return the bytes of one token in all layers: keys, values and scales, without open blocks."""
     total = 0
     for layer, (num_kv_heads, head_dim) in zip(cache, heads_of(source.spec), strict=True):
         form = layer.format

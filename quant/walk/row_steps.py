@@ -47,7 +47,7 @@ class RowSteps:
         self._steps: dict[tuple[int, bool], Step] = {}
 
     def step(self, count: int, *, is_sealed: bool = False) -> Step:
-        """Return a step of so many rows; with a sealed cache each row has an open page."""
+        """Return a step of so many rows; with a sealed cache each row has an open block."""
         key = count, is_sealed
         if key not in self._steps:
             self._steps[key] = self._make(count, is_sealed=is_sealed)
@@ -62,7 +62,7 @@ class RowSteps:
             tables,
             block_size=BLOCK_SIZE,
             device=self._device,
-            open_pages=tables if is_sealed else None,
+            open_blocks=tables if is_sealed else None,
             state_slots=range(count) if self._is_recurrent else None,
         )
         positions = torch.arange(length, device=self._device).repeat(count)

@@ -42,7 +42,7 @@ def test_every_request_gets_the_right_answer_whatever_happens(
         *("preempted", "swapped", "failed steps", "deaths", "evictions", "refused"),
         *("tokens from the cache", "tokens from the host", "tokens from the disk"),
         *("damaged files", "beams", "beams cut off", "best of several", "preempted beams"),
-        *("copies", "copies of open pages", "shared blocks", "mixed steps"),
+        *("copies", "copies of open blocks", "shared blocks", "mixed steps"),
         *("rows ahead", "rows for nothing", "blocks back from the host"),
         *("beams without an answer", "accepted drafts", "rejected drafts", "rewound states"),
         *("checkpoints", "evicted checkpoints", "restored checkpoints", "loaded states"),

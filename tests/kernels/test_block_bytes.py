@@ -83,7 +83,7 @@ def torch_cache(precision: LayerPrecision) -> KVCache:
 
 
 def rows(cache: KVCache, index: int) -> list[bytes]:
-    """One block's bytes of each tensor, then one open page's, where there is one."""
+    """One block's bytes of each tensor, then one open block's, where there is one."""
     found = [part[index] for part in cache._parts]
     found += [part[index] for part in cache._open_parts if index < len(part)]
     return [row.contiguous().flatten().view(torch.uint8).numpy().tobytes() for row in found]

@@ -15,7 +15,7 @@ from content_states import ContentStates, make
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import unpack
-from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.moves import BlockCopy
 from appliance.engine.sequence import Sequence
@@ -37,7 +37,7 @@ class BlockHistory:
         shuffle: random.Random,
         checkpoints: int | None,
     ) -> None:
-        num_open = num_open_pages(MAX_SEQUENCES, rows, block_size) if sealed else 0
+        num_open = num_open_blocks(MAX_SEQUENCES, rows, block_size) if sealed else 0
         states = None if checkpoints is None else StateSlots(MAX_SEQUENCES, checkpoints)
         self.blocks = BlockManager(num_blocks, block_size, num_open=num_open, states=states)
         self.sealed, self.rows, self.shuffle = sealed, rows, shuffle
@@ -117,7 +117,7 @@ class BlockHistory:
         seen["blocks hit"] += prefix.num_tokens // self.blocks.block_size
         partial = prefix.num_tokens % self.blocks.block_size
         seen["tokens hit of a block"] += partial
-        seen["tokens hit of an open page"] += partial if self.sealed else 0
+        seen["tokens hit of an open block"] += partial if self.sealed else 0
         if not fits:
             self.last.pop(sequence, None)
             return
@@ -223,7 +223,7 @@ class BlockHistory:
             filled = self.blocks.pool.filled[block]
             memory, place = self.memory.slots, block
             if self.sealed and filled < size:
-                memory, place = self.memory.pages, self.blocks.pool.open[block]
+                memory, place = self.memory.opened, self.blocks.pool.open[block]
             salt, tokens = memory[place, filled - 1]
             assert salt not in ("junk", "nothing")
             assert len(tokens) % size == filled % size

@@ -23,16 +23,16 @@ def truth(sequence: Sequence, position: int) -> Content:
 
 
 class ContentMemory:
-    """Slots of blocks, and of open pages if blocks are sealed.
+    """Slots of blocks, and of open blocks if blocks are sealed.
 
     Args:
         blocks: whose tables point here.
-        sealed: whether tokens lie in open pages until their block is full.
+        sealed: whether tokens lie in open blocks until their block is full.
     """
 
     def __init__(self, blocks: BlockManager, sealed: bool) -> None:
         self.slots: dict[tuple[int, int], Content] = {}
-        self.pages: dict[tuple[int, int], Content] = {}  # open ones
+        self.opened: dict[tuple[int, int], Content] = {}  # open ones
         self.blocks, self.sealed = blocks, sealed
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
@@ -41,32 +41,32 @@ class ContentMemory:
             for at in range(self.blocks.block_size):
                 self.slots[copy.destination, at] = self.slots.get((copy.source, at), NOTHING)
                 if self.sealed:
-                    page = self.pages.get((copy.open_source, at), NOTHING)
-                    self.pages[copy.open_destination, at] = page
+                    content = self.opened.get((copy.open_source, at), NOTHING)
+                    self.opened[copy.open_destination, at] = content
 
     def full(self, block: int) -> list[Content]:
         """What a full block holds."""
         return [self.slots[block, at] for at in range(self.blocks.block_size)]
 
     def put(self, block: int, contents: list[Content]) -> None:
-        """Fill a block from outside, or its open page as long as it has one."""
-        page = self.blocks.open_page(block)
+        """Fill a block from outside, or its open block as long as it has one."""
+        opened = self.blocks.open_block(block)
         for offset, content in enumerate(contents):
-            if page >= 0:
-                self.pages[page, offset] = content
+            if opened >= 0:
+                self.opened[opened, offset] = content
             else:
                 self.slots[block, offset] = content
 
     def place(
         self, sequence: Sequence, position: int
     ) -> tuple[dict[tuple[int, int], Content], tuple[int, int]]:
-        """Where a token's content lies: in a block, or in its open page as long as it has one."""
+        """Where a token's content lies: in a block, or in its open block as long as it has one."""
         index, offset = divmod(position, self.blocks.block_size)
         is_full = (index + 1) * self.blocks.block_size <= sequence.num_computed
         if self.sealed and not is_full:
             entry = ScheduledSequence(sequence, position, 1, samples=False)
-            ((page,),) = self.blocks.open_pages([entry]) or ()
-            return self.pages, (page, offset)
+            ((opened,),) = self.blocks.open_blocks([entry]) or ()
+            return self.opened, (opened, offset)
         return self.slots, (sequence.block_table[index], offset)
 
     def write(self, sequence: Sequence, num_tokens: int, junk: bool = False) -> None:
@@ -77,4 +77,4 @@ class ContentMemory:
             if self.sealed and (position + 1) % size == 0:
                 block = sequence.block_table[position // size]
                 for offset in range(size):
-                    self.slots[block, offset] = self.pages.get((place[0], offset), NOTHING)
+                    self.slots[block, offset] = self.opened.get((place[0], offset), NOTHING)

@@ -54,7 +54,7 @@ def address(array: NDArray[np.generic]) -> int:
 class Cache:
     """An arena of two layers, filled with 0xff at first: NaN, or the code 255.
 
-    Block b of a sealed layer has the open page b. Whatever is written to it is sealed at once: a
+    Block b of a sealed layer has the open block b. Whatever is written to it is sealed at once: a
     block that is not full is then made again with the next token.
     """
 
@@ -134,7 +134,7 @@ class Cache:
             self.seal(engine, sorted({slot // BLOCK for slot in slots}))
 
     def seal(self, engine: int, blocks: Sequence[int]) -> None:
-        """Make blocks of their open pages."""
+        """Make blocks of their open blocks."""
         numbers = np.array(blocks, np.int32)
         arguments = (engine, self.attention, self.struct, LAYER, len(numbers))
         self.library.section_seal(*arguments, address(numbers), address(numbers))
@@ -146,7 +146,7 @@ class Cache:
         return self.arena[start:end].reshape(self.shape.num_kv_heads, -1, self.page_bytes)
 
     def open_pages(self, block: int) -> NDArray[np.uint8]:
-        """The same of a block's open page."""
+        """The pages of a block's open block."""
         opened = self.open[block * self.open_bytes : (block + 1) * self.open_bytes]
         return opened.reshape(self.shape.num_kv_heads, self.shape.block_size // PAGE, -1)
 

@@ -103,14 +103,14 @@ def one_sequence(
     sealed: bool = False,
     state_slot: int | None = None,
 ) -> RaggedBatch:
-    """Build a step of one sequence, from position `start` to `end`; each block has an open page."""
-    pages = range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)) if sealed else None
+    """Build a step of one sequence, position `start` to `end`; each block has an open one."""
+    opened = range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)) if sealed else None
     return RaggedBatch.of(
         [end - start],
         [end],
         [block_table],
         block_size=BLOCK_SIZE,
         device=device,
-        open_pages=None if pages is None else [pages],
+        open_blocks=None if opened is None else [opened],
         state_slots=None if state_slot is None else [state_slot],
     )

@@ -11,7 +11,7 @@ from virtual_model import EOS, VOCAB
 from virtual_runner import VirtualRunner
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
@@ -43,7 +43,7 @@ def build_engine(
     limits = SchedulerLimits(
         setting.max_num_seqs, setting.max_num_batched_tokens, setting.context_length
     )
-    num_open = num_open_pages(
+    num_open = num_open_blocks(
         setting.max_num_seqs,
         setting.max_num_batched_tokens,
         setting.block_size,

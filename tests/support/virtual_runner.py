@@ -63,7 +63,7 @@ class _Entry:
 
     scheduled: ScheduledSequence
     table: list[int]
-    pages: tuple[int, ...]
+    opened: tuple[int, ...]
     tokens: list[int]
     state: int  # row
 
@@ -74,7 +74,7 @@ class VirtualRunner:
     Args:
         blocks: the books, to see that what is written belongs to one sequence alone.
         max_rows: of a step.
-        sealed: whether tokens lie in open pages until their block is full.
+        sealed: whether tokens lie in open blocks until their block is full.
         depth: plans in flight when the next one is launched.
         noise: decides what a failing step leaves behind.
         clock: goes on with each step.
@@ -108,7 +108,7 @@ class VirtualRunner:
         self._noise = noise
         self._clock = clock
         self._slots = [JUNK] * blocks.num_slots
-        self._pages: dict[int, list[int]] = {}
+        self._opened: dict[int, list[int]] = {}
         self._states = [JUNK] * (0 if blocks.states is None else blocks.states.num_rows)
         self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
         self._latest: dict[Sequence, int] = {}
@@ -118,18 +118,18 @@ class VirtualRunner:
         """See `Runner`."""
         self.latest = plan
         assert 0 < plan.num_tokens <= self._max_rows, "the budget was exceeded"
-        opened = plan.open_pages or ((),) * len(plan.scheduled)
-        assert (plan.open_pages is not None) == self._sealed
+        opened = plan.open_blocks or ((),) * len(plan.scheduled)
+        assert (plan.open_blocks is not None) == self._sealed
         in_flight = [flying for flying, *_ in self._flight]
         look_at(plan, in_flight, self._blocks, depth=int(self.depth == 1))
         entries = []
-        for scheduled, pages in zip(plan.scheduled, opened, strict=True):
+        for scheduled, entry_opened in zip(plan.scheduled, opened, strict=True):
             sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
             table = list(sequence.block_table[: -(-end // self._size)])
             tokens = [] if scheduled.follows else sequence.token_ids[start:end]
             tokens = [*tokens, *scheduled.drafts]
             assert len(tokens) == (0 if scheduled.follows else scheduled.num_tokens)
-            entries.append(_Entry(scheduled, table, pages, tokens, sequence.slot - 1))
+            entries.append(_Entry(scheduled, table, entry_opened, tokens, sequence.slot - 1))
         saved = self.save(plan.saves)
         if plan.states is not None:
             saved += self.save_states(plan.states.saves)
@@ -217,7 +217,7 @@ class VirtualRunner:
         seen = self.seen
         seen["rows"] += plan.num_tokens
         seen["copies"] += len(plan.copies)
-        seen["copies of open pages"] += sum(copy.open_source >= 0 for copy in plan.copies)
+        seen["copies of open blocks"] += sum(copy.open_source >= 0 for copy in plan.copies)
         seen["drafts"] += sum(len(entry.drafts) for entry in plan.scheduled)
         seen["rows ahead"] += sum(entry.follows for entry in plan.scheduled)
         seen["rows for nothing"] += sum(
@@ -239,7 +239,7 @@ class VirtualRunner:
             to, origin = copy.destination * size, copy.source * size
             slots[to : to + size] = slots[origin : origin + size]
             if self._sealed:
-                self._pages[copy.open_destination] = list(self._page(copy.open_source))
+                self._opened[copy.open_destination] = list(self._open_block(copy.open_source))
 
     def _prepare_states(self, plan: Plan, saved: Sequences[SavedBlock]) -> None:
         if plan.states is None:
@@ -256,20 +256,20 @@ class VirtualRunner:
     def _content_of(self, save: BlockSave) -> bytes:
         first = save.block * self._size
         parts = self._slots[first : first + self._size]
-        if save.open_page >= 0:
-            parts = parts + self._page(save.open_page)
+        if save.open_block >= 0:
+            parts = parts + self._open_block(save.open_block)
         return array("q", parts).tobytes()
 
     def _load(self, load: BlockLoad, saved: Sequences[SavedBlock]) -> None:
         parts = array("q", bytes(load.content(saved).read())).tolist()
         first = load.block * self._size
         self._slots[first : first + self._size] = parts[: self._size]
-        if load.open_page >= 0:
-            assert len(parts) == 2 * self._size, "an open page was not saved with its block"
-            self._pages[load.open_page] = parts[self._size :]
+        if load.open_block >= 0:
+            assert len(parts) == 2 * self._size, "an open block was not saved with its block"
+            self._opened[load.open_block] = parts[self._size :]
 
-    def _page(self, page: int) -> list[int]:
-        return self._pages.setdefault(page, [JUNK] * self._size)
+    def _open_block(self, block: int) -> list[int]:
+        return self._opened.setdefault(block, [JUNK] * self._size)
 
     def _run(self, entry: _Entry) -> list[int]:
         """What the slots of an entry's rows hold now."""
@@ -281,7 +281,7 @@ class VirtualRunner:
             found += slots[block * size : block * size + size]
         del found[sealed:]
         if sealed < start:
-            found += self._page(entry.pages[0])[: start - sealed]
+            found += self._open_block(entry.opened[0])[: start - sealed]
         truth = self._truth.setdefault(sequence, [])
         if sequence.request.sampling.use_beam_search:
             truth.clear()  # another beam's tokens may have become this one's
@@ -314,10 +314,10 @@ class VirtualRunner:
         if not self._sealed:
             self._slots[first + offset] = value
             return
-        page = self._page(entry.pages[index - entry.scheduled.start // size])
-        page[offset] = value
+        written = self._open_block(entry.opened[index - entry.scheduled.start // size])
+        written[offset] = value
         if offset + 1 == size:
-            self._slots[first : first + size] = page
+            self._slots[first : first + size] = written
 
     def _scribble(self, plan: Plan, entries: list[_Entry], saved: Sequences[SavedBlock]) -> None:
         """A step that fails has done some of its copies and written some of its rows, wrongly."""

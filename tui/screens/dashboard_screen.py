@@ -40,7 +40,7 @@ class DashboardScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "app.quit", "Quit", key_display="q"),
-        Binding("1", "app.switch_mode('overview')", "Pages", key_display="1-5"),
+        Binding("1", "app.switch_mode('overview')", "Screens", key_display="1-5"),
         Binding("2", "app.switch_mode('map')", "Map", show=False),
         Binding("3", "app.switch_mode('requests')", "Requests", show=False),
         Binding("4", "app.switch_mode('model')", "Model", show=False),

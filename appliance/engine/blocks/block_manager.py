@@ -40,14 +40,14 @@ class BlockManager:
     prefix ends at a checkpoint, partial blocks are of no use to others, and a checkpoint goes with
     its block; see `StateSlots`.
 
-    Where blocks are sealed, one that is not full has an open page, even while it is only cached.
+    Where blocks are sealed, one that is not full has an open block, even while it is only cached.
     Nobody writes to a full one, not even to a copy: its first tokens cannot be read alone.
 
     Args:
         metadata: records the state of blocks; None keeps a private record.
         prefix_caching: keep and find the content of full blocks.
         namespace: everything else that decides the bytes in a block, such as weights and KV format.
-        num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
+        num_open: open blocks, see `open_blocks.num_open_blocks`; 0 where blocks are not sealed.
         states: the rows of recurrent state; None for models without.
 
     Attributes:
@@ -164,7 +164,7 @@ class BlockManager:
         last = prefix.blocks[-1]
         return bool(self.pool.references[last]) or self._filled[last] != num_tokens
 
-    def open_page(self, block: int) -> int:
+    def open_block(self, block: int) -> int:
         return self._open.get(block)
 
     def num_held(self, sequence: Sequence) -> int:
@@ -258,18 +258,18 @@ class BlockManager:
         for _ in range(len(table) - self.blocks_for(sequence.num_computed)):
             self.pool.let_go(table.pop(), sequence.slot)
 
-    def open_pages(
+    def open_blocks(
         self, scheduled: Iterable[ScheduledSequence]
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Return the open pages of the blocks each entry writes; None if nothing is sealed."""
+        """Return the open blocks of the blocks each entry writes; None if nothing is sealed."""
         if not self._open:
             return None
         size = self.block_size
-        pages = []
+        found = []
         for entry in scheduled:
             table = entry.sequence.block_table[entry.start // size : self.blocks_for(entry.end)]
-            pages.append(tuple([self._open[block] for block in table]))
-        return tuple(pages)
+            found.append(tuple([self._open[block] for block in table]))
+        return tuple(found)
 
     def _copy(self, source: int, destination: int) -> BlockCopy:
         if not self._open:

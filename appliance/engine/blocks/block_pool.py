@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from appliance.engine.blocks.open_pages import OpenPages
+from appliance.engine.blocks.open_blocks import OpenBlocks
 from appliance.events import BlockState
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class BlockPool:
     Args:
         metadata: records the state of blocks.
         index: maps content to blocks.
-        num_open: open pages; 0 where blocks are not sealed.
+        num_open: open blocks; 0 where blocks are not sealed.
 
     Attributes:
         references: of each block, from block tables.
@@ -47,7 +47,7 @@ class BlockPool:
     ) -> None:
         self.references = [0] * num_blocks
         self.filled = [0] * num_blocks
-        self.open = OpenPages(num_open)
+        self.open = OpenBlocks(num_open)
         self.loading: set[int] = set()
         self.kv_tokens = 0
         self.num_shared = 0
@@ -60,7 +60,7 @@ class BlockPool:
         self._index = index
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._cached_open: OrderedDict[int, None] = OrderedDict()  # those with an open page
+        self._cached_open: OrderedDict[int, None] = OrderedDict()  # those with an open block
         self._copied: set[int] = set()  # sources of the copies of the plan being made
         self._sources: list[int] = []  # those of them that no block table holds any more
 

@@ -52,7 +52,7 @@ class Precision:
         return self.kv_layers or precisions(self.kv_format, num_layers)
 
     def is_sealed(self, num_layers: int) -> bool:
-        """Return True if any layer has open pages."""
+        """Return True if any layer has open blocks."""
         return any(layer.format.is_sealed for layer in self.kv_of(num_layers))
 
 
@@ -85,8 +85,8 @@ class Execution(Protocol):
         """Return the bytes of one token in the cache, all layers."""
         ...
 
-    def open_page_bytes(self, spec: DecoderSpec) -> int:
-        """Return the bytes of one open page, all layers; 0 if none is sealed."""
+    def open_block_bytes(self, spec: DecoderSpec) -> int:
+        """Return the bytes of one open block, all layers; 0 if none is sealed."""
         ...
 
     def load(

@@ -69,7 +69,7 @@ class TorchExecution:
             for layer, heads in zip(layers, heads_of(spec), strict=True)
         )
 
-    def open_page_bytes(self, spec: DecoderSpec) -> int:
+    def open_block_bytes(self, spec: DecoderSpec) -> int:
         """Count a block's tokens at 8 bits in the sealed layers."""
         layers = self.precision.kv_of(len(spec.cache_layers))
         return self.precision.block_size * sum(

@@ -48,7 +48,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         layers: in the order of `cache_layers`.
-        strides: bytes of a block, an open page and a state with all ranks' parts.
+        strides: bytes of a block, an open block and a state with all ranks' parts.
         offsets: of this rank's part in each.
     """
 

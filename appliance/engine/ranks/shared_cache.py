@@ -51,7 +51,7 @@ def cache_bytes(strides: Sequence[int], counts: Sequence[int]) -> int:
 def map_cache(
     descriptor: int, strides: Sequence[int], offsets: Sequence[int], counts: Sequence[int]
 ) -> CachePlaces:
-    """Map blocks, open pages and states, and find a rank's part in each.
+    """Map blocks, open blocks and states, and find a rank's part in each.
 
     Args:
         descriptor: of a file in memory of `cache_bytes`.

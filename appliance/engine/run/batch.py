@@ -41,7 +41,7 @@ def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> Ste
         if size is None
         else size.num_samples,
         table_width=max(map(len, geometry.block_tables)),
-        is_sealed=geometry.open_pages is not None,
+        is_sealed=geometry.open_blocks is not None,
         is_recurrent=geometry.state_slots is not None,
         is_adapted=geometry.adapter_slots is not None,
         num_tiles=geometry.num_tiles,
@@ -153,21 +153,21 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry) -> None
         arrays["state_slots"][:] = geometry.state_slots
     if geometry.adapter_slots is not None:
         arrays["adapter_slots"][:] = geometry.adapter_slots
-    if geometry.open_pages is None:
+    if geometry.open_blocks is None:
         return
-    pages = np.array(geometry.open_pages)
+    opened = np.array(geometry.open_blocks)
     lasts = np.maximum(contexts - 1, 0)
     arrays["sealed_lens"][:] = lasts // size * size
-    arrays["open_tables"][:] = pages
+    arrays["open_tables"][:] = opened
     open_slots = arrays["open_slots"]
-    open_slots[:used] = pages[owners]
+    open_slots[:used] = opened[owners]
     if geometry.spare is not None:
-        open_slots[used:] = geometry.spare.open_page
+        open_slots[used:] = geometry.spare.open_block
     open_slots *= size
     open_slots += offsets
     # The blocks that the step fills.
     last = tables[counting(num_seqs), lasts // size]
-    moves = np.stack((pages, last), axis=1)
+    moves = np.stack((opened, last), axis=1)
     moves[(contexts % size > 0) | (contexts == 0)] = -1
     arrays["moves"].reshape(-1, 2)[:] = moves
 

@@ -40,14 +40,14 @@ class BlockMoves(Protocol):
 
     Attributes:
         block_bytes: of one block in all layers.
-        open_bytes: of one open page in all layers; 0 if none is sealed.
+        open_bytes: of one open block in all layers; 0 if none is sealed.
     """
 
     block_bytes: int
     open_bytes: int
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks, with their open pages, inside the cache."""
+        """Copy blocks, with their open blocks, inside the cache."""
         ...
 
     def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
@@ -81,7 +81,7 @@ class HostMoves:
 
     def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
         begin = time.perf_counter()
-        contents = [self._cache.read_block(save.block, save.open_page) for save in saves]
+        contents = [self._cache.read_block(save.block, save.open_block) for save in saves]
         self._rates.saw_moves(sum(map(len, contents)), time.perf_counter() - begin)
         return tuple(map(SavedBlock, contents))
 
@@ -89,13 +89,13 @@ class HostMoves:
         begin, num_bytes = time.perf_counter(), 0
         for load in loads:
             content = load.content(saved).read()
-            self._cache.write_block(load.block, content, load.open_page)
+            self._cache.write_block(load.block, content, load.open_block)
             num_bytes += len(content)
         self._rates.saw_moves(num_bytes, time.perf_counter() - begin)
 
 
 def staging_bytes(block_bytes: int, open_bytes: int = 0) -> int:
-    """Return the device memory that `DeviceMoves` needs for blocks and open pages of this size."""
+    """Return the device memory that `DeviceMoves` needs for blocks and open blocks of this size."""
     return NUM_BUFFERS * _buffer_bytes(block_bytes + open_bytes)
 
 
@@ -117,7 +117,7 @@ class DeviceMoves:
     blocks moves through the same memory.
 
     Args:
-        open_mover: for the open pages, where layers are sealed.
+        open_mover: for the open blocks, where layers are sealed.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class DeviceMoves:
             blocks, opened = self._parts(staging, group)
             self._mover.swap_out([save.block for save in group], blocks)
             if self._open_mover is not None and opened is not None:
-                self._open_mover.swap_out([group[0].open_page], opened)
+                self._open_mover.swap_out([group[0].open_block], opened)
             rows, contents = zip(*(self._rows[staging.shape[1]].take() for _ in group), strict=True)
             copy = self._device.fetch_aside(staging, rows)
             buffer.over = _Noted(copy, staging.numel(), self._rates)
@@ -180,14 +180,14 @@ class DeviceMoves:
             blocks, opened = self._parts(staging, group)
             self._mover.swap_in(blocks, [load.block for load in group])
             if self._open_mover is not None and opened is not None:
-                self._open_mover.swap_in(opened, [group[0].open_page])
+                self._open_mover.swap_in(opened, [group[0].open_block])
 
     def _groups(self, moves: Sequence[Move]) -> list[list[Move]]:
-        """Group as many whole blocks as a buffer holds; one with an open page is its own group."""
-        whole = [move for move in moves if move.open_page < 0]
+        """Group as many whole blocks as a buffer holds; one with an open block is its own group."""
+        whole = [move for move in moves if move.open_block < 0]
         most = len(self._buffers[0].memory) // self.block_bytes
         groups = [whole[start : start + most] for start in range(0, len(whole), most)]
-        groups += [[move] for move in moves if move.open_page >= 0]
+        groups += [[move] for move in moves if move.open_block >= 0]
         return groups
 
     def _next_buffer(self, group: Sequence[BlockSave | BlockLoad]) -> tuple[_Buffer, Tensor]:
@@ -197,14 +197,14 @@ class DeviceMoves:
         if buffer.over is not None:
             buffer.over.note_if_over()
             self._device.follow(buffer.over.copy)
-        size = self.block_bytes + (self.open_bytes if group[0].open_page >= 0 else 0)
+        size = self.block_bytes + (self.open_bytes if group[0].open_block >= 0 else 0)
         return buffer, buffer.memory[: len(group) * size].view(len(group), size)
 
     def _parts(
         self, staging: Tensor, group: Sequence[BlockSave | BlockLoad]
     ) -> tuple[Tensor, Tensor | None]:
-        """Split a buffer into blocks and, if its only move has one, the open page."""
-        if group[0].open_page < 0:
+        """Split a buffer into blocks and, if its only move has one, the open block."""
+        if group[0].open_block < 0:
             return staging, None
         size = self.block_bytes
         return staging[0, :size].view(1, size), staging[0, size:].view(1, self.open_bytes)

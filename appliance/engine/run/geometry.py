@@ -26,7 +26,7 @@ class Spare:
     """Memory that nobody reads, where padding rows write."""
 
     block: int
-    open_page: int | None = None  # only with a sealed cache
+    open_block: int | None = None  # only with a sealed cache
     state_slot: int | None = None  # only with recurrent layers
 
 
@@ -58,7 +58,7 @@ class Geometry:
     padding: int = 0
     spare: Spare | None = None
     size: StepSize | None = None
-    open_pages: Sequences[int] | None = None  # with a sealed cache: each one's open page
+    open_blocks: Sequences[int] | None = None  # with a sealed cache: each one's open block
     state_slots: Sequences[int] | None = None  # with recurrent layers: each one's slot
     adapter_slots: Sequences[int] | None = None  # each one's, below 0: none; None if nobody has one
 
@@ -80,20 +80,20 @@ class Geometry:
         query_lens = [entry.num_tokens for entry in plan.scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
         tables = [entry.sequence.block_table for entry in plan.scheduled]
-        open_pages = state_slots = None
+        open_blocks = state_slots = None
         adapter_slots = _adapter_slots(plan) if may_adapt else None
         if plan.states is not None:
             state_slots = [StateSlots.row(entry.sequence) for entry in plan.scheduled]
-        if plan.open_pages is not None:
-            query_lens, context_lens, tables, open_pages = cut_at_blocks(
-                query_lens, context_lens, tables, plan.open_pages, block_size
+        if plan.open_blocks is not None:
+            query_lens, context_lens, tables, open_blocks = cut_at_blocks(
+                query_lens, context_lens, tables, plan.open_blocks, block_size
             )
             if state_slots is not None:
-                pieces = zip(state_slots, plan.open_pages, strict=True)
-                state_slots = [slot for slot, pages in pieces for _ in pages]
+                pieces = zip(state_slots, plan.open_blocks, strict=True)
+                state_slots = [slot for slot, opened in pieces for _ in opened]
             if adapter_slots is not None:
-                pieces = zip(adapter_slots, plan.open_pages, strict=True)
-                adapter_slots = [slot for slot, pages in pieces for _ in pages]
+                pieces = zip(adapter_slots, plan.open_blocks, strict=True)
+                adapter_slots = [slot for slot, opened in pieces for _ in opened]
         num_decodes = next((i for i, rows in enumerate(query_lens) if rows > 1), len(query_lens))
         if size is None:
             return cls(
@@ -101,7 +101,7 @@ class Geometry:
                 block_size=block_size,
                 num_rows=sum(query_lens),
                 num_decodes=num_decodes,
-                open_pages=open_pages,
+                open_blocks=open_blocks,
                 state_slots=state_slots,
                 adapter_slots=adapter_slots,
             )
@@ -109,7 +109,7 @@ class Geometry:
         assert adapter_slots is None
         singles = plan.num_single_rows
         padding = size.num_singles - singles
-        room = size.num_prompts(None if spare.open_page is None else block_size)
+        room = size.num_prompts(None if spare.open_block is None else block_size)
         empty = room - (len(query_lens) - singles)
         assert padding >= 0, (size, singles)
         assert empty >= 0, (size, len(query_lens))
@@ -118,8 +118,8 @@ class Geometry:
             return [*values[:singles], *[value] * padding, *values[singles:], *[end] * empty]
 
         table = array("i", (spare.block,))
-        if spare.open_page is not None:
-            open_pages = pad(open_pages or [], spare.open_page, spare.open_page)
+        if spare.open_block is not None:
+            open_blocks = pad(open_blocks or [], spare.open_block, spare.open_block)
         if spare.state_slot is not None:
             state_slots = pad(state_slots or [], spare.state_slot, spare.state_slot)
         return cls(
@@ -130,7 +130,7 @@ class Geometry:
             padding=padding,
             spare=spare,
             size=size,
-            open_pages=open_pages,
+            open_blocks=open_blocks,
             state_slots=state_slots,
         )
 
@@ -174,7 +174,7 @@ class Geometry:
         return AdapterRows(tensors.adapter_slots, tuple(self.adapter_slots), table)
 
     def _sealed(self, tensors: StepTensors) -> SealedSpans | None:
-        if self.open_pages is None:
+        if self.open_blocks is None:
             return None
         assert tensors.sealed_lens is not None
         assert tensors.open_tables is not None
@@ -184,7 +184,7 @@ class Geometry:
             lens=tensors.sealed_lens,
             open_tables=tensors.open_tables.unsqueeze(1),
             host_lens=tuple(max(context - 1, 0) // size * size for context in self.context_lens),
-            host_open_tables=tuple((page,) for page in self.open_pages),
+            host_open_tables=tuple((block,) for block in self.open_blocks),
             slot_mapping=tensors.open_slots,
             moves=tensors.moves.view(-1, 2),
         )

@@ -106,7 +106,7 @@ class GraphedSteps(Generic[AnyCache]):
 
     @property
     def _cut(self) -> int | None:
-        return None if self.spare.open_page is None else self._cache.block_size
+        return None if self.spare.open_block is None else self._cache.block_size
 
     def _place_tables(self, shape: StepShape, tensors: StepTensors) -> None:
         self._tables[: shape.num_seqs, : shape.table_width].copy_(tensors.block_tables)

@@ -91,7 +91,7 @@ def measure_workspace(
     for rows in sizes:
         lengths, contexts = largest_mixture(rows, limits)
         tables = [[0] * -(-context // block_size) for context in contexts]
-        pages = [
+        opened = [
             [0] * ((context - 1) // block_size - (context - length) // block_size + 1)
             for length, context in zip(lengths, contexts, strict=True)
         ]
@@ -101,7 +101,7 @@ def measure_workspace(
             tables,
             block_size=block_size,
             device=device.torch_device,
-            open_pages=pages if is_sealed else None,
+            open_blocks=opened if is_sealed else None,
             state_slots=[number % 2 for number in range(len(lengths))] if is_recurrent else None,
         )
         if batch.sealed is not None:  # as in the runner: a place for each sequence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 
-from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.plan import sampling_rows
 from appliance.engine.run.batch import stage
 from appliance.engine.run.cuda_graphs import step_sizes
@@ -60,8 +60,8 @@ def largest_step(
     """
     rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
-    # Then entries are cut at blocks, and each piece has an open page of its own.
-    pieces = num_open_pages(num_seqs, rows, block_size) if is_sealed else num_seqs
+    # Then entries are cut at blocks, and each piece has an open block of its own.
+    pieces = num_open_blocks(num_seqs, rows, block_size) if is_sealed else num_seqs
     num_samples, tiles = limits.sample_rows, 0
     if not verifies:
         sizes = step_sizes(limits)
@@ -95,7 +95,7 @@ class ModelRunner(Generic[AnyCache]):
         reader: makes what is wanted of prompts.
         spare: where rows write that fill a step up to a size that has a graph; None leaves steps
             as they are and captures none.
-        is_sealed: whether there are open pages.
+        is_sealed: whether there are open blocks.
         states: the rows of recurrent state; None for models without.
         adapters: that requests may have; None without any.
         kept: runs steps and keeps what a head that drafts reads of them; None without one.

@@ -41,7 +41,7 @@ class StepShape(NamedTuple):
     num_seqs: int
     num_samples: int
     table_width: int  # blocks
-    is_sealed: bool = False  # there are open pages
+    is_sealed: bool = False  # there are open blocks
     is_recurrent: bool = False  # there are state slots
     is_adapted: bool = False  # some sequences have adapters
     num_tiles: int = 0  # of prompts, in a step that is padded
@@ -116,7 +116,7 @@ class StepTensors:
     sampling: SamplingRows
     penalties: PenaltyRows
     block_tables: Tensor  # (num_seqs, table_width)
-    # With open pages, see `SealedSpans`; a sequence that fills no block has a move of -1.
+    # With open blocks, see `SealedSpans`; a sequence that fills no block has a move of -1.
     sealed_lens: Tensor | None = None
     open_tables: Tensor | None = None  # (num_seqs,)
     open_slots: Tensor | None = None

@@ -92,7 +92,7 @@ class Draft:
             copies=tuple(copy for copies in self.copies.values() for copy in copies),
             started=tuple(self.started),
             preempted=tuple(self.preempted),
-            open_pages=blocks.open_pages(scheduled),
+            open_blocks=blocks.open_blocks(scheduled),
             saves=moves.saves,
             loads=moves.loads,
             states=None

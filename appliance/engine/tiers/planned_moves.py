@@ -20,7 +20,7 @@ class Arrival(NamedTuple):
 
     block: int
     host: HostBlock
-    open_page: int = -1
+    open_block: int = -1
     is_state: bool = False
 
 
@@ -44,10 +44,10 @@ class PlannedSaves:
         self._states: list[tuple[int, HostBlock]] = []
         self._coming: list[HostBlock] = []
 
-    def save_block(self, block: int, open_page: int = -1) -> HostBlock:
+    def save_block(self, block: int, open_block: int = -1) -> HostBlock:
         """Save a block's content with the plan being made."""
         held = HostBlock()
-        self._blocks.append((BlockSave(block, open_page), held))
+        self._blocks.append((BlockSave(block, open_block), held))
         return held
 
     def save_state(self, row: int) -> HostBlock:
@@ -64,12 +64,12 @@ class PlannedSaves:
         self._coming = self._planned
         places = {host: place for place, host in enumerate(self._coming)}
         loads, state_loads = [], []
-        for block, host, page, is_state in arrivals:
+        for block, host, open_block, is_state in arrivals:
             source = host.saved or places[host]
             if is_state:
                 state_loads.append(StateLoad(block, source))
             else:
-                loads.append(BlockLoad(block, source, page))
+                loads.append(BlockLoad(block, source, open_block))
         saves = tuple(save for save, _ in self._blocks)
         rows = tuple(row for row, _ in self._states)
         self._blocks.clear()

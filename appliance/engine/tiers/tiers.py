@@ -50,7 +50,7 @@ class TierSizes:
     """Sizes in bytes: of host memory, and of a block there."""
 
     block_bytes: int
-    open_bytes: int = 0  # of an open page
+    open_bytes: int = 0  # of an open block
     host_bytes: int = 0
     keeps_evicted: bool = False  # in host memory, even if no sequence wants it
     state_bytes: int = 0  # of one recurrent state
@@ -137,7 +137,7 @@ class Tiers:
             kept.state = self._saves.save_state(states.row(sequence))
         if num_last:
             block = sequence.block_table[num_full]
-            kept.last = self._saves.save_block(block, blocks.open_page(block))
+            kept.last = self._saves.save_block(block, blocks.open_block(block))
             self.counters.swapped_out += 1
         self._kept[sequence] = kept
         sequence.num_kept = num_tokens
@@ -223,7 +223,7 @@ class Tiers:
             num_tokens = resume.num_tokens - sequence.num_computed
             found = self._blocks.expect(sequence, len(resume.held), num_tokens)
             arrivals = [
-                Arrival(block, host, self._blocks.open_page(block))
+                Arrival(block, host, self._blocks.open_block(block))
                 for block, host in zip(found, resume.held, strict=True)
             ]
             if states is not None and resume.state is not None:

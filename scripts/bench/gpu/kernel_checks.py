@@ -36,7 +36,7 @@ from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling import reference as reference_sampling
 from appliance.kernels.sampling.launch import DeviceSampling
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 from appliance.kernels.soft_cap import reference as reference_cap
 from appliance.kernels.soft_cap.launch import soft_cap
 from appliance.kernels.token_mask import reference as reference_mask
@@ -177,8 +177,8 @@ def _attention(
     ), PRODUCTS
 
 
-def _sealed(device: torch.device, num_open: int) -> SealedPages:
-    cache = SealedPages.allocate(
+def _sealed(device: torch.device, num_open: int) -> SealedBlocks:
+    cache = SealedBlocks.allocate(
         num_blocks=num_open, num_open=num_open, num_kv_heads=2, head_dim=64, device=device
     )
     key, value = _random(device, 2, num_open * BLOCK, 2, 64).unbind()
@@ -196,7 +196,7 @@ def _sealed_attention(device: torch.device) -> tuple[float, float]:
     chunk = (1, 1, 20, 4, 1)  # none of them reaches into a second block
     batch = RaggedBatch.of(
         chunk, CONTEXT_LENS, tables, block_size=BLOCK, device=device,
-        open_pages=[table[-1:] for table in tables],
+        open_blocks=[table[-1:] for table in tables],
     )  # fmt: skip
     query = _random(device, sum(chunk), 8, 64, seed=2)
     out = paged_attention(query, cache, plan_attention(batch, BLOCK), scale=0.125)

@@ -1,4 +1,4 @@
-"""Hits that end inside a block: copies, blocks that go on where another ended, open pages."""
+"""Hits that end inside a block: copies, blocks that go on where another ended, open blocks."""
 
 from __future__ import annotations
 
@@ -129,19 +129,19 @@ def test_a_hit_that_needs_a_block_more_than_there_is_is_cut_to_whole_blocks() ->
     assert scheduler.stats().prefix_hits_total == 12
 
 
-def test_where_blocks_are_sealed_an_open_page_is_kept_with_its_block() -> None:
+def test_where_blocks_are_sealed_an_open_block_is_kept_with_its_block() -> None:
     blocks = BlockManager(8, 4, num_open=4)
     start(blocks, turn := sequence(1, 2, 3, 4, 5, 6))
-    ((page,),) = blocks.open_pages([]) or ((blocks.pool.open[turn.block_table[1]],),)
+    ((opened,),) = blocks.open_blocks([]) or ((blocks.pool.open[turn.block_table[1]],),)
     blocks.free(turn)
     blocks.check_invariants([])
     diverging = sequence(1, 2, 3, 4, 5, 9, 9, slot=2)
     (copy,) = start(blocks, diverging)
-    assert copy.open_source == page
-    assert copy.open_destination not in (page, -1)
+    assert copy.open_source == opened
+    assert copy.open_destination not in (opened, -1)
     going_on = sequence(1, 2, 3, 4, 5, 6, 7, slot=3)
     assert start(blocks, going_on) == ()
-    assert blocks.pool.open[going_on.block_table[1]] == page
+    assert blocks.pool.open[going_on.block_table[1]] == opened
     blocks.check_invariants([diverging, going_on])
 
 
@@ -152,7 +152,7 @@ def test_where_blocks_are_sealed_nothing_is_had_of_a_full_one() -> None:
     assert prefix.num_tokens == 4
 
 
-def test_an_open_page_of_a_cached_block_goes_to_who_runs() -> None:
+def test_an_open_block_of_a_cached_block_goes_to_who_runs() -> None:
     blocks = BlockManager(16, 4, num_open=3)
     old, new = sequence(1, 1), sequence(2, 2)
     for seq in (old, new):

@@ -88,7 +88,7 @@ def test_a_cached_prefix_changes_speed_and_nothing_else(tiny_llama: Path, kv: st
 @sealed
 @pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 70])
 def test_forks_answer_as_if_each_had_its_own_prompt(tiny_llama: Path, kv: str, length: int) -> None:
-    """The fork point lies in an open page, at its end, or in a block that is sealed already."""
+    """The fork point lies in an open block, at its end, or in a block that is sealed already."""
     forked = run(load(tiny_llama, kv), request("n", length, n=4))
     assert len(set(map(tuple, forked.values()))) > 1
     single = alone(undisturbed(tiny_llama, kv), request("n", length))

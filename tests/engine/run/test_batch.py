@@ -99,9 +99,9 @@ def test_a_padded_step_seals_only_what_is_full() -> None:
             ScheduledSequence(decoding, start=15, num_tokens=1, samples=True),
             ScheduledSequence(chunk, start=14, num_tokens=20, samples=False),
         ),
-        open_pages=((20,), (21, 22, 23)),
+        open_blocks=((20,), (21, 22, 23)),
     )
-    spare = Spare(8, open_page=30)
+    spare = Spare(8, open_block=30)
     tensors, batch = staged_plan(plan, spare, StepSize(2, 32))
     assert batch.sealed is not None
     assert batch.sealed.moves is not None

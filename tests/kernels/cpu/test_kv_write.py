@@ -150,7 +150,7 @@ def test_sealed_keys_are_those_of_the_torch_kernel(
     assert (np.abs(values - value.transpose(1, 0, 2)) <= 0.6 * step + 0.05).all()
 
 
-def test_k8v4_keeps_the_keys_of_the_open_page(library: ctypes.CDLL, engine: int) -> None:
+def test_k8v4_keeps_the_keys_of_the_open_block(library: ctypes.CDLL, engine: int) -> None:
     cache = Cache(library, Shape(2, 2, 48), Format.K8V4, 2)
     key, value = np.random.default_rng(4).standard_normal((2, 64, 2, 48), np.float32)
     cache.write(engine, key, value, list(range(64)))

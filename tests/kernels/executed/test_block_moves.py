@@ -17,18 +17,18 @@ from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.decoder_cache import KVCache, split_sealed
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 
 CPU = torch.device("cpu")
 FORMATS = [KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4, KVFormat.INT4_SEALED]
 
 
 def filled_cache(kv_format: KVFormat) -> KVCache:
-    layers: list[KVPages | SealedPages] = []
+    layers: list[KVPages | SealedBlocks] = []
     for heads, width in [(2, 64), (1, 128)]:
         shape = {"num_blocks": 6, "num_kv_heads": heads, "head_dim": width}
         if kv_format.is_sealed:
-            layers.append(SealedPages.allocate(**shape, num_open=4, device=CPU, format=kv_format))
+            layers.append(SealedBlocks.allocate(**shape, num_open=4, device=CPU, format=kv_format))
         else:
             layers.append(KVPages.allocate(kv_format, **shape, block_size=32, device=CPU))
     cache = KVCache(tuple(layers))
@@ -65,7 +65,7 @@ def test_blocks_go_out_and_come_back_elsewhere(kv_format: KVFormat) -> None:
         BlockLoad(2, SavedBlock(expected[2])),  # as a disk gives it
     ]
     moves.load(back, saved)
-    found = [BlockSave(load.block, load.open_page) for load in back]
+    found = [BlockSave(load.block, load.open_block) for load in back]
     assert contents(HostMoves(cache, Rates()).save(found)) == expected
 
 

@@ -88,7 +88,7 @@ def engine_of(
         max_model_len=LIMITS.context_length,
         kv_cache_memory=30 * block_bytes,
         fill=True,
-        open_bytes=num_open * execution.open_page_bytes(source.spec),
+        open_bytes=num_open * execution.open_block_bytes(source.spec),
     )
     steps = RunnerParts(
         execution,

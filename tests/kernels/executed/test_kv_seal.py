@@ -11,13 +11,13 @@ from appliance.kernels.kv_write.reference import write_kv
 from appliance.kernels.paged_attention import reference as reference_attention
 from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
 from appliance.kernels.ragged import RaggedBatch, SealedSpans
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 
 CPU = torch.device("cpu")
 
 
-def filled(head_dim: int, num_kv_heads: int = 2, num_open: int = 40) -> SealedPages:
-    cache = SealedPages.allocate(
+def filled(head_dim: int, num_kv_heads: int = 2, num_open: int = 40) -> SealedBlocks:
+    cache = SealedBlocks.allocate(
         num_blocks=40, num_open=num_open, num_kv_heads=num_kv_heads, head_dim=head_dim, device=CPU
     )
     random = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ def test_attention_over_closed_and_open_blocks(
         reference.seal(cache, slots[: len(table)], table)
         tables.append(table)
         open_tables.append(tuple(slots[len(table) :]))
-    # What lies in open pages that are closed by now, or beyond a context, is poison.
+    # What lies in open blocks that are closed by now, or beyond a context, is poison.
     used = torch.zeros(40, 32, dtype=torch.bool)
     for context, sealed, pages in zip(context_lens, sealed_lens, open_tables, strict=True):
         for place in range(context - sealed):

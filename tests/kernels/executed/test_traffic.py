@@ -27,7 +27,7 @@ from appliance.kernels.paged_attention import launch as attention_launch
 from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
 from appliance.kernels.paged_attention.variant import Tile, Variant, choose_tile
 from appliance.kernels.ragged import RaggedBatch, SealedSpans
-from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.sealed_blocks import SealedBlocks
 
 pytestmark = pytest.mark.compiled
 CPU = torch.device("cpu")
@@ -80,9 +80,9 @@ def decode(kv_format: KVFormat, rows: int = 1, window: int | None = None) -> Cos
         decode_rows=rows,
     )
     sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "device": CPU}
-    cache: KVPages | SealedPages
+    cache: KVPages | SealedBlocks
     if kv_format.is_sealed:
-        cache = SealedPages.allocate(num_blocks=len(table), num_open=1, **sizes)
+        cache = SealedBlocks.allocate(num_blocks=len(table), num_open=1, **sizes)
         lens = torch.tensor([CONTEXT], dtype=torch.int32)
         opened = SealedSpans(lens, torch.zeros(1, 1, dtype=torch.int32), (CONTEXT,), ((),))
         batch, pages = replace(batch, sealed=opened), cache.closed.pages

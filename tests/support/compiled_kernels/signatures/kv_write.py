@@ -34,7 +34,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     for kv_format in (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4):
         yield write_signature(SHAPES[0], kv_format)
-    yield write_signature(SHAPES[0], KVFormat.INT8, has_mean=True)  # as open pages are written
+    yield write_signature(SHAPES[0], KVFormat.INT8, has_mean=True)  # as open blocks are written
     for shape in SHAPES[1:] if capability == MOST_COMPILED else ():
         yield write_signature(shape, KVFormat.INT4)  # what takes most
 

@@ -1,19 +1,19 @@
 """The cache of one layer in the sealed form: closed blocks of 4 bits, and a side pool of open ones.
 
 A closed block has one scale and offset for each channel of its keys, so it can be made only when
-all its tokens are known. Until then they lie in an open page of 8 bits. Open pages are a pool of
+all its tokens are known. Until then they lie in an open block of 8 bits. Open blocks are a pool of
 their own, because blocks all as large as an open one would waste half of the memory.
 
 Who uses it:
 
-- The block manager gives a block an open page when it becomes writable and takes it back when the
+- The block manager gives a block an open block when it becomes writable and takes it back when the
   block is full. A block is hashed, shared or swapped only when it is closed; copy-on-write copies
-  its open page (`copy_open`).
-- A step's new keys and values go to open pages: `write_kv` and `rotate_and_write` take `open` as
-  the cache, and slots counted in open pages (`SealedSpans.slot_mapping`).
+  its open block (`copy_open`).
+- A step's new keys and values go to open blocks: `write_kv` and `rotate_and_write` take `open` as
+  the cache, and slots counted in open blocks (`SealedSpans.slot_mapping`).
 - Then the blocks that the step fills are sealed, and only then attention runs. It takes the whole
   of this: `RaggedBatch.of` has cut the rows at blocks and says for each piece how many leading
-  tokens lie in closed blocks, found through the block table, and the open page of the others.
+  tokens lie in closed blocks, found through the block table, and the open block of the others.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class SealedPages:
-    """One layer's closed blocks and open pages."""
+class SealedBlocks:
+    """One layer's closed blocks and open blocks."""
 
     closed: KVPages  # of a format that is sealed
     open: KVPages  # INT8
@@ -49,7 +49,7 @@ class SealedPages:
         head_dim: int,
         device: torch.device,
         format: KVFormat = KVFormat.INT4_SEALED,
-    ) -> SealedPages:
+    ) -> SealedBlocks:
         """Allocate zeroed pages: closed blocks of a format that is sealed, and open ones."""
         closed, opened = (
             KVPages.allocate(
@@ -106,5 +106,5 @@ class SealedPages:
         """See `copy_open`: copy-on-write copies unsealed blocks only."""
 
     def copy_open(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy open pages, for copy-on-write."""
+        """Copy open blocks, for copy-on-write."""
         self.open.copy_blocks(sources, destinations)
