@@ -132,7 +132,7 @@ def check_key(key: str, what: str) -> None:
 
 
 def check_private(path: Path, mode: int) -> None:
-    """Check that nobody else may read a file that holds keys.
+    """Check that no other user may read a file that holds keys.
 
     Raises:
         ConfigError: it is open to others; the message has the command that fixes it.

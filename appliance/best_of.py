@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from appliance.engine.messages import SequenceDelta
-    from appliance.engine.request import SamplingParams
+    from appliance.engine.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 def check_private(folder: Path, *, inside: bool = False) -> None:
     """Refuse a folder that another user has created or can write to.
 
-    Nothing is changed through a link: whoever planted it could make us open another folder.
+    Nothing is changed through a link: its author could make us open another folder.
 
     Args:
         inside: it is one of ours in a checked folder: it must not be a link, and is closed to

@@ -1,7 +1,7 @@
 """Progress of long tasks in other processes, for dashboards on the same machine.
 
 Each task keeps a small file in a folder and a lock on another beside it; a server reads them only
-while somebody watches. A file whose lock is free was left by a process that is gone.
+while it is watched. A file whose lock is free was left by a process that has ended.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from appliance.best_of import Likelihood, best, with_logprobs
 from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
 from appliance.draft_names import resolve_draft
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import AdapterRef, FinishReason, Request, SamplingParams
+from appliance.engine.request import AdapterRef, FinishReason, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ChatTemplateError, ConfigError, EngineError, RequestError
 from appliance.hub import resolve_adapters, resolve_model
 from appliance.output import ChoiceText

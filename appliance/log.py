@@ -104,7 +104,7 @@ def configure(level: str = "info", form: str = "text") -> RecentWarnings:
 
 
 def configured() -> tuple[str, str]:
-    """Return level and form, to configure another process likewise."""
+    """Return level and format, to configure another process in the same way."""
     root = logging.getLogger("appliance")
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     return logging.getLevelName(root.getEffectiveLevel()).lower(), "json" if is_json else "text"

@@ -56,7 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant.formats": {"kernels", "checkpoint"},
     "quant.methods.rtn": {"kernels", "quant.formats"},
     # A program of its own, the only part of quant that runs an engine.
-    "quant.text.row_writer": {"tokenizer", "llm", "engine.request", "model", "quant.run.memory"},
+    "quant.text.row_writer": {
+        "tokenizer", "llm", "engine.sampling_params", "model", "quant.run.memory",
+    },
     "quant": {
         "kernels", "model", "checkpoint", "gguf", "tokenizer", "hub", "config", "sampling_defaults",
         "retrieval_recipe",
@@ -71,8 +73,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tui": set(),
     "output": {"engine.request", "tokenizer"},
-    "best_of": {"engine.request", "engine.messages"},
-    "stop_pieces": {"engine.request", "tokenizer"},
+    "best_of": {"engine.sampling_params", "engine.messages"},
+    "stop_pieces": {"engine.sampling_params", "tokenizer"},
     "progress": set(),
     "monitoring": set(),
     "jobs": set(),
@@ -87,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {
         "config", "api_keys", "hub", "jobs", "progress", "kernels.cpu", "kernels.packed_matmul",
         "model.source", "quant.quality.card", "server.gpu", "server.listener", "tui.server",
-        "engine.request", "llm",
+        "engine.sampling_params", "llm",
     },
     "llm": {
         "engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub",
@@ -100,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.source", "draft_names",
     },
     "cli": {"commands", "config", "engine.process.launch"},
-    "__init__": {"llm", "engine.request", "grammar"},
+    "__init__": {"llm", "engine.sampling_params", "grammar"},
     "__main__": {"cli", "engine.process.launch"},
 }  # fmt: skip
 
@@ -109,6 +111,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     "nouns": {
         "engine.request", "engine.messages", "engine.moves", "engine.plan", "engine.limits",
         "engine.sequence", "engine.sequence_group", "engine.rates", "engine.beacon",
+        "engine.sampling_params", "engine.thought_budget",
     },
     "blocks": {"engine.blocks"},
     "tiers": {"engine.tiers"},
@@ -122,11 +125,12 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.state_memory",
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
         "engine.load_speculation", "engine.admission", "engine.memory_request",
-        "engine.engine_info", "engine.draft_source", "engine.ranks",
+        "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.memory_refusal",
+        "engine.workspace",
     },
     "engine": {
         "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.load_encoder",
-        "engine.deltas", "engine.check_tokens", "engine.sequence_views",
+        "engine.deltas", "engine.check_tokens", "engine.sequence_views", "engine.text_queue",
     },
     "process": {"engine.process"},
     "replicas": {"engine.replicas"},

@@ -39,7 +39,7 @@ Given = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class WrittenSetting:
-    """A setting as somebody wrote it.
+    """A setting as a user wrote it.
 
     Attributes:
         value: text, or a value of TOML or Python; not checked yet.

@@ -1,4 +1,4 @@
-"""Settings: whether they can be read, where each comes from, and who may read the files."""
+"""Checks settings: that they can be read, where each comes from, and who may read the files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_variables(scope: Scope) -> Iterator[Finding]:
 
 
 def check_private_files(scope: Scope) -> Iterator[Finding]:
-    """Check who may read keys and change settings."""
+    """Check the users who may read keys and change settings."""
     server = scope.server
     try:
         keys = known_keys(server)

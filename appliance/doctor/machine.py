@@ -44,7 +44,7 @@ def check_memory(scope: Scope) -> Iterator[Finding]:
 
 
 def check_wsl(scope: Scope) -> Iterator[Finding]:
-    """Say whether Windows runs this Linux, and which files are slow there."""
+    """Report if Windows runs this Linux, and which files are slow there."""
     try:
         version = (scope.root / "proc/version").read_text()
     except OSError as error:

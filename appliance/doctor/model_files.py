@@ -1,4 +1,4 @@
-"""Model files: hashes where somebody wrote them down, and headers against sizes."""
+"""Checks model files: content against published hashes, and headers against sizes."""
 
 from __future__ import annotations
 

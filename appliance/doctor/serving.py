@@ -24,13 +24,13 @@ from appliance.tui.server import Server
 from appliance.version import __version__
 
 if TYPE_CHECKING:
-    from appliance.engine.request import SamplingParams
+    from appliance.engine.sampling_params import SamplingParams
 
 _START = "start one with `appliance serve`, or name another with --url"
 
 
 def check_port(scope: Scope) -> Iterator[Finding]:
-    """Listen on the configured address for a moment, if nobody does."""
+    """Listen on the configured address for a moment, if it is free."""
     from appliance.server.listener import bind
 
     where = f"{scope.server.host} port {scope.server.port}"
@@ -127,7 +127,7 @@ def _in_process(scope: Scope) -> str:
     """
     assert scope.model is not None
     start = time.monotonic()
-    from appliance.engine.request import SamplingParams  # imports the engine's messages
+    from appliance.engine.sampling_params import SamplingParams  # imports the engine's messages
     from appliance.llm import LLM
 
     settings = msgspec.structs.asdict(scope.engine)  # of the file that a flag names, too

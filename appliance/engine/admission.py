@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.engine.memory_plan import MemoryPlan, plan_memory, workspace_bytes
+from appliance.engine.memory_plan import MemoryPlan, plan_memory
+from appliance.engine.workspace import workspace_bytes
 
 if TYPE_CHECKING:
     from appliance.engine.memory_plan import MemoryRequest

@@ -1,6 +1,6 @@
 """The engine of an encoder: reads whole texts, as many as a step has room for, and keeps nothing.
 
-There is no KV cache, so there are no blocks, no prefixes and nobody to preempt.
+Without a KV cache there are no blocks, no prefixes and no preemption.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +16,10 @@ from appliance.engine.check_tokens import check_tokens
 from appliance.engine.engine import MAX_STEPS_KEPT
 from appliance.engine.messages import SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason, Pooling
-from appliance.engine.scheduling.deadlines import why_refused
+from appliance.engine.text_queue import TextQueue
 from appliance.errors import RequestError
 from appliance.model.encoder.encoder import Texts
-from appliance.stats import EngineStats, SequenceView, StepView
+from appliance.stats import EngineStats, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,13 +29,9 @@ if TYPE_CHECKING:
     from appliance.engine.beacon import Beacon
     from appliance.engine.messages import EngineInfo, Vocabulary
     from appliance.engine.request import AdapterRef, Request
+    from appliance.engine.text_queue import WaitingText
     from appliance.model.encoder.encoder import TextEncoder
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    request: Request
-    arrival: float
+    from appliance.stats import SequenceView
 
 
 class EncoderEngine:
@@ -63,7 +58,7 @@ class EncoderEngine:
         self._max_tokens = max_tokens
         self._beacon = beacon
         self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}  # in the order of arrival
+        self._waiting = TextQueue()
         self._steps: deque[StepView] = deque(maxlen=MAX_STEPS_KEPT)
         self._step_tokens, self._step_seconds = 0, 0.0
         self._num_steps = self._prompt_tokens = self._aborted = self._expired = self._broken = 0
@@ -94,11 +89,11 @@ class EncoderEngine:
                 f"the text has {length} tokens; this model reads {self.info.context_length}",
                 param="input",
             )
-        self._waiting[request.request_id] = _Waiting(request, self._clock())
+        self._waiting.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request that waits; return False if there is none."""
-        found = self._waiting.pop(request_id, None) is not None
+        found = self._waiting.forget(request_id)
         self._aborted += found
         return found
 
@@ -128,22 +123,7 @@ class EncoderEngine:
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        now = self._clock()
-        return tuple(
-            SequenceView(
-                request_id=one.request.request_id,
-                index=0,
-                slot=0,
-                owner=one.request.owner,
-                status="waiting",
-                prompt_tokens=len(one.request.prompt_token_ids),
-                cached_tokens=0,
-                output_tokens=0,
-                blocks=0,
-                age_seconds=now - one.arrival,
-            )
-            for one in self._waiting.values()
-        )
+        return self._waiting.views(self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
         """Return the steps since the last call, at most the latest `MAX_STEPS_KEPT`."""
@@ -158,16 +138,15 @@ class EncoderEngine:
     def step(self) -> StepReport:
         """Read the texts whose turn it is."""
         now = self._clock()
-        late = self._late(now)
-        chosen = self._chosen()
+        late = self._waiting.expire(now)
+        self._expired += len(late)
+        chosen = self._waiting.take(self.info.max_num_seqs, self._max_tokens)
         if not chosen:
             return StepReport(deltas=late)
-        for one in chosen:
-            del self._waiting[one.request.request_id]
         started = tuple(one.request.request_id for one in chosen)
         self._beacon.start(started)
         deltas = self._run(chosen, now)
-        num_tokens = sum(len(one.request.prompt_token_ids) for one in chosen)
+        num_tokens = sum(one.num_tokens for one in chosen)
         self._num_steps += 1
         self._prompt_tokens += num_tokens
         self._beacon.advance()
@@ -177,51 +156,8 @@ class EncoderEngine:
         )
         return StepReport(deltas=(*late, *deltas), started=started)
 
-    def _late(self, now: float) -> tuple[SequenceDelta, ...]:
-        """Remove and answer the requests that waited too long."""
-        over = [
-            one
-            for one in self._waiting.values()
-            for limit in (one.request.timeout, one.request.max_queue_seconds)
-            if limit is not None and now - one.arrival >= limit
-        ]
-        deltas = {}
-        for one in over:
-            name = one.request.request_id
-            self._waiting.pop(name, None)
-            deltas[name] = SequenceDelta(
-                request_id=name,
-                finish_reason=FinishReason.ERROR,
-                error=why_refused(one.request, now - one.arrival),
-                expired=True,
-            )
-        self._expired += len(deltas)
-        return tuple(deltas.values())
-
-    def _chosen(self) -> list[_Waiting]:
-        """Return the next texts, the most urgent first and at least one, in the order of lengths.
-
-        Of equal priority the owner that has had least of this step is next, so that a client with
-        many texts does not keep others waiting.
-        """
-        queues: dict[tuple[int, str], deque[_Waiting]] = {}
-        for one in self._waiting.values():
-            queues.setdefault((one.request.priority, one.request.owner), deque()).append(one)
-        chosen: list[_Waiting] = []
-        had = dict.fromkeys(queues, 0)
-        while queues and len(chosen) < self.info.max_num_seqs:
-            key = min(queues, key=lambda one: (one[0], had[one]))
-            length = len(queues[key][0].request.prompt_token_ids)
-            if chosen and sum(had.values()) + length > self._max_tokens:
-                break
-            chosen.append(queues[key].popleft())
-            had[key] += length
-            if not queues[key]:
-                del queues[key]
-        return sorted(chosen, key=lambda one: len(one.request.prompt_token_ids))
-
     @torch.inference_mode()
-    def _run(self, chosen: list[_Waiting], now: float) -> list[SequenceDelta]:
+    def _run(self, chosen: list[WaitingText], now: float) -> list[SequenceDelta]:
         texts = Texts.of(
             [(one.request.prompt_token_ids, self._types(one.request)) for one in chosen],
             self._encoder.device,
@@ -256,7 +192,7 @@ class EncoderEngine:
             return hidden.mean(0, dtype=torch.float32).to(hidden.dtype)
         return hidden[-1] if pooling is Pooling.LAST else hidden[0]
 
-    def _delta(self, one: _Waiting, values: list[float], now: float) -> SequenceDelta:
+    def _delta(self, one: WaitingText, values: list[float], now: float) -> SequenceDelta:
         content = array("f", values)
         if not all(abs(value) < float("inf") for value in content):
             self._broken += 1

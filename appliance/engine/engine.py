@@ -21,8 +21,8 @@ from appliance.engine.check_tokens import check_tokens
 from appliance.engine.deltas import deltas_of, overdue
 from appliance.engine.grammars.grammars import Grammars, refusal
 from appliance.engine.loading import load_parts
-from appliance.engine.messages import StepReport, Table
-from appliance.engine.sequence_views import view_sequences
+from appliance.engine.messages import StepReport
+from appliance.engine.sequence_views import view_sequences, view_table
 from appliance.errors import RequestError
 from appliance.stats import EngineStats, StepView
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from appliance.engine.adapters.loader import AdapterLoader
     from appliance.engine.admission import Admission
     from appliance.engine.grammars.matchers import Matchers
-    from appliance.engine.messages import EngineInfo, SequenceDelta, Vocabulary
+    from appliance.engine.messages import EngineInfo, SequenceDelta, Table, Vocabulary
     from appliance.engine.plan import Plan, Sampled
     from appliance.engine.request import AdapterRef, Request
     from appliance.engine.runner import Runner
@@ -287,17 +287,7 @@ class LLMEngine:
         return steps
 
     def block_table(self, request_id: str, index: int) -> Table:
-        for sequence in self._scheduler.sequences():
-            if (sequence.request.request_id, sequence.index) == (request_id, index):
-                num_full = sequence.num_computed // self.info.block_size
-                return Table(
-                    request_id=request_id,
-                    index=index,
-                    num_tokens=sequence.num_computed,
-                    blocks=tuple(sequence.block_table),
-                    hashes=b"".join(sequence.block_hashes[:num_full]),
-                )
-        return Table(request_id=request_id, index=index)
+        return view_table(self._scheduler, request_id, index, self.info.block_size)
 
     def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if there are any."""

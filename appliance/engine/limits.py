@@ -105,7 +105,7 @@ def check_prompt(
         num_tokens: length of the prompt.
         context_length: tokens of one sequence, prompt and answer together.
         cache_tokens: slots of the whole KV cache.
-        generates: whether there is an answer; without one the prompt may fill either.
+        generates: there is an answer; without one the prompt may fill either.
 
     Raises:
         ContextLengthError: the prompt fills the context.

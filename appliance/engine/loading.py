@@ -30,8 +30,8 @@ from appliance.engine.memory_request import choose_precision, memory_of, num_ope
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_graphs import PROMPTS
-from appliance.engine.run.device import HostDevice, NativeDevice
 from appliance.engine.run.hidden_rows import HiddenRows
+from appliance.engine.run.host_device import HostDevice, NativeDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.model.native import NativeDecoder

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.limits import LOGIT_ROWS
+from appliance.engine.memory_refusal import as_size, refusal
 from appliance.engine.state_memory import NO_STATES, StateMemory, needed_states, planned_states
+from appliance.engine.workspace import workspace_bytes
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from appliance.model.spec import ExpertsSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
-    from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec
+    from appliance.model.spec import DecoderSpec
 
 # On a CPU, whose memory other programs want too, a cache for this many whole contexts is enough for
 # a home by default; on a GPU all that is left is used.
@@ -73,6 +72,11 @@ class MemoryRequest:
     draft_bytes: int = 0  # of a draft model, without its part of the cache
     state_copies: int = 1  # of a recurrent state, which every rank keeps whole
 
+    @property
+    def host_share(self) -> int:
+        """The requested host memory, if it comes out of the cache's own budget."""
+        return (self.kv_host_memory or 0) if self.host_budget_bytes is None else 0
+
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
     """Divide the budget.
@@ -90,7 +94,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         )
     workspace = workspace_bytes(request)
     block_bytes = request.kv_bytes_per_token * request.block_size
-    taken = request.process_bytes + request.weight_bytes + workspace + _host_share(request)
+    taken = request.process_bytes + request.weight_bytes + workspace + request.host_share
     taken += needed_states(request).num_bytes + request.adapter_bytes + request.draft_bytes
     for_kv = request.budget_bytes - taken
     least = -(-context // request.block_size)
@@ -104,7 +108,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     else:
         num_blocks = max(min(for_kv // block_bytes, DEFAULT_CONTEXTS * least), 0)
     if num_blocks < least or num_blocks * block_bytes > for_kv:
-        raise MemoryPlanError(_refusal(request, context, workspace, for_kv))
+        raise MemoryPlanError(refusal(request, context, workspace, for_kv))
     kv_bytes = num_blocks * block_bytes
     host_bytes, usual = _host_bytes(request, for_kv - kv_bytes)
     return MemoryPlan(
@@ -124,11 +128,6 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     )
 
 
-def _host_share(request: MemoryRequest) -> int:
-    """Return the requested host memory, if it comes out of the cache's own budget."""
-    return (request.kv_host_memory or 0) if request.host_budget_bytes is None else 0
-
-
 def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
     """Return the host memory for blocks that leave the cache, and the usual amount.
 
@@ -143,116 +142,8 @@ def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
         return min(max(budget, 0) // _SHARE_BESIDE_GPU, _MOST_BESIDE_GPU), _MOST_BESIDE_GPU
     if budget is not None and asked > budget:
         raise MemoryPlanError(
-            f"this does not fit: --kv-host-memory asks for {_size(asked)} of host memory and"
-            f" {_size(max(budget, 0))} may be used. Nearest settings: --kv-host-memory"
+            f"this does not fit: --kv-host-memory asks for {as_size(asked)} of host memory and"
+            f" {as_size(max(budget, 0))} may be used. Nearest settings: --kv-host-memory"
             f" {max(budget, 0) >> 20}MiB, or 0 to compute again what has to make room"
         )
     return asked, 0
-
-
-def workspace_bytes(request: MemoryRequest) -> int:
-    """Return the bytes that the largest step needs beside weights and cache.
-
-    This is measured or estimated, and includes open blocks, which are transient.
-
-    The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
-    output, gate and up, their product), hidden states for the head, twice where prompts are read,
-    and float32 logits with the three copies that sampling makes, or with the four that scores of
-    a prompt take, one chunk at a time; as much again lies scattered in the allocator, since steps
-    differ in their rows.
-    """
-    if request.workspace_bytes is not None:
-        return request.workspace_bytes + request.open_bytes
-    spec = request.spec
-    widest = max(
-        4 * spec.hidden_size + _mixer_width(layer.mixer) + _mlp_width(layer.mlp, spec.hidden_size)
-        for layer in spec.layers
-    )
-    rows = request.max_num_batched_tokens
-    hidden = 2 * spec.hidden_size * request.activation_bytes
-    logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
-    return rows * (widest * request.activation_bytes + hidden) + logits + request.open_bytes
-
-
-def _mixer_width(mixer: MixerSpec | None) -> int:
-    """Return the floats of a row in a mixer: what its linears yield, and what is made of it."""
-    if mixer is None:
-        return 0
-    if isinstance(mixer, Mamba2Spec):
-        return 3 * mixer.inputs
-    if isinstance(mixer, LatentAttentionSpec):
-        heads = mixer.query_dim + 2 * mixer.width + mixer.latent + mixer.value_dim
-        return mixer.num_heads * heads + (mixer.query_rank or 0) + 2 * mixer.width
-    if isinstance(mixer, ShortConvSpec):
-        return 5 * mixer.width
-    if isinstance(mixer, GatedDeltaSpec):
-        return 3 * (mixer.channels + mixer.values)
-    return (mixer.num_heads * 2 + mixer.num_kv_heads * 2) * mixer.head_dim
-
-
-def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
-    """Return the floats of a row in an MLP, or in the experts chosen for it and the shared one."""
-    if mlp is None:
-        return 0
-    if not isinstance(mlp, ExpertsSpec):
-        return 3 * mlp.intermediate_size
-    shared = 0 if mlp.shared is None else 3 * mlp.shared.intermediate_size
-    chosen = mlp.router.top_k * (3 * mlp.intermediate_size + 2 * hidden_size)
-    return chosen + shared + 2 * mlp.router.num_experts
-
-
-def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -> str:
-    needed = context * request.kv_bytes_per_token
-    host = _host_share(request)
-    swapped = f" and {_size(host)} for blocks that make room (--kv-host-memory)" if host else ""
-    asked = request.kv_cache_memory
-    wish = "" if asked is None else f"--kv-cache-memory asks for {_size(asked)}; "
-    itself = f", {_size(own)} of Python and libraries" if (own := request.process_bytes) else ""
-    states = needed_states(request)
-    rows = f" for {states.num_slots} sequences (--max-num-seqs)"
-    rows += f" and {states.num_checkpoints} checkpoints" if states.num_checkpoints else ""
-    recurrent = f", {_size(states.num_bytes)} of recurrent states{rows}" if states.num_bytes else ""
-    slots = request.adapter_bytes
-    adapters = f", {_size(slots)} of adapters (--max-loras, --max-lora-rank)" if slots else ""
-    draft = f", {_size(own)} of the draft model" if (own := request.draft_bytes) else ""
-    numbers = (
-        f"{wish}one context of {context:,} tokens needs {_size(needed)} of KV cache"
-        f" ({request.kv_format})"
-        f" beside {_size(request.weight_bytes)} of weights{itself}{recurrent}{adapters}{draft} and"
-        f" {_size(workspace)} of"
-        f" workspace{swapped}; {_size(request.budget_bytes)} may be used"
-    )
-    usable = for_kv if asked is None else min(for_kv, asked)
-    tokens = max(usable, 0) // request.kv_bytes_per_token
-    advice = []
-    block_bytes = request.kv_bytes_per_token * request.block_size
-    wanted = max(asked or 0, -(-context // request.block_size) * block_bytes)
-    if host and 0 <= for_kv + host - wanted < host:
-        advice.append(f"--kv-host-memory {(for_kv + host - wanted) >> 20}MiB would fit")
-    if states.row_bytes and (over := wanted - for_kv) > 0:
-        fewer = states.num_slots + over // -states.row_bytes
-        if states.num_checkpoints * states.row_bytes >= over:
-            size = states.num_checkpoints * states.row_bytes - over
-            advice.append(f"--state-checkpoint-memory {size >> 20}MiB would fit")
-        elif fewer > 0:
-            advice.append(f"--max-num-seqs {fewer} would fit")
-    if slots and wanted - for_kv <= slots:
-        advice.append("a smaller --max-loras or --max-lora-rank would fit")
-    if request.draft_bytes and wanted - for_kv <= request.draft_bytes:
-        advice.append("--speculate auto, without a draft model, would fit")
-    if asked is not None and needed <= for_kv:
-        too_much = asked > for_kv
-        size = for_kv // 2**20 if too_much else -(-needed // 2**20)
-        advice.append(f"--kv-cache-memory {size}MiB is the {'most' if too_much else 'least'}")
-    if 16 <= tokens < context:
-        step = 1024 if tokens >= 4096 else request.block_size
-        advice.append(f"--max-model-len {tokens // step * step} would fit")
-        if request.kv_format != "int8" and 0.53 * needed <= usable:
-            advice.append("--kv-cache-dtype int8 would fit")
-    if not advice:
-        advice.append("quantize the weights to 4 bits (appliance quantize) or take a smaller model")
-    return f"this does not fit: {numbers}. Nearest settings: {'; '.join(advice)}"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.engine.messages import Table
 from appliance.engine.sequence import SequenceStatus
 from appliance.stats import SequenceView
 
@@ -52,3 +53,18 @@ def _status(sequence: Sequence, *, held: bool, reads: bool) -> str:
     if sequence.num_kept:
         return "swapped"
     return "preempted" if sequence.num_preemptions else "waiting"
+
+
+def view_table(scheduler: Scheduler, request_id: str, index: int, block_size: int) -> Table:
+    """Describe the block table of one sequence; an empty one if it is not live."""
+    for sequence in scheduler.sequences():
+        if (sequence.request.request_id, sequence.index) == (request_id, index):
+            num_full = sequence.num_computed // block_size
+            return Table(
+                request_id=request_id,
+                index=index,
+                num_tokens=sequence.num_computed,
+                blocks=tuple(sequence.block_table),
+                hashes=b"".join(sequence.block_hashes[:num_full]),
+            )
+    return Table(request_id=request_id, index=index)

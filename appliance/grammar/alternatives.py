@@ -1,9 +1,4 @@
-"""Tells whether closing the alternatives of a `oneOf` leaves its meaning.
-
-A value that matches two alternatives obeys neither; if one of them is closed, the same value may
-match the other alone. That cannot be where no value that a closed alternative admits matches
-another, open one.
-"""
+"""Decides if closing the alternatives of a `oneOf` keeps its meaning."""
 
 from __future__ import annotations
 

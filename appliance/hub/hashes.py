@@ -1,8 +1,4 @@
-"""Checks model files against hashes that somebody wrote down.
-
-The hub's cache names the content of a file by its SHA-256, or by git's hash of it if it is small;
-the files of packaged models have theirs in our table.
-"""
+"""Checks model files against published hashes."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def known_hashes_of(files: Iterable[Path]) -> dict[Path, str]:
 
 
 def find_damaged(expected: Mapping[Path, str], progress: Progress = ignore_progress) -> list[Path]:
-    """Hash files and return those that are not what they should be.
+    """Hash files and return those that do not match.
 
     Args:
         expected: files and their hashes, as `known_hashes` returns them.

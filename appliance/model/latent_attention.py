@@ -26,7 +26,7 @@ class LatentAttention:
 
     Attributes:
         rope: index into `Step.rotations`.
-        inputs: maps hidden to queries, or to what they are made of, and then tokens.
+        inputs: maps hidden to queries, or to their latents, and then to tokens.
         queries: maps that to query heads; set together with `query_norm`.
         norm: of latents.
         keys: (num_heads, plain_dim, latent), bring queries into the latents' space.

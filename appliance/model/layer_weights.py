@@ -81,7 +81,7 @@ class AttentionWeights:
 class LatentWeights:
     """The weights of latent attention; what rotates is in halves."""
 
-    inputs: list[LinearPart]  # of queries, or of what they are made of; of tokens
+    inputs: list[LinearPart]  # of queries, or of their latents; of tokens
     queries: LinearPart | None  # makes query heads of the first, under their norm
     query_norm: Norm | None
     norm: Norm  # of latents

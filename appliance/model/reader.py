@@ -312,7 +312,7 @@ class ModelReader:
         def norm(part: str) -> Norm:
             return self._norm(self._names.in_layer(index, part), spec)
 
-        # The router's norm has no weight; a vector and 1 / sqrt(hidden_size) multiply what it says.
+        # The router's norm has no weight; a vector and 1 / sqrt(hidden_size) multiply its output.
         scale = self._exact(index, names.router_norm) * self._source.spec.hidden_size**-0.5
         return ExpertNorms(
             router=Norm(scale, spec.eps),

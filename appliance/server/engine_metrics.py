@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from appliance.api_keys import NO_KEY
 from appliance.engine.blocks.block_word import count_states
-from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.engine_state import EngineState
 from appliance.server.metric_families import counter, gauge, histogram
 from appliance.stats import COMPILE_SECONDS
 

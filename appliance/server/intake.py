@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from appliance.engine.request import ThoughtBudget
+    from appliance.engine.thought_budget import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.server.answer import Reading, Whole
     from appliance.server.body import StructT

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from appliance.adapter_names import AdapterRegistry
 from appliance.api_keys import NO_KEY
-from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.engine_state import EngineState
 from appliance.errors import ApplianceError, EngineUnavailableError, UnknownModelError
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults, choose_defaults
 from appliance.server.grammars import GrammarChecks

@@ -16,7 +16,7 @@ from appliance.tokenizer import DecodeStream
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
-    from appliance.engine.request import ThoughtBudget
+    from appliance.engine.thought_budget import ThoughtBudget
     from appliance.server.conversation import Conversation
     from appliance.server.model_state import ModelState
     from appliance.server.tools import Tools

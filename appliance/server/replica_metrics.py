@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
-from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.engine_state import EngineState
 from appliance.server.metric_families import counter, gauge
 
 if TYPE_CHECKING:

@@ -10,16 +10,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.request import (
+from appliance.engine.request import MAX_PRIORITY, MAX_TIMEOUT
+from appliance.engine.sampling_params import (
     MAX_BEST_OF,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
-    MAX_PRIORITY,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
-    MAX_TIMEOUT,
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.request import SamplingParams
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer import Answer
 from appliance.server.answer_size import check_answer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.config import check_names
-from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.engine_state import EngineState
 from appliance.errors import ApplianceError, ConfigError, UnknownModelError
 from appliance.log import RecentWarnings
 from appliance.server.key_ring import KeyRing

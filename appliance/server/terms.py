@@ -11,7 +11,8 @@ from appliance.engine.request import MAX_PRIORITY, Request
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from appliance.engine.request import AdapterRef, Pooling, SamplingParams
+    from appliance.engine.request import AdapterRef, Pooling
+    from appliance.engine.sampling_params import SamplingParams
     from appliance.server.model_state import ModelState
     from appliance.server.schema import TermsFields
 

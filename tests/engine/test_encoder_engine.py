@@ -14,7 +14,8 @@ from appliance.engine import load_encoder as loading
 from appliance.engine.admission import Admission
 from appliance.engine.encoder_engine import EncoderEngine
 from appliance.engine.load_engine import load_engine
-from appliance.engine.request import AdapterRef, FinishReason, Pooling, Request, SamplingParams
+from appliance.engine.request import AdapterRef, FinishReason, Pooling, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError, MemoryPlanError, RequestError
 
 if TYPE_CHECKING:

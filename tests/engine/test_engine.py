@@ -12,8 +12,9 @@ from appliance.engine.beacon import Beacon, name_of
 from appliance.engine.engine import LLMEngine
 from appliance.engine.moves import SavedBlock
 from appliance.engine.plan import Plan
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import FinishReason, Request
 from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ContextLengthError, MemoryPlanError, RequestError
 
 EOS = 2

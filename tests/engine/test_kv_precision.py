@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.kv_precision import choose_kv
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import CheckpointError, ConfigError, UnsupportedModelError
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.source import open_model

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 
 ranks, *folders = sys.argv[1:]
 for folder in folders:

@@ -17,8 +17,9 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason, Pooling, Request, SamplingParams
+from appliance.engine.request import FinishReason, Pooling, Request
 from appliance.engine.run import prompt_reader
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ContextLengthError, RequestError
 from appliance.kernels.arrays import dtype_name
 

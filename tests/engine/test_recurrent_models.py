@@ -14,7 +14,8 @@ from sure_models import write_sure_model
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import MemoryPlanError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import torch
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.tiers import disk_rule
 from appliance.stats import SEQUENCE_STATES
 

@@ -11,7 +11,7 @@ from waiting import until
 
 from appliance.adapter_names import AdapterRegistry
 from appliance.config import EngineConfig
-from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.engine_state import EngineState
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:

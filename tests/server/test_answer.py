@@ -9,7 +9,8 @@ from msgspec import UNSET
 from waiting import until
 
 from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import FinishReason, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.server.answer import MAX_TURN, Answer
 from appliance.server.completions import completion_frames
 from appliance.server.exchange import Exchange

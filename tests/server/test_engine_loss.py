@@ -12,8 +12,8 @@ import openai
 import pytest
 from waiting import LIMIT, until
 
+from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.restarts import SupervisionLimits
-from appliance.engine.process.supervisor import EngineState
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,8 @@ from late_device import LateDevice
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
-from appliance.engine.request import AdapterRef, Request, SamplingParams
+from appliance.engine.request import AdapterRef, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.files import stamp_of
 
 if TYPE_CHECKING:

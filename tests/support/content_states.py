@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from content_memory import NOTHING, Content, truth
 
 from appliance.engine.plan import ScheduledSequence
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
 
 if TYPE_CHECKING:

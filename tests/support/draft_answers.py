@@ -11,7 +11,9 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import Vocabulary
-from appliance.engine.request import Request, SamplingParams, ThoughtBudget
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.thought_budget import ThoughtBudget
 from appliance.grammar import Grammar
 
 if TYPE_CHECKING:

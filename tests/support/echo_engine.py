@@ -13,7 +13,8 @@ from waiting import LIMIT
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.restarts import SupervisionLimits
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.admission import Admission
     from appliance.engine.beacon import Beacon
-    from appliance.engine.process.worker import LoadEngine
+    from appliance.engine.process.engine_core import LoadEngine
 
 VOCAB_SIZE = 272
 HIDDEN_SIZE = 8

@@ -85,7 +85,7 @@ class Simulation:
             patch("appliance.engine.scheduling.admission.may_admit", admission),
             patch("appliance.engine.scheduling.scheduler.may_draft", drafting),
             patch("appliance.engine.tiers.disk_rule.MIN_TOKENS", MIN_DISK_TOKENS),
-            patch("appliance.engine.tiers.tiers.MIN_READ_TOKENS", MIN_DISK_TOKENS),
+            patch("appliance.engine.tiers.read_ahead.MIN_READ_TOKENS", MIN_DISK_TOKENS),
             patch(
                 "appliance.engine.scheduling.checkpoint_rule.FIRST_DISTANCE",
                 setting.first_distance,

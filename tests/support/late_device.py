@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.engine.run.device import Event, Graph, HostDevice
+from appliance.engine.run.device import Event, Graph
+from appliance.engine.run.host_device import HostDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,8 @@ from typing import Any
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import MAX_LOGPROBS, Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from appliance.runtime import resident_bytes
 
 

@@ -77,16 +77,16 @@ def build_engine(
     )
     # To move a block takes as long as to compute so many tokens.
     rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
-    tiers = Tiers(blocks, sizes, rates)
+    writes = None
     if disk is not None:
-        tiers.disk = disk  # type: ignore[assignment]
-        tiers.writes = WriteBehind(
+        writes = WriteBehind(
             blocks,
             disk,  # type: ignore[arg-type]
             runner.save,
             clock.read,
             runner.save_states,
         )
+    tiers = Tiers(blocks, sizes, rates, disk, writes)  # type: ignore[arg-type]
     speculator = None
     if setting.drafts and setting.depth != 1:
         speculator = GuessingSpeculator(setting.drafts, noise)

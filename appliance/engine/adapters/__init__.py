@@ -1,1 +1,1 @@
-"""Adapters in the engine: which are loaded, who waits for one, which may make room."""
+"""Adapters in the engine: those in slots, the requests that wait for one, and eviction."""

@@ -1,19 +1,17 @@
-"""The adapters in slots, and the requests that wait for one; the least recently used makes room.
+"""The requests that wait for an adapter, and the one that is being read for them.
 
-A request is let on to the scheduler once its adapter is in a slot, and keeps it there until its
-end. One that waits long lets no later one overtake it, so that slots become free.
+A request goes to the scheduler once its adapter is in a slot, and keeps it there until its end. No
+request overtakes one that has waited long, so that slots become free.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from appliance.engine.adapters.residents import Residents, key_of
 from appliance.engine.messages import AdapterAnswer, SequenceDelta
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.deadlines import why_refused
@@ -28,15 +26,6 @@ if TYPE_CHECKING:
 
 PATIENCE = 1.0  # seconds that a request lets later ones overtake it
 _WAIT_SECONDS = 0.01  # between checks for other events
-_Key = tuple[str, str]  # path and stamp
-
-
-@dataclass(slots=True)
-class _Resident:
-    slot: int
-    digest: str
-    users: set[str] = field(default_factory=set)  # request ids
-    is_unwanted: bool = False  # unloaded, but in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +35,7 @@ class _Held:
 
 
 class AdapterPool:
-    """The slots, what lies in them, and who waits.
+    """Adapters in slots, and the requests that wait for one.
 
     Args:
         loader: reads adapters, and has the executor's slots.
@@ -60,12 +49,9 @@ class AdapterPool:
         live: Callable[[], set[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slots = loader.slots
         self._loader = loader
-        self._live = live
         self._clock = clock
-        self._free = list(range(loader.count - 1, -1, -1))
-        self._residents: OrderedDict[_Key, _Resident] = OrderedDict()  # the latest used last
+        self._residents = Residents(loader.slots, loader.count, live)
         self._held: list[_Held] = []
         self._wished: list[AdapterRef] = []  # by an administrator, without a request
         self._loading: tuple[AdapterRef, Future[LoadedAdapter]] | None = None
@@ -84,11 +70,10 @@ class AdapterPool:
     def take(self, request: Request) -> Request | None:
         """Return a request with its slot filled in, or None: then it waits here."""
         assert request.adapter is not None
-        resident = self._residents.get(_key(request.adapter))
-        if resident is None or resident.is_unwanted or self._is_barred(self._clock()):
+        if not self._residents.serves(request.adapter) or self._is_barred(self._clock()):
             self._held.append(_Held(request, self._clock()))
             return None
-        return self._use(request, resident)
+        return self._residents.use(request)
 
     def abandon(self, request_id: str) -> bool:
         """Forget a waiting request; return False if it does not wait here."""
@@ -103,8 +88,8 @@ class AdapterPool:
             AdapterError: it cannot be used.
         """
         loaded = self._loader.load(ref)
-        if self._free:
-            self._put(ref, loaded)
+        if self._residents.has_free_slot:
+            self._residents.put(ref, loaded)
 
     def wish(self, ref: AdapterRef) -> None:
         """Load an adapter for an administrator, who gets an answer."""
@@ -112,10 +97,7 @@ class AdapterPool:
 
     def unload(self, ref: AdapterRef) -> None:
         """Empty an adapter's slot once nobody uses it."""
-        resident = self._residents.get(_key(ref))
-        if resident is not None:
-            resident.is_unwanted = True
-            self._drop_unwanted()
+        self._residents.unload(ref)
 
     def start(self, now: float) -> tuple[list[Request], list[SequenceDelta]]:
         """Let on the requests whose adapter is there, and begin to load the next one.
@@ -125,17 +107,16 @@ class AdapterPool:
         """
         ends = self._finish_loading()
         self._answer_wishes()
-        self._drop_unwanted()
-        self._begin_loading()  # before any is let on, who would not be live yet
+        self._residents.drop_unwanted()
+        self._begin_loading()  # before requests go on, as they are not live yet
         ends += [self._late(one, now) for one in self._held if _is_late(one, now)]
         self._held = [one for one in self._held if not _is_late(one, now)]
         ready: list[Request] = []
         for one in list(self._held):
             assert one.request.adapter is not None
-            resident = self._residents.get(_key(one.request.adapter))
-            if resident is not None and not resident.is_unwanted:
+            if self._residents.serves(one.request.adapter):
                 self._held.remove(one)
-                ready.append(self._use(one.request, resident))
+                ready.append(self._residents.use(one.request))
             elif now - one.since > PATIENCE:
                 break
         return ready, ends
@@ -158,22 +139,14 @@ class AdapterPool:
     def _is_barred(self, now: float) -> bool:
         return bool(self._held) and now - self._held[0].since > PATIENCE
 
-    def _use(self, request: Request, resident: _Resident) -> Request:
-        ref = request.adapter
-        assert ref is not None
-        resident.users.add(request.request_id)
-        self._residents.move_to_end(_key(ref))
-        ref = msgspec.structs.replace(ref, digest=resident.digest, slot=resident.slot)
-        return msgspec.structs.replace(request, adapter=ref)
-
     def _begin_loading(self) -> None:
         """Read the next adapter that is wanted, if there is or can be a slot for it."""
         if self._loading is not None:
             return
-        can_be_put = bool(self._free) or self._victim() is not None
+        can_be_put = self._residents.has_room
         wanted = [*self._wished, *(one.request.adapter for one in self._held)]
         for ref in wanted:
-            if ref is None or _key(ref) in self._residents:
+            if ref is None or key_of(ref) in self._residents:
                 continue
             if can_be_put or ref in self._wished:
                 self._loading = ref, self._loader.begin(ref)
@@ -185,11 +158,11 @@ class AdapterPool:
             return []
         ref, future = self._loading
         failure = future.exception()
-        if failure is None and (self._free or self._victim() is not None):
-            self._put(ref, future.result())
+        if failure is None and self._residents.has_room:
+            self._residents.put(ref, future.result())
             self._loading = None
             return []
-        if failure is None:  # all slots are in use: whoever wished it learns that it is sound
+        if failure is None:  # all slots are in use: answer that it is sound
             self._answer_wishes(ref)
             if not any(_same(one.request, ref) for one in self._held):
                 self._loading = None
@@ -206,48 +179,19 @@ class AdapterPool:
     def _answer_wishes(self, sound: AdapterRef | None = None, error: str = "") -> None:
         """Tell administrators of adapters in slots, and of one that was read."""
         for ref in list(self._wished):
-            if _key(ref) in self._residents or (sound is not None and _key(ref) == _key(sound)):
+            if key_of(ref) in self._residents or (
+                sound is not None and key_of(ref) == key_of(sound)
+            ):
                 self._wished.remove(ref)
                 self._answers.append(AdapterAnswer(ref, error))
-
-    def _put(self, ref: AdapterRef, loaded: LoadedAdapter) -> None:
-        if not self._free:
-            victim = self._victim()
-            assert victim is not None
-            self._drop(victim)
-        slot = self._free.pop()
-        self._slots.put(slot, loaded.laid_out)
-        self._residents[_key(ref)] = _Resident(slot, loaded.digest)
-
-    def _victim(self) -> _Key | None:
-        """Return the least recently used adapter that nobody uses."""
-        return next((key for key, one in self._residents.items() if not self._in_use(one)), None)
-
-    def _in_use(self, resident: _Resident) -> bool:
-        resident.users &= self._live()
-        return bool(resident.users)
-
-    def _drop(self, key: _Key) -> None:
-        resident = self._residents.pop(key)
-        self._slots.put(resident.slot, None)
-        self._free.append(resident.slot)
-
-    def _drop_unwanted(self) -> None:
-        for key, resident in list(self._residents.items()):
-            if resident.is_unwanted and not self._in_use(resident):
-                self._drop(key)
 
     @staticmethod
     def _late(held: _Held, now: float) -> SequenceDelta:
         return _end(held.request, why_refused(held.request, now - held.since), expired=True)
 
 
-def _key(ref: AdapterRef) -> _Key:
-    return ref.path, ref.stamp
-
-
 def _same(request: Request, ref: AdapterRef) -> bool:
-    return request.adapter is not None and _key(request.adapter) == _key(ref)
+    return request.adapter is not None and key_of(request.adapter) == key_of(ref)
 
 
 def _is_late(held: _Held, now: float) -> bool:

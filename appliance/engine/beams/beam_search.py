@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from appliance.engine.plan import Continuations
-    from appliance.engine.request import Request, SamplingParams
+    from appliance.engine.request import Request
+    from appliance.engine.sampling_params import SamplingParams
 
 
 def num_candidates(sampling: SamplingParams, eos_token_ids: Collection[int]) -> int:

@@ -1,1 +1,1 @@
-"""KV blocks: who holds them, their content, and its eviction. See block_manager."""
+"""KV blocks: their holders, their content, and its eviction. See block_manager."""

@@ -41,7 +41,7 @@ class BlockManager:
     its block; see `StateSlots`.
 
     Where blocks are sealed, one that is not full has an open block, even while it is only cached.
-    Nobody writes to a full one, not even to a copy: its first tokens cannot be read alone.
+    A full one is never written, not even as a copy: its first tokens cannot be read alone.
 
     Args:
         metadata: records the state of blocks; None keeps a private record.
@@ -321,7 +321,7 @@ class BlockManager:
     def expect(self, sequence: Sequence, num_blocks: int, num_tokens: int) -> array[int]:
         """Append blocks for a sequence's next tokens, which arrive from outside the cache.
 
-        Nobody else finds them before `confirm_loads`, since their content is not there yet.
+        Other sequences find them only after `confirm_loads`, once their content has arrived.
 
         Args:
             sequence: all of its blocks are full.

@@ -1,68 +1,25 @@
-"""Indexes blocks by their content, with chained hashes.
+"""Indexes blocks by their content; see `block_hashes` for its names.
 
-A block's hash covers its tokens and everything before them, so equal hashes mean equal keys and
-values. Knows nothing of reference counts or eviction. Imports no torch.
+Knows nothing of reference counts or eviction. Imports no torch.
 """
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from appliance.engine.blocks.block_hashes import (
+    TOKEN_BYTES,
+    as_bytes,
+    chain_root,
+    extend_chain,
+    hash_after,
+)
+
 if TYPE_CHECKING:
-    from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
 
-    Tokens = list[int] | tuple[int, ...]
-
 MAX_COMPARED = 8  # blocks to compare for a partial hit
-_HASH_BYTES = 16
-_TOKEN = "q"
-_TOKEN_BYTES = 8
-
-
-def root_hash(*parts: str) -> bytes:
-    """Hash the start of a chain; equal only if all parts are equal, in number and order."""
-    return blake2b(repr(parts).encode(), digest_size=_HASH_BYTES).digest()
-
-
-def block_hash(parent: bytes, token_ids: Tokens) -> bytes:
-    """Hash a block that follows the chain `parent`."""
-    return _hash(parent, array(_TOKEN, token_ids).tobytes())
-
-
-def chain_root(request: Request, namespace: str = "") -> bytes:
-    """Hash what must be equal, besides all tokens, for two requests to share blocks.
-
-    An adapter counts by its content, which only the engine knows: a name may come to stand for
-    another one. Elsewhere the version of its files stands for it.
-
-    Args:
-        namespace: everything else that decides the bytes in a block: weights, KV format.
-    """
-    adapter = request.adapter
-    mark = () if adapter is None else (adapter.digest or f"{adapter.path} {adapter.stamp}",)
-    return root_hash(namespace, request.cache_salt, *mark)
-
-
-def extend_chain(
-    hashes: list[bytes], parent: bytes, token_ids: Tokens, block_size: int, num_blocks: int
-) -> None:
-    """Extend the hashes of a text's full blocks to `num_blocks` of them.
-
-    Args:
-        hashes: of its first blocks.
-        parent: the last of these, or the root of the chain.
-    """
-    for index in range(len(hashes), num_blocks):
-        parent = block_hash(parent, token_ids[index * block_size : (index + 1) * block_size])
-        hashes.append(parent)
-
-
-def _hash(parent: bytes, tokens: bytes) -> bytes:
-    return blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +99,7 @@ class PrefixCache:
         size, limit = self._block_size, sequence.num_reusable
         found = self.find_chain(sequence)
         first = len(found) * size
-        tokens = array(_TOKEN, sequence.token_ids[first : min(first + size, limit)]).tobytes()
+        tokens = as_bytes(sequence.token_ids[first : min(first + size, limit)])
         block, num_tokens = self._find_start(self._chain(sequence, len(found)), tokens)
         if num_tokens:
             found.append(block)
@@ -179,9 +136,9 @@ class PrefixCache:
         size = self._block_size
         is_full = num_tokens == size
         first = index * size
-        tokens = array(_TOKEN, sequence.token_ids[first : first + num_tokens]).tobytes()
+        tokens = as_bytes(sequence.token_ids[first : first + num_tokens])
         parent = self._chain(sequence, index)
-        content = sequence.block_hashes[index] if is_full else _hash(parent, tokens)
+        content = sequence.block_hashes[index] if is_full else hash_after(parent, tokens)
         found = self._blocks.get(content)
         if found == block or (found is not None and not is_full):
             return
@@ -222,7 +179,7 @@ class PrefixCache:
 
     def _splits(self, entry: _Entry) -> bool:
         """Return True if an entry's first tokens can be used without the others."""
-        return self._splits_full or len(entry.tokens) < self._block_size * _TOKEN_BYTES
+        return self._splits_full or len(entry.tokens) < self._block_size * TOKEN_BYTES
 
     def _chain(self, sequence: Sequence, num_blocks: int) -> bytes:
         """Return the hash of a sequence's first full blocks, which are hashed already."""
@@ -231,17 +188,17 @@ class PrefixCache:
         return chain_root(sequence.request, self._namespace)
 
     def _start(self, entry: _Entry) -> bytes:
-        return entry.parent + entry.tokens[: self.min_partial * _TOKEN_BYTES]
+        return entry.parent + entry.tokens[: self.min_partial * TOKEN_BYTES]
 
     def _find_start(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """Return a chain's follower with most tokens in common and their number, or (-1, 0)."""
         best = (-1, 0)
-        start = tokens[: self.min_partial * _TOKEN_BYTES]
-        if len(start) < self.min_partial * _TOKEN_BYTES:
+        start = tokens[: self.min_partial * TOKEN_BYTES]
+        if len(start) < self.min_partial * TOKEN_BYTES:
             return best
         followers = self._starts.get(parent + start, {})
         for block, _ in zip(reversed(followers), range(MAX_COMPARED), strict=False):
-            common = _num_common(self._entries[block].tokens, tokens) // _TOKEN_BYTES
+            common = _num_common(self._entries[block].tokens, tokens) // TOKEN_BYTES
             if common > best[1]:
                 best = block, common
         return best

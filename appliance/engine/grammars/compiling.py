@@ -174,7 +174,7 @@ class GrammarCompiler:
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
-        # The first mask is the most expensive one, and copies know what it has taught.
+        # The first mask is the most expensive, and copies share what it computed.
         mask = allocate_token_bitmask(1, tokenizer.vocab_size)
         fill_next_token_bitmask(matcher, mask)
         if matcher.is_error():

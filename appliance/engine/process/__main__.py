@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.process.entry import run_engine_process
 
 if TYPE_CHECKING:
-    from appliance.engine.process.worker import LoadEngine
+    from appliance.engine.process.engine_core import LoadEngine
 
 
 def find_loader() -> LoadEngine:

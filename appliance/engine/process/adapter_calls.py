@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from appliance.engine.messages import AdapterAnswer, LoadAdapter, UnloadAdapter
-from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.engine_state import EngineState
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class AdapterCalls:
                 self._supervisor.send(LoadAdapter(ref))
             else:
                 self._supervisor.wake()
-        # A caller that leaves must not cancel the answer for others who asked the same.
+        # A caller that leaves must not cancel the answer for other callers.
         answer = await asyncio.shield(asked)
         if answer.error:
             raise RequestError(answer.error, param="lora_path")
@@ -61,7 +61,7 @@ class AdapterCalls:
             self._supervisor.send(LoadAdapter(ref))
 
     def take(self, answers: Iterable[AdapterAnswer]) -> None:
-        """Pass answers on to those who asked."""
+        """Pass answers on to their callers."""
         for answer in answers:
             asked = self._asked.pop(answer.ref, None)
             if asked is not None and not asked.done():

@@ -33,7 +33,7 @@ class ReadyWaiters:
 
 
 class TableFetches:
-    """Block tables that were asked for; those who ask for the same one share its answer.
+    """Requested block tables; callers that ask for the same one share its answer.
 
     Args:
         ask: sends the question for a request id and the index of a sequence.
@@ -50,7 +50,7 @@ class TableFetches:
             asked = asyncio.get_running_loop().create_future()
             self._asked[request_id, index] = asked
             self._ask(request_id, index)
-        # A caller that leaves must not cancel the answer for others who asked the same.
+        # A caller that leaves must not cancel the answer for other callers.
         return await asyncio.shield(asked)
 
     def answer(self, table: Table) -> None:

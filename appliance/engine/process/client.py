@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from appliance.engine.messages import (
 )
 from appliance.engine.process.adapter_calls import AdapterCalls
 from appliance.engine.process.answers import ReadyWaiters, TableFetches
+from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.generation import MAX_BACKLOG, Generation
 from appliance.engine.process.idle import IdleTimer
 from appliance.engine.process.launch import ENGINE_COMMAND
@@ -34,7 +34,8 @@ from appliance.engine.process.open_requests import OpenRequests
 from appliance.engine.process.replica import Replica
 from appliance.engine.process.residency import Residency, Resident
 from appliance.engine.process.supervised import SupervisedEngine
-from appliance.engine.process.supervisor import SHORT, EngineState, Supervisor
+from appliance.engine.process.supervisor import SHORT, Supervisor
+from appliance.engine.process.trials import Trials
 from appliance.errors import (
     EngineDiedError,
     EngineError,
@@ -93,8 +94,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         replica = replica or Replica()
         self._hand_over = replica.hand_over
         self._quarantine = replica.quarantine
-        self._on_trial: Generation | None = None  # the suspect that the engine is running
-        self._held: deque[Generation] = deque()  # suspects that wait for it
+        self._trials = Trials()
         self._waiters = ReadyWaiters()
         self.place = Resident(residency or Residency(), name, self, replica.copies)
         self._gpu = replica.gpu
@@ -224,11 +224,8 @@ class EngineClient(SupervisedEngine, OpenRequests):
 
     def _submit(self, generation: Generation) -> None:
         """Send a request to the engine; hold a suspect while another is on trial."""
-        if generation.is_suspect and self._on_trial is not None:
-            self._held.append(generation)
+        if not self._trials.admits(generation):
             return
-        if generation.is_suspect:
-            self._on_trial = generation
         if generation.request.sampling.grammar is not None:
             assert self.vocabulary is not None, "a grammar without a vocabulary"
             self._inform()
@@ -247,13 +244,12 @@ class EngineClient(SupervisedEngine, OpenRequests):
 
     def _end_trial(self, generation: Generation) -> None:
         """End a suspect's trial, after its first tokens or its end, and start the next one's."""
-        if self._on_trial is not generation:
-            return
-        self._on_trial = None
-        while self._held and self._on_trial is None:
-            following = self._held.popleft()
-            if self._generations.get(following.request.request_id) is following:
-                self._submit(following)
+        following = self._trials.end(generation, self._is_open)
+        if following is not None:
+            self._submit(following)
+
+    def _is_open(self, generation: Generation) -> bool:
+        return self._generations.get(generation.request.request_id) is generation
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one choice of it, in any phase."""
@@ -287,14 +283,13 @@ class EngineClient(SupervisedEngine, OpenRequests):
 
     def forget(self, generation: Generation, *, complete: bool) -> None:
         """Drop a request that its consumer has closed, and stop the engine's work on it."""
-        request_id = generation.request.request_id
-        if self._generations.get(request_id) is not generation:
+        if not self._is_open(generation):
             return
-        del self._generations[request_id]
+        del self._generations[generation.request.request_id]
         if complete:
             self._quarantine.absolve(generation.request)
         else:
-            self.abort(request_id)
+            self.abort(generation.request.request_id)
         self._end_trial(generation)
         self._rest()
 
@@ -311,7 +306,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         Requests that it was not given and unread deltas do not count.
         """
         return self.adapters.is_asked or any(
-            one.is_awaited and one.submissions > 0 and one not in self._held
+            one.is_awaited and one.submissions > 0 and one not in self._trials
             for one in self._generations.values()
         )
 
@@ -350,12 +345,11 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self.place.leave()
         self._forget_sequences()
         self.adapters.forget()
-        self._on_trial, held = None, set(map(id, self._held))
-        self._held.clear()
+        held = self._trials.abandon()
         process = self._supervisor.process
         starting = set() if process is None else process.beacon.started()
         # The engine was working on some of the requests it had; the others waited.
-        given = [g for g in self._generations.values() if id(g) not in held and g.is_awaited]
+        given = [one for one in self._generations.values() if one not in held and one.is_awaited]
         lost = {
             one.request.request_id: one
             for one in given

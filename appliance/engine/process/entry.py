@@ -8,11 +8,15 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from appliance.config import cache_dir
 from appliance.engine.process.metadata import map_metadata
-from appliance.engine.process.worker import LoadEngine, run_worker
+from appliance.engine.process.worker import run_worker
 from appliance.runtime import die_with_parent
+
+if TYPE_CHECKING:
+    from appliance.engine.process.engine_core import LoadEngine
 
 DUMP_STACKS_SIGNAL = signal.SIGUSR1
 

@@ -46,7 +46,7 @@ class LaunchedProcess:
             raise EngineError(f"the engine process cannot be started: {reason}") from error
 
     def _launch(self, command: Sequence[str]) -> None:
-        with contextlib.ExitStack() as undo:  # release it all if a later call fails
+        with contextlib.ExitStack() as undo:  # release everything if a later call fails
             self.socket, theirs = socket.socketpair()
             undo.callback(self.socket.close)
             with theirs:

@@ -55,5 +55,5 @@ class OpenRequests(ABC):
         return None
 
     def open_requests(self) -> list[tuple[Request, bool]]:
-        """List every open request, and whether an engine has started it."""
+        """List every open request, with True if an engine has started it."""
         return [(one.request, one.started) for one in self._open()]

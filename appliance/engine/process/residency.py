@@ -51,7 +51,7 @@ class Residency:
     async def admit(self, place: Resident, planned: Planned) -> None:
         """Wait until an engine may take its memory; one after the other, in the order they ask.
 
-        Where nothing else can make room, it is let on, and its own plan tells what is missing.
+        If no other model can make room, it may start, and its own plan tells what is missing.
         """
         async with self._turn:
             others = [one for one in self.places if one is not place]
@@ -80,7 +80,7 @@ class Resident:
     Attributes:
         memory_bytes: that it was let take.
         last_used: monotonic time of the latest request's begin or end.
-        is_leaving: it ends once what it has is done, and is to be given nothing more.
+        is_leaving: it ends after its open requests, and gets no new ones.
     """
 
     def __init__(self, residency: Residency, name: str, engine: Sleeper, copies: int = 1) -> None:

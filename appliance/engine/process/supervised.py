@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
+    from appliance.engine.process.engine_state import EngineState
     from appliance.engine.process.restarts import Wakes
-    from appliance.engine.process.supervisor import EngineState, Supervisor
+    from appliance.engine.process.supervisor import Supervisor
 
 
 class SupervisedEngine:

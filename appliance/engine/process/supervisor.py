@@ -11,8 +11,6 @@ import logging
 import time
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Sequence
-from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance import stages
@@ -29,10 +27,12 @@ from appliance.engine.messages import (
     WeightsRead,
 )
 from appliance.engine.process.child import EngineProcess
+from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.framing import FrameError
 from appliance.engine.process.launch import ENGINE_COMMAND
 from appliance.engine.process.restarts import Deaths, SupervisionLimits, Wakes
-from appliance.engine.process.watch import Verdict, Watch, read_signs
+from appliance.engine.process.watch import Verdict
+from appliance.engine.process.watchdog import Watchdog
 from appliance.errors import (
     ApplianceError,
     ConfigError,
@@ -54,21 +54,6 @@ AskEndTokens = Callable[[], Awaitable[tuple[int, ...]]]
 SHORT = 5.0  # seconds that requests may wait for the next process; longer waits are refused
 
 logger = logging.getLogger(__name__)
-
-
-class EngineState(Enum):
-    LOADING = "loading"  # for the first time
-    READY = "ready"
-    RESTARTING = "restarting"
-    ASLEEP = "asleep"  # there is no process, or it ends; a request starts another
-    WAKING = "waking"  # that one loads
-    FAILED = "failed"  # the first load failed, so there is nothing to serve
-    STOPPED = "stopped"
-
-    @property
-    def accepts(self) -> bool:
-        """True if a request may be handed over: it runs, or wakes the engine and waits for it."""
-        return self in (EngineState.READY, EngineState.ASLEEP, EngineState.WAKING)
 
 
 class Supervisor:
@@ -102,7 +87,6 @@ class Supervisor:
     ) -> None:
         self.state = EngineState.ASLEEP
         self.reason = ""
-        self.responsive = True  # a ready process shows signs of life
         self.restarts = 0
         self.wakes = Wakes()
         self.info: EngineInfo | None = None
@@ -121,10 +105,14 @@ class Supervisor:
         self._is_busy = is_busy
         self._deaths = Deaths(self._limits)
         self._next_start = 0.0  # monotonic
-        self._heard = False
-        self._verdict = Verdict.ALIVE
+        self._watchdog = Watchdog(self._limits)
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def responsive(self) -> bool:
+        """True if a ready process shows signs of life."""
+        return self._watchdog.responsive
 
     @property
     def seconds_to_start(self) -> float:
@@ -209,7 +197,7 @@ class Supervisor:
         assert self.process is not None
         self.process.connection.send(load())
         while message := await self.process.connection.receive():
-            self._heard = True
+            self._watchdog.hear()
             match message:
                 case Progress(stage, done, total):
                     on_progress(stage, done, total)
@@ -230,7 +218,7 @@ class Supervisor:
                 case Ready(info):
                     self.info = info
                     self.state = EngineState.READY
-                    self.responsive = True
+                    self._watchdog.responsive = True
                     self.reason = ""
                     return info
                 case StepReport():
@@ -317,34 +305,26 @@ class Supervisor:
     ) -> EngineInfo:
         await self.prepare()
         assert self.process is not None
-        self._verdict, self._waits_for_us = Verdict.ALIVE, False
-        watching = self._watch(
+        self._waits_for_us = False
+        with self._watchdog.over(
             self.process, busy=lambda: not self._waits_for_us, look=self._limits.look * 8
-        )
-        watch = asyncio.create_task(watching, name="engine-watchdog")
-        try:
+        ):
             return await self._load(load, on_progress)
-        finally:
-            watch.cancel()
 
     async def _serve(self) -> EngineDiedError:
         assert self.process is not None
-        self._verdict = Verdict.ALIVE
-        watching = self._watch(self.process, busy=self._is_busy, look=self._limits.look)
-        watch = asyncio.create_task(watching, name="engine-watchdog")
         trouble = ""
-        try:
-            await self.process.connection.pass_on(self._take)
-        except FrameError as error:
-            trouble = f" after it sent {error}"
-            self.process.kill()
-        except Exception as error:
-            logger.exception("a report of the engine could not be taken")
-            trouble = f" after a report that could not be taken: {error!r}"
-            self.process.kill()
-        finally:
-            watch.cancel()
-        how, told = await self.process.wait(), self._verdict
+        with self._watchdog.over(self.process, busy=self._is_busy, look=self._limits.look):
+            try:
+                await self.process.connection.pass_on(self._take)
+            except FrameError as error:
+                trouble = f" after it sent {error}"
+                self.process.kill()
+            except Exception as error:
+                logger.exception("a report of the engine could not be taken")
+                trouble = f" after a report that could not be taken: {error!r}"
+                self.process.kill()
+        how, told = await self.process.wait(), self._watchdog.verdict
         if told not in (Verdict.ALIVE, Verdict.DOUBTFUL):
             trouble = f", as it {told.value}"
         by_itself = self.process.exit_code != 0 and told is not Verdict.STOPPED
@@ -353,26 +333,8 @@ class Supervisor:
     def _take(self, message: FromEngine) -> None:
         if not isinstance(message, StepReport):
             raise FrameError(f"a {type(message).__name__} while serving")
-        self._heard = True
+        self._watchdog.hear()
         self._on_report(message)
-
-    async def _watch(
-        self, process: EngineProcess, *, busy: Callable[[], bool], look: float
-    ) -> None:
-        watch = Watch(patience=round(self._limits.step_timeout / self._limits.look))
-        read = partial(read_signs, process.pid, process.beacon)
-        while self._verdict in (Verdict.ALIVE, Verdict.DOUBTFUL):
-            await sleep(look)
-            heard, self._heard = self._heard, False
-            before = self._verdict
-            self._verdict = watch.look(heard=heard, busy=busy(), read=read)
-            self.responsive = self._verdict is Verdict.ALIVE
-            if self._verdict is not before:
-                logger.warning("the engine process: %s", self._verdict.value)
-        logger.error("the engine process %s: it is ended", self._verdict.value)
-        process.dump_stacks()
-        await sleep(min(1.0, look))
-        process.kill()
 
 
 def _when(delay: float) -> str:

@@ -68,7 +68,7 @@ class Watch:
         Args:
             heard: it has reported something since the last look.
             busy: it has work.
-            read: observes the process; True asks for more than progress and whether it is stopped.
+            read: observes the process; True asks for signs beyond progress and being stopped.
         """
         fine = heard or not busy
         signs = read(not fine)

@@ -6,15 +6,10 @@ that its supervisor notices.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import select
 import signal
-import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,12 +18,9 @@ from appliance.engine.admission import Admission
 from appliance.engine.messages import (
     Abort,
     EndTokens,
-    EngineInfo,
     FetchTable,
-    FromEngine,
     Load,
     LoadAdapter,
-    Planned,
     Proceed,
     Progress,
     Ready,
@@ -37,175 +29,28 @@ from appliance.engine.messages import (
     StartFailed,
     StepReport,
     Submit,
-    Table,
-    ToEngine,
     UnloadAdapter,
     Vocabulary,
-    WeightsRead,
 )
-from appliance.engine.process.framing import FrameDecoder, encode_frame
+from appliance.engine.process.engine_socket import EngineSocket, SupervisorGoneError
 from appliance.engine.process.metadata import beacon_of
 from appliance.engine.process.report_pieces import pieces_of
-from appliance.engine.request import AdapterRef, FinishReason, Request
-from appliance.errors import ApplianceError, EngineError, RequestError
+from appliance.engine.request import FinishReason
+from appliance.errors import ApplianceError, RequestError
 from appliance.runtime import see_one_gpu
 
 if TYPE_CHECKING:
-    from appliance.config import EngineConfig
-    from appliance.engine.beacon import Beacon
-    from appliance.log import RecentWarnings
-    from appliance.stats import EngineStats, SequenceView, StepView
+    import socket
+    from collections.abc import Callable
 
-AnswerT = TypeVar("AnswerT", Proceed, EndTokens)
+    from appliance.engine.messages import ToEngine
+    from appliance.engine.process.engine_core import EngineCore, LoadEngine
+    from appliance.engine.request import Request
+    from appliance.log import RecentWarnings
 
 SNAPSHOT_SECONDS = 0.25  # between stats and sequences while there is work
-_READ_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
-
-
-class EngineCore(Protocol):
-    """The engine that the loop drives; `LLMEngine` implements it."""
-
-    info: EngineInfo
-
-    @property
-    def has_work(self) -> bool:
-        """True if a step would do something."""
-        ...
-
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Set the tokens that grammars need."""
-        ...
-
-    def submit(self, request: Request) -> None:
-        """Queue a request, or raise RequestError."""
-        ...
-
-    def abort(self, request_id: str, index: int | None = None) -> bool:
-        """Stop a request or one choice of it; return False if it is unknown."""
-        ...
-
-    def step(self) -> StepReport: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def sequences(self) -> tuple[SequenceView, ...]: ...
-
-    def take_steps(self) -> tuple[StepView, ...]:
-        """Return the steps since the last call."""
-        ...
-
-    def load_adapter(self, ref: AdapterRef) -> None:
-        """Read an adapter ahead of its first request; a report answers."""
-        ...
-
-    def unload_adapter(self, ref: AdapterRef) -> None:
-        """Forget an adapter once no request uses it."""
-        ...
-
-    def block_table(self, request_id: str, index: int) -> Table:
-        """Return the block table of one sequence."""
-        ...
-
-    def close(self) -> None:
-        """Save what must outlive the process; takes some seconds at most."""
-        ...
-
-
-class LoadEngine(Protocol):
-    """`LLMEngine.load`."""
-
-    def __call__(
-        self,
-        config: EngineConfig,
-        *,
-        eos_token_ids: Callable[[], tuple[int, ...]],
-        metadata: memoryview | None,
-        on_progress: Callable[[str, int, int], None],
-        beacon: Beacon,
-        admission: Admission,
-    ) -> EngineCore:
-        """Load a model, or raise ApplianceError."""
-        ...
-
-
-class SupervisorGoneError(Exception):
-    """The other side told this process to end, or went away."""
-
-
-class EngineSocket:
-    """The engine's end of the socket pair: blocking writes, reads that wait only on request."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.closed = False
-        self._socket = sock
-        self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._ranks: dict[int, int] = {}  # process ids by their descriptors
-
-    def send(self, message: FromEngine) -> None:
-        """Send one message; the next read notices a client that has gone away."""
-        try:
-            self._socket.sendall(encode_frame(message))
-        except (BrokenPipeError, ConnectionResetError):
-            self.closed = True
-
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """Return arrived messages; with `wait`, at least one unless the connection ended.
-
-        Raises:
-            EngineError: a process that is watched has ended.
-        """
-        messages: list[ToEngine] = []
-        while not self.closed:
-            ready = self._poll.poll(None if wait and not messages else 0)
-            if not ready:
-                break
-            if ended := [self._ranks[file] for file, _ in ready if file in self._ranks]:
-                raise EngineError(f"process {ended[0]}, which has a part of the model, has ended")
-            data = self._socket.recv(_READ_BYTES)
-            if not data:
-                self.closed = True
-            messages += self._decoder.feed(data)
-        return messages
-
-    def watch(self, pids: Sequence[int]) -> None:
-        """Notice when one of these processes ends, at the next read or while one waits."""
-        for pid in pids:
-            file = os.pidfd_open(pid)
-            self._ranks[file] = pid
-            self._poll.register(file, select.POLLIN)
-
-    def ask_for_memory(self, needed: int, free: int) -> None:
-        """Tell the plan, and wait until the memory may be taken.
-
-        Raises:
-            SupervisorGoneError: it never will be.
-        """
-        self.send(Planned(needed, free))
-        self._answer(Proceed)
-
-    def ask_for_end_tokens(self) -> tuple[int, ...]:
-        """Wait for the tokens that end an answer.
-
-        Raises:
-            SupervisorGoneError: they never come.
-        """
-        self.send(WeightsRead())
-        return self._answer(EndTokens).ids
-
-    def _answer(self, kind: type[AnswerT]) -> AnswerT:
-        answer = self.receive(wait=True)
-        if not answer or not isinstance(answer[0], kind):
-            raise SupervisorGoneError
-        return answer[0]
-
-    def close_reading(self) -> None:
-        """Make the next read, or one that waits already, see the end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
 
 
 def run_worker(

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import subprocess
-import sys
 import weakref
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from appliance import log
 from appliance.engine.ranks.messages import (
     Allocate,
     Join,
@@ -21,6 +16,7 @@ from appliance.engine.ranks.messages import (
     receive_answer,
     send,
 )
+from appliance.engine.ranks.rank_process import RankProcess
 from appliance.engine.ranks.shared_cache import cache_bytes, describe_layers, map_cache
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
 from appliance.errors import EngineError
@@ -28,7 +24,6 @@ from appliance.kernels.arrays import dtype_name
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.engine import RankLostError
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
-from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,9 +36,6 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
-
-# -P: import nothing from the current folder.
-COMMAND = (sys.executable, "-P", "-m", "appliance.engine.ranks")
 
 
 class RankGroup:
@@ -67,7 +59,7 @@ class RankGroup:
         self.num_dense = 0
         self._floats, self._payload_bytes = floats, payload_bytes
         shared = group_bytes(engine.library, size, floats)
-        self._members: list[_Member] = []
+        self._members: list[RankProcess] = []
         files: list[int] = []
         self._end = weakref.finalize(self, _end, self._members, files)
         with contextlib.ExitStack() as undo:
@@ -80,7 +72,7 @@ class RankGroup:
                 os.ftruncate(exchange, shared + payload_bytes)
                 mapping = Mapping.shared(exchange, shared + payload_bytes)
                 for rank in range(1, size):
-                    self._members.append(_Member(rank, exchange, self._cache))
+                    self._members.append(RankProcess(rank, exchange, self._cache))
             except (OSError, MemoryError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise EngineError(f"the processes of --tensor-parallel: {reason}") from error
@@ -194,7 +186,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Meet the other ranks before, and wait for them after; say who is missing.
+        """Meet the other ranks before, and wait for them after; raise for a missing one.
 
         Between two steps the engine may run other models, which rank 0 has alone.
         """
@@ -233,7 +225,7 @@ class RankGroup:
         except (RankLostError, OSError) as error:
             raise EngineError(self._lost()) from error
 
-    def _answer(self, member: _Member) -> FromRank:
+    def _answer(self, member: RankProcess) -> FromRank:
         try:
             answer = receive_answer(member.connection)
         except (EOFError, OSError) as error:
@@ -245,43 +237,14 @@ class RankGroup:
     def _lost(self) -> str:
         """Say which rank has ended, and how."""
         for member in self._members:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = member.process.wait(0.5)
-                how = f"by signal {-code}" if code < 0 else f"with code {code}"
-                return f"rank {member.rank} of the model (process {member.process.pid}) ended {how}"
+            if (how := member.how_ended()) is not None:
+                return how
         return "a rank of the model does not answer"
 
 
-class _Member:
-    """One of the other ranks: its process and rank 0's end of its socket."""
-
-    def __init__(self, rank: int, exchange: int, cache: int) -> None:
-        self.rank = rank
-        ours, theirs = socket.socketpair()
-        level, form = log.configured()
-        with theirs:
-            self.process = subprocess.Popen(
-                [
-                    *COMMAND,
-                    *("--socket", str(theirs.fileno()), "--exchange", str(exchange)),
-                    *("--cache", str(cache), "--parent", str(os.getpid())),
-                    *("--log-level", level, "--log-format", form),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # a library's prints belong in the log
-                pass_fds=(theirs.fileno(), exchange, cache),
-                env={**ALLOCATOR, **OPENMP, **child_environment()},
-            )
-        self.connection = Connection(ours.detach())
-        self.watched = os.pidfd_open(self.process.pid)
-
-
-def _end(members: list[_Member], files: list[int]) -> None:
+def _end(members: list[RankProcess], files: list[int]) -> None:
     for member in members:
-        member.process.kill()
-        member.process.wait()
-        member.connection.close()
-        os.close(member.watched)
+        member.end()
     members.clear()
     while files:
         os.close(files.pop())

@@ -1,1 +1,1 @@
-"""Several engine processes of one model: who gets a request, and what they are together."""
+"""Several engine processes of one model: the routing of requests, and their common state."""

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.open_requests import OpenRequests
 from appliance.engine.process.quarantine import Quarantine
 from appliance.engine.process.replica import Replica
 from appliance.engine.process.restarts import Wakes
-from appliance.engine.process.supervisor import EngineState
 from appliance.engine.replicas.merged_stats import merged_stats
-from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
+from appliance.engine.replicas.replica_adapter_calls import ReplicaAdapterCalls
+from appliance.engine.replicas.replica_choice import ReplicaChoice
 from appliance.errors import EngineUnavailableError, MemoryPlanError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.generation import Generation
     from appliance.engine.process.residency import Resident
     from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
-    from appliance.engine.request import AdapterRef, Request
+    from appliance.engine.request import Request
     from appliance.stats import EngineStats
 
 # The state of all is the first of these that one of them has.
@@ -75,10 +76,9 @@ class ReplicaSet(OpenRequests):
         for replica in self.replicas:
             replica.observers.append(self._pass_on)
         self.config = self.replicas[0].config
-        self.adapters = _Adapters(self)
+        self.adapters = ReplicaAdapterCalls(self.replicas)
         self._quarantine = quarantine
-        self._router = ReplicaRouter(number)
-        self._pids: list[int | None] = [None] * number  # that the router knows
+        self._choice = ReplicaChoice(self.replicas)
         self._step_numbers = count(1)
 
     def _open(self) -> Iterable[Generation]:
@@ -214,46 +214,15 @@ class ReplicaSet(OpenRequests):
             EngineUnavailableError: no replica accepts requests.
             QuarantinedError: engines died of this request.
         """
-        chosen = self._choose(request)
+        chosen = self._choice.choose(request)
         if chosen is None:
             raise EngineUnavailableError(
                 f"the engine is {self.state.value}", retry_after=self.seconds_to_start or None
             )
         return chosen.generate(request)
 
-    def _choose(self, request: Request, but: int | None = None) -> EngineClient | None:
-        able = [
-            place != but and replica.state.accepts for place, replica in enumerate(self.replicas)
-        ]
-        if not any(able):
-            return None
-        awake = [replica.state is EngineState.READY for replica in self.replicas]
-        # One that is silent for longer than usual gets nothing while another is there.
-        alive = [
-            one and (replica.responsive or replica.state is not EngineState.READY)
-            for one, replica in zip(able, self.replicas, strict=True)
-        ]
-        able = alive if any(alive) else able
-        self._tell_router()
-        loads = [
-            ReplicaLoad(replica.num_sequences, is_awake) if can else None
-            for replica, is_awake, can in zip(self.replicas, awake, able, strict=True)
-        ]
-        return self.replicas[self._router.route(request, loads)]
-
-    def _tell_router(self) -> None:
-        """Make the router forget what ended processes knew."""
-        for place, replica in enumerate(self.replicas):
-            if replica.info is not None and replica.pid != self._pids[place]:
-                self._pids[place] = replica.pid
-                info = replica.info
-                blocks = info.num_blocks if self.config.prefix_caching else 0
-                # Host memory keeps blocks of the same size that left the cache.
-                blocks += blocks * info.kv_host_bytes // max(1, info.kv_bytes)
-                self._router.begin(place, blocks, info.block_size)
-
     def _hand_over(self, place: int, generation: Generation) -> bool:
-        chosen = self._choose(generation.request, but=place)
+        chosen = self._choice.choose(generation.request, but=place)
         if chosen is None:
             return False
         chosen.adopt(generation)
@@ -289,28 +258,3 @@ class ReplicaSet(OpenRequests):
 
 def _say_nothing(stage: str, done: int, total: int) -> None:
     """All load the same: the progress of one is enough."""
-
-
-class _Adapters:
-    """Passes wishes about adapters to all replicas that have a process."""
-
-    def __init__(self, owner: ReplicaSet) -> None:
-        self._owner = owner
-
-    async def load(self, ref: AdapterRef) -> None:
-        """Have an adapter read ahead of its first request; who sleeps reads it then.
-
-        Raises:
-            RequestError: it cannot be used.
-        """
-        awake = [one for one in self._owner.replicas if one.state is EngineState.READY]
-        awake = awake or [self._owner.replicas[0]]
-        answers = [one.adapters.load(ref) for one in awake]
-        for answer in await asyncio.gather(*answers, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                raise answer
-
-    def unload(self, ref: AdapterRef) -> None:
-        """Have an adapter forgotten after the last request that uses it."""
-        for replica in self._owner.replicas:
-            replica.adapters.unload(ref)

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.blocks.prefix_cache import chain_root, extend_chain
+from appliance.engine.blocks.block_hashes import chain_root, extend_chain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -68,7 +68,7 @@ def step_sizes(limits: SchedulerLimits, *, is_mixed: bool = True) -> tuple[StepS
     """Return the sizes to capture; of those that hold a step the first has the least padding.
 
     Args:
-        is_mixed: whether steps with prompts are captured too.
+        is_mixed: steps with prompts are captured, too.
     """
     decodes = [StepSize(size) for size in buckets(limits.max_num_seqs)]
     if not is_mixed:

@@ -1,18 +1,13 @@
 """The runner's interface to a device: asynchronous copies, events, graphs.
 
 `CudaDevice` is a GPU, which works asynchronously. `HostDevice` and `NativeDevice` are the CPU,
-which does everything synchronously; they replay a graph by calling the captured function, so that
-tests drive all of the runner without the hardware.
+which does everything synchronously.
 """
 
 from __future__ import annotations
 
-import time
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
-
-from appliance.kernels import arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -154,89 +149,6 @@ class Device(Protocol):
         ...
 
 
-class HostDevice:
-    """The CPU as a device whose queue is always empty, for what torch executes."""
-
-    is_asynchronous = False
-
-    @property
-    def torch_device(self) -> torch.device:
-        import torch
-
-        return torch.device("cpu")
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        return self.zeros((num_bytes,), "uint8")
-
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        import torch
-
-        return torch.zeros(shape, dtype=getattr(torch, dtype))
-
-    def view(self, array: NDArray[Any] | Tensor) -> Tensor:
-        import torch
-
-        return array if isinstance(array, torch.Tensor) else arrays.of_numpy(array).tensor()
-
-    def running(self) -> AbstractContextManager[None]:
-        return in_torch()
-
-    def send(self, array: NDArray[Any]) -> Tensor:
-        return self.view(array).clone()
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
-        begin = time.perf_counter()
-        for row, content in zip(rows, tensor, strict=True):
-            row.copy_(content)
-        return _PastCopy(time.perf_counter() - begin)
-
-    def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
-        begin = time.perf_counter()
-        for row, place in zip(rows, tensor, strict=True):
-            place.copy_(row)
-        return _PastCopy(time.perf_counter() - begin)
-
-    def follow(self, copy: Copy) -> None: ...
-
-    def record(self) -> Event:
-        return _Past()
-
-    def capture(self, function: Callable[[], None]) -> Graph:
-        function()
-        return _Repeated(function)
-
-    def synchronize(self) -> None: ...
-
-    def memory_in_use(self) -> int:
-        """See `Device`; not measured."""
-        return 0
-
-    def overhead(self) -> int:
-        return 0
-
-    def begin_peak(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 0
-
-
-class NativeDevice(HostDevice):
-    """The CPU for what the CPU library executes: its arrays need no torch."""
-
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        return arrays.zeros(shape, dtype)  # type: ignore[no-any-return]
-
-    def view(self, array: NDArray[Any] | Tensor) -> Tensor:
-        return arrays.of_numpy(array)  # type: ignore[no-any-return]
-
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 @contextmanager
 def in_torch() -> Iterator[None]:
     """Run torch without gradients; where it has no memory, raise MemoryError."""
@@ -247,26 +159,3 @@ def in_torch() -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"the device has no memory for this step: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Past:
-    def wait(self) -> None:
-        return
-
-
-@dataclass(frozen=True, slots=True)
-class _PastCopy:
-    seconds: float
-    is_over = True
-
-    def wait(self) -> float:
-        return self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Repeated:
-    function: Callable[[], None]
-
-    def replay(self) -> None:
-        self.function()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """Memory that nobody reads, where padding rows write."""
+    """Memory for the writes of padding rows, which is never read."""
 
     block: int
     open_block: int | None = None  # only with a sealed cache
@@ -60,7 +60,7 @@ class Geometry:
     size: StepSize | None = None
     open_blocks: Sequences[int] | None = None  # with a sealed cache: each one's open block
     state_slots: Sequences[int] | None = None  # with recurrent layers: each one's slot
-    adapter_slots: Sequences[int] | None = None  # each one's, below 0: none; None if nobody has one
+    adapter_slots: Sequences[int] | None = None  # below 0: none; None if no sequence has one
 
     @classmethod
     def of(
@@ -191,7 +191,7 @@ class Geometry:
 
 
 def _adapter_slots(plan: Plan) -> list[int] | None:
-    """Return the slot of each entry's adapter, below 0 without one; None if nobody has one."""
+    """Return the slot of each entry's adapter, below 0 without one; None if no entry has one."""
     if not has_adapters(plan):
         return None
     adapters = [entry.sequence.request.adapter for entry in plan.scheduled]

@@ -9,8 +9,8 @@ import torch
 
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.limits import LOGIT_ROWS
-from appliance.engine.request import MAX_LOGPROBS
 from appliance.engine.run.cuda_graphs import step_sizes
+from appliance.engine.sampling_params import MAX_LOGPROBS
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import SamplingRows

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 
-from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.plan import sampling_rows
 from appliance.engine.run.batch import stage
-from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.engine.run.geometry import Geometry, Spare, has_adapters
+from appliance.engine.run.largest_step import largest_step
 from appliance.engine.run.prompt_reader import PromptReading
-from appliance.engine.run.staging import Staging, StepShape
-from appliance.kernels.paged_attention.work import TILE_ROWS
+from appliance.engine.run.staging import Staging
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
@@ -44,40 +42,6 @@ if TYPE_CHECKING:
     from appliance.model.executor import Executor
 
 
-def largest_step(
-    limits: SchedulerLimits,
-    block_size: int,
-    *,
-    is_sealed: bool,
-    is_recurrent: bool = False,
-    verifies: bool = False,
-    is_adapted: bool = False,
-) -> StepShape:
-    """Return the sizes of the largest step, with tables for all blocks of a context.
-
-    Where it `verifies` drafts, a sequence may sample in several rows; elsewhere a step may be
-    padded.
-    """
-    rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-    width = -(-limits.context_length // block_size)
-    # Then entries are cut at blocks, and each piece has an open block of its own.
-    pieces = num_open_blocks(num_seqs, rows, block_size) if is_sealed else num_seqs
-    num_samples, tiles = limits.sample_rows, 0
-    if not verifies:
-        sizes = step_sizes(limits)
-        cut = block_size if is_sealed else None
-        pieces = max(pieces, *(size.num_singles + size.num_prompts(cut) for size in sizes))
-        num_samples = max(size.num_samples for size in sizes)
-        tiles = pieces + rows // TILE_ROWS
-    return StepShape(rows, pieces, num_samples, width, is_sealed, is_recurrent, is_adapted, tiles)
-
-
-def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
-    """Return the device memory beside the cache: inputs, tables, logits, token counts."""
-    tables = 4 * largest.num_seqs * largest.table_width
-    return largest.num_bytes + tables + largest.num_samples * (16 + 8 * vocab_size)
-
-
 @dataclass(frozen=True, slots=True)
 class _Launched:
     rows: SampledRows | None
@@ -95,7 +59,7 @@ class ModelRunner(Generic[AnyCache]):
         reader: makes what is wanted of prompts.
         spare: where rows write that fill a step up to a size that has a graph; None leaves steps
             as they are and captures none.
-        is_sealed: whether there are open blocks.
+        is_sealed: there are open blocks.
         states: the rows of recurrent state; None for models without.
         adapters: that requests may have; None without any.
         kept: runs steps and keeps what a head that drafts reads of them; None without one.

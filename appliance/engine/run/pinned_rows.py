@@ -15,11 +15,7 @@ MOST_ROWS = 256  # per piece
 
 
 class PinnedRows:
-    """Rows that become free as soon as nobody holds them.
-
-    Torch rounds each pinned size up to a power of two, and pinning takes milliseconds. So rows are
-    cut out of pieces of about such a size, which are kept.
-    """
+    """Rows that become free as soon as they are no longer referenced."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._device = device

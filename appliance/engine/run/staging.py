@@ -139,7 +139,7 @@ class Staging:
     Attributes:
         latest: (num_samples,) int64 on the device: the tokens sampled by the step before, negative
             codes as 0. It lies before the token ids of the step, so that one lookup finds a row's
-            token, whether the host knows it or not.
+            token, known to the host or not.
     """
 
     def __init__(self, device: Device, largest: StepShape) -> None:

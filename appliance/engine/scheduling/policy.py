@@ -1,4 +1,4 @@
-"""The scheduler's policy: who is served first, who is admitted, who gives way.
+"""The scheduler's policy: the order of service, admission, preemption.
 
 Change these functions and figures to change the order of service; the scheduler guarantees the rest
 (budget, blocks, that every sequence ends) for any of it, as long as `rank` is a total order that

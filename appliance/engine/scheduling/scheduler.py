@@ -51,7 +51,7 @@ class Scheduler:
     one plan in flight that their length does not end there. Plans are run and committed in order.
 
     Args:
-        blocks: the KV cache's block manager; nobody else changes it.
+        blocks: the KV cache's block manager, changed only by the scheduler.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: the runner can feed a sampled token to the next plan by itself.
         tiers: keep content that leaves the cache; None keeps nothing.

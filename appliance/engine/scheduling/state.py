@@ -42,7 +42,7 @@ class State:
         accounts: of the owners of live sequences.
         waiting: sequences without blocks that could start, and their parked siblings.
         running: those with a slot, in rank order.
-        slots: free ones; each running sequence has one, 0 is nobody's.
+        slots: free ones; each running sequence has one; 0 is never given.
         budget: sizes the prompt rows beside answers.
         stalls: saved-up steps that prompts may have for themselves.
     """

@@ -48,7 +48,7 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
     for sequence in wanted:
         if sequence in given:
             extend(state, draft, sequence, given[sequence])
-    # If one lacked blocks, those that have some must go on, or nobody would ever free any.
+    # If one lacked blocks, those that have some must go on, or none would ever be freed.
     rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
     for sequence, num_left in prompts:
         if rows and sequence not in draft.entries:

@@ -33,7 +33,7 @@ class ReadJob:
 
     Attributes:
         found: hash and bytes of what was read, up to the first failure.
-        cancelled: nobody waits any more.
+        cancelled: the sequence no longer waits.
     """
 
     hashes: list[bytes]

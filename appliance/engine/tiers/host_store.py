@@ -35,7 +35,7 @@ class HostStore:
 
     Args:
         capacity: in blocks.
-        keeps_unwanted: also keep evicted content that nobody wants yet.
+        keeps_unwanted: also keep evicted content that no sequence waits for.
         state_room: blocks in whose place a state checkpoint fits.
     """
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 ABOUT = "about.json"
-STALE_SECONDS = 3600  # age of an unfinished file that nobody writes any more
+STALE_SECONDS = 3600  # age of an unfinished file that is no longer written
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 NAME = re.compile(r"([0-9a-f]{32}(?:73)?)" + re.escape(SUFFIX))  # with the mark of `state_key`
 _BATCH = 64  # files to look at before other threads get their turn

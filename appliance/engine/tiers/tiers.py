@@ -11,19 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.blocks.prefix_cache import Prefix
-from appliance.engine.moves import SavedBlock
 from appliance.engine.rates import Rates
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.disk_rule import num_on_disk
-from appliance.engine.tiers.host_store import HostBlock, HostStore
+from appliance.engine.tiers.host_store import HostStore
 from appliance.engine.tiers.planned_moves import Arrival, PlannedMoves, PlannedSaves
-from appliance.engine.tiers.resume import (
-    Reservation,
-    Resume,
-    continuation,
-    resume_with_state,
-    wanted_from_disk,
-)
+from appliance.engine.tiers.read_ahead import ReadAhead
+from appliance.engine.tiers.resume import Reservation, Resume, continuation, resume_with_state
 from appliance.engine.tiers.state_key import is_state, state_key
 from appliance.engine.tiers.swap_rule import should_swap
 from appliance.engine.tiers.tier_counters import TierCounters, add_disk
@@ -33,15 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.moves import SavedBlock
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
-    from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
+    from appliance.engine.tiers.disk_tier import DiskTier
+    from appliance.engine.tiers.host_store import HostBlock
     from appliance.engine.tiers.write_behind import WriteBehind
     from appliance.stats import EngineStats
 
-# Fewer are computed in about the time it takes to find and open their files.
-MIN_READ_TOKENS = 64
-_READ_SECONDS = 0.01  # of waiting for the disk, between checks for other events
 _FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 
@@ -96,7 +89,7 @@ class Tiers:
         self._last_room = 1 - (-sizes.open_bytes // sizes.block_bytes)
         self._kept: dict[Sequence, Reservation] = {}
         self._loading: dict[Sequence, _Loading] = {}  # being loaded into the cache
-        self._reading: dict[Sequence, ReadJob] = {}
+        self._reads = ReadAhead(blocks, self.host, disk)
         self._saves = PlannedSaves()
         blocks.pool.on_evict = self._evicted
         if blocks.states is not None:
@@ -110,7 +103,7 @@ class Tiers:
     @property
     def reading(self) -> tuple[Sequence, ...]:
         """Sequences that wait for the disk."""
-        return tuple(self._reading)
+        return self._reads.waiting
 
     def keep(self, sequence: Sequence) -> None:
         """Decide how a victim comes back; called before its blocks are taken.
@@ -145,33 +138,12 @@ class Tiers:
 
     def begin_reading(self, sequence: Sequence) -> bool:
         """Start reading a chain's blocks from disk; return True if the sequence must wait."""
-        if self.disk is None:
-            return False
-        wanted, gain = wanted_from_disk(sequence, self._blocks, self.host, self.disk)
-        if self._blocks.states is None:
-            del wanted[self.host.room :]
-            gain = len(wanted)
-        if not wanted or gain * self._blocks.block_size < MIN_READ_TOKENS:
-            return False
-        if not self.host.reserve(wanted):
-            return False
-        self._reading[sequence] = self.disk.read(wanted, sequence)
-        return True
+        return self._reads.begin(sequence)
 
     def take_read(self) -> Iterator[Sequence]:
         """Yield sequences whose disk reads have ended, in host memory or without success."""
-        if self.disk is None:
-            return
-        for job in self.disk.take_read():
-            if job.cancelled:
-                self.host.release(job.hashes)
-                continue
-            sequence = job.sequence
-            del self._reading[sequence]
-            for content, data in job.found:
-                if self.host.takes(content):
-                    self.host.put(content, HostBlock(SavedBlock(data), from_disk=True))
-            self._kept.setdefault(sequence, Reservation()).hashes += job.hashes
+        for sequence, reserved in self._reads.take():
+            self._kept.setdefault(sequence, Reservation()).hashes += reserved
             yield sequence
 
     def num_held(self, sequence: Sequence) -> int:
@@ -309,10 +281,7 @@ class Tiers:
         kept = self._kept.pop(sequence, None)
         if kept is not None:
             self._release(kept)
-        job = self._reading.pop(sequence, None)
-        if job is not None:
-            job.cancelled = True
-        return job is not None
+        return self._reads.cancel(sequence)
 
     def take_moves(self, arrivals: Sequences[Arrival]) -> PlannedMoves:
         """Return the moves of a plan that is complete.
@@ -368,12 +337,11 @@ class Tiers:
 
     def idle(self) -> bool:
         """Use an idle moment for the disk; return False if there is nothing to do."""
-        if self._reading and self.disk is not None:
-            self.disk.wait_for_read(_READ_SECONDS)
-        elif self.writes is not None and self.writes.has_work:
-            self.writes.idle()
-        else:
+        if self._reads.wait():
+            return True
+        if self.writes is None or not self.writes.has_work:
             return False
+        self.writes.idle()
         return True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Adapters in the torch decoder: what they add to the outputs of a layer's linears."""
+"""Adapters in the torch decoder: adds their factors' products to the outputs of linears."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class EncoderSpec:
         norms_follow: x = norm(x + f(x)), as in the first Transformer; else x += f(norm(x)), with a
             norm after the last layer.
         gated: down(act(a) * b) for (a, b) = up(x), instead of down(act(up(x))).
-        norm_bias: norms have one; likewise `attention_bias` and `mlp_bias` of linears.
+        norm_bias: norms have one; so do linears with `attention_bias` and `mlp_bias`.
         ranking: None without a head.
     """
 

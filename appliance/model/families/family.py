@@ -20,7 +20,7 @@ def _any(settings: Mapping[str, Any]) -> bool:
 
 
 def gguf_has_experts(settings: Mapping[str, Any]) -> bool:
-    """Say from a GGUF file's settings, without their prefix, whether its model has experts."""
+    """Return True for a GGUF file's settings, without their prefix, of a model with experts."""
     return bool(settings.get("expert_count"))
 
 

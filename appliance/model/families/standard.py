@@ -181,7 +181,7 @@ def read_window(config: ConfigReader, default: int | None = None) -> int | None:
 
 
 def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
-    """Read from `layer_types` whether each layer slides; `usual` if it is absent."""
+    """Read from `layer_types` which layers slide; `usual` if it is absent."""
     kinds = {"full_attention": False, "sliding_attention": True}
     return read_layer_kinds(config, kinds, len(usual)) or list(usual)
 

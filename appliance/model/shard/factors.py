@@ -1,4 +1,4 @@
-"""Takes a rank's part out of an adapter's factors: what they add is linear, so parts add up."""
+"""Takes a rank's part out of an adapter's factors: their products are linear, so parts add up."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Shard:
     Attributes:
         whole: the model.
         spec: as if the part were a model; the vocabulary is the whole one.
-        layers: what it has of each layer.
+        layers: its part of each layer.
         tokens: (size + 1,) bounds of the ranks' rows of embedding and head.
     """
 

@@ -68,7 +68,7 @@ class Split:
         total = sum(self.shares)
         counts = [max(1, units * share // total) for share in self.shares]
         while (left := units - sum(counts)) != 0:
-            # Give to who lacks most of its share, or take from who has most beyond it.
+            # Give to the rank that lacks most of its share, or take from the one most above it.
             each = zip(counts, self.shares, strict=True)
             beyond = [count - units * share / total for count, share in each]
             if left > 0:

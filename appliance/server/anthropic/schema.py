@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.request import MAX_STOP_STRINGS
+from appliance.engine.sampling_params import MAX_STOP_STRINGS
 from appliance.server.schema import MAX_TOKENS, Count, Effort, StopString
 
 # Accepted without effect: prompts are always cached and never edited.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.request import MAX_STOP_STRINGS
+from appliance.engine.sampling_params import MAX_STOP_STRINGS
 from appliance.server.schema import MAX_TOKENS, Effort, Penalty, Share, StopString, ToolName
 
 # Without effect: the model stays loaded, and prompts are never cut.

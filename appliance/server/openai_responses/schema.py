@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from appliance.engine.request import MAX_LOGPROBS
+from appliance.engine.sampling_params import MAX_LOGPROBS
 from appliance.server.schema import Count, Effort
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.request import SamplingParams
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer_size import check_vectors
 from appliance.server.door import key_name

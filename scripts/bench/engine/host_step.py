@@ -41,16 +41,17 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
 from appliance.engine.process.framing import encode_frame
 from appliance.engine.rates import Rates
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import stage
 from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
-from appliance.engine.run.device import Event, Graph, HostDevice
 from appliance.engine.run.geometry import Spare
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.token_scores.reference import score_tokens
@@ -59,6 +60,8 @@ from bench.lib.conditions import conditions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from appliance.engine.run.device import Event, Graph
 
 BLOCK_SIZE = 32  # as on CUDA
 VOCABULARY = 4096  # little arithmetic, and about as many different tokens as a long prompt has

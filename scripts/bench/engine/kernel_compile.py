@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 
 from appliance.engine.execution.execution import Precision
 from appliance.engine.execution.torch_execution import TorchExecution
-from appliance.engine.run.device import HostDevice
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.kernels_ahead import compile_kernels
 from appliance.engine.run.measure import measure_workspace
 from appliance.engine.scheduling.scheduler import SchedulerLimits

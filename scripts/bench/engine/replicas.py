@@ -25,7 +25,8 @@ from typing import Any
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.plan import Sampled
 from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from appliance.bench.figures import spread
 from appliance.config import EngineConfig, cache_dir
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.hub import resolve_model
 from appliance.quant.formats.scheme import WeightScheme
 from bench.lib.command import parser_of, write_result

@@ -25,7 +25,8 @@ from appliance.config import EngineConfig, cache_dir
 from appliance.draft_names import resolve_draft
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.hub import resolve_model
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model

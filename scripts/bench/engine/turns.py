@@ -22,7 +22,8 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from bench.cpu.experts import SHAPES
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions

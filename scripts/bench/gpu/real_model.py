@@ -12,7 +12,8 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from appliance.engine.beams.beam_search import Beam, BeamSearch
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import Candidate
 from appliance.engine.plan import Continuations
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import FinishReason, Request
+from appliance.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path

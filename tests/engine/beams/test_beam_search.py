@@ -12,7 +12,8 @@ from broken_logits import break_logits
 from appliance.config import EngineConfig
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import FinishReason, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from transformers_gguf import load_with_transformers
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

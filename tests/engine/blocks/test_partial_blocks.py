@@ -6,7 +6,8 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.prefix_cache import Prefix
 from appliance.engine.moves import BlockCopy
 from appliance.engine.plan import Sampled
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence
 

@@ -10,7 +10,8 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 
 Answer = list[tuple[int, float]]  # token and its log-probability
 

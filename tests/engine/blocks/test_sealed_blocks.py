@@ -10,7 +10,8 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError
 
 sealed = pytest.mark.parametrize("kv", ["int4", "k8v4"])

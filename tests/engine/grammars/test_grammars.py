@@ -16,8 +16,9 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars import compiling
 from appliance.engine.loading import load_parts
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import FinishReason, Request
 from appliance.engine.run.device import Device
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.grammar import Grammar
 

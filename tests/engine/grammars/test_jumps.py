@@ -16,7 +16,8 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.grammars.merge_order import MergeOrder
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import Vocabulary
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import FinishReason, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.grammar import Grammar
 
 NAMES = Grammar.json_schema(

@@ -17,7 +17,7 @@ from echo_engine import DIE, idle, request, running, tokens
 from waiting import until
 
 from appliance.engine.messages import Vocabulary
-from appliance.engine.process.supervisor import EngineState
+from appliance.engine.process.engine_state import EngineState
 from appliance.errors import EngineDiedError, EngineError, EngineUnavailableError, QuarantinedError
 from appliance.grammar import Grammar
 
@@ -115,8 +115,8 @@ async def test_who_was_there_at_a_death_comes_back_one_by_one() -> None:
             assert len(await task) == 40
         assert client.quarantined == 1
         assert client.restarts == 2
-        assert not client._held
-        assert client._on_trial is None
+        assert client._trials.abandon() == ()
+        assert client._trials._running is None
         assert not client._quarantine._strikes or client.quarantined == len(
             client._quarantine._strikes
         ), "who came to the end is no suspect any more"
@@ -129,7 +129,8 @@ async def test_a_suspect_that_gives_up_makes_way_for_the_next() -> None:
             client._quarantine.strike([one])
         trial = client.generate(first)
         held = client.generate(second)
-        assert list(client._held) == [held]
+        assert held in client._trials
+        assert trial not in client._trials
         await trial.aclose()
         assert sum([len(delta.token_ids) async for delta in held]) == 3
         await held.aclose()

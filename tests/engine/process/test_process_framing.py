@@ -14,7 +14,8 @@ from appliance.engine.process.framing import (
     FrameError,
     encode_frame,
 )
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 
 MESSAGES: list[ToEngine] = [
     Submit(

@@ -23,7 +23,8 @@ from appliance.engine.process.watch import (
     Watch,
     read_signs,
 )
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import QuarantinedError
 
 PATIENCE = 60

@@ -18,7 +18,8 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution.choice import choose_execution
 from appliance.engine.execution.execution import Precision
-from appliance.engine.request import AdapterRef, Request, SamplingParams
+from appliance.engine.request import AdapterRef, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
 from appliance.kernels.kv_format import KVFormat

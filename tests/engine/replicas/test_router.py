@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.prefix_cache import PrefixCache
 from appliance.engine.replicas.router import SLACK, KnownPrompts, ReplicaLoad, ReplicaRouter, bound
-from appliance.engine.request import AdapterRef, Request, SamplingParams
+from appliance.engine.request import AdapterRef, Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
 
 if TYPE_CHECKING:

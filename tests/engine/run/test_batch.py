@@ -6,13 +6,14 @@ import torch
 
 from appliance.engine.moves import StateMoves
 from appliance.engine.plan import Plan, ScheduledSequence
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
 from appliance.engine.run.batch import stage
 from appliance.engine.run.cuda_graphs import StepSize
-from appliance.engine.run.device import HostDevice
 from appliance.engine.run.geometry import Geometry, Spare
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.run.staging import Staging, StepShape, StepTensors
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.kernels.paged_attention.work import NO_TILE
 from appliance.kernels.penalties.cpu import penalize

@@ -14,14 +14,14 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.limits import LOGIT_ROWS
 from appliance.engine.loading import load_parts
 from appliance.engine.run import measure
-from appliance.engine.run.device import HostDevice
+from appliance.engine.run.host_device import HostDevice
+from appliance.engine.run.largest_step import fixed_bytes, largest_step
 from appliance.engine.run.measure import (
     KERNEL_ROWS,
     MIN_GRAPH_BYTES,
     graph_allowance,
     measure_workspace,
 )
-from appliance.engine.run.model_runner import fixed_bytes, largest_step
 from appliance.engine.scheduling.scheduler import SchedulerLimits
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.fp8_matmul.tiles import choose_fp8_tile

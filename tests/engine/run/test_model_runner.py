@@ -15,9 +15,10 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import SequenceDelta
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import FinishReason, Request
 from appliance.engine.run.cuda_graphs import GraphCache, StepSize
 from appliance.engine.run.device import Device
+from appliance.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from appliance.engine.run import pinned_rows
-from appliance.engine.run.device import HostDevice
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.pinned_rows import PinnedRows
 
 

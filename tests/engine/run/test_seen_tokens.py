@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from appliance.engine.plan import ScheduledSequence
-from appliance.engine.request import Request, SamplingParams
-from appliance.engine.run.device import HostDevice
+from appliance.engine.request import Request
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.seen_tokens import SeenTokens
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.kernels.penalties.rows import IN_PROMPT
 

@@ -9,7 +9,8 @@ from late_device import LateDevice
 
 from appliance.engine.limits import SchedulerLimits
 from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, buckets, step_sizes
-from appliance.engine.run.device import CaptureError, Graph, HostDevice
+from appliance.engine.run.device import CaptureError, Graph
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.staging import ALIGNMENT, Staging, StepShape
 
 LARGEST = StepShape(num_tokens=40, num_seqs=9, num_samples=9, table_width=7)

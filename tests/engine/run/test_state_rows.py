@@ -8,7 +8,7 @@ from late_device import LateDevice
 
 from appliance.engine.moves import StateCopy, StateLoad
 from appliance.engine.rates import Rates
-from appliance.engine.run.device import HostDevice
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.state_rows import StateRows
 
 

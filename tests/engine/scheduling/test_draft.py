@@ -5,7 +5,8 @@ from plan_judge import num_results
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.moves import BlockCopy
 from appliance.engine.plan import Plan
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.draft import Draft
 from appliance.engine.sequence import Sequence
 from appliance.engine.tiers.host_store import HostBlock

@@ -14,7 +14,8 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.limits import SchedulerLimits
 from appliance.engine.plan import ScheduledSequence
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.checkpoint_rule import chunk_end, gets_checkpoint
 from appliance.engine.scheduling.scheduler import Scheduler
 from appliance.engine.sequence import Sequence

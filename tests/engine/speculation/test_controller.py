@@ -9,7 +9,8 @@ import pytest
 
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.plan import StepLoad
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.engine.speculation.acceptance import Acceptance
 from appliance.engine.speculation.proposal import Chance, Proposal

@@ -16,9 +16,11 @@ from appliance.engine.admission import total_bytes
 from appliance.engine.draft_source import open_draft
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
-from appliance.engine.memory_plan import plan_memory, workspace_bytes
+from appliance.engine.memory_plan import plan_memory
 from appliance.engine.memory_request import request_memory
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.workspace import workspace_bytes
 from appliance.errors import ConfigError, MemoryPlanError, RequestError
 from appliance.model.source import open_model
 

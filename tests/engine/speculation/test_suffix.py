@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.engine.speculation.suffix import Corpus, SuffixProposer
 from appliance.engine.speculation.token_index import (

@@ -20,13 +20,14 @@ from virtual_model import VOCAB
 from virtual_runner import Clock, VirtualRunner
 
 from appliance.cli import app
+from appliance.engine.blocks.block_hashes import block_hash, root_hash
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.blocks.prefix_cache import block_hash, root_hash
 from appliance.engine.engine import LLMEngine
 from appliance.engine.rates import Rates
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.tiers import disk_rule, tiers
+from appliance.engine.tiers import disk_rule, read_ahead
 from appliance.engine.tiers.disk_rule import MIN_TOKENS, ON_DISK
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
@@ -151,7 +152,7 @@ def test_whatever_is_asked_nothing_else_is_on_the_disk(data: st.DataObject) -> N
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(disk_rule, "MIN_TOKENS", least),
-        patch.object(tiers, "MIN_READ_TOKENS", 4),
+        patch.object(read_ahead, "MIN_READ_TOKENS", 4),
     ):
         wave = 0
         for num_blocks in data.draw(st.sampled_from([[200], [40], [60, 60]]), "blocks of engines"):

@@ -12,7 +12,8 @@ from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave, SavedBlock
 from appliance.engine.rates import Rates
 from appliance.engine.run import block_moves
 from appliance.engine.run.block_moves import DeviceMoves, HostMoves
-from appliance.engine.run.device import Copy, HostDevice
+from appliance.engine.run.device import Copy
+from appliance.engine.run.host_device import HostDevice
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.decoder_cache import KVCache, split_sealed
 from appliance.kernels.kv_cache import KVPages

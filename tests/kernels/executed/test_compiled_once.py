@@ -28,8 +28,9 @@ from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Gating

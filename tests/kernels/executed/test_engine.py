@@ -17,14 +17,15 @@ from appliance.engine.execution.execution import Precision
 from appliance.engine.execution.torch_execution import TorchExecution
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
 from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
-from appliance.engine.run.device import HostDevice
 from appliance.engine.run.geometry import Spare
+from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
+from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.backend import REFERENCE, Backend, select_backend

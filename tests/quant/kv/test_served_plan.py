@@ -11,7 +11,8 @@ from teacher_forcing import logits_of
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.kv import planned_kv

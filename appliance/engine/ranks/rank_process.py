@@ -1,0 +1,60 @@
+"""Starts and ends the process of another rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+from appliance import log
+from appliance.runtime import ALLOCATOR, OPENMP, child_environment
+
+# -P: import nothing from the current folder.
+COMMAND = (sys.executable, "-P", "-m", "appliance.engine.ranks")
+
+
+class RankProcess:
+    """The process of one rank, and rank 0's end of its socket.
+
+    Args:
+        rank: above 0.
+        exchange: file of the memory for steps.
+        cache: file of the KV cache.
+    """
+
+    def __init__(self, rank: int, exchange: int, cache: int) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        level, form = log.configured()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    *COMMAND,
+                    *("--socket", str(theirs.fileno()), "--exchange", str(exchange)),
+                    *("--cache", str(cache), "--parent", str(os.getpid())),
+                    *("--log-level", level, "--log-format", form),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # a library's prints belong in the log
+                pass_fds=(theirs.fileno(), exchange, cache),
+                env={**ALLOCATOR, **OPENMP, **child_environment()},
+            )
+        self.connection = Connection(ours.detach())
+        self.watched = os.pidfd_open(self.process.pid)
+
+    def how_ended(self) -> str | None:
+        """Describe the end of a process that has ended, or does within half a second."""
+        try:
+            code = self.process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            return None
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        return f"rank {self.rank} of the model (process {self.process.pid}) ended {how}"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        os.close(self.watched)

@@ -1,0 +1,59 @@
+"""Chooses the replica for a request among those that can take it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.process.engine_state import EngineState
+from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.engine.process.client import EngineClient
+    from appliance.engine.request import Request
+
+
+class ReplicaChoice:
+    """The router, and what it needs to know of each replica's process."""
+
+    def __init__(self, replicas: Sequence[EngineClient]) -> None:
+        self._replicas = replicas
+        self._router = ReplicaRouter(len(replicas))
+        self._pids: list[int | None] = [None] * len(replicas)  # that the router knows
+
+    def choose(self, request: Request, but: int | None = None) -> EngineClient | None:
+        """Return the replica that suits a request best; None if none accepts it.
+
+        Args:
+            but: number of a replica that does not count.
+        """
+        able = [
+            place != but and replica.state.accepts for place, replica in enumerate(self._replicas)
+        ]
+        if not any(able):
+            return None
+        awake = [replica.state is EngineState.READY for replica in self._replicas]
+        # One that is silent for longer than usual gets nothing while another is there.
+        alive = [
+            one and (replica.responsive or replica.state is not EngineState.READY)
+            for one, replica in zip(able, self._replicas, strict=True)
+        ]
+        able = alive if any(alive) else able
+        self._tell_router()
+        loads = [
+            ReplicaLoad(replica.num_sequences, is_awake) if can else None
+            for replica, is_awake, can in zip(self._replicas, awake, able, strict=True)
+        ]
+        return self._replicas[self._router.route(request, loads)]
+
+    def _tell_router(self) -> None:
+        """Make the router forget what ended processes knew."""
+        for place, replica in enumerate(self._replicas):
+            if replica.info is not None and replica.pid != self._pids[place]:
+                self._pids[place] = replica.pid
+                info = replica.info
+                blocks = info.num_blocks if replica.config.prefix_caching else 0
+                # Host memory keeps blocks of the same size that left the cache.
+                blocks += blocks * info.kv_host_bytes // max(1, info.kv_bytes)
+                self._router.begin(place, blocks, info.block_size)

@@ -1,0 +1,64 @@
+"""Estimates the memory that the largest step needs beside weights and cache. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.limits import LOGIT_ROWS
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.spec import ExpertsSpec, LatentAttentionSpec
+
+if TYPE_CHECKING:
+    from appliance.engine.memory_plan import MemoryRequest
+    from appliance.model.spec import MixerSpec, MLPSpec
+
+
+def workspace_bytes(request: MemoryRequest) -> int:
+    """Return the bytes that the largest step needs beside weights and cache.
+
+    This is measured or estimated, and includes open blocks, which are transient.
+
+    The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
+    output, gate and up, their product), hidden states for the head, twice where prompts are read,
+    and float32 logits with the three copies that sampling makes, or with the four that scores of
+    a prompt take, one chunk at a time; as much again lies scattered in the allocator, since steps
+    differ in their rows.
+    """
+    if request.workspace_bytes is not None:
+        return request.workspace_bytes + request.open_bytes
+    spec = request.spec
+    widest = max(
+        4 * spec.hidden_size + _mixer_width(layer.mixer) + _mlp_width(layer.mlp, spec.hidden_size)
+        for layer in spec.layers
+    )
+    rows = request.max_num_batched_tokens
+    hidden = 2 * spec.hidden_size * request.activation_bytes
+    logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
+    return rows * (widest * request.activation_bytes + hidden) + logits + request.open_bytes
+
+
+def _mixer_width(mixer: MixerSpec | None) -> int:
+    """Return the floats of a row in a mixer: what its linears yield, and what is made of it."""
+    if mixer is None:
+        return 0
+    if isinstance(mixer, Mamba2Spec):
+        return 3 * mixer.inputs
+    if isinstance(mixer, LatentAttentionSpec):
+        heads = mixer.query_dim + 2 * mixer.width + mixer.latent + mixer.value_dim
+        return mixer.num_heads * heads + (mixer.query_rank or 0) + 2 * mixer.width
+    if isinstance(mixer, ShortConvSpec):
+        return 5 * mixer.width
+    if isinstance(mixer, GatedDeltaSpec):
+        return 3 * (mixer.channels + mixer.values)
+    return (mixer.num_heads * 2 + mixer.num_kv_heads * 2) * mixer.head_dim
+
+
+def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
+    """Return the floats of a row in an MLP, or in the experts chosen for it and the shared one."""
+    if mlp is None:
+        return 0
+    if not isinstance(mlp, ExpertsSpec):
+        return 3 * mlp.intermediate_size
+    shared = 0 if mlp.shared is None else 3 * mlp.shared.intermediate_size
+    chosen = mlp.router.top_k * (3 * mlp.intermediate_size + 2 * hidden_size)
+    return chosen + shared + 2 * mlp.router.num_experts
