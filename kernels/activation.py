@@ -1,4 +1,4 @@
-"""The nonlinearities that an MLP can have. Imports nothing of ours."""
+"""The activation functions of an MLP. Imports nothing of ours."""
 
 from __future__ import annotations
 

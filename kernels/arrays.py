@@ -1,9 +1,9 @@
-"""Arrays on the CPU without torch: NumPy's, with those methods of torch's tensors that we use.
+"""Arrays on the CPU without torch: NumPy's, with the methods of torch's tensors that we use.
 
-The CPU library reads memory and nothing else, so where it serves, nothing needs torch, whose import
-takes a second and 200 MB. What reads weights or stages steps calls only methods that both kinds
-have, and makes arrays by the functions below: of the kind of one that it has been given. Types are
-given by name, or as the dtype of either library. Imports nothing of ours.
+The CPU library only reads memory, so where it serves nothing needs torch, whose import takes a
+second and 200 MB. Code that reads weights or stages steps calls only methods that both kinds have,
+and makes arrays with the functions below, of the kind of a given one. Types are given by name, or
+as the dtype of either library. Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    # Output rows of a weight: a range, or places.
+    # Output rows of a weight: a range, or indices.
     Rows: TypeAlias = slice | Tensor | NDArray[np.int64]
 
 _OF_ML = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
@@ -32,24 +32,24 @@ _NUMPY = {name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML} | {
         *("uint8", "uint16", "uint32", "uint64", "bool"),
     )
 }
-_RAW = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}  # as torch takes types of ml_dtypes
+_RAW = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}  # how torch reads types of ml_dtypes
 
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """Return the name of an element type, such as "bfloat16", whichever library it is of."""
+    """Return the name of an element type of either library, such as "bfloat16"."""
     name = str(dtype).removeprefix("torch.")
     return name if name in _NUMPY else str(np.dtype(dtype).name)
 
 
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return NumPy's element type of this name."""
+    """Return NumPy's element type of a name."""
     found: np.dtype[Any] = _NUMPY[dtype_name(dtype)]
     return found
 
 
 class HostArray(np.ndarray[Any, np.dtype[Any]]):
-    """An array in host memory; what a method of torch's does is said there."""
+    """An array in host memory, with methods that do as torch's of the same name."""
 
     is_cuda = False
 
@@ -63,13 +63,14 @@ class HostArray(np.ndarray[Any, np.dtype[Any]]):
         wanted = numpy_dtype(to)
         if wanted == self.dtype:
             return self
-        with np.errstate(all="ignore"):  # as torch: what is too large becomes infinite
+        with np.errstate(all="ignore"):  # as torch: too large values become infinite
             return self.astype(wanted)
 
     def tensor(self) -> Any:
         """Return torch's view of the same memory, which must be writable.
 
-        Weights outlive the call that loads them, so a caller's inference mode does not mark it.
+        It is no inference tensor even in a caller's inference mode, as weights outlive the call
+        that loads them.
         """
         import torch
 
@@ -181,14 +182,14 @@ def in_torch(value: Any) -> Any:
 
 
 def is_array(value: object) -> TypeGuard[Tensor]:
-    """Return True for an array of either kind, as opposed to a packed weight."""
+    """Return True for an array of either kind, False for a packed weight."""
     if isinstance(value, np.ndarray):
         return True
     return type(value).__module__.startswith("torch") and hasattr(value, "data_ptr")
 
 
 def like(model: Any, array: np.ndarray[Any, Any]) -> Any:
-    """Return NumPy's array as the kind of another one, where that is."""
+    """Return NumPy's array as the kind of `model`, on its device."""
     if isinstance(model, np.ndarray):
         return of_numpy(array)
     found = of_numpy(array).tensor()
@@ -196,7 +197,7 @@ def like(model: Any, array: np.ndarray[Any, Any]) -> Any:
 
 
 def empty(shape: Any, dtype: Any, model: Any) -> Any:
-    """Return room for elements, of the kind of `model` and where that is."""
+    """Return uninitialized elements, of the kind and on the device of `model`."""
     if isinstance(model, np.ndarray):
         return np.empty(shape, dtype=numpy_dtype(dtype)).view(HostArray)
     return model.new_empty(shape, dtype=_torch_dtype(dtype))
@@ -213,19 +214,19 @@ def cast(array: Any, dtype: Any) -> Any:
 
 
 def log(array: Any) -> Any:
-    """Return natural logarithms as float64 rounds them: the same on every machine."""
+    """Return natural logarithms, computed in float64: the same on every machine."""
     wide = cast(array, "float64")
     return cast(np.log(wide) if isinstance(array, HostArray) else wide.log(), array.dtype)
 
 
 def exp(array: Any) -> Any:
-    """Return powers of e as float64 rounds them."""
+    """Return powers of e, computed in float64."""
     wide = cast(array, "float64")
     return cast(np.exp(wide) if isinstance(array, HostArray) else wide.exp(), array.dtype)
 
 
 def total(array: Any) -> float:
-    """Return the sum in float32, which is infinite or NaN if an element is."""
+    """Return the sum in float32; infinite or NaN if an element is."""
     if isinstance(array, HostArray):
         with np.errstate(all="ignore"):
             return float(array.numpy().sum(dtype=np.float32))
@@ -233,7 +234,7 @@ def total(array: Any) -> float:
 
 
 def log_softmax(array: Any) -> Any:
-    """Return the logarithms of the probabilities of each row of logits (rows, columns) float32."""
+    """Return log probabilities of each row of logits, (rows, columns) float32."""
     if not isinstance(array, HostArray):
         import torch
 
@@ -253,7 +254,7 @@ def sum_of_rows(array: Any) -> Any:
 
 
 def at_least_zero(array: Any, out: Any) -> None:
-    """Write an array to another one, 0 instead of what is below."""
+    """Write an array to `out`, with 0 for negative elements."""
     if isinstance(array, HostArray):
         np.maximum(array, 0, out=out)
         return
@@ -263,7 +264,7 @@ def at_least_zero(array: Any, out: Any) -> None:
 
 
 def padded(array: Any, count: int) -> Any:
-    """Add zeros behind the last dimension."""
+    """Append zeros along the last dimension."""
     if not count:
         return array
     zero = like(array, np.zeros((*array.shape[:-1], count), dtype=numpy_dtype(array.dtype)))

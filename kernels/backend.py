@@ -74,12 +74,12 @@ class RoutedMLPs(Protocol):
         ids: Tensor,  # (num_tokens, top_k) int64
         weights: Tensor,  # (num_tokens, top_k) float32
     ) -> Tensor:  # (num_tokens, hidden_size) float32
-        """Sum what each token's experts say, weighted, without waiting for the device."""
+        """Sum each token's weighted expert outputs, without waiting for the device."""
         ...
 
 
 class GatedDeltaRule(Protocol):
-    """Every row corrects its sequence's state and reads it."""
+    """Corrects a sequence's state by each row and reads it."""
 
     def __call__(
         self,
@@ -96,7 +96,7 @@ class GatedDeltaRule(Protocol):
 
 
 class SelectiveScan(Protocol):
-    """Every row decays its sequence's state, adds to it and reads it."""
+    """Decays a sequence's state by each row, adds to it and reads it."""
 
     def __call__(
         self,
@@ -148,7 +148,7 @@ class RotateAndWrite(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The operations a decoder step is made of."""
+    """The operations of a decoder step."""
 
     name: str
     # weight (out, in) in any form, bias (out,) or None, activation dtype -> Linear
@@ -166,7 +166,7 @@ class Backend:
     # key, value (num_tokens, num_kv_heads, head_dim), cache, slot_mapping (num_tokens,)
     write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None]
     rotate_and_write: RotateAndWrite
-    # cache, (n, 2) int64 open blocks that are full and the blocks to be made of them
+    # cache, (n, 2) int64: full open blocks, and the blocks to seal them into
     seal_kv: Callable[[SealedBlocks, Tensor], None]
     # format, num_blocks, block_size, num_kv_heads, head_dim, device -> one layer's cache
     allocate_cache: Callable[..., LayerCache]
@@ -176,10 +176,10 @@ class Backend:
     gated_delta: GatedDeltaRule
     selective_scan: SelectiveScan
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
-    # one operation, or None where there is none for such a weight
+    # one operation, or None if there is none for such a weight
     prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
-    # all experts of a layer, activation dtype -> one operation, or None where none covers such
-    # weights; without it experts run one after another
+    # all experts of a layer, activation dtype -> one operation, or None if none covers such
+    # weights: then experts run one after another
     prepare_experts: Callable[[StackedExperts, torch.dtype], RoutedMLPs | None] | None = None
 
 
@@ -204,7 +204,7 @@ REFERENCE = Backend(
     prepare_gated=lambda weight, bias, dtype, activation: None,
 )
 
-# The reference KV write is a handful of torch calls: nothing faster was found in torch.
+# The reference KV write is a handful of torch calls; torch offers nothing faster.
 CPU = replace(
     REFERENCE,
     name="cpu",
@@ -246,9 +246,9 @@ def select_backend(device: torch.device, choice: str = "auto") -> Backend:
 
 
 def triton_backend() -> Backend:
-    """Build the table of Triton's kernels; imports Triton, which a box without a GPU never does.
+    """Build the table of Triton's kernels; imports Triton, as only a box with a GPU does.
 
-    The remaining entries are the references, run on the device.
+    The other entries are the references, run on the device.
     """
     from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.fp8 import Fp8Weight

@@ -1,6 +1,6 @@
-"""Compiles several kernels at a time, before they are launched.
+"""Compiles the kernels of recorded launches in parallel, before they are launched.
 
-It records launches without running them, so no list of kernels is kept anywhere.
+It records launches without running them, so no list of kernels has to be kept.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_parsing = Lock()  # `ast.parse` of Python 3.11 fails where several threads parse (gh-106905)
+_parsing = Lock()  # `ast.parse` of Python 3.11 fails in several threads at once (gh-106905)
 
 
 @contextmanager
 def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
     """Compile the kernels of all launches into Triton's cache instead of launching them.
 
-    Later launches find them in Triton's cache. Compiling is threaded, since Triton releases the
-    interpreter's lock while it works. A kernel that fails to compile is left to its launch, which
-    raises the error.
+    Later launches find them in Triton's cache. Threads compile in parallel, as Triton releases the
+    interpreter's lock meanwhile. A kernel that fails to compile is left to its launch, which raises
+    the error.
 
     Args:
         on_progress: called with the numbers of finished and of all kernels.
@@ -49,7 +49,7 @@ def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
             place = (f"{fn.module}.{fn.name}", key)
             if place not in found:
                 found[place] = threads.submit(_compile, fn.jit_function, compile, target)
-            return True  # neither compile nor launch it now
+            return True  # do not compile or launch it now
 
         before, parse = triton.knobs.runtime.jit_cache_hook, JITFunction.parse
         triton.knobs.runtime.jit_cache_hook = note

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 @lru_cache
 def has_driver() -> bool:
-    """Return True if the library is there without which torch sees no GPU either."""
+    """Return True if the library exists without which torch sees no GPU either."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:

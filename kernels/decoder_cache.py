@@ -22,7 +22,7 @@ AnyLayerCache = LayerCache | SealedBlocks
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The blocks of all attention layers, and the state slots of all recurrent ones.
+    """The blocks of all attention layers, and the state slots of all recurrent layers.
 
     Attributes:
         states: (num_slots, state_bytes) uint8; a row is a sequence's state.
@@ -56,16 +56,16 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
+        """Bytes of one block in all layers."""
         return sum(map(_row_bytes, self._parts))
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of one open block, all layers; 0 if none is sealed."""
+        """Bytes of one open block in all layers; 0 if none is sealed."""
         return sum(map(_row_bytes, self._open_parts))
 
     def read_block(self, block: int, open_block: int = -1) -> bytes:
-        """Return a block's bytes, layer by layer, followed by an open block if one is named.
+        """Return a block's bytes, layer by layer, then those of an open block if one is given.
 
         Empty slots are included, with undefined content. On a GPU `block_copy` moves pages instead,
         without waiting.
@@ -80,7 +80,7 @@ class KVCache:
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
-        """Put back the bytes of `read_block`, in this block or in another one."""
+        """Write the bytes of `read_block` back, into this block or another one."""
         places = [part[block] for part in self._parts]
         if open_block >= 0:
             places += [part[open_block] for part in self._open_parts]
@@ -106,7 +106,7 @@ class KVCache:
 
 
 def split_sealed(layers: Sequence[AnyLayerCache]) -> tuple[list[KVPages], list[KVPages]]:
-    """Split layers on a GPU into all blocks, and the open blocks of sealed layers."""
+    """Return the pages of all layers on a GPU, and those of the open blocks of sealed layers."""
     closed = [layer.closed if isinstance(layer, SealedBlocks) else layer for layer in layers]
     opened = [layer.open for layer in layers if isinstance(layer, SealedBlocks)]
     assert all(isinstance(layer, KVPages) for layer in closed), "a GPU keeps all blocks as pages"

@@ -1,4 +1,4 @@
-"""The 4-bit floating-point weight form: e2m1 codes and scales of 8 bits.
+"""The 4-bit floating-point weight form: e2m1 codes with 8-bit scales.
 
 OCP's MXFP4 has a power of two (e8m0) for 32 inputs; NVIDIA's NVFP4 has e4m3 for 16 inputs and one
 float32 for the whole weight.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Of the three low bits of a code; the fourth is the sign. Doubled they are whole numbers.
+# Values of the three low bits of a code; the fourth is the sign. Doubled they are integers.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUPS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # inputs that share a scale
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
@@ -65,21 +65,21 @@ class Fp4Weight:
         return self.codes.nbytes + self.scale.nbytes + self.row_scale.nbytes
 
     def to(self, device: torch.device) -> Fp4Weight:
-        """The same weight on a device."""
+        """Return the same weight on a device."""
         return Fp4Weight(self.codes.to(device), self.scale.to(device), self.row_scale.to(device))
 
     def rows(self, index: arrays.Rows) -> Fp4Weight:
-        """Select output rows; nothing is lost."""
+        """Select output rows, without loss."""
         scale = arrays.viewed(arrays.viewed(self.scale, "uint8")[index], self.scale.dtype)
         return Fp4Weight(self.codes[index], scale, self.row_scale[index])
 
     @property
     def column_unit(self) -> int:
-        """Inputs between two places where `columns` may cut."""
+        """Inputs between places where `columns` may cut."""
         return self.group_size
 
     def columns(self, first: int, last: int) -> Fp4Weight:
-        """Select inputs, whole groups; nothing is lost."""
+        """Select inputs, whole groups, without loss."""
         assert first % self.group_size == 0, (first, self.group_size)
         assert last % self.group_size == 0, (last, self.group_size)
         groups = slice(first // self.group_size, last // self.group_size)
@@ -88,7 +88,7 @@ class Fp4Weight:
         return Fp4Weight(codes, arrays.viewed(scale, self.scale.dtype), self.row_scale)
 
     def is_finite(self) -> bool:
-        """Return True if no scale is NaN or infinite; every code is a number."""
+        """Return True if no scale is NaN or infinite; every code is finite."""
         return all(arrays.is_finite(t.float()) for t in (self.scale, self.row_scale))
 
     def stacks_with(self, other: Fp4Weight) -> bool:
@@ -107,12 +107,12 @@ class Fp4Weight:
         )
 
     def unpack(self) -> Tensor:
-        """Codes one per byte: (out_features, in_features) uint8."""
+        """Return codes one per byte, (out_features, in_features) uint8."""
         codes: Tensor = arrays.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
         return codes
 
     def dequantize(self, dtype: Any = "float32") -> Tensor:
-        """Weights (out_features, in_features), computed in float64 or float32 and then cast."""
+        """Return weights (out_features, in_features), computed in float64 or float32, then cast."""
         wide = "float64" if arrays.dtype_name(dtype) == "float64" else "float32"
         out: Tensor = arrays.empty(self.shape, dtype, self.codes)
         step = max(1, DEQUANTIZE_AT_ONCE // self.shape[1])
@@ -125,7 +125,7 @@ class Fp4Weight:
         return out
 
     def _values(self, dtype: str) -> Tensor:
-        """The value of each code, (out_features, in_features)."""
+        """Return the value of each code, (out_features, in_features)."""
         values = np.array((*VALUES, *(-value for value in VALUES)), dtype=dtype)
         found: Tensor = arrays.like(self.codes, values)[self.unpack().long()]
         return found

@@ -1,4 +1,4 @@
-"""The 8-bit floating-point weight form: e4m3 codes and their scales."""
+"""The 8-bit floating-point weight form: e4m3 codes with their scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BLOCK = 128  # rows and columns that share a scale, in the block form
 E4M3_MAX = 448.0
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
-NAN_CODE = 0x7F  # with either sign; e4m3 has no infinity
+NAN_CODE = 0x7F  # and with the sign bit; e4m3 has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Fp8Weight:
         codes: (out_features, in_features) float8_e4m3fn.
         scale: float32, (out_features,) for one scale per output feature, or
             (ceil(out_features / 128), ceil(in_features / 128)) for one per block.
-        quantized_inputs: the checkpoint was made for inputs that are quantized to e4m3 too, row by
-            row as they come; hardware that multiplies e4m3 may do so.
+        quantized_inputs: the checkpoint expects inputs quantized to e4m3 at run time, row by row;
+            hardware that multiplies e4m3 may do so.
     """
 
     codes: Tensor
@@ -56,16 +56,16 @@ class Fp8Weight:
         return self.codes.nbytes + self.scale.nbytes
 
     def to(self, device: torch.device) -> Fp8Weight:
-        """The same weight on a device."""
+        """Return the same weight on a device."""
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device))
 
     @property
     def column_unit(self) -> int:
-        """Inputs between two places where `columns` may cut."""
+        """Inputs between places where `columns` may cut."""
         return BLOCK if self.is_blockwise else 1
 
     def columns(self, first: int, last: int) -> Fp8Weight:
-        """Select inputs, whole blocks where these have scales; nothing is lost.
+        """Select inputs, whole blocks if blocks have scales, without loss.
 
         The last block may be smaller than the others.
         """
@@ -84,7 +84,7 @@ class Fp8Weight:
         return arrays.is_finite(self.scale) and not bool(nan.any())
 
     def stacks_with(self, other: Fp8Weight) -> bool:
-        """Return True if `other` may follow below this one: no block may hold rows of both."""
+        """Return True if `other` may follow below this one: no block may span rows of both."""
         alike = (self.is_blockwise, self.quantized_inputs) == (
             other.is_blockwise,
             other.quantized_inputs,
@@ -103,16 +103,16 @@ class Fp8Weight:
         )
 
     def row_scales(self) -> Tensor:
-        """Scale of each output feature over each 128 inputs: (out_features, blocks) float32."""
+        """Return each output feature's scale per 128 inputs, (out_features, blocks) float32."""
         if not self.is_blockwise:
             return self.scale[:, None].expand(len(self.scale), -(-self.shape[1] // BLOCK))
         scales: Tensor = arrays.repeated(self.scale, BLOCK, 0)[: self.shape[0]]
         return scales
 
     def dequantize(self, dtype: Any = "float32", rows: slice = slice(None)) -> Tensor:
-        """Some rows of the weight, computed in float64 or float32 and then cast.
+        """Return some rows of the weight, computed in float64 or float32, then cast.
 
-        Many are done a few at a time, as wider values in between take more than the result.
+        Large selections are done a few rows at a time, as intermediates are larger than the result.
         """
         wide = "float64" if arrays.dtype_name(dtype) == "float64" else "float32"
         codes, scales = self.codes[rows], self.row_scales()[rows]

@@ -1,6 +1,6 @@
 """A weight in the blocks of a GGML type, as a GGUF file stores it.
 
-The blocks are the whole weight: nothing is rounded, and no more memory is taken than in the file.
+The blocks are the whole weight: nothing is rounded, and it takes as much memory as in the file.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class GgmlWeight:
         return self.blocks.nbytes + order
 
     def to(self, device: torch.device) -> GgmlWeight:
-        """The same weight on a device."""
+        """Return the same weight on a device."""
         order = None if self.input_order is None else self.input_order.to(device)
         return replace(self, blocks=self.blocks.to(device), input_order=order)
 
     def rows(self, index: arrays.Rows) -> GgmlWeight:
-        """Select output rows; nothing is lost."""
+        """Select output rows, without loss."""
         return replace(self, blocks=self.blocks[index])
 
     @property
     def column_unit(self) -> int | None:
-        """Inputs between two places where `columns` may cut; None if inputs have an order."""
+        """Inputs between places where `columns` may cut; None if inputs have an order."""
         return None if self.input_order is not None else self.type.block_size
 
     def columns(self, first: int, last: int) -> GgmlWeight:
-        """Select inputs, whole blocks; nothing is lost."""
+        """Select inputs, whole blocks, without loss."""
         size = self.column_unit
         assert size is not None, "inputs in an order of their own"
         assert first % size == 0, (first, size)
@@ -83,13 +83,13 @@ class GgmlWeight:
         return all(arrays.is_finite(half_at(self.blocks, start)) for start in self.type.halves)
 
     def decode(self) -> Decoded:
-        """Decode all codes and scales, columns as they stand; takes several times the memory."""
+        """Decode all codes and scales, columns in stored order; takes several times the memory."""
         return self.type.decode(self.blocks)
 
     def dequantize(self, dtype: Any = "float32") -> Tensor:
-        """Exact weights, (out_features, in_features), computed in float32 and then cast.
+        """Return exact weights, (out_features, in_features), computed in float32, then cast.
 
-        Large ones are done a few rows at a time.
+        Large weights are done a few rows at a time.
         """
         out: Tensor = arrays.empty(self.shape, dtype, self.blocks)
         order = None if self.input_order is None else self.input_order.long()

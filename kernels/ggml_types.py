@@ -1,4 +1,4 @@
-"""The quantized types of GGML that are multiplied as they are stored: the layout of their blocks.
+"""The layouts of GGML's quantized types that are multiplied as they are stored.
 
 Layouts are those of llama.cpp's ggml-common.h; numbers, sizes and values agree with the `gguf`
 package. Imports nothing of ours but `arrays`.
@@ -24,12 +24,12 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Some rows as numbers: w = code * scale + offset.
+    """Decoded rows: w = code * scale + offset.
 
     Attributes:
         codes: (rows, in_features), uint8 where there are offsets, else int8.
         scale: (rows, groups) float32, exact.
-        offset: the same; None where there are none.
+        offset: the same; None without offsets.
     """
 
     codes: Tensor
@@ -37,7 +37,7 @@ class Decoded:
     offset: Tensor | None
 
     def weights(self) -> Tensor:
-        """Multiply: (rows, in_features) float32, rounded once."""
+        """Return code * scale + offset, (rows, in_features) float32, rounded once."""
         groups = self.codes.view(*self.scale.shape, -1).float()
         groups *= self.scale.unsqueeze(-1)
         if self.offset is not None:
@@ -65,7 +65,7 @@ class GgmlType:
 
 
 def half_at(blocks: Tensor, start: int) -> Tensor:
-    """Return the float16 at a byte offset of every block: (rows, blocks)."""
+    """Return the float16 at a byte offset of every block, (rows, blocks)."""
     halves: Tensor = arrays.viewed(blocks[..., start : start + 2].contiguous(), "float16")
     return halves[..., 0]
 
@@ -82,7 +82,7 @@ def _q5_1(blocks: Tensor) -> Decoded:
 
 
 def _iq4_nl(blocks: Tensor) -> Decoded:
-    """Scale d and 32 nibbles, which choose from a table; w = value * d."""
+    """Scale d and 32 nibbles, indices of a table; w = value * d."""
     return Decoded(_from_table(_nibbles(blocks[..., 2:], 16)), half_at(blocks, 0).float(), None)
 
 
@@ -97,8 +97,8 @@ def _q2_k(blocks: Tensor) -> Decoded:
 def _q3_k(blocks: Tensor) -> Decoded:
     """32 bytes of third bits, 64 of bit pairs, 12 of scales of 6 bits, d; groups of 16.
 
-    The scales' low four bits are the nibbles of the first eight bytes, their high two the pairs of
-    the last four; both less 32.
+    The scales' low four bits are the nibbles of the first eight bytes, their high two bits the
+    pairs of the last four bytes; 32 is subtracted.
     """
     codes = _pairs(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
     low, high = blocks[..., 96:104], blocks[..., 104:108]
@@ -128,7 +128,7 @@ def _q6_k(blocks: Tensor) -> Decoded:
 
 
 def _iq4_xs(blocks: Tensor) -> Decoded:
-    """Scale d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles of a table."""
+    """Scale d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles that index a table."""
     high = arrays.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     low = arrays.stack((blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4), dim=-1)
     scale = _signed(low.flatten(-2) | high.flatten(-2) << 4, 32).float()
@@ -166,14 +166,14 @@ def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
-    """Split bytes into the low nibbles of a run of them, then the high ones: (rows, weights)."""
+    """Split bytes into nibbles, (rows, weights): of each run the low ones, then the high ones."""
     runs = packed.unflatten(-1, (-1, run))
     nibbles: Tensor = arrays.stack((runs & 0xF, runs >> 4), dim=-2).flatten(1)
     return nibbles
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """Split 64 bytes: of each 32 the lowest pairs of bits first; (rows, blocks, 256)."""
+    """Split 64 bytes into bit pairs, the lowest of each 32 bytes first: (rows, blocks, 256)."""
     halves = packed.unflatten(-1, (2, 1, 32))
     shifts = arrays.like(packed, np.arange(0, 8, 2, dtype=np.uint8)).view(4, 1)
     pairs: Tensor = (halves >> shifts) & 3
@@ -181,7 +181,7 @@ def _pairs(packed: Tensor) -> Tensor:
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """Split 32 bytes, the lowest bits first: (rows, blocks, 256)."""
+    """Split 32 bytes into bits, the lowest first: (rows, blocks, 256)."""
     shifts = arrays.like(packed, np.arange(8, dtype=np.uint8)).view(8, 1)
     bits: Tensor = (packed.unsqueeze(-2) >> shifts) & 1
     return bits.flatten(2)

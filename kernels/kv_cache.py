@@ -1,4 +1,4 @@
-"""The KV cache of one layer: which bytes lie where, for every precision.
+"""The KV cache of one layer in memory, for every precision.
 
 Shared by all kernels; imports nothing of ours outside `appliance.kernels`.
 """
@@ -32,7 +32,7 @@ class KVBlocks:
     values: Tensor  # same shape and dtype
     key_scales: Tensor | None  # (num_blocks, block_size, num_kv_heads) float16, INT8 only
     value_scales: Tensor | None
-    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, taken off all keys
+    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, subtracted from all keys
 
     @classmethod
     def allocate(
@@ -45,7 +45,7 @@ class KVBlocks:
         head_dim: int,
         device: torch.device,
     ) -> KVBlocks:
-        """Allocate zeroed blocks (zeroed, so that a masked read is never NaN)."""
+        """Allocate zeroed blocks, so that a masked read is never NaN."""
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         keys = torch.zeros(shape, dtype=format.storage_dtype, device=device)
         scales = (
@@ -79,7 +79,7 @@ class KVBlocks:
         return self.keys.shape[3]
 
     def gather(self, table: Sequence[int], context: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """One sequence's keys and values, dequantized: (context, num_kv_heads, head_dim) each."""
+        """Return a sequence's dequantized keys and values: (context, num_kv_heads, head_dim)."""
         used = table[: -(-context // self.block_size)]
         index = torch.tensor(used, dtype=torch.int64, device=self.keys.device)
         found = []
@@ -92,7 +92,7 @@ class KVBlocks:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All that a block consists of: tensors (num_blocks, ...)."""
+        """The tensors of a block, (num_blocks, ...) each."""
         tensors = (self.keys, self.values, self.key_scales, self.value_scales)
         return tuple(tensor for tensor in tensors if tensor is not None)
 
@@ -106,8 +106,8 @@ class KVBlocks:
 class KVPages:
     """All physical blocks of one layer as pages, one per block and KV head, for the GPU kernels.
 
-    A page holds all that a program reads of 32 tokens in one piece: elements of keys, elements of
-    values, and if they are quantized a record of scales. `kv_page.layout` says where what lies.
+    A page has all that a program reads of 32 tokens in one piece: elements or codes of keys, those
+    of values, and a record of scales if they are quantized. `kv_page.layout` defines it.
     """
 
     format: KVFormat
@@ -116,7 +116,7 @@ class KVPages:
     elements: Tensor  # the same memory in the dtype of the elements; int32 if quantized
     halves: Tensor  # the same memory as float16, for scales
     head_scales: Tensor | None  # (2, num_kv_heads) float32, of keys and of values; FP8 only
-    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, taken off all keys
+    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, subtracted from all keys
 
     @classmethod
     def allocate(
@@ -146,7 +146,7 @@ class KVPages:
 
     @staticmethod
     def bytes_per_token(format: KVFormat, num_kv_heads: int, head_dim: int) -> int:
-        """Bytes that one token takes in one layer, keys and values and scales."""
+        """Return the bytes of one token in one layer: keys, values and scales."""
         return num_kv_heads * page_bytes(format.value, head_dim) // PAGE_TOKENS
 
     @property
@@ -163,7 +163,7 @@ class KVPages:
         return self.pages.shape[1]
 
     def gather(self, table: Sequence[int], context: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """One sequence's keys and values, dequantized: (context, num_kv_heads, head_dim) each."""
+        """Return a sequence's dequantized keys and values: (context, num_kv_heads, head_dim)."""
         used = table[: -(-context // PAGE_TOKENS)]
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
         keys, values = read_pages(
@@ -173,7 +173,7 @@ class KVPages:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """All that a block consists of: tensors (num_blocks, ...)."""
+        """The tensors of a block, (num_blocks, ...) each."""
         return (self.pages,)
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:

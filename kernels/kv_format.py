@@ -1,4 +1,4 @@
-"""The formats in which a KV cache stores keys and values, and those of each layer."""
+"""The formats in which a KV cache stores keys and values, and the format of each layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KVFormat(Enum):
-    """Storage format of keys and values; those noted as pages exist in `KVPages` only."""
+    """Storage format of keys and values; "pages" marks those that exist in `KVPages` only."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -26,7 +26,7 @@ class KVFormat(Enum):
     INT4 = "int4"
     FP8 = "fp8"  # E4M3, one calibrated scale per KV head; pages
     # Keys by channel over a full block, values with scale and offset per token and KV head; the
-    # last tokens lie in pages of INT8 until their block is sealed. `SealedBlocks`.
+    # last tokens stay INT8 in an open block until their block is sealed. `SealedBlocks`.
     INT4_SEALED = "int4-sealed"
     K8V4 = "k8v4"  # keys as INT8, values as INT4; sealed as well
 
@@ -35,7 +35,7 @@ class KVFormat(Enum):
         """Element type of `KVBlocks.keys` and `.values`.
 
         Raises:
-            ValueError: these blocks cannot be held as tensors.
+            ValueError: blocks of this format are no tensors of elements.
         """
         import torch
 
@@ -54,7 +54,7 @@ class KVFormat(Enum):
 
     @property
     def is_sealed(self) -> bool:
-        """True if a block's tokens are INT8 until it is full, and then take their last form."""
+        """True if a block's tokens are INT8 until it is full, and then get their final form."""
         return self in (KVFormat.INT4_SEALED, KVFormat.K8V4)
 
     @property
@@ -68,7 +68,7 @@ class KVFormat(Enum):
         return self is KVFormat.INT4
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
-        """Bytes that one token takes in one layer, keys and values and scales."""
+        """Return the bytes of one token in one layer: keys, values and scales."""
         per_head = head_dim * arrays.numpy_dtype(self._element).itemsize + (
             2 if self.is_quantized else 0
         )
@@ -90,8 +90,8 @@ class LayerPrecision:
     Attributes:
         format: in which elements or codes.
         head_scales: (2, num_kv_heads) float32, of keys and of values; FP8, None is 1.
-        key_mean: (num_kv_heads, head_dim) float32, taken off every key after RoPE. It moves all
-            scores of a query by the same amount, which a softmax does not see.
+        key_mean: (num_kv_heads, head_dim) float32, subtracted from every key after RoPE. It moves
+            all scores of a query by the same amount, which a softmax ignores.
     """
 
     format: KVFormat
@@ -102,7 +102,7 @@ class LayerPrecision:
 def precisions(
     format: KVFormat | Sequence[LayerPrecision], num_layers: int
 ) -> Sequence[LayerPrecision]:
-    """One for each layer, where a single format stands for all of them."""
+    """Return the precision of each layer, where a single format stands for all of them."""
     if isinstance(format, KVFormat):
         return (LayerPrecision(format),) * num_layers
     assert len(format) == num_layers, (len(format), num_layers)

@@ -1,7 +1,7 @@
 """The packed weight form: integer codes in groups along the input dimension, each with a scale.
 
-Every quantized checkpoint is brought into this form without loss, and every matmul kernel starts
-from it. Imports nothing of ours but `arrays`.
+Every quantized checkpoint converts to this form without loss, and every matmul kernel starts from
+it. Imports nothing of ours but `arrays`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEQUANTIZE_AT_ONCE = 1 << 20  # elements
-SMALLEST_GROUP = 32  # that all kernels multiply
+SMALLEST_GROUP = 32  # the smallest that all kernels multiply
 
 
 class OffsetKind(Enum):
@@ -41,7 +41,7 @@ class PackedWeight:
         group_size: inputs that share a scale; divides in_features.
         input_order: (in_features,) int32, the input that each column of the codes belongs to;
             None where columns stand in the order of the inputs. GPTQ's act-order needs it: it puts
-            inputs that are far apart into one group.
+            distant inputs into one group.
     """
 
     codes: Tensor
@@ -75,7 +75,7 @@ class PackedWeight:
         return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes + order
 
     def to(self, device: torch.device) -> PackedWeight:
-        """The same weight on a device."""
+        """Return the same weight on a device."""
         return replace(
             self,
             codes=self.codes.to(device),
@@ -92,13 +92,13 @@ class PackedWeight:
 
     @property
     def column_unit(self) -> int | None:
-        """Inputs between two places where `columns` may cut; None if inputs have an order."""
+        """Inputs between places where `columns` may cut; None if inputs have an order."""
         if self.input_order is not None:
             return None
         return SMALLEST_GROUP if self.group_size % SMALLEST_GROUP == 0 else self.group_size
 
     def columns(self, first: int, last: int) -> PackedWeight:
-        """Select inputs without repacking; where groups are cut, all become groups of 32."""
+        """Select inputs without repacking; if groups are cut, all become groups of 32."""
         unit = self.column_unit
         assert unit is not None, "inputs in an order of their own"
         assert first % unit == 0, (first, unit)
@@ -115,17 +115,17 @@ class PackedWeight:
         )
 
     def unpack(self) -> Tensor:
-        """Codes one per byte, as they stand: (out_features, in_features) uint8."""
+        """Return codes one per byte in stored order, (out_features, in_features) uint8."""
         if self.bits == 8:
             return self.codes
         codes: Tensor = arrays.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
         return codes
 
     def dequantize(self, dtype: Any = "float32") -> Tensor:
-        """Exact weights, (out_features, in_features), computed in float32 and then cast.
+        """Return exact weights, (out_features, in_features), computed in float32, then cast.
 
-        Large ones are done a few rows at a time: the float32 values in between take several
-        times the memory of the result.
+        Large weights are done a few rows at a time: float32 intermediates take several times the
+        memory of the result.
         """
         out_features, in_features = self.shape
         step = max(1, DEQUANTIZE_AT_ONCE // in_features)
@@ -141,7 +141,7 @@ class PackedWeight:
         return out
 
     def _dequantize(self) -> Tensor:
-        """Weights in float32, columns as the codes stand."""
+        """Return weights in float32, columns in the order of the codes."""
         q = self.unpack().float().view(self.shape[0], -1, self.group_size)
         scale, offset = self.scale.float().unsqueeze(-1), self.offset.float().unsqueeze(-1)
         if self.offset_kind is OffsetKind.ZERO_POINT:

@@ -1,4 +1,4 @@
-"""The geometry of one step: which rows belong to which sequence, and where their keys live.
+"""The geometry of one step: which rows belong to which sequence, and where their keys are.
 
 Built once per step by the engine, read by every layer. Imports nothing of ours.
 """
@@ -20,16 +20,16 @@ Table = TypeVar("Table", bound="Sequence[int]")
 
 @dataclass(frozen=True, slots=True)
 class SealedSpans:
-    """The split of tokens between closed blocks and open blocks: see `sealed_blocks`."""
+    """The split of tokens between closed and open blocks; see `sealed_blocks`."""
 
     lens: Tensor  # (num_seqs,) int32, leading tokens in closed blocks, a multiple of 32
-    open_tables: Tensor  # (num_seqs, max_open) int32, open blocks of the blocks after them
+    open_tables: Tensor  # (num_seqs, max_open) int32, open blocks of the tokens after them
     host_lens: tuple[int, ...]
     host_open_tables: tuple[tuple[int, ...], ...]
     # (num_tokens,) int64, open block * block size + offset, where each row's key and value go
     slot_mapping: Tensor | None = None
-    # (n, 2) int64: open blocks that the step fills, and the blocks to be made of them before anyone
-    # attends.
+    # (n, 2) int64: open blocks that the step fills, and the blocks to seal them into before any
+    # row attends.
     moves: Tensor | None = None
 
 
@@ -37,7 +37,7 @@ class SealedSpans:
 class AdapterRows:
     """The adapters of a step's sequences: slots of a table that only the executor knows."""
 
-    slots: Tensor  # (num_seqs,) int32, below 0 without an adapter
+    slots: Tensor  # (num_seqs,) int32, negative without an adapter
     host_slots: tuple[int, ...]
     table: object
 
@@ -47,7 +47,7 @@ class RaggedBatch:
     """Sequences of unequal length side by side, decode rows and prefill chunks mixed.
 
     Sequence i owns rows query_start[i] .. query_start[i+1] of every per-token tensor. Its rows
-    are the last ones of its context: row j of it stands at position
+    are the last of its context: its row j has position
     context_lens[i] - query_lens[i] + j and attends to positions 0 .. its own. The first
     `num_decodes` sequences have a row each, or where drafts are verified up to `decode_rows`.
     In a padded step the last sequences may have no row, and the last rows no sequence: what
@@ -68,14 +68,14 @@ class RaggedBatch:
     host_context_lens: tuple[int, ...]
     sealed: SealedSpans | None = None  # with `SealedBlocks` only
     decode_rows: int = 1
-    # Of models with recurrent layers: (num_seqs,) int32, where each sequence's state lies. A
-    # sequence that is laid out as several names its slot in each.
+    # Of models with recurrent layers: (num_seqs,) int32, the slot of each sequence's state. A
+    # sequence laid out as several repeats its slot.
     state_slots: Tensor | None = None
     host_state_slots: tuple[int, ...] | None = None
     adapters: AdapterRows | None = None  # None where no sequence has one
-    # A decode step, in which those that only pad it share a state slot.
+    # A decode step, whose padding sequences share a state slot.
     is_decode: bool = False
-    # (num_tiles, 2) int32, see `paged_attention.work.prefill_tiles`; None: made of the host's
+    # (num_tiles, 2) int32, see `paged_attention.work.prefill_tiles`; None builds it from the host's
     # numbers, which a captured graph must not do.
     prefill_tiles: Tensor | None = None
 
@@ -101,9 +101,9 @@ class RaggedBatch:
         Args:
             query_lens: rows of each sequence; those with up to `decode_rows` come first.
             context_lens: tokens of each sequence, these rows included.
-            block_tables: blocks of each sequence; what lies beyond its context is left out.
+            block_tables: blocks of each sequence; those beyond its context are ignored.
             block_size: token slots in a block.
-            open_blocks: of the blocks that each sequence's rows lie in; with a sealed cache only.
+            open_blocks: of the blocks of each sequence's rows; with a sealed cache only.
             decode_rows: most rows of a sequence that decodes.
             state_slots: of each sequence's recurrent state, of models that have one.
         """
@@ -155,7 +155,7 @@ def cut_at_blocks(
     open_blocks: Sequence[Sequence[int]],
     block_size: int,
 ) -> tuple[list[int], list[int], list[Table], list[int]]:
-    """Rows, contexts, tables and open blocks of the pieces of sequences that lie in one block."""
+    """Return rows, contexts, tables and open blocks of sequences cut into pieces of one block."""
     rows, contexts, found = [], [], []
     tables: list[Table] = []
     parts = zip(query_lens, context_lens, block_tables, open_blocks, strict=True)

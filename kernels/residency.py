@@ -1,6 +1,6 @@
 """Counts the programs of a compiled kernel that a multiprocessor executes at a time.
 
-It uses the facts of the card and of the compiled kernel only. Imports no triton.
+It uses only facts of the card and of the compiled kernel. Imports no triton.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 WARP = 32
 REGISTERS = 65536  # of a multiprocessor, on every architecture from 8.0 on
 REGISTER_UNIT = 256  # a warp's registers come in multiples of this
-WARP_UNIT = 4  # of a multiprocessor's parts, each with a share of its registers
-RESERVED_SHARED = 1024  # bytes of shared memory that the driver takes for each program
-MOST_PROGRAMS = 16  # of a multiprocessor, on the architecture with the fewest
+WARP_UNIT = 4  # parts of a multiprocessor, each with a share of its registers
+RESERVED_SHARED = 1024  # bytes of shared memory that the driver reserves for each program
+MOST_PROGRAMS = 16  # of a multiprocessor, on the architecture with fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Multiprocessors:
     threads: int
 
     def resident(self, program: Footprint) -> int:
-        """Programs of one kernel that a multiprocessor executes at a time, at least one."""
+        """Return the programs of a kernel that a multiprocessor executes at a time, at least 1."""
         warps = self.threads // WARP
         if program.registers:
             each = -(-program.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
@@ -59,7 +59,7 @@ class Multiprocessors:
         return max(1, min(warps // program.num_warps, by_shared, MOST_PROGRAMS))
 
 
-# The largest card of each compute capability, from NVIDIA's tables: for compiling with no card.
+# The largest card of each compute capability, from NVIDIA's tables, to compile without a card.
 LARGEST = {
     80: Multiprocessors(108, 164 << 10, 2048),
     86: Multiprocessors(84, 100 << 10, 1536),
@@ -71,7 +71,7 @@ LARGEST = {
 
 @lru_cache
 def multiprocessors_of(device: torch.device, capability: int) -> Multiprocessors:
-    """Return a device's; without a GPU, the largest of a compute capability (86 is 8.6)."""
+    """Return a device's resources; without a GPU, those of the largest card of a capability."""
     if device.type != "cuda":
         return LARGEST[max(known for known in LARGEST if known <= capability)]
     found = torch.cuda.get_device_properties(device)
@@ -84,11 +84,11 @@ def multiprocessors_of(device: torch.device, capability: int) -> Multiprocessors
 
 @dataclass(frozen=True, slots=True)
 class Footprints:
-    """Of one kernel's variants, each read once, when it has been compiled.
+    """The footprints of one kernel's variants, each read once, after compilation.
 
     Attributes:
         kernel: of Triton.
-        found: by what tells the variants apart.
+        found: by the key of a variant.
     """
 
     kernel: Any
@@ -97,15 +97,15 @@ class Footprints:
     def of(
         self, device: torch.device, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Footprint | None:
-        """Compile and load what a launch needs, if that is still to be done; launch nothing.
+        """Return the footprint of a launch; compile and load it if needed, but do not launch it.
 
         Args:
             device: of the launch.
             arguments: its tensors and numbers.
-            options: its compile-time arguments, and how it is compiled.
+            options: its compile-time arguments and compiler options.
 
         Returns:
-            None where kernels are only noted, to be compiled later.
+            None while kernels are only recorded, to be compiled later.
         """
         kinds = (getattr(argument, "dtype", type(argument)) for argument in arguments)
         variant = (device, *kinds, *options.values())

@@ -10,7 +10,7 @@ class Scoring(Enum):
     """The function that turns a router's logits into the scores that choose experts."""
 
     SOFTMAX = "softmax"  # over all experts
-    SIGMOID = "sigmoid"  # of each by itself
+    SIGMOID = "sigmoid"  # of each alone
     SOFTMAX_OF_CHOSEN = "softmax of chosen"  # the logits choose; weights are over the chosen alone
 
 
@@ -18,14 +18,14 @@ class Scoring(Enum):
 class Router:
     """The choice of `top_k` of `num_experts` experts for a token, and their weights.
 
-    Experts are chosen by their scores, plus a bias where there is one; the weights are the scores
-    themselves. Of groups of experts only the `top_groups` best remain, where a group is as good
-    as the sum of its `best_of_group` best.
+    Experts are chosen by their scores, plus a bias if there is one; the weights are the scores
+    themselves. Only the `top_groups` best groups of experts remain; a group's score is the sum of
+    its `best_of_group` best.
 
     Attributes:
         bias: the checkpoint holds a bias of the logits.
         renormalize: the chosen weights are divided by their sum.
-        selection_bias: the checkpoint holds a bias of each expert that only the choice sees.
+        selection_bias: the checkpoint holds a bias of each expert, for the choice only.
         scale: multiplies the weights, at the end.
         expert_scale: the checkpoint holds a further factor of each expert's weights.
         epsilon: added to the sum that weights are divided by.

@@ -2,18 +2,18 @@
 
 A closed block has one scale and offset for each channel of its keys, so it can be made only when
 all its tokens are known. Until then they lie in an open block of 8 bits. Open blocks are a pool of
-their own, because blocks all as large as an open one would waste half of the memory.
+their own, because cutting all blocks as large as an open one would waste half of the memory.
 
 Who uses it:
 
-- The block manager gives a block an open block when it becomes writable and takes it back when the
+- The block manager gives a block an open block when it becomes writable, and takes it back when the
   block is full. A block is hashed, shared or swapped only when it is closed; copy-on-write copies
   its open block (`copy_open`).
-- A step's new keys and values go to open blocks: `write_kv` and `rotate_and_write` take `open` as
+- A step writes new keys and values to open blocks: `write_kv` and `rotate_and_write` take `open` as
   the cache, and slots counted in open blocks (`SealedSpans.slot_mapping`).
-- Then the blocks that the step fills are sealed, and only then attention runs. It takes the whole
-  of this: `RaggedBatch.of` has cut the rows at blocks and says for each piece how many leading
-  tokens lie in closed blocks, found through the block table, and the open block of the others.
+- Then the blocks that the step fills are sealed, and only then attention runs, on all of this:
+  `RaggedBatch.of` has cut the rows at blocks. Each piece has so many leading tokens in closed
+  blocks, found through the block table, and the others in its open block.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SealedBlocks:
-    """One layer's closed blocks and open blocks."""
+    """One layer's closed and open blocks."""
 
-    closed: KVPages  # of a format that is sealed
+    closed: KVPages  # of a sealed format
     open: KVPages  # INT8
 
     @classmethod
@@ -50,7 +50,7 @@ class SealedBlocks:
         device: torch.device,
         format: KVFormat = KVFormat.INT4_SEALED,
     ) -> SealedBlocks:
-        """Allocate zeroed pages: closed blocks of a format that is sealed, and open ones."""
+        """Allocate zeroed pages: closed blocks of a sealed format, and open blocks."""
         closed, opened = (
             KVPages.allocate(
                 kind,
@@ -69,7 +69,7 @@ class SealedBlocks:
 
     @property
     def format(self) -> KVFormat:
-        """Of closed blocks."""
+        """The format of closed blocks."""
         return self.closed.format
 
     @property
@@ -97,13 +97,13 @@ class SealedBlocks:
         context: int,
         dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        """One sequence's keys and values, dequantized: (context, num_kv_heads, head_dim) each."""
+        """Return a sequence's dequantized keys and values: (context, num_kv_heads, head_dim)."""
         closed = self.closed.gather(table, sealed, dtype)
         opened = self.open.gather(open_table, context - sealed, dtype)
         return tuple(torch.cat(parts) for parts in zip(closed, opened, strict=True))
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
-        """See `copy_open`: copy-on-write copies unsealed blocks only."""
+        """Do nothing: copy-on-write copies only open blocks; see `copy_open`."""
 
     def copy_open(self, sources: list[int], destinations: list[int]) -> None:
         """Copy open blocks, for copy-on-write."""

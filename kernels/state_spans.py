@@ -1,4 +1,4 @@
-"""The rows of a step that go through each sequence's recurrent state. Imports nothing of ours."""
+"""The rows of a step that pass through each sequence's recurrent state. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StateSpans:
-    """The rows that each sequence runs in a step, side by side, and the slot of its state.
+    """The rows of each sequence in a step, side by side, and the slot of its state.
 
-    A sequence whose rows begin at position 0 begins from zeros, whatever its slot holds; all
-    others go on from their slots. What follows the last row goes back there.
+    A sequence whose rows begin at position 0 starts from zeros, whatever its slot holds; others go
+    on from their slots. The state after the last row goes back to the slot.
     """
 
     slots: Tensor  # (num_spans,) int64
-    goes_on: Tensor  # (num_spans,) bool, false where a sequence begins
+    goes_on: Tensor  # (num_spans,) bool, False where a sequence begins
     lens: Tensor  # (num_spans,) int64, rows
-    rows: Tensor  # (num_spans, longest) int64, the row at each place; 0 behind a span's last
+    rows: Tensor  # (num_spans, longest) int64, the row at each place; 0 after a span's last
     is_row: Tensor  # (num_spans, longest) bool
     places: Tensor  # (num_tokens,) int64, the place of each row among all spans'
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> StateSpans:
-        """Find the spans; pieces of one sequence, as sealed blocks cut it, are joined again."""
+        """Find the spans; the pieces of a sequence that sealed blocks cut are joined again."""
         if batch.is_decode:
             return cls._of_decode(batch)
         assert batch.host_state_slots is not None, "the batch names no state slots"
@@ -66,7 +66,7 @@ class StateSpans:
 
     @classmethod
     def _of_decode(cls, batch: RaggedBatch) -> StateSpans:
-        """Make a span of each row from what lies on the device, as a graph can."""
+        """Make each row a span, from what lies on the device, so that a graph can capture it."""
         assert batch.state_slots is not None, "the batch names no state slots"
         slots = batch.state_slots.long()
         rows = torch.arange(len(slots), device=slots.device)
@@ -80,7 +80,7 @@ class StateSpans:
         )
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        """Lay rows (num_tokens, ...) out as (num_spans, longest, ...), with zeros behind each."""
+        """Lay rows (num_tokens, ...) out as (num_spans, longest, ...), zero-padded."""
         is_row = self.is_row.view(*self.is_row.shape, *(1,) * (x.dim() - 1))
         return torch.where(is_row, x[self.rows], 0)
 
@@ -89,7 +89,7 @@ class StateSpans:
         return x.flatten(0, 1)[self.places]
 
     def read(self, state: Tensor) -> Tensor:
-        """Read the states (num_slots, ...) that the spans go on from: (num_spans, ...)."""
+        """Read the states (num_slots, ...) that the spans start from: (num_spans, ...)."""
         goes_on = self.goes_on.view(-1, *(1,) * (state.dim() - 1))
         return torch.where(goes_on, state[self.slots], 0)
 

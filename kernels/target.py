@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 import triton
 
-STAND_IN = 80  # compute capability whose tiles the interpreter takes
+STAND_IN = 80  # compute capability whose tiles the interpreter uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,7 @@ class Target:
 
     Attributes:
         capability: compute capability (86 is 8.6).
-        is_interpreted: whether Triton interprets them on the CPU instead: there is no PTX then,
-            and no tensor core.
+        is_interpreted: Triton interprets kernels on the CPU, without PTX and tensor cores.
     """
 
     capability: int
@@ -27,7 +26,7 @@ class Target:
 
 @lru_cache
 def target_of(device: torch.device) -> Target:
-    """Of the kernels that are launched for tensors on a device."""
+    """Return the target of kernels launched for tensors on a device."""
     if triton.knobs.runtime.interpret:
         return Target(STAND_IN, is_interpreted=True)
     with torch.cuda.device(device if device.type == "cuda" else -1):

@@ -1,4 +1,4 @@
-"""The kinds of weight of a linear, whatever its checkpoint. Imports nothing of ours beside."""
+"""The forms of a linear's weight, whatever its checkpoint. Imports nothing of ours beside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Weight: TypeAlias = "Tensor | Packed"
 
 
 def dense(weight: Weight, dtype: Any) -> Tensor:
-    """The weight itself, (out_features, in_features), in `dtype`."""
+    """Return the weight itself, (out_features, in_features), in `dtype`."""
     if isinstance(weight, Packed):
         return weight.dequantize(dtype)
     found: Tensor = arrays.cast(weight, dtype)
@@ -38,7 +38,7 @@ def some_rows(weight: Weight, rows: arrays.Rows, dtype: Any) -> Tensor:
 
 
 def column_unit(weight: Weight) -> int | None:
-    """Inputs between two places where a weight can be cut without loss; None: nowhere."""
+    """Return the inputs between places where a weight can be cut without loss; None if nowhere."""
     return weight.column_unit if isinstance(weight, Packed) else 1
 
 

@@ -1,7 +1,7 @@
-"""Partial results of attention come together: sums of values, each normalized, by their weights.
+"""Merges partial attention results: normalized sums of values, weighted by their sums of weights.
 
-Merging is exact where all but one are empty. So a row's result does not depend on how many spans
-its neighbours have beyond its own.
+The merge is exact where all but one are empty, so a row's result does not depend on how many spans
+its neighbours have.
 """
 
 import triton
@@ -14,9 +14,10 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def last_to_arrive(p_arrived, expected):
-    """Return True if all others have arrived; leaves the counter as it was before the first did.
+    """Return True for the last program to arrive, which resets the counter.
 
-    All threads' stores come before the arrival, all arrivals before the last one's loads.
+    The stores of all threads come before the arrival, and all arrivals before the loads of the last
+    program.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(p_arrived, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -31,7 +32,7 @@ def merge(
     partial_ptr,  # (rows, HEAD_DIM) float32, each divided by its sum of weights
     lse_ptr,  # (rows,) float32, logarithms of these sums, base 2
     i_zero,  # the first row that item 0 would have
-    b_valid,  # (ROWS,) which of the rows from there on are any
+    b_valid,  # (ROWS,) True for the rows from there on that exist
     step,  # rows from one item to the next
     begin,  # items `stride` apart: the first is `begin * stride`, but `first` if that is later
     end,
@@ -42,15 +43,16 @@ def merge(
     HEAD_DIM_PADDED: tl.constexpr,
     FAN_IN: tl.constexpr,
 ):
-    """Weighted means of some rows over the items, FAN_IN at a time, and their logarithms.
+    """Return the weighted means of some rows over the items, and the base-2 logarithms of their
+    sums.
 
-    A thread has its part of all FAN_IN, if ROWS are enough for all threads, so that nothing is
-    summed across them.
+    Takes FAN_IN items at a time. Where ROWS suffice for all threads, a thread holds its part of all
+    FAN_IN, and nothing is summed across threads.
     """
     o_item = tl.arange(0, FAN_IN)
     o_row = tl.arange(0, ROWS)
-    # Four side by side: else threads load as many as they store of a smaller type, and each load
-    # takes half of every sector.
+    # Four elements a thread: by default a thread loads as many as it stores of a smaller type, and
+    # each load uses half of every sector.
     o_dim = tl.arange(0, HEAD_DIM_PADDED // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     o_at = o_row[:, None, None] * HEAD_DIM + o_dim[None, :, :]
     b_mask = b_valid[:, None, None] & (o_dim < HEAD_DIM)[None, :, :]
@@ -60,7 +62,7 @@ def merge(
     for at in tl.range(begin, end + 1, FAN_IN, num_stages=1):
         b_row = i_zero + tl.maximum((at + o_item) * stride, first) * step
         b_in = at + o_item <= end
-        # At L2, where other programs have left them.
+        # From L2, where other programs have left them.
         b_lse = tl.load(
             lse_ptr + b_row[:, None] + o_row[None, :],
             mask=b_in[:, None] & b_valid[None, :],
@@ -89,5 +91,5 @@ def merge(
 
 @triton.jit
 def beside_sink(lse, sink):
-    """The share of the weight that is left beside a sink, a score to the base e without a value."""
+    """Return the share of the weight that a sink, a base-e score without a value, leaves."""
     return 1.0 / (1.0 + tl.exp2(sink * LOG2_E - lse))

@@ -1,1 +1,1 @@
-"""Attention of many rows of a sequence: tiles of them, each with all its keys."""
+"""Attention of many rows of a sequence: a program takes a tile of rows and all their keys."""

@@ -1,6 +1,6 @@
 """Paged attention on the GPU, prefill: programs take tiles of a sequence's rows.
 
-What it does with pages is `attention_tile`; few rows are left to decode, in `paged_attention`.
+`attention_tile` folds the pages; decode, with few rows, is `paged_attention`.
 """
 
 import triton
@@ -53,7 +53,7 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """A tile of one sequence's rows against all the keys that they see."""
+    """Attend from a tile of one sequence's rows to all the keys that they see."""
     PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
     ROWS: tl.constexpr = BLOCK_M // GROUP_PADDED
     i_kv_head = tl.program_id(2)
@@ -100,14 +100,14 @@ def prefill_kernel(
     b_query_sum = tl.sum(b_query.to(tl.float32), 1)
     b_position = first_position + o_m // GROUP_PADDED
     b_max, b_sum, b_acc = start(BLOCK_M, HEAD_DIM_PADDED)
-    # All rows see the keys before the first one's tile; those of sealed pages anyway.
+    # All rows see the keys before the first row's tile, and all keys in sealed pages.
     full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, key_end)
     if CODES == "sealed":
         sealed_len = tl.load(sealed_lens_ptr + i_seq)
         full_end = tl.minimum(sealed_len, key_end)
     p_table = block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride
     if CODES != "sealed" and (HAS_WINDOW or COMPUTE == "fp32"):
-        # One loop that masks every tile. A window leaves few that are full, and to ask for each
+        # One loop masks every tile: a window leaves few full ones, and a test in each iteration
         # whether it is costs warps their own rows; for float32 registers are few.
         full_end = key_begin
     else:

@@ -1,1 +1,1 @@
-"""The spans that decode programs share out, made on the device from the context lengths."""
+"""Cuts the keys of decode rows into spans on the device, from the context lengths."""

@@ -9,7 +9,7 @@ AT_ONCE: tl.constexpr = tl.constexpr(32)  # spans that are written
 
 @triton.jit
 def span_of(position, BOUNDS: tl.constexpr, LENGTHS: tl.constexpr):
-    """The span that a position lies in; of BOUNDS[i] .. BOUNDS[i + 1] they have LENGTHS[i]."""
+    """Return the span of a position; BOUNDS[i] .. BOUNDS[i + 1] has spans of LENGTHS[i] tokens."""
     index = position * 0
     for i in tl.static_range(len(LENGTHS)):
         inside = tl.minimum(position, BOUNDS[i + 1]) - BOUNDS[i]
@@ -19,7 +19,7 @@ def span_of(position, BOUNDS: tl.constexpr, LENGTHS: tl.constexpr):
 
 @triton.jit
 def begin_of(index, BOUNDS: tl.constexpr, LENGTHS: tl.constexpr):
-    """The first position of a span."""
+    """Return the first position of a span."""
     position = index * 0
     for i in tl.static_range(len(LENGTHS)):
         inside = tl.minimum(index, (BOUNDS[i + 1] - BOUNDS[i]) // LENGTHS[i])
@@ -30,28 +30,28 @@ def begin_of(index, BOUNDS: tl.constexpr, LENGTHS: tl.constexpr):
 
 @triton.jit
 def seen_spans(context_len, num_rows, window, BOUNDS: tl.constexpr, LENGTHS: tl.constexpr):
-    """The first key that any of the last rows sees, its span, and the last row's."""
+    """Return the first key that any of the last rows sees, its span, and the last row's span."""
     lowest_key = tl.maximum(context_len - num_rows - window + 1, 0)
     last_key = tl.maximum(context_len - 1, lowest_key)
     first = span_of(lowest_key, BOUNDS, LENGTHS)
     return lowest_key, first, span_of(last_key, BOUNDS, LENGTHS)
 
 
-# A number of sequences that comes for the first time must not compile the kernel anew.
+# A new number of sequences must not recompile the kernel.
 @triton.jit(do_not_specialize=["num_seqs", "window"])
 def plan_spans_kernel(
     spans_ptr,  # (capacity, COLUMNS) int32: sequence, first key, last key + 1, span, first, last
     num_spans_ptr,  # (1,) int32
     query_start_ptr,  # (num_seqs + 1,) int32
-    context_lens_ptr,  # (num_seqs,) int32; 0 is a row that only fills up the batch
+    context_lens_ptr,  # (num_seqs,) int32; 0 for a padding row
     num_seqs,
-    window,  # as many keys as there can be, if there is none
+    window,  # keys; without a window the most that there can be
     BOUNDS: tl.constexpr,
     LENGTHS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least num_seqs
 ):
-    """One program per sequence: it finds its place behind the others' spans, and writes its own."""
+    """Write one sequence's spans behind those of earlier sequences; one program per sequence."""
     i_seq = tl.program_id(0)
     o_seq = tl.arange(0, BLOCK)
     b_before = o_seq < i_seq

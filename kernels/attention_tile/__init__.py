@@ -1,1 +1,1 @@
-"""The body that decode and prefill share: pages folded into a running softmax."""
+"""Folds pages into a running softmax: the inner loop of decode and prefill."""

@@ -1,7 +1,7 @@
-"""Paged attention on the GPU, its inner part: pages of one sequence into a running softmax.
+"""The inner loop of paged attention on the GPU: folds pages of one sequence into a running softmax.
 
 Codes are widened in registers only: a key's scale goes onto its scores, a value's onto its
-probabilities, and offsets come in through sums of queries and probabilities.
+probabilities, and sums of queries and probabilities bring in the offsets.
 """
 
 import triton
@@ -12,19 +12,19 @@ from appliance.kernels.kv_page.kernel import as_value_rows, codes_tile, scale_of
 PAGE: tl.constexpr = tl.constexpr(32)  # tokens
 # Start of a running maximum: finite, so that a row with every key masked leaves zeros, not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
-# Of a row's scale and of a sum that is divided by: a row of zeros must not make them 0.
+# The least scale of a row and the least divisor: a row of zeros must not make them 0.
 SMALLEST: tl.constexpr = tl.constexpr(1.0e-37)
 # tanh is 1 in float32 from here on; the bound keeps exp2 finite.
 TANH_LIMIT: tl.constexpr = tl.constexpr(64.0)
 # No token has a scale below the smallest float16.
 LARGEST_INVERSE: tl.constexpr = tl.constexpr(2.0**24)
-# Queries are brought to this exponent before they become float16: far from both of its ends.
+# Queries get this exponent before they become float16, far from both ends of its range.
 QUERY_EXPONENT: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
 def exp2(x, ASM: tl.constexpr):
-    """2^x; by the plain instruction, results below the normal numbers are 0."""
+    """Return 2^x; the plain instruction flushes subnormal results to 0."""
     if ASM == "none":
         return tl.exp2(x)
     else:
@@ -35,7 +35,7 @@ def exp2(x, ASM: tl.constexpr):
 
 @triton.jit
 def log2(x, ASM: tl.constexpr):
-    """Logarithm of normal numbers; -inf of 0."""
+    """Return the logarithm of normal numbers; -inf of 0."""
     if ASM == "none":
         return tl.where(x > 0.0, tl.log2(tl.where(x > 0.0, x, 1.0)), -float("inf"))
     else:
@@ -46,7 +46,7 @@ def log2(x, ASM: tl.constexpr):
 
 @triton.jit
 def start(BLOCK_M: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
-    """A softmax over nothing: maximum, sum of weights, weighted values."""
+    """Return the state of an empty softmax: maximum, sum of weights, weighted values."""
     b_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     return b_max, b_sum, tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
@@ -54,7 +54,7 @@ def start(BLOCK_M: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
 
 @triton.jit
 def scaled(b_code, b_scale, b_offset, ASM: tl.constexpr):
-    """b_code * b_scale + b_offset in float16, rounded once."""
+    """Return b_code * b_scale + b_offset in float16, rounded once."""
     b_scale, b_offset = (
         tl.broadcast_to(b_scale, b_code.shape),
         tl.broadcast_to(b_offset, b_code.shape),
@@ -75,7 +75,7 @@ def scaled(b_code, b_scale, b_offset, ASM: tl.constexpr):
 
 @triton.jit
 def power_for(largest):
-    """The power of two that brings a number to [2^QUERY_EXPONENT, 2^(QUERY_EXPONENT + 1))."""
+    """Return the power of two that scales a number to 2^QUERY_EXPONENT or more, below double."""
     bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
     bits = tl.maximum(bits, QUERY_EXPONENT << 23) - (QUERY_EXPONENT << 23)
     return ((254 << 23) - bits).to(tl.float32, bitcast=True)
@@ -83,7 +83,7 @@ def power_for(largest):
 
 @triton.jit
 def load_valid(pointer, mask, other: tl.constexpr):
-    """Load what a mask leaves; all where it is None."""
+    """Load where a mask is True; everything where it is None."""
     if mask is None:
         return tl.load(pointer)
     else:
@@ -109,7 +109,7 @@ def attend(
     key_end,
     cap,
     window,
-    window_end,  # from here on no window hides a key; without EDGES only
+    window_end,  # no window hides a key from here on; without EDGES only
     CODES: tl.constexpr,
     ASM: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
@@ -125,7 +125,7 @@ def attend(
     """Fold the keys and values of some pages into a running softmax.
 
     A row sees the keys up to its position, with HAS_WINDOW the latest `window` of them. Without
-    EDGES no key comes after a row, and keys fill whole tiles: little is asked then.
+    EDGES every key precedes every row and keys fill whole tiles, so few masks are computed.
     """
     BLOCK_M: tl.constexpr = b_query.shape[0]
     HEAD_DIM_PADDED: tl.constexpr = b_query.shape[1]
@@ -205,7 +205,7 @@ def attend(
             b_score = tl.minimum(b_score * b_scale, TANH_LIMIT)
             b_score = cap * (1.0 - 2.0 / (1.0 + exp2(b_score, ASM)))
         if BY_TOKEN:
-            # The value's scale is part of the exponent, so that the largest weight is 1 and none
+            # The value's scale is part of the exponent, so the largest weight is 1 and no weight
             # that counts is lost to the range of float16.
             b_addend = log2(b_value_scale, ASM)
             if HAS_SOFTCAP:
@@ -227,7 +227,7 @@ def attend(
             b_new_max = tl.maximum(b_max, b_largest)
             b_weight = exp2(b_score - b_new_max[:, None], ASM)
         else:
-            # Scaled on the way into the exponent: a product and a sum are one instruction.
+            # Scaled in the exponent: product and sum are one instruction.
             b_new_max = tl.maximum(b_max, b_largest * row_scale)
             b_weight = exp2(b_score * b_scale - b_new_max[:, None], ASM)
         b_decay = exp2(b_max - b_new_max, ASM)
@@ -253,18 +253,18 @@ def attend(
 def load_group(
     p_query,  # of the first head of the group, of the tile's first token
     query_stride,
-    num_m,  # rows of the tile that are any
+    num_m,  # rows of the tile that exist
     COMPUTE: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
 ):
-    """Some tokens' queries of a group of heads: (16, HEAD_DIM_PADDED), and what undoes a scaling.
+    """Return some tokens' queries of a group of heads, (16, HEAD_DIM_PADDED), and their inverse
+    scale.
 
-    Against codes they become float16 after an exact multiplication by a power of two. They are
-    read in the order of the fragments, 8 neighbours per thread, so that they need no other
-    registers than those they arrive in.
+    Against codes they become float16 after an exact multiplication by a power of two. They are read
+    in fragment order, 8 neighbours per thread, so they stay in the registers that they arrive in.
     """
     if CODES == "none":
         o_m = tl.arange(0, 16)

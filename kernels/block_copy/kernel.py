@@ -6,12 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def block_copy_kernel(
-    words_ptr,  # any aligned address: all offsets are counted from it, in words of 4 bytes
+    words_ptr,  # any aligned address: the base of all offsets, in words of 4 bytes
     layers_ptr,  # (num_layers, 5) int64: source, its stride, destination, its stride, size
     moves_ptr,  # (num_moves, 2) int64: rows at the source and at the destination
     BLOCK: tl.constexpr,
 ):
-    """Each program copies BLOCK words. All offsets and sizes are multiples of 4."""
+    """Copy BLOCK words per program; all offsets and sizes are multiples of 4 words."""
     p_layer = layers_ptr + tl.program_id(1) * 5
     p_move = moves_ptr + tl.program_id(0) * 2
     source = tl.load(p_layer) + tl.load(p_move) * tl.load(p_layer + 1)

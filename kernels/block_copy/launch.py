@@ -1,4 +1,4 @@
-"""Launches block moves, with a table of the layers' addresses that is made once."""
+"""Launches block moves, with a table of the layers' addresses that is built once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ALIGNMENT = 16  # bytes, of pages and of what torch allocates
 
 
 class BlockMover:
-    """Moves blocks of one cache; `reference` describes the moves.
+    """Moves the blocks of one cache; `reference` defines the moves.
 
-    Nothing waits for the device: moves are enqueued in the current stream.
+    Moves are enqueued in the current stream; nothing waits for the device.
 
     Args:
         layers: all of a cache, on one device.
@@ -35,12 +35,12 @@ class BlockMover:
         self._layers = tuple(layers)
         self._device = layers[0].pages.device
         self._sizes = [layer.pages[0].numel() // WORD for layer in layers]
-        self._words = layers[0].pages.view(torch.int32)  # offsets are counted from here
+        self._words = layers[0].pages.view(torch.int32)  # the base of all offsets
         self._inside = self._table(self._places(), self._places())
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes in all layers: a row of a staging buffer."""
+        """The bytes of one block in all layers: a row of a staging buffer."""
         return block_bytes(self._layers)
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class BlockMover:
         self._launch(table, blocks, range(len(blocks)))
 
     def swap_in(self, staging: Tensor, blocks: Sequence[int]) -> None:
-        """Put back the bytes of `swap_out`, into the same or other blocks."""
+        """Write the bytes of `swap_out` back, into the same or other blocks."""
         table = self._table(self._staged(staging, len(blocks)), self._places())
         self._launch(table, range(len(blocks)), blocks)
 

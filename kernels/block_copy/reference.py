@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def block_bytes(layers: Sequence[KVPages]) -> int:
-    """Bytes that one block takes in all layers."""
+    """Return the bytes of one block in all layers."""
     return sum(layer.pages[0].numel() for layer in layers)
 
 
@@ -24,7 +24,7 @@ def copy_blocks(layers: Sequence[KVPages], sources: list[int], destinations: lis
 
 
 def swap_out(layers: Sequence[KVPages], blocks: list[int], staging: Tensor) -> None:
-    """Gather blocks: staging (len(blocks), block_bytes) uint8, a block's layers side by side."""
+    """Gather blocks, layers side by side, into staging (len(blocks), block_bytes) uint8."""
     start = 0
     for layer in layers:
         size = layer.pages[0].numel()
@@ -33,7 +33,7 @@ def swap_out(layers: Sequence[KVPages], blocks: list[int], staging: Tensor) -> N
 
 
 def swap_in(layers: Sequence[KVPages], staging: Tensor, blocks: list[int]) -> None:
-    """Put back the bytes of `swap_out`, into the same or other blocks."""
+    """Write the bytes of `swap_out` back, into the same or other blocks."""
     start = 0
     for layer in layers:
         size = layer.pages[0].numel()

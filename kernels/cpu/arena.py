@@ -1,4 +1,4 @@
-"""Memory that the library reads: 64-byte aligned, zeroed, in large pages where there are any."""
+"""Memory that the library reads: 64-byte aligned, zeroed, in huge pages where available."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import mmap
 from dataclasses import dataclass
 
 ALIGNMENT = 64  # bytes, a cache line and an AVX-512 register
-CHUNK = 64 << 20  # bytes that are mapped at a time; what is not written takes no memory
+CHUNK = 64 << 20  # bytes mapped at a time; unwritten ones take no memory
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """Memory, zero until it is written to."""
+    """Memory that is zero until it is written."""
 
     memory: mmap.mmap
     address: int
@@ -34,7 +34,7 @@ class Mapping:
 
     @classmethod
     def shared(cls, descriptor: int, nbytes: int, offset: int = 0) -> Mapping:
-        """Map a part of a file in memory that other processes map as well.
+        """Map a part of a file in memory, shared with other processes.
 
         Raises:
             MemoryError: the system refuses.
@@ -47,13 +47,13 @@ class Mapping:
     @classmethod
     def _of(cls, memory: mmap.mmap) -> Mapping:
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without large pages
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return cls(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
 
 
 class Arena:
-    """Pieces of memory that live as long as the arena does."""
+    """Pieces of memory that live as long as the arena."""
 
     def __init__(self) -> None:
         self.nbytes = 0  # handed out
@@ -62,7 +62,7 @@ class Arena:
         self._left = 0
 
     def claim(self, nbytes: int) -> int:
-        """The address of some zeroed bytes.
+        """Return the address of some zeroed bytes.
 
         Raises:
             MemoryError: the system refuses.

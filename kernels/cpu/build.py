@@ -1,7 +1,7 @@
-"""Compiles the CPU library: every instruction set once, then all linked into one shared object.
+"""Compiles the CPU library: once for each instruction set, linked into one shared object.
 
-Runs while the package is being built, so it imports nothing but the standard library.
-Also: `python -m appliance.kernels.cpu.build [--if-changed] [--out FILE] [--cflags FLAGS]`.
+Runs while the package is being built, so it imports nothing but the standard library. Also: `python
+-m appliance.kernels.cpu.build [--if-changed] [--out FILE] [--cflags FLAGS]`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARY = SOURCES.with_name("libappliance_cpu.so")
-# In a checkout kernels/ lies beside the package, in an installed package inside of it.
+# In a checkout kernels/ lies beside the package, in an installed package inside it.
 VERSION_FILE = next(
     path
     for path in (SOURCES.parents[2] / "version.py", SOURCES.parents[2] / "appliance" / "version.py")
     if path.is_file()
 )
 
-# No contraction: only what is written as a fused multiply-add is one, on every path.
+# No contraction: on every path, only a fused multiply-add in the source is one.
 FLAGS = (
     *("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=implicit"),
@@ -51,9 +51,9 @@ ARM_FLAGS = {
     "neon": ("-march=armv8.2-a+dotprod",),
     "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
-# By the processor that the compiler makes code for: its name for us, and its instruction sets.
+# By the compiler's target processor: our name for it, and its instruction sets.
 TARGETS = {"x86_64": ("-DAP_X86", X86_FLAGS), "aarch64": ("-DAP_ARM", ARM_FLAGS)}
-# Once, for any processor.
+# Compiled once, for any processor.
 COMMON = ("api.c", "group.c", "pool.c", "pack.c", "pack_ggml.c", "page.c", "mask.c")
 
 _REMEDY = (
@@ -64,11 +64,11 @@ _REMEDY = (
 
 
 class BuildError(Exception):
-    """No compiler, or it failed; the message says what to do."""
+    """There is no compiler, or it failed; the message says what to do."""
 
 
 def find_compiler() -> list[str]:
-    """The C compiler's command: CC if it is set, else gcc, clang or cc.
+    """Return the command of the C compiler: CC if it is set, else gcc, clang or cc.
 
     Raises:
         BuildError: there is none.
@@ -82,18 +82,18 @@ def find_compiler() -> list[str]:
 
 
 def target_of(compiler: list[str]) -> str:
-    """Return the processor that a compiler makes code for, such as x86_64 or aarch64."""
+    """Return the target processor of a compiler, such as x86_64 or aarch64."""
     asked = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
     machine = asked.stdout.partition("-")[0].strip() or platform.machine()
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 def source_digest(cflags: tuple[str, ...] = (), target: str = "") -> str:
-    """40 hexadecimal digits that stand for all that the library is made from.
+    """Return 40 hexadecimal digits that identify all that the library is made from.
 
     Args:
         cflags: further flags.
-        target: processor that it is for; empty for this machine's.
+        target: target processor; empty for this machine's.
     """
     content = hashlib.sha256(repr((cflags, target or platform.machine())).encode())
     for path in (Path(__file__), VERSION_FILE, *sorted(SOURCES.glob("*.[ch]"))):
@@ -107,7 +107,7 @@ def is_current(library: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> bool:
 
 
 def build_if_changed(out: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> Path:
-    """Build, unless the library is of these sources; wait for a build that is under way.
+    """Build, unless the library is of these sources; wait for a build in progress.
 
     Args and errors are those of `build`.
     """
@@ -124,8 +124,8 @@ def build(out: Path = LIBRARY, cflags: tuple[str, ...] = ()) -> Path:
     """Compile and link.
 
     Args:
-        out: the shared object; replaced by a finished one only. After a failure it is gone, unless
-            it is of these very sources.
+        out: the shared object, replaced only by a finished one. A failure removes it, unless it is
+            of these very sources.
         cflags: further flags, such as those of a sanitizer.
 
     Raises:
@@ -179,7 +179,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Build as the command line says; a failure is its message and exit status 1."""
+    """Build as the command line says; a failure prints its message and exits with status 1."""
     parser = argparse.ArgumentParser(description="Compile the CPU library.")
     parser.add_argument("--out", type=Path, default=LIBRARY, help="file to write")
     parser.add_argument("--cflags", type=shlex.split, default=[], help="further flags")

@@ -20,10 +20,10 @@ _build = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("build.py
 
 
 class BuildLibrary(build_ext):
-    """Compiles the library; without a compiler it says so, and the package goes without."""
+    """Compiles the library; without a compiler it says so and leaves the library out."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """No tag of a Python version: the library is loaded by ctypes."""
+        """Leave out the tag of a Python version: ctypes loads the library."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
@@ -35,12 +35,12 @@ class BuildLibrary(build_ext):
             self.warn(str(error))
 
     def copy_extensions_to_source(self) -> None:
-        """Nothing to copy: an editable install's library is built in its place."""
+        """Copy nothing: an editable install builds the library in place."""
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for one platform and any Python 3, for the library uses nothing of Python's."""
+    """A wheel for one platform and any Python 3: the library does not use Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Tags of Python, ABI and platform."""
+        """Return the tags of Python, ABI and platform."""
         return "py3", "none", super().get_tag()[2]

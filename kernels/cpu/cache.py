@@ -1,4 +1,4 @@
-"""The KV cache as the library holds it: one arena, block after block."""
+"""The KV cache in the library's layout: one arena, block after block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAGE_TOKENS = LANES
-SEALED_TOKENS = 2 * LANES  # whose keys share their scales
+SEALED_TOKENS = 2 * LANES  # tokens whose keys share scales
 _FORMATS = {
     KVFormat.FP32: Format.F32,
     KVFormat.FP16: Format.F16,
@@ -35,11 +35,11 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one kind in a mapping, of which some rank's part begins at an offset.
+    """Rows of one kind in a mapping; a rank's part begins at an offset in each.
 
     Attributes:
         stride: bytes of a row with the parts of all ranks.
-        offset: of this rank's part in it.
+        offset: of this rank's part in a row.
     """
 
     mapping: Mapping
@@ -54,7 +54,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class CachePlaces:
-    """The places of blocks, open blocks and states: a row holds one rank's part after another's."""
+    """The places of blocks, open blocks and states; a row holds the parts of all ranks in turn."""
 
     blocks: Rows
     opened: Rows
@@ -62,16 +62,16 @@ class CachePlaces:
 
 
 class NativeCache:
-    """All physical blocks of all layers. Memory is taken as blocks are first written.
+    """All physical blocks of all layers; memory is taken when a block is first written.
 
     Args:
-        format: how keys and values are stored, in all layers or in each.
+        format: of keys and values, in all layers or in each.
         heads: of each layer, its KV heads and their width.
         block_size: token slots in a block, a multiple of 16; 32 where a layer is sealed.
         num_open: open blocks, for layers that are sealed.
         num_states: state slots, for layers that are recurrent.
         state_bytes: of one slot.
-        places: where it all lies, among other ranks' parts; None takes memory of its own.
+        places: of this rank's parts among the others'; None allocates memory.
 
     Attributes:
         states: (num_states, state_bytes) uint8; a row is a sequence's state in all layers.
@@ -162,7 +162,7 @@ class NativeCache:
             ctypes.memmove(base + destination * size, base + source * size, size)
 
     def copy_open(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy open blocks of all layers, for copy-on-write; without any there is nothing to do."""
+        """Copy open blocks of all layers, for copy-on-write; does nothing if there are none."""
         base, size = self._open_address, self.struct.open_bytes
         for source, destination in zip(sources, destinations, strict=True):
             ctypes.memmove(base + destination * size, base + source * size, size)
@@ -173,9 +173,9 @@ class NativeCache:
         return 0 if self._open is None else int(self.struct.open_bytes)
 
     def read_block(self, block: int, open_block: int = -1) -> bytes:
-        """A block of all layers as it lies in memory, and behind it an open block, if one is named.
+        """Return a block of all layers as stored, followed by an open block if one is given.
 
-        Slots without a token come along: what they hold means nothing.
+        Slots without a token are included, with undefined content.
         """
         begin = block * self.block_bytes
         content = self._mapping.memory[begin : begin + self.block_bytes]
@@ -188,7 +188,7 @@ class NativeCache:
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
-        """Put back the bytes of `read_block`, in this block or in another one."""
+        """Write the bytes of `read_block` back, into this block or another one."""
         size, view = self.block_bytes, memoryview(content)
         assert len(view) == size + (self.open_bytes if open_block >= 0 else 0), len(view)
         self._mapping.memory[block * size : (block + 1) * size] = view[:size]
@@ -208,7 +208,7 @@ def layer_offsets(
     heads: Sequence[tuple[int, int]],
     block_size: int,
 ) -> list[tuple[int, int]]:
-    """Return where each layer begins in a block and in an open block; last, the bytes of both."""
+    """Return the offsets of layers in a block and in an open block; last, the bytes of both."""
     pages = block_size // PAGE_TOKENS
     end = open_end = 0
     offsets = [(0, 0)]
@@ -222,7 +222,7 @@ def layer_offsets(
 
 
 def page_bytes(library: ctypes.CDLL, format: KVFormat, head_dim: int) -> int:
-    """Bytes that 16 tokens of one head take, keys and values.
+    """Return the bytes of a page: 16 tokens of one head, keys and values.
 
     Raises:
         ValueError: the library has no such pages.
@@ -236,5 +236,5 @@ def page_bytes(library: ctypes.CDLL, format: KVFormat, head_dim: int) -> int:
 def bytes_per_token(
     library: ctypes.CDLL, format: KVFormat, num_kv_heads: int, head_dim: int
 ) -> int:
-    """Bytes that one token takes in one layer."""
+    """Return the bytes of one token in one layer."""
     return num_kv_heads * page_bytes(library, format, head_dim) // PAGE_TOKENS

@@ -1,4 +1,4 @@
-"""An ap_engine as a Python object: threads, workspace, and the errors of status codes."""
+"""The library's engine as a Python object: threads, workspace, exceptions for status codes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class RankLostError(Exception):
-    """Another process of the group has ended; nothing can be computed any more."""
+    """Another process of the group has ended, so no step can be computed."""
 
 
 class NativeEngine:
     """The threads and the workspace with which the library runs; used by one thread at a time.
 
     Args:
-        threads: that work in a step, the caller's included.
+        threads: of a step, the caller's included.
         max_workspace_bytes: a step that needs more fails; 0 sets no limit.
 
     Raises:
@@ -36,15 +36,15 @@ class NativeEngine:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that steps have needed so far, at most."""
+        """The most bytes that a step has needed so far."""
         return int(self.library.ap_workspace_bytes(self.handle))
 
     def watch(self, progress: int) -> None:
-        """Count how far steps are in a 64-bit word, by its address, which stays where it is."""
+        """Count the progress of steps in a 64-bit word at a fixed address."""
         self.library.ap_engine_watch(self.handle, progress)
 
     def join(self, group: int | None) -> None:
-        """Take part in the steps of a group of ranks, by its address; None runs them alone."""
+        """Take part in the steps of a group of ranks, given by address; None runs steps alone."""
         self.library.ap_engine_join(self.handle, group)
 
     def close(self) -> None:

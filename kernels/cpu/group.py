@@ -1,6 +1,6 @@
-"""The ranks of a model: processes that meet in shared memory and add up what their parts yield.
+"""The ranks of a model: processes that meet in shared memory and sum their partial results.
 
-The order of a meeting: rank 0 waits for the others, writes down what is next, and meets them.
+The order of a meeting: rank 0 waits for the others, writes the next order, and meets them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def group_bytes(library: ctypes.CDLL, size: int, floats: int) -> int:
-    """Return the bytes of shared memory in which `size` ranks exchange `floats` numbers at once."""
+    """Return the bytes of shared memory for `size` ranks that exchange `floats` numbers at once."""
     found = int(library.ap_group_bytes(size, floats))
     assert found > 0, (size, floats)
     return found
@@ -28,10 +28,10 @@ class NativeGroup:
     """This process among the ranks; used by one thread at a time.
 
     Args:
-        address: of shared memory, zeroed, that stays where it is.
-        floats: numbers that a rank can give at once.
-        processes: a descriptor for each rank that becomes readable when it ends, or -1; none at
-            all, and nobody looks.
+        address: of zeroed shared memory, which must not move.
+        floats: most numbers of a rank in one exchange.
+        processes: for each rank a descriptor that becomes readable when it ends, or -1; without
+            any, ends go unnoticed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class NativeGroup:
         check(self._library.ap_group_await(self.handle))
 
     def meet(self) -> None:
-        """Come to the next meeting and wait for the others, asleep if it takes long.
+        """Join the next meeting and wait for the others, asleep if it takes long.
 
         Raises:
             RankLostError: one has ended.
@@ -69,7 +69,7 @@ class NativeGroup:
         check(self._library.ap_group_meet(self.handle))
 
     def sum(self, values: Tensor) -> None:
-        """Add up the ranks' values, contiguous float32, in place; all ranks get the same bits.
+        """Sum the ranks' values, contiguous float32, in place; all ranks get the same bits.
 
         Raises:
             RankLostError: one has ended.

@@ -6,7 +6,7 @@ LibraryError
 ├── LibraryMismatchError   it was compiled from other sources than this package's
 └── UnsupportedIsaError    an instruction set that this CPU, or the library, does not have
 
-Messages say what is wrong and what to do about it, in one line.
+Messages say in one line what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -95,19 +95,19 @@ class LibraryError(Exception):
 
 
 class LibraryMissingError(LibraryError):
-    """There is no library: no compiler was there when the package was installed."""
+    """There is no library: the package was installed without a compiler."""
 
 
 class LibraryLoadError(LibraryError):
-    """There is a file, but it is damaged, or of another processor or system."""
+    """The file is damaged, or made for another processor or system."""
 
 
 class LibraryMismatchError(LibraryError):
-    """The library loads, but calling it would go wrong: it is of another version."""
+    """The library loads, but it is of another version, so calls would go wrong."""
 
 
 class UnsupportedIsaError(LibraryError):
-    """The instruction set that was asked for is not there."""
+    """The requested instruction set is not available."""
 
 
 @cache
@@ -115,10 +115,10 @@ def load_library(path: Path = LIBRARY, version: str = __version__) -> ctypes.CDL
     """Load the library and declare its functions; ctypes releases the GIL during a call.
 
     Args:
-        version: of the package; the library must have been compiled for it.
+        version: of the package that the library must have been compiled for.
 
     Raises:
-        LibraryError: it is missing, does not load, or is not the one of this package.
+        LibraryError: it is missing, does not load, or belongs to another package.
     """
     if not path.is_file():
         raise LibraryMissingError(
@@ -168,7 +168,7 @@ def _mismatch(path: Path, difference: str) -> LibraryMismatchError:
 
 
 def supported_isas(library: ctypes.CDLL) -> list[Isa]:
-    """The instruction sets that both the library and this CPU have, the slowest first."""
+    """Return the instruction sets that both the library and this CPU have, slowest first."""
     return [isa for isa in Isa if library.ap_isa_supported(isa)]
 
 
@@ -176,7 +176,7 @@ def select_isa(library: ctypes.CDLL, choice: str = "auto") -> Isa:
     """Use one instruction set for all calls from now on.
 
     Args:
-        choice: a name of `Isa` in lower case, or "auto" for the fastest that is there.
+        choice: a name of `Isa` in lower case, or "auto" for the fastest available.
 
     Raises:
         UnsupportedIsaError: this CPU or the library does not have it.

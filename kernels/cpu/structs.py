@@ -1,4 +1,4 @@
-"""The structs of the C ABI by which a model is described, as in src/appliance_cpu.h and mixers.h.
+"""The structs of the C ABI that describe a model, as in src/appliance_cpu.h and mixers.h.
 
 Imports nothing of ours.
 """
@@ -54,7 +54,7 @@ class Format(IntEnum):
 
 
 class ScaleFormat(IntEnum):
-    """ap_scale_format: those that are no `Format`."""
+    """ap_scale_format: the values that are no `Format`."""
 
     E8M0 = 32
     Q2_K = 33

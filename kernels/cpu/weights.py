@@ -1,4 +1,4 @@
-"""Weights as the library holds them: tiles of 16 outputs in an arena."""
+"""Lays weights out for the library: tiles of 16 outputs in an arena."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class GgmlForm:
-    """The form that a GGML type's blocks have in tiles."""
+    """The form of a GGML type's blocks in tiles."""
 
     format: Format
     offset_kind: Offset
@@ -73,7 +73,7 @@ GGML_FORMS = {
     "IQ4_NL": GgmlForm(Format.IQ4, Offset.CENTERED, Format.F16, 32),
     "IQ4_XS": GgmlForm(Format.IQ4, Offset.CENTERED, ScaleFormat.IQ4_XS, 32),
 }
-# Bytes of integers and halves beside an output's 256 codes; see record_bytes in linear_layout.h.
+# Bytes of integers and halves of an output, beside 256 codes; see record_bytes in linear_layout.h.
 _RECORD_BYTES = {
     ScaleFormat.Q2_K: 20,
     ScaleFormat.Q3_K: 14,
@@ -88,8 +88,8 @@ class WeightPacker:
     """Lays weights out in an arena.
 
     Attributes:
-        engine: its threads do the work.
-        arena: where the tiles go.
+        engine: whose threads pack.
+        arena: receives the tiles.
         dtype: of weights that are not packed, in FP8, or in groups that the library does not
             multiply.
     """
@@ -97,7 +97,7 @@ class WeightPacker:
     engine: NativeEngine
     arena: Arena
     dtype: Any
-    _orders: dict[bytes, int] = field(default_factory=dict)  # addresses, each order laid out once
+    _orders: dict[bytes, int] = field(default_factory=dict)  # addresses, one for each order
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> LinearStruct:
         """Lay out a weight (out_features, in_features) and its bias (out_features,)."""
@@ -118,21 +118,21 @@ class WeightPacker:
         return NormStruct(self.floats(weight), eps, None if bias is None else self.floats(bias))
 
     def floats(self, values: Tensor) -> int:
-        """The address of a copy in float32."""
+        """Return the address of a copy in float32."""
         values = values.detach().float().contiguous()
         address = self.arena.claim(values.nbytes)
         ctypes.memmove(address, values.data_ptr(), values.nbytes)
         return address
 
     def integers(self, values: Sequence[int]) -> int:
-        """The address of a copy in 32 bits."""
+        """Return the address of a copy in 32 bits."""
         array = (ctypes.c_int32 * len(values))(*values)
         address = self.arena.claim(ctypes.sizeof(array))
         ctypes.memmove(address, array, ctypes.sizeof(array))
         return address
 
     def structs(self, kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> int:
-        """The address of a copy of structs, one after another."""
+        """Return the address of a copy of structs, one after another."""
         array = (kind * len(items))(*items)
         address = self.arena.claim(ctypes.sizeof(array))
         ctypes.memmove(address, array, ctypes.sizeof(array))
@@ -176,7 +176,7 @@ class WeightPacker:
         return struct
 
     def _ggml(self, weight: GgmlWeight) -> LinearStruct:
-        """Codes, scales and offsets stay as they are, and take as much memory as in the file."""
+        """Keep codes, scales and offsets as they are, in as much memory as in the file."""
         form = GGML_FORMS[weight.type_name]
         out_features, in_features = weight.shape
         struct = LinearStruct(
@@ -202,9 +202,9 @@ class WeightPacker:
         return struct
 
     def _fp4(self, weight: Fp4Weight) -> LinearStruct:
-        """Codes stay as they are, and scales that are powers of two.
+        """Keep codes, and scales that are powers of two.
 
-        Others are in floats: codes count halves, so that they are half as large.
+        Other scales become floats, halved, since codes count halves.
         """
         out_features, in_features = weight.shape
         is_power = arrays.dtype_name(weight.scale.dtype) == "float8_e8m0fnu"
@@ -229,7 +229,7 @@ class WeightPacker:
         return struct
 
     def _order(self, order: Tensor) -> int:
-        """The address of a copy; weights of one input that share it also share its rows' codes."""
+        """Return the address of a copy; weights of one input that share it share codes of rows."""
         values = order.contiguous().numpy().tobytes()
         if values not in self._orders:
             self._orders[values] = self.arena.claim(len(values))
@@ -261,12 +261,12 @@ _OFFSETS = {OffsetKind.ADDITIVE: Offset.ADDITIVE, OffsetKind.ZERO_POINT: Offset.
 
 
 def kernel_group(group_size: int) -> int | None:
-    """The group in which the library multiplies; None if it has none that divides."""
+    """Return the group size in which the library multiplies; None if none divides."""
     return next((group for group in GROUP_SIZES if group_size % group == 0), None)
 
 
 def is_centered(weight: PackedWeight) -> bool:
-    """True if every code stands for its distance from the middle, so that no offset is needed."""
+    """Return True if every code is relative to the middle, so that no offset is needed."""
     middle = 1 << (weight.bits - 1)
     if weight.offset_kind is OffsetKind.ZERO_POINT:
         return bool((weight.offset == middle).all())
@@ -278,13 +278,13 @@ def is_centered(weight: PackedWeight) -> bool:
 
 
 def fits_half(values: Tensor) -> bool:
-    """Return True if float16 holds every value exactly."""
+    """Return True if float16 represents every value exactly."""
     is_half = arrays.dtype_name(values.dtype) == "float16"
     return is_half or bool((values.half().float() == values.float()).all())
 
 
 def linear_bytes(struct: LinearStruct) -> int:
-    """Bytes that a weight's tiles take, without its bias."""
+    """Return the bytes of a weight's tiles, without its bias."""
     scales = sum(_scales_bytes(struct) for values in (struct.scales, struct.offsets) if values)
     return _codes_bytes(struct) + scales
 

@@ -1,6 +1,6 @@
-"""Top-k, top-p, min-p and the draw in a list of logits by bisection over the bits of a logit.
+"""Draws by top-k, top-p and min-p from a list of logits, by bisection over the bits of a logit.
 
-Weights are in fixed point, so that sums are the same in any order and thresholds are exact.
+Weights are in fixed point, so sums are the same in any order and thresholds are exact.
 """
 
 import triton
@@ -14,20 +14,20 @@ BIG: tl.constexpr = tl.constexpr(2147483647)
 
 @triton.jit
 def key_of(b_x):
-    """An int32 that orders like the float32."""
+    """Return an int32 that orders like the float32."""
     b_bits = (b_x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes +0
     return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def weight_of(b_x, largest, inverse):
-    """exp((x - largest) / temperature), where `inverse` is log2(e) / temperature."""
+    """Return exp((x - largest) / temperature); `inverse` is log2(e) / temperature."""
     return tl.exp2((b_x - largest) * inverse)
 
 
 @triton.jit
 def fixed(b_weight, min_p):
-    """In units of 1 / ONE, and zero below min_p."""
+    """Return the weight in units of 1 / ONE, 0 below min_p."""
     return tl.where(b_weight >= min_p, (b_weight * ONE).to(tl.int64), 0)
 
 
@@ -76,7 +76,7 @@ def lowest_with(
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The lowest key in low..high above which there is at most `goal`; above `high` there is."""
+    """Return the lowest key in low..high with at most `goal` above it; `high` has at most that."""
     while low < high:
         span = high - low
         first, second, third = low + span // 4, low + span // 2, low + span * 3 // 4
@@ -92,7 +92,7 @@ def lowest_with(
 
 @triton.jit
 def measure_at(p_list, size, key, largest, inverse, min_p, BLOCK: tl.constexpr):
-    """Above a key: tokens, weight; at that key: tokens, weight of one; int64."""
+    """Return tokens and weight above a key, and tokens and weight of one token at it; int64."""
     b_count = tl.zeros([BLOCK], tl.int64)
     b_mass = tl.zeros([BLOCK], tl.int64)
     b_ties = tl.zeros([BLOCK], tl.int64)
@@ -113,7 +113,7 @@ def measure_at(p_list, size, key, largest, inverse, min_p, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of_tie(p_list, size, key, number, BLOCK: tl.constexpr):
-    """Find the place of the token of a given key that has `number` of its kind before it."""
+    """Return the place of the token with this key that has `number` of the same key before it."""
     key = key.to(tl.int32)
     place = (number * 0 + BIG).to(tl.int32)
     before = number * 0
@@ -132,17 +132,17 @@ def place_of_tie(p_list, size, key, number, BLOCK: tl.constexpr):
 def draw_by_rank(
     p_list, size, total, uniform, top_k, top_p, min_p, largest, inverse, BLOCK: tl.constexpr
 ):
-    """Place of the chosen token in a list that holds all tokens that top-k and top-p keep."""
+    """Return the place of the drawn token; the list holds all that top-k and top-p keep."""
     high = tl.max(key_of(tl.full([16], 0.0, tl.float32) + largest), 0).to(tl.int64)
     low = high * 0 + LOWEST_KEY
-    ties = low * 0 + BIG  # how many of those at the lowest key kept are kept too
+    ties = low * 0 + BIG  # how many tokens at the lowest kept key are kept
     if (top_k > 0) & (top_k < size):
         low = lowest_with(p_list, size, low, high, top_k - 1, largest, inverse, 0.0, True, BLOCK)
         count, mass, _, tie = measure_at(p_list, size, low, largest, inverse, 0.0, BLOCK)
         ties = top_k - count
         total = mass + ties * tie
     if top_p < 1.0:
-        # Kept are the tokens before which there is less than this; always the first one.
+        # A token is kept if less than this precedes it; the first one always is.
         allowed = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
         allowed = tl.maximum(tl.minimum(allowed, total), 1)
         cut = lowest_with(p_list, size, low, high, allowed - 1, largest, inverse, 0.0, False, BLOCK)

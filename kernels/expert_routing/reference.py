@@ -1,4 +1,4 @@
-"""The choice of experts as the model's authors define it, in float32.
+"""Chooses experts as the models' authors define it, in float32.
 
 Softmax: Mixtral (arXiv 2401.04088) and Qwen (arXiv 2505.09388). Groups by their best expert:
 DeepSeek-V2 (arXiv 2405.04434). Sigmoid, selection bias and groups by their two best: DeepSeek-V3
@@ -27,7 +27,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts.
 
-    Ties between experts are broken as `torch.topk` breaks them on the device.
+    Ties are broken as `torch.topk` breaks them on the device.
 
     Args:
         logits: (num_tokens, num_experts) float32.
@@ -58,7 +58,7 @@ def route(
 
 
 def _in_best_groups(choice: Tensor, router: Router) -> Tensor:
-    """Return the scores, with -inf outside of the best groups."""
+    """Return the scores, -inf outside the best groups."""
     groups = choice.view(len(choice), router.num_groups, -1)
     worth = groups.topk(router.best_of_group, dim=-1).values.sum(dim=-1)
     best = torch.topk(worth, router.top_groups, dim=-1).indices

@@ -1,4 +1,4 @@
-"""FP8 weights times FP8 activations on the GPU, and the quantization of activations, row by row."""
+"""Multiplies FP8 weights by FP8 activations on the GPU, and quantizes activations row by row."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ SCALE_BLOCK: tl.constexpr = tl.constexpr(128)
 
 @triton.jit
 def to_e4m3(b_x):
-    """Codes of e4m3 in uint8, to nearest, halves to even; |x| is at most 448."""
+    """Return e4m3 codes as uint8, rounded to nearest even; |x| is at most 448."""
     b_bits = tl.abs(b_x).to(tl.int32, bitcast=True)
     b_normal = ((b_bits + 0x7FFFF + ((b_bits >> 20) & 1)) >> 20) - (120 << 3)
     b_small = (tl.abs(b_x) * 512.0 + ROUNDER).to(tl.int32, bitcast=True) & 0xF
@@ -24,7 +24,7 @@ def to_e4m3(b_x):
 
 @triton.jit
 def from_e4m3(b_code):
-    """The value of each code, in float32."""
+    """Return the float32 value of each code."""
     b_code = b_code.to(tl.int32)
     b_exponent = (b_code >> 3) & 15
     b_mantissa = (b_code & 7).to(tl.float32)
@@ -76,9 +76,9 @@ def fp8_matmul_kernel(
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # 128: what the tensor cores sum by themselves, and a block's scale
+    BLOCK_K: tl.constexpr,  # 128: inputs that the tensor cores sum, and that share a scale
     STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,  # a product of e4m3, else of its values in bfloat16
+    NATIVE: tl.constexpr,  # multiply e4m3 itself, else its values in bfloat16
 ):
     i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)

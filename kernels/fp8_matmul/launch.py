@@ -1,4 +1,4 @@
-"""Launches the FP8 matmul: lays weights out at load, quantizes activations, sets up grids."""
+"""Launches the FP8 matmul: lays weights out at load, quantizes activations, chooses grids."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 BLOCK_K = 128
 QUANTIZE_BLOCK = 2048
-# Rows of x up to which our kernel multiplies, its inputs split among programs; more rows fill the
-# GPU without, and the library's tiles need not come out of registers every 128 inputs.
+# Up to so many rows of x our kernel multiplies, with its inputs split among programs. More rows
+# fill the GPU without a split, and the library's tiles need not leave registers every 128 inputs.
 MOST_OWN_ROWS = 64
 LIBRARY_MULTIPLE = 16  # of inputs and outputs
 _FOOTPRINTS = Footprints(fp8_matmul_kernel)
 
 
 class ActivationKind(Enum):
-    """Type in which the activations are multiplied."""
+    """The type in which activations are multiplied."""
 
-    SAME = "same"  # as they come: the codes of the weight are widened, on any GPU
+    SAME = "same"  # their own: the weight's codes are widened, on any GPU
     FP8 = "fp8"  # quantized row by row: tensor cores that take e4m3
 
 
@@ -141,9 +141,9 @@ class Fp8Linear:
 
 @lru_cache
 def library_multiplies(device: torch.device) -> bool:
-    """Return True if torch multiplies e4m3 with a scale for each row and output there.
+    """Return True if torch multiplies e4m3 there with a scale for each row and each output.
 
-    It says so only when asked, by GPU and by build: a small product is tried once.
+    That depends on GPU and build, and torch does not tell: a small product is tried once.
     """
     side = LIBRARY_MULTIPLE
     codes = torch.zeros((side, side), dtype=torch.float8_e4m3fn, device=device)
@@ -182,7 +182,7 @@ def prepare_linear(
     _check_supported(weight, dtype, activations)
     workspace_of(weight.codes.device)
     if activations is ActivationKind.FP8:
-        library_multiplies(weight.codes.device)  # not in the midst of serving
+        library_multiplies(weight.codes.device)  # tried now, not while serving
         scale, codes = weight.scale.contiguous(), weight.codes.contiguous()
         return Fp8Linear(Fp8Weight(codes, scale), None if bias is None else bias.float())
     scale = weight.row_scales() if weight.is_blockwise else weight.scale

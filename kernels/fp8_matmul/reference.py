@@ -1,4 +1,4 @@
-"""FP8 matmul as it is defined, and the quantization of activations to e4m3 row by row."""
+"""FP8 matmul by definition, and the quantization of activations to e4m3 row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prepare_linear(weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize activations, each row by its largest value.
+    """Quantize activations, each row by its largest magnitude.
 
     Args:
         x: (num_tokens, in_features).

@@ -6,8 +6,8 @@ from appliance.kernels.packed_matmul.tiles import MatmulTile
 
 LEAST_NATIVE = 89  # compute capability from which tensor cores take e4m3
 
-# With FP8 activations nothing is widened, so a tile is all about reuse. Chosen from compiled code
-# alone, like those of packed_matmul.
+# With FP8 activations nothing is widened, so tiles are chosen for reuse, and like those of
+# packed_matmul from compiled code alone.
 _FEW = (MatmulTile(16, 16, 64, 4, 4), MatmulTile(64, 64, 64, 4, 4))
 FP8_TILES = {
     89: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3)),

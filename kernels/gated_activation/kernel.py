@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Keeps exp2 finite; a sigmoid this small is nothing beside the rounding of any result.
+# Keeps exp2 finite; a sigmoid this small is below the rounding of any result.
 EXPONENT_LIMIT: tl.constexpr = tl.constexpr(126.0)
 
 
@@ -15,9 +15,9 @@ def gated_activation_kernel(
     intermediate,
     stride,
     ACTIVATION: tl.constexpr,  # the value of an Activation, or "clamped_swiglu"
-    LIMIT: tl.constexpr,  # "clamped_swiglu", like the next
+    LIMIT: tl.constexpr,  # of "clamped_swiglu", like the next
     ALPHA: tl.constexpr,
-    RUN: tl.constexpr,  # so many columns of gate, then of up, in turns; 0: half a row each
+    RUN: tl.constexpr,  # columns of gate, then of up, in turns; 0: half a row each
     BLOCK: tl.constexpr,
 ):
     i_token = tl.program_id(0).to(tl.int64)

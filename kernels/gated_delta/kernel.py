@@ -1,4 +1,4 @@
-"""The gated delta rule on the GPU: a program holds a part of one head's state in registers."""
+"""The gated delta rule on the GPU: a program keeps a part of one head's state in registers."""
 
 import triton
 import triton.language as tl
@@ -36,7 +36,7 @@ def gated_delta_kernel(
     BLOCK_V: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Run the rows of one sequence in turn, for some values of one head."""
+    """Run the rows of one sequence one after another, for some values of one head."""
     i_span, i_head = tl.program_id(0), tl.program_id(1)
     o_key = tl.arange(0, KEY_PADDED)
     o_value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

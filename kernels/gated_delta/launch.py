@@ -27,7 +27,7 @@ def gated_delta(
     state: Tensor,
     spans: StateSpans,
 ) -> Tensor:
-    """See `reference.gated_delta`; grids follow from shapes, so that a graph can hold it."""
+    """See `reference.gated_delta`; grids follow from shapes, so a graph can capture it."""
     num_tokens, num_heads, value_dim = value.shape
     out = value.new_empty(num_tokens, num_heads, value_dim)
     if not num_tokens:

@@ -43,7 +43,7 @@ def gated_delta(
     shared = value.shape[1] // key.shape[1]
     query = _unit(query).repeat_interleave(shared, dim=1) * key.shape[2] ** -0.5
     key = _unit(key).repeat_interleave(shared, dim=1)
-    # Zeros behind a sequence's last row leave its state as it is.
+    # Zeros after a sequence's last row do not change its state.
     q, k, v = (spans.side_by_side(x).unsqueeze(-2) for x in (query, key, value))
     share, decay = (spans.side_by_side(x)[..., None, None] for x in (beta, log_decay))
     decay = decay.exp()

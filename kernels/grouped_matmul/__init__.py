@@ -1,1 +1,1 @@
-"""Multiplying each token by the weights of its experts: tokens sorted by expert, one launch."""
+"""Multiplies each token by the weights of its experts: tokens sorted by expert, one launch."""

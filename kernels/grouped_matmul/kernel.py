@@ -1,8 +1,8 @@
-"""Grouped matmul on the GPU: rows of x sorted by expert, each block of them by its expert's weight.
+"""Grouped matmul on the GPU: rows of x sorted by expert, each block times its expert's weight.
 
 A pair is a token with one of its experts: pair p belongs to token p // top_k. Grids are bounded by
-shapes alone and nothing is read back, so that a graph can hold all of it. Codes are widened as in
-`packed_matmul`, whose order of tiles this shares.
+shapes alone and nothing is read back, so a graph can capture all of it. Codes are widened as in
+`packed_matmul`, with the same order of tiles.
 """
 
 import triton
@@ -22,7 +22,7 @@ def count_kernel(
     num_pairs,
     CHUNK: tl.constexpr,
 ):
-    """One program per expert counts its pairs."""
+    """Count the pairs of one expert per program."""
     i_expert = tl.program_id(0)
     b_count = tl.zeros((CHUNK,), tl.int32)
     for start in tl.range(0, num_pairs, CHUNK, num_stages=1):
@@ -45,7 +45,7 @@ def sort_kernel(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per expert writes its pairs, in their order, into blocks of its own."""
+    """Write one expert's pairs per program, in order, into blocks of its own."""
     i_expert = tl.program_id(0)
     o_expert = tl.arange(0, EXPERTS)
     b_count = tl.load(counts_ptr + o_expert, mask=o_expert < num_experts, other=0)
@@ -103,7 +103,7 @@ def grouped_matmul_kernel(
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A block of one expert's pairs by some rows of its weight."""
+    """Multiply a block of one expert's pairs by some rows of its weight."""
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     i_expert = tl.load(experts_ptr + i_m)
     if i_expert < 0:
@@ -111,7 +111,7 @@ def grouped_matmul_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TILES_N: tl.constexpr = BLOCK_N // TILE_N
     ONES: tl.constexpr = PARAMS == "fp16_offset" or PARAMS == "fp32_offset"
-    # What is multiplied before a scale is applied: a group, or two that stand in one tile.
+    # Inputs multiplied before a scale is applied: a group, or the two of one tile.
     PART_K: tl.constexpr = BLOCK_K if GROUP == 0 else max(GROUP, TILE_K)
     STEP_K: tl.constexpr = TILE_K if TILEWISE else PART_K
     TILES_K: tl.constexpr = STEP_K // TILE_K
@@ -178,7 +178,7 @@ def grouped_matmul_kernel(
                         )  # fmt: skip
                         b_product = tl.dot(b_weight, b_x, b_product)
                         if ONES:
-                            # The sum of x, the same in each row.
+                            # The sum of x, the same in all rows.
                             b_ones = tl.full((BLOCK_N, STEP_K), 1.0, tl.float32).to(DTYPE)
                             b_sums = tl.dot(b_ones, b_x, b_sums)
                     if GROUP == 0:
@@ -217,7 +217,7 @@ def widened(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Weights (TILES_N * TILE_N, SIDE_K) of some words, without the scale of their group."""
+    """Return weights (TILES_N * TILE_N, SIDE_K) of some words, without the scale of their group."""
     b_one, b_other = None, None
     if PARAMS == "fp16_zero":
         b_one, b_other = zero_points(
@@ -241,7 +241,7 @@ def add_experts_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum what a token's experts say, weighted, in the order in which they were chosen."""
+    """Sum the weighted outputs of a token's experts, in the order in which they were chosen."""
     i_token = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_mask = o_column < width

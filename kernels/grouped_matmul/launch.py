@@ -1,4 +1,4 @@
-"""Launches the grouped matmul: sorts pairs by expert, chooses tiles, sets up bounded grids."""
+"""Launches the grouped matmul: sorts pairs by expert, chooses tiles, bounds grids."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class SortedPairs:
     """Pairs of tokens and experts in blocks of one expert each.
 
     Attributes:
-        pairs: (blocks * rows of a block,) int32; below 0: none.
-        experts: (blocks,) int32, of each block; below 0: none.
-        tile: that takes a block.
+        pairs: (blocks * rows of a block,) int32; negative is padding.
+        experts: (blocks,) int32, of each block; negative is padding.
+        tile: of the kernel that multiplies a block.
         num_pairs: without padding.
     """
 
@@ -62,8 +62,8 @@ class GroupedLinear:
     """The same linear of each expert, on the device.
 
     Attributes:
-        weight: tiles of all experts, or dense: their rows are multiples of TILE_N.
-        bias: float32, in the rows of tiles.
+        weight: tiles of all experts, or a dense weight whose experts' rows are multiples of TILE_N.
+        bias: float32, one per row of the tiles.
     """
 
     weight: TiledWeight | Tensor
@@ -120,7 +120,7 @@ class GroupedLinear:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMLPs:
-    """The MLPs that a router chooses from: down(act(gate(x)) * up(x)) of each."""
+    """The MLPs that a router chooses from, each down(act(gate(x)) * up(x))."""
 
     num_experts: int
     inner: GroupedLinear
@@ -134,7 +134,7 @@ class ExpertMLPs:
         return self.inner.nbytes + self.down.nbytes
 
     def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Sum what the chosen experts say; no host waits for it, and a graph can hold it.
+        """Sum the chosen experts' outputs without waiting for the device; a graph can capture it.
 
         Args:
             hidden: (num_tokens, hidden_size).
@@ -169,7 +169,7 @@ class ExpertMLPs:
 
 
 def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
-    """Sort pairs (num_tokens, top_k) int64 of a router's choice by expert."""
+    """Sort a router's choice, (num_tokens, top_k) int64, by expert."""
     num_pairs = ids.numel()
     tile = choose_tile(num_pairs, num_experts)
     blocks = most_blocks(num_pairs, num_experts, tile.block_m)
@@ -198,7 +198,7 @@ def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
 
 
 def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs | None:
-    """Lay experts out for the GPU kernels; None if their weights have no form there.
+    """Lay experts out for the GPU kernels; return None if their weights have no form there.
 
     Raises:
         UnsupportedModelError: no kernel covers the GPU.

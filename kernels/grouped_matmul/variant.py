@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 CHUNK = 256  # pairs that a program of the sort looks at together
 DENSE_BLOCK_K = 64
-# Of what `constexprs_of` says, the part that this kernel has.
+# The arguments of `constexprs_of` that this kernel has.
 _SHARED = (
     *("CODES", "AXES", "WORDS", "TILE_K", "PARAMS", "GROUP", "SCALES"),
     *("EVEN_K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "TILEWISE", "STAGES", "ASM"),
 )
 
 
-# By the pairs of one expert, as many as a program takes; none has been timed on a GPU yet.
+# By an expert's pairs in a block; none has been timed on a GPU yet.
 TILES = (
     MatmulTile(8, 8, 64, 2, 4),
     MatmulTile(16, 16, 64, 2, 4),
@@ -33,7 +33,7 @@ TILES = (
 
 @lru_cache(maxsize=1024)
 def choose_tile(num_pairs: int, num_experts: int) -> MatmulTile:
-    """Choose by the pairs of an expert on average: shapes alone decide."""
+    """Choose by an expert's average number of pairs, which shapes alone decide."""
     average = -(-num_pairs // num_experts)
     return next((tile for tile in TILES if average <= tile.max_rows), TILES[-1])
 

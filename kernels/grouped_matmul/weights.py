@@ -1,4 +1,4 @@
-"""The weights of one layer's experts, stacked for one launch; in torch only."""
+"""Stacks the weights of one layer's experts for one launch; in torch only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """All MLPs of one layer that a router chooses from.
+    """All MLPs that a layer's router chooses from.
 
     Attributes:
         inner: from hidden to gate and up side by side, or to up alone.
@@ -62,10 +62,10 @@ class StackedExperts:
 
 
 def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:
-    """Lay a stack out for the kernel; None if it has no form there.
+    """Lay a stack out for the kernel; return None if it has no form there.
 
-    FP8 is multiplied with activations as they come. What is not packed for a GPU becomes dense in
-    their dtype, and so does everything in float32, which is for checking.
+    FP8 weights keep the activations' own type. A weight that is not packed for a GPU becomes dense
+    in that type, and so does every weight in float32, which is for checks.
 
     Raises:
         UnsupportedModelError: see `tile_fp4`.

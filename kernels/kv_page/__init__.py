@@ -1,1 +1,1 @@
-"""A page: the keys and values of 32 tokens and one KV head, as the GPU kernels hold them."""
+"""A page: the keys and values of 32 tokens of one KV head, as the GPU kernels store them."""

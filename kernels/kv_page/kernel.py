@@ -1,7 +1,7 @@
-"""Pages on the GPU: from words of codes to a tile of halves in registers.
+"""Pages on the GPU: widens words of codes to a tile of halves in registers.
 
-`ASM` chooses between PTX and a twin of plain operations with the same results, which Triton's
-interpreter can execute.
+`ASM` chooses between PTX and a twin in plain operations with the same results, which Triton's
+interpreter runs.
 """
 
 import triton
@@ -23,7 +23,7 @@ _ROW_AXES: tl.constexpr = tl.constexpr(layout.PROBABILITY_AXES)
 
 @triton.jit
 def int8_halves(b_word, ASM: tl.constexpr):
-    """Four biased bytes of a word, as float16."""
+    """Return the four biased bytes of a word as float16."""
     if ASM == "none":
         return (
             ((b_word & 0xFF) - 128).to(tl.float16),
@@ -39,14 +39,14 @@ def int8_halves(b_word, ASM: tl.constexpr):
 
 @triton.jit
 def e4m3_half(b_byte):
-    """One E4M3 code as float16, times 2^-8."""
+    """Return one E4M3 code as float16, times 2^-8."""
     b_bits = ((b_byte & 0x80) << 8) | ((b_byte & 0x7F) << 7)
     return b_bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def fp8_halves(b_word, ASM: tl.constexpr):
-    """Four E4M3 codes of a word, as float16; times 2^-8 unless ASM is "fp8"."""
+    """Return the four E4M3 codes of a word as float16; times 2^-8 unless ASM is "fp8"."""
     if ASM == "none":
         return (
             e4m3_half(b_word & 0xFF),
@@ -67,7 +67,7 @@ def fp8_halves(b_word, ASM: tl.constexpr):
 
 @triton.jit
 def int4_halves(b_word, ASM: tl.constexpr):
-    """Eight nibbles of a word, each minus 8, as float16; in the order of `CodeOrder.part`."""
+    """Return the eight nibbles of a word less 8 as float16, in the order of `CodeOrder.part`."""
     if ASM == "none":
         return (
             ((b_word & 0xF) - 8).to(tl.float16),
@@ -111,10 +111,10 @@ def codes_tile(
     KEYS: tl.constexpr,  # else values
     HEAD_DIM_PADDED: tl.constexpr,
 ):
-    """The codes as float16, with no move between lanes.
+    """Return the codes as float16, with no move between lanes.
 
-    Keys are (HEAD_DIM_PADDED, 32) with rows as `key_dims` says; values (32, HEAD_DIM_PADDED) with
-    rows as `as_value_rows` brings the probabilities.
+    Keys are (HEAD_DIM_PADDED, 32) with rows in the order of `key_dims`; values (32,
+    HEAD_DIM_PADDED) with rows in the order of `as_value_rows`.
     """
     if CODES == "int4" or CODES == "sealed":
         a, b, c, d, e, f, g, h = int4_halves(b_word, ASM)
@@ -139,7 +139,7 @@ def codes_tile(
 
 @triton.jit
 def as_value_rows(b_weight):
-    """Columns of probabilities (rows, 32) in the order of the values' rows."""
+    """Reorder columns of probabilities (rows, 32) as the rows of the values' tile."""
     ROWS: tl.constexpr = b_weight.shape[0]
     b_weight = tl.reshape(b_weight, (ROWS, 2, 2, 2, 2, 2))
     b_weight = tl.permute(
@@ -156,11 +156,11 @@ def as_value_rows(b_weight):
 
 @triton.jit
 def key_dims(o_row):
-    """The dimension that stands in a row of the keys' tile: `layout.ROW_DIMS`."""
+    """Return the dimension in a row of the keys' tile: `layout.ROW_DIMS`."""
     return (o_row & ~28) | ((o_row & 16) >> 2) | ((o_row & 12) << 1)
 
 
 @triton.jit
 def scale_of(b_word):
-    """The lower half of a word of a record, a float16."""
+    """Return the lower half of a record's word, a float16."""
     return (b_word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -1,12 +1,12 @@
 """The layout of a quantized page, as data that the writer, the readers and a test share.
 
 A page holds 32 tokens of one KV head: key codes, value codes, then a record of scales. The codes
-stand in the order of the fragments that the tensor cores take (`mma.m16n8k16`, four elements of
-the summed dimension per thread): a warp that reads a page front to back, 16 bytes per thread, has
-every code in the register where it is multiplied, so no code crosses lanes or shared memory.
+stand in fragment order of the tensor cores (`mma.m16n8k16`, four elements of the summed dimension
+per thread): a warp that reads a page front to back, 16 bytes per thread, has every code in the
+register where it is multiplied, so no code crosses lanes or shared memory.
 
 The order is written as names of index bits: "t3" is bit 3 of the token's place in the page, "d0"
-the lowest bit of the dimension. No two tokens share a byte, so tokens may be written at once.
+the lowest bit of the dimension. No two tokens share a byte, so tokens may be written concurrently.
 Imports neither torch nor triton.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 PAGE_TOKENS = 32
 ALIGNMENT = 16  # bytes; every part of a page begins at a multiple of it
-LOW_BITS = 5  # of d: those beyond come first in a page
+LOW_BITS = 5  # of d; higher bits are the outermost index of a page
 DIM_STEP = 1 << LOW_BITS  # a page holds a multiple of this many dimensions
 
 
@@ -25,15 +25,15 @@ class CodeOrder:
     """The order of one page's key or value codes.
 
     Attributes:
-        bits: of a code, 8 or 4.
+        bits: in a code, 8 or 4.
         word: bits of the index of a 32-bit word, most significant first. The bits of d that are
-            not named here or in `part` stand before them, so a shorter head is a shorter page.
+            not named here or in `part` precede them, so a shorter head has a shorter page.
         part: bits of the index of a code among those that `dequantize` makes of a word, least
             significant first. With 8 bits that is the byte. With 4 bits it is the byte's upper
             bit, the nibble, the byte's lower bit: the codes of a register pair are 16 bits apart.
         rows: bits of the row of the tile that is multiplied, most significant first; the rows are
-            what a product sums over. Again without the bits of d beyond `LOW_BITS`.
-        columns: bits of its column.
+            summed by the product. Without the bits of d beyond `LOW_BITS`, too.
+        columns: bits of the column of the tile.
     """
 
     bits: int
@@ -44,21 +44,21 @@ class CodeOrder:
 
     @property
     def byte(self) -> tuple[str, ...]:
-        """Bits of the byte's address, least significant first, d beyond `LOW_BITS` left out."""
+        """Bits of the byte's address, lowest first, without those of d beyond `LOW_BITS`."""
         low = self.part if self.bits == 8 else (self.part[2], self.part[0])
         return (*low, *reversed(self.word))
 
     @property
     def nibble(self) -> str | None:
-        """The bit that chooses a byte's upper nibble, of two dimensions of one token."""
+        """The bit that chooses the upper nibble of a byte: one of two dimensions of a token."""
         return self.part[1] if self.bits == 4 else None
 
     @property
     def axes(self) -> tuple[int, ...]:
         """The permutation of a page's codes into the tile's order.
 
-        Before it the codes have an axis for the dimensions beyond `LOW_BITS`, and one of length 2
-        for each bit of `word` and then of `part`.
+        It takes an axis for the dimensions beyond `LOW_BITS`, then one of length 2 for each bit of
+        `word` and of `part`.
         """
         axes = ("high", *self.word, *self.part)
         tile = (*_with_high(self.rows), *_with_high(self.columns))
@@ -82,10 +82,10 @@ def _with_high(names: tuple[str, ...]) -> tuple[str, ...]:
 
 _TOKENS = ("t4", "t3", "t2", "t1", "t0")
 _DIMS = ("d4", "d3", "d2", "d1", "d0")
-# A thread loads 8 neighbours of a query, and takes them as two times 4 rows of the keys' tile.
+# A thread loads 8 neighbours of a query and uses them as twice 4 rows of the keys' tile.
 ROW_DIMS = ("d2", "d4", "d3", "d1", "d0")
-# A thread has the probabilities of columns 2i, 2i + 1 and 8 more; as rows of the second product it
-# takes four neighbours. So rows 4i .. 4i + 3 of the values' tile are those four tokens.
+# A thread has the probabilities of columns 2i, 2i + 1, 2i + 8 and 2i + 9; as rows of the second
+# product it needs four neighbours. So rows 4i .. 4i + 3 of the values' tile are those four tokens.
 ROW_TOKENS = ("t4", "t2", "t1", "t3", "t0")
 
 KEYS = {
@@ -120,12 +120,12 @@ VALUES = {
         columns=_DIMS,
     ),
 }
-# (rows, tokens as bits) of the probabilities into the order of the values' rows.
+# Permutes the probabilities, (rows, tokens as bits), into the order of the values' rows.
 PROBABILITY_AXES = (0, *(1 + _TOKENS.index(name) for name in ROW_TOKENS))
 
 
-# Bits of a code, or of an element where pages hold the elements themselves: of keys, and of values
-# where they have others.
+# Bits of a code of keys, or of an element where pages hold elements; VALUE_BITS has the formats
+# whose values differ.
 ELEMENT_BITS = {
     "fp32": 32,
     "fp16": 16,
@@ -137,49 +137,49 @@ ELEMENT_BITS = {
     "k8v4": 8,
 }
 VALUE_BITS = {"k8v4": 4}
-# Bytes of a token's scales: of key and value; or scale and offset of the key, then of the value,
-# which stand PAGE_TOKENS words apart; of the value alone; of the value, then all scales of keys.
-# All are float16.
+# Bytes of a token's float16 record. int8: scales of key and value. int4: scale and offset of the
+# key, then of the value, PAGE_TOKENS words apart. int4-sealed: scale and offset of the value.
+# k8v4: the same, then all scales of keys.
 RECORD_BYTES = {"int8": 4, "int4": 8, "int4-sealed": 4, "k8v4": 6}
 
 
 def value_bits(kv_format: str) -> int:
-    """Bits of a value's code or element."""
+    """Return the bits of a value's code or element."""
     return VALUE_BITS.get(kv_format, ELEMENT_BITS[kv_format])
 
 
 def stored_dims(kv_format: str, head_dim: int) -> int:
-    """Dimensions that a page holds: codes come in steps."""
+    """Return the dimensions in a page: codes come in steps of `DIM_STEP`."""
     if ELEMENT_BITS[kv_format] > 8:
         return head_dim
     return -(-head_dim // DIM_STEP) * DIM_STEP
 
 
 def value_offset(kv_format: str, head_dim: int) -> int:
-    """Offset of the values in a page, in bytes."""
+    """Return the offset of the values in a page, in bytes."""
     return PAGE_TOKENS * stored_dims(kv_format, head_dim) * ELEMENT_BITS[kv_format] // 8
 
 
 def record_offset(kv_format: str, head_dim: int) -> int:
-    """Offset of the scales in a page, in bytes."""
+    """Return the offset of the scales in a page, in bytes."""
     values = PAGE_TOKENS * stored_dims(kv_format, head_dim) * value_bits(kv_format) // 8
     return value_offset(kv_format, head_dim) + values
 
 
 def page_bytes(kv_format: str, head_dim: int) -> int:
     records = PAGE_TOKENS * RECORD_BYTES.get(kv_format, 0)
-    # A sealed page's keys have their scales by dimension, then as many offsets, both in the order
-    # of the tile's rows.
+    # Keys of a sealed page have a scale per dimension, then an offset per dimension, both in the
+    # order of the tile's rows.
     channels = 4 * stored_dims(kv_format, head_dim) if kv_format == "int4-sealed" else 0
     return record_offset(kv_format, head_dim) + records + channels
 
 
 def channel_offset(head_dim: int) -> int:
-    """Offset of the keys' scales in a sealed page, in bytes; their offsets follow."""
+    """Return the offset of the keys' scales in a sealed page, in bytes; their offsets follow."""
     return record_offset("int4-sealed", head_dim) + PAGE_TOKENS * RECORD_BYTES["int4-sealed"]
 
 
 def key_dim(row: int) -> int:
-    """The dimension that stands in a row of the keys' tile."""
+    """Return the dimension in a row of the keys' tile."""
     low = sum((row >> LOW_BITS - 1 - i & 1) << int(name[1:]) for i, name in enumerate(ROW_DIMS))
     return low + row // DIM_STEP * DIM_STEP

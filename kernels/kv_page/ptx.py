@@ -1,7 +1,7 @@
-"""The machine's way from a word of codes to halves, as PTX; each has a twin in `kernel.py`.
+"""Widens a word of codes to halves, as PTX; each text has a twin in `kernel.py`.
 
-A test executes these texts, over all codes. $0, $1, ... are
-the results, two to a register, and the last operand is the word.
+A test executes these texts over all codes. $0, $1, ... are the results, two to a register; the last
+operand is the word.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ mov.b32 {$6, $7}, b;
 }
 """
 
-# E4M3 bytes to float16 by the instruction that capability 8.9 brought.
+# E4M3 bytes to float16 by the instruction of compute capability 8.9 and later.
 FP8 = """
 {
 .reg .b16 lo, hi;
@@ -57,7 +57,7 @@ mov.b32 {$2, $3}, b;
 }
 """
 
-# E4M3 bytes to float16 by their bits: the value times 2^-8, for the exponents' bias differs by 8.
+# E4M3 bytes to float16 by their bits: the value times 2^-8, as the exponent biases differ by 8.
 FP8_BITS = """
 {
 .reg .b32 lo, hi, zero, s;

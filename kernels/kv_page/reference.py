@@ -1,4 +1,4 @@
-"""Pages as they are defined, in torch: slow, obviously right, and exact to the bit."""
+"""Pages by definition, in torch: slow, obviously right, and exact to the bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_pages(
 def _dequantize(
     codes: list[Tensor], record: Tensor, kv_format: str, head_scales: Tensor | None
 ) -> list[Tensor]:
-    """Codes (num_blocks, num_kv_heads, 32, head_dim) uint8 of keys and values to float64."""
+    """Dequantize codes of keys and values, (num_blocks, num_kv_heads, 32, head_dim) uint8."""
     if kv_format == "fp8":
         assert head_scales is not None
         return [
@@ -85,7 +85,7 @@ def _dequantize(
 
 
 def _dequantize_sealed(codes: list[Tensor], halves: Tensor) -> list[Tensor]:
-    """As above; halves (num_blocks, num_kv_heads, n) float64 are the record and the channels."""
+    """Do the same; halves (num_blocks, num_kv_heads, n) float64 are the record and the channels."""
     head_dim = codes[0].shape[-1]
     by_token = halves[..., : 2 * PAGE_TOKENS].unflatten(-1, (PAGE_TOKENS, 2))
     by_row = halves[..., 2 * PAGE_TOKENS :].unflatten(-1, (2, -1))
@@ -111,7 +111,7 @@ def pack(codes: Tensor, order: CodeOrder) -> Tensor:
 
 
 def unpack(part: Tensor, order: CodeOrder, head_dim: int) -> Tensor:
-    """Codes of keys or values: (..., bytes) uint8 -> (..., 32, head_dim) uint8."""
+    """Unpack codes of keys or values: (..., bytes) uint8 -> (..., 32, head_dim) uint8."""
     address, nibble = (x.to(part.device) for x in addresses(order, head_dim))
     found = part[..., address]
     return found if order.bits == 8 else found >> (nibble * 4) & 0xF
@@ -141,7 +141,7 @@ def write_rows(
         key: (num_tokens, num_kv_heads, head_dim), rotated already if the format asks for it.
         value: same shape.
         head_scales: (2, num_kv_heads) float32; FP8 only.
-        slot_mapping: (num_tokens,) int64; negative is nowhere.
+        slot_mapping: (num_tokens,) int64; a row with a negative slot is not written.
     """
     assert kv_format not in ("int4-sealed", "k8v4"), "rows go to open blocks"
     written = slot_mapping >= 0
@@ -176,7 +176,7 @@ def write_rows(
 
 
 def _put(pages: Tensor, block: Tensor, place: Tensor, row: Tensor) -> None:
-    """Rows (num_tokens, num_kv_heads, n) uint8 to bytes `place` (num_tokens, n) of their pages."""
+    """Write rows (num_tokens, num_kv_heads, n) uint8 to bytes `place` (num_tokens, n) of pages."""
     heads = torch.arange(row.shape[1], device=row.device)
     pages[block.view(-1, 1, 1), heads.view(1, -1, 1), place.unsqueeze(1)] = row
 
@@ -205,13 +205,13 @@ def _put_codes(
 
 
 def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """E4M3 codes of x / scale, saturated; uint8."""
+    """Return E4M3 codes of x / scale, saturated, as uint8."""
     scaled = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale per row: codes + 128 (..., head_dim) uint8 and scales (...,) float16.
+    """Quantize with one scale per row: codes + 128 (..., head_dim) uint8, scales (...,) float16.
 
     Codes are computed from the stored scale. A row too small for a float16 scale has codes 0.
     """
@@ -224,7 +224,7 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One scale and offset per row: x is about (code - 8) * scale + offset.
+    """Quantize with one scale and offset per row: x is about (code - 8) * scale + offset.
 
     Codes are computed from the stored, rounded scale and offset.
     """
@@ -238,12 +238,12 @@ def quantize_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def hadamard_size(head_dim: int) -> int:
-    """Return the elements of a part of a head that is transformed alone: a power of two."""
+    """Return the elements of a head that are transformed together: a power of two."""
     return head_dim & -head_dim
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """The normalized Walsh-Hadamard transform of each part of a head: (..., head_dim) float32.
+    """Return the normalized Walsh-Hadamard transform of each part: (..., head_dim) float32.
 
     It spreads outliers over a head; q . k stays the same if both are transformed.
     """

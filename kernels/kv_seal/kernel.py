@@ -1,4 +1,4 @@
-"""Sealing on the GPU: one program quantizes the 32 tokens of one KV head anew."""
+"""Sealing on the GPU: one program requantizes the 32 tokens of one KV head."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ PAGE: tl.constexpr = tl.constexpr(layout.PAGE_TOKENS)
 
 @triton.jit
 def int4_scales(b_lowest, b_highest):
-    """Scale and offset, float16, of what lies between two bounds."""
+    """Return float16 scale and offset of values between two bounds."""
     b_scale = tl.div_rn(b_highest - b_lowest, 15.0 + tl.zeros_like(b_lowest))
     b_scale = tl.minimum(tl.maximum(b_scale, SMALLEST_SCALE), FLOAT16_MAX).to(tl.float16)
     b_offset = b_lowest + 8.0 * b_scale.to(tl.float32)
@@ -38,7 +38,7 @@ def int4_codes(b_x, b_scale, b_offset):
 
 @triton.jit
 def open_values(pages_ptr, halves_ptr, base, IS_VALUE: tl.constexpr, HEAD_DIM_STORED, b_in):
-    """An open block's keys or values, (32, dims) float32."""
+    """Return an open block's keys or values, (32, dims) float32."""
     o_token = tl.arange(0, PAGE)
     o_dim = tl.arange(0, b_in.shape[0])
     o_byte = code_byte(
@@ -56,7 +56,7 @@ def open_values(pages_ptr, halves_ptr, base, IS_VALUE: tl.constexpr, HEAD_DIM_ST
 def store_nibbles(
     pages_ptr, base, b_code, SOURCES: tl.constexpr, PAIR: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Codes (32, dims) into the bytes from `base` on."""
+    """Store codes (32, dims) in the bytes from `base` on."""
     DIMS: tl.constexpr = b_code.shape[1]
     b_code = tl.reshape(b_code, (PAGE, DIMS // (2 * PAIR), 2, PAIR))
     b_low, b_high = tl.split(tl.permute(b_code, 0, 1, 3, 2))
@@ -74,7 +74,7 @@ def seal_kernel(
     closed_halves_ptr,  # the same memory as float16
     open_ptr,  # (num_open, num_kv_heads, page) uint8
     open_halves_ptr,
-    moves_ptr,  # (num_moves, 2) int64: open block, block; a negative one is nothing to do
+    moves_ptr,  # (num_moves, 2) int64: open block, block; a negative one is padding
     num_kv_heads,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -98,7 +98,7 @@ def seal_kernel(
     b_code = tl.where(b_in[None, :], int4_codes(b_key, b_scale[None, :], b_offset[None, :]), 0)
     store_nibbles(closed_ptr, target, b_code, _KEY_BITS_4, _KEY_PAIR, HEAD_DIM)
     record = (target + PAGE * HEAD_DIM_STORED) // 2  # in halves
-    # The row of the keys' tile that a dimension stands in: the inverse of `key_dims`.
+    # The row of a dimension in the keys' tile: the inverse of `key_dims`.
     o_row = (o_dim & ~28) | ((o_dim & 4) << 2) | ((o_dim & 24) >> 1)
     p_channel = closed_halves_ptr + record + 2 * PAGE + o_row
     tl.store(p_channel, b_scale, mask=b_in)

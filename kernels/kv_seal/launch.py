@@ -18,10 +18,10 @@ NUM_WARPS = 4
 
 
 def seal(cache: SealedBlocks, moves: Tensor) -> None:
-    """Quantize full open blocks into blocks, in place; see `reference.seal`.
+    """Quantize full open blocks into their blocks, in place; see `reference.seal`.
 
     Args:
-        moves: (num_moves, 2) int64, open block and block; a negative open block only fills up.
+        moves: (num_moves, 2) int64, open block and block; a negative open block is padding.
     """
     if not len(moves):
         return

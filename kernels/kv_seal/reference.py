@@ -1,4 +1,4 @@
-"""Sealing as it is defined: dequantize, quantize anew, pack."""
+"""Sealing by definition: dequantize, requantize, pack."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def seal_moves(cache: SealedBlocks, moves: Tensor) -> None:
-    """Seal open blocks, (n, 2) int64 open block and block; a negative one only fills up."""
+    """Seal moves, (n, 2) int64: open block and block; a negative open block is padding."""
     opened, blocks = moves[moves[:, 0] >= 0].unbind(1)
     seal(cache, opened.tolist(), blocks.tolist())
 
 
 def seal(cache: SealedBlocks, slots: list[int], blocks: list[int]) -> None:
-    """Quantize full open blocks into blocks, in place; the open ones are left as they are.
+    """Quantize full open blocks into blocks, in place; the open blocks keep their content.
 
     Args:
         slots: open blocks, all 32 tokens written.
@@ -58,7 +58,7 @@ def seal(cache: SealedBlocks, slots: list[int], blocks: list[int]) -> None:
         cache.closed.pages[blocks] = pages
         return
     channels = channel_offset(head_dim)
-    # By channel: the rows that share a scale are the tokens of one dimension.
+    # By channel: the tokens of one dimension share a scale.
     key_codes, key_scales, key_offsets = quantize_int4(keys.transpose(2, 3))
     pages[..., :start] = pack(key_codes.transpose(2, 3), KEYS[4])
     stored = stored_dims(form, head_dim)

@@ -1,4 +1,4 @@
-"""The norms of query and key heads that some models have. Imports nothing of ours."""
+"""The weights of query and key norms, of models that have them. Imports nothing of ours."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ INT8_MAX: tl.constexpr = tl.constexpr(127.0)
 FLOAT16_MAX: tl.constexpr = tl.constexpr(65504.0)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-24)
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
-# Added and taken away again, it rounds a small float32 to the nearest integer, halves to even.
+# Adding and subtracting it rounds a small float32 to the nearest integer, halves to even.
 ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23
-# The same, but to multiples of 2^-9, the smallest E4M3: its last bits then are the code.
+# The same to multiples of 2^-9, the smallest E4M3: the sum's last bits are the code.
 E4M3_ROUNDER: tl.constexpr = tl.constexpr(16384.0)
 PAGE: tl.constexpr = tl.constexpr(layout.PAGE_TOKENS)
 
 
 def _sources(order):
-    """The sources of the bits of a byte's address: n is bit n of the token, 8 + n of d."""
+    """Return the sources of the bits of a byte's address: n is bit n of the token, 8 + n of d."""
     return tuple(int(name[1:]) + 8 * (name[0] == "d") for name in order.byte)
 
 
@@ -25,14 +25,14 @@ _KEY_BITS_8: tl.constexpr = tl.constexpr(_sources(layout.KEYS[8]))
 _VALUE_BITS_8: tl.constexpr = tl.constexpr(_sources(layout.VALUES[8]))
 _KEY_BITS_4: tl.constexpr = tl.constexpr(_sources(layout.KEYS[4]))
 _VALUE_BITS_4: tl.constexpr = tl.constexpr(_sources(layout.VALUES[4]))
-# Neighbours in a byte are so many dimensions apart.
+# Dimensions between the two codes of a byte.
 _KEY_PAIR: tl.constexpr = tl.constexpr(1 << int(layout.KEYS[4].nibble[1:]))
 _VALUE_PAIR: tl.constexpr = tl.constexpr(1 << int(layout.VALUES[4].nibble[1:]))
 
 
 @triton.jit
 def code_byte(o_dim, token, SOURCES: tl.constexpr, COUNT: tl.constexpr):
-    """The byte among a page's codes that holds a dimension of a token: `CodeOrder.address`."""
+    """Return the byte of a page's codes with a dimension of a token: `CodeOrder.address`."""
     address = (o_dim >> 5) << COUNT
     for place in tl.static_range(COUNT):
         if SOURCES[place] < 8:
@@ -49,7 +49,7 @@ def round_even(x):
 
 @triton.jit
 def e4m3_code(x):
-    """The nearest E4M3 code, saturated; in integers, so that it is the same on every GPU."""
+    """Return the nearest E4M3 code, saturated; in integers, so every GPU gives the same."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     b_size = tl.minimum(tl.abs(x), E4M3_MAX)
@@ -61,7 +61,7 @@ def e4m3_code(x):
 
 @triton.jit
 def hadamard(b_x, SIZE: tl.constexpr):
-    """The normalized transform of each SIZE neighbours of (heads, dims)."""
+    """Return the normalized transform of each SIZE neighbours of (heads, dims)."""
     HEADS: tl.constexpr = b_x.shape[0]
     DIMS: tl.constexpr = b_x.shape[1]
     for stage in tl.static_range(SIZE.bit_length() - 1):
@@ -82,14 +82,14 @@ def prepare(
     p_mean,  # (BLOCK_HEADS, 1), where each head's mean begins
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
-    HALF: tl.constexpr,  # of the rotated dimensions; 0 is no RoPE
+    HALF: tl.constexpr,  # half of the rotated dimensions; 0 without RoPE
     HAS_NORM: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    HADAMARD: tl.constexpr,  # size; 0 is none
+    HADAMARD: tl.constexpr,  # size; 0 without one
 ):
-    """Heads after norm, RoPE, less their mean, and Hadamard transform.
+    """Return heads after norm, RoPE, subtraction of their mean and Hadamard transform.
 
-    Rounded to their dtype after each.
+    They are rounded to their dtype after each step.
     """
     DTYPE: tl.constexpr = p_head.dtype.element_ty
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
@@ -128,7 +128,7 @@ def write_heads(
     pages_ptr,
     halves_ptr,
     head_scales_ptr,
-    b_page,  # (BLOCK_HEADS,) int64, which page
+    b_page,  # (BLOCK_HEADS,) int64, number of the page
     token,
     b_head,
     b_valid,
@@ -138,7 +138,7 @@ def write_heads(
     HEAD_DIM_STORED: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,  # or bytes
 ):
-    """Quantize one token's keys or values and put them into its slot."""
+    """Quantize one token's keys or values and store them in its slot."""
     DIMS: tl.constexpr = b_x.shape[1]
     HEADS: tl.constexpr = b_x.shape[0]
     o_dim = tl.arange(0, DIMS)
@@ -149,7 +149,7 @@ def write_heads(
         if KV_FORMAT == "int8":
             b_scale = tl.div_rn(tl.max(tl.abs(b_x), 1), INT8_MAX)
             b_scale = tl.minimum(b_scale, FLOAT16_MAX).to(tl.float16)
-            # Codes are made with the scale as it is stored; too small a row has codes 0.
+            # Codes use the stored scale; a row too small for one has codes 0.
             b_divisor = b_scale.to(tl.float32)
             b_divisor = tl.where(b_divisor > 0.0, b_divisor, float("inf"))[:, None]
             b_code = round_even(tl.div_rn(b_x, b_divisor))
@@ -179,7 +179,7 @@ def write_heads(
             b_record += 2 * PAGE
         tl.store(halves_ptr + b_record, b_scale, mask=b_valid)
         tl.store(halves_ptr + b_record + 1, b_offset, mask=b_valid)
-        # Dimensions that no head has are 0, as the allocation left them.
+        # Padding dimensions stay 0, as allocated.
         b_code = tl.where(b_in[None, :], b_code, 0)
         PAIR: tl.constexpr = _VALUE_PAIR if IS_VALUE else _KEY_PAIR
         b_code = tl.reshape(b_code, (HEADS, DIMS // (2 * PAIR), 2, PAIR))
@@ -214,7 +214,7 @@ def kv_write_kernel(
     query_norm_ptr,  # (head_dim,) float32, or None
     key_norm_ptr,
     key_mean_ptr,  # (num_kv_heads, head_dim) float32, or None
-    slot_mapping_ptr,  # (num_tokens,) int64, negative is nowhere
+    slot_mapping_ptr,  # (num_tokens,) int64; rows with a negative slot are not written
     query_stride,
     key_stride,
     value_stride,

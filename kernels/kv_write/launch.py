@@ -33,7 +33,7 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor
         value: same shape and dtype.
         cache: the pages of one layer.
         slot_mapping: (num_tokens,) int64, block * block_size + offset; no slot twice, and a
-            negative one is nowhere.
+            row with a negative slot is not written.
 
     Raises:
         UnsupportedModelError: no kernel covers the dtype.
@@ -49,7 +49,7 @@ def rotate_and_write(
     slot_mapping: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Norm, RoPE and Hadamard transform of queries and keys, and the write of keys and values.
+    """Apply norm, RoPE and Hadamard transform to queries and keys, and write keys and values.
 
     In one launch; see `reference.rotate_and_write_with` for the arguments.
 
@@ -89,7 +89,7 @@ def _launch(
     for rows in filter(lambda rows: rows is not None, (query, key, value)):
         assert rows is not None
         assert rows[0].is_contiguous(), rows.stride()
-    # `write_kv` is given keys that have none any more.
+    # The keys of `write_kv` have no mean any more.
     mean = None if angles is None else cache.key_mean
     fixed = constexprs(
         cache.format,
@@ -162,7 +162,7 @@ def constexprs(
     Args:
         half: half of the rotated dimensions; 0 leaves RoPE out, and the Hadamard transform too.
         has_norm: query and key heads are normed.
-        has_mean: a mean is subtracted from the keys.
+        has_mean: the keys have a mean to subtract.
         has_query: there are queries.
     """
     padded = max(DIM_STEP, _power_of_two(head_dim))

@@ -1,4 +1,4 @@
-"""KV write as it is defined: cast or quantize each row, then put it into its slot."""
+"""KV write by definition: cast or quantize each row, then store it in its slot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor
         value: same shape and dtype.
         cache: the blocks of one layer.
         slot_mapping: (num_tokens,) int64, block * block_size + offset; no slot twice. In pages,
-            a negative one is nowhere.
+            a row with a negative slot is not written.
     """
     if isinstance(cache, KVPages):
         write_rows(cache.pages, cache.format.value, key, value, cache.head_scales, slot_mapping)
@@ -86,8 +86,9 @@ def rotate_and_write_with(
     ) -> Tensor:
         """Bring a step's queries and keys into their final form, and write keys and values.
 
-        In this order: norm of each query and key head, RoPE, the cache's mean off the keys, and
-        if its format asks for it the Hadamard transform, each rounded to the dtype of qkv.
+        Each query and key head is normed and rotated; the cache's mean is subtracted from the keys;
+        and the Hadamard transform follows if the format asks for it. Each step rounds to the dtype
+        of qkv.
 
         Args:
             qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values.

@@ -1,4 +1,4 @@
-"""Latent attention (arXiv 2405.04434) as it is defined, with queries in the latents' space."""
+"""Latent attention (arXiv 2405.04434) by definition, with queries in the space of the latents."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def latent_attention(
     A token's latent is stored in two halves, in place of a KV head's key and value.
 
     Args:
-        query: (num_tokens, num_heads, width), of the width of a cached token.
+        query: (num_tokens, num_heads, width), as wide as a cached token.
         cache: blocks of this layer, with this step's tokens written.
         scale: multiplies q . k.
-        latent: elements of a token that are summed; the rest is for scores only.
+        latent: elements of a token that are summed; the others only score.
 
     Returns:
         (num_tokens, num_heads, latent), dtype of query.

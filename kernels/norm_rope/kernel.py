@@ -1,4 +1,4 @@
-"""RMS norm on the GPU: one program norms some rows, after adding a residual if there is one."""
+"""RMS norm on the GPU: one program norms some rows, after adding the residual if there is one."""
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ def rms_norm_kernel(
     if HAS_RESIDUAL:
         p_residual = residual_ptr + o_row[:, None] * residual_stride + o_dim[None, :]
         b_wide += tl.load(p_residual, mask=b_mask, other=0.0).to(tl.float32)
-        # The sum is rounded to its dtype before the norm, as it will be read by the next layer.
+        # The norm sees the sum rounded to its dtype, as the next layer does.
         b_total = b_wide.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + b_output, b_total, mask=b_mask)
         b_wide = b_total.to(tl.float32)

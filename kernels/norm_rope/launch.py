@@ -63,7 +63,7 @@ def add_rms_norm(
 
 
 def check_supported(dim: int, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModelError with the supported values if no kernel covers this."""
+    """Raise UnsupportedModelError with the supported values if no kernel covers these."""
     if dtype not in FLOAT_DTYPES:
         what, supported = f"activation dtype {dtype}", ", ".join(map(str, FLOAT_DTYPES))
     elif dim > MAX_DIM:

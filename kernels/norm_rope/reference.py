@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding as they are defined, in float32."""
+"""RMS norm and rotary embedding by definition, in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """X / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     Args:
         x: (..., dim).
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to its dtype before the norm."""
+    """Return rms_norm(x + residual) and the sum, rounded to its dtype before the norm."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 

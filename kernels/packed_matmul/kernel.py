@@ -1,8 +1,8 @@
 """Packed matmul on the GPU: out.T = weight @ x.T, codes widened in registers, float32 sums.
 
-The weight is operand A of the tensor cores, so few rows of x cost little, and codes lie in memory
-in the order of A's fragments: they are loaded 16 bytes per thread and never go through shared
-memory after widening. Each group has a product of its own, whose sum takes the group's scale.
+The weight is operand A of the tensor cores, so few rows of x cost little. Its codes lie in memory
+in the order of A's fragments: threads load 16 bytes each, and widened codes never pass through
+shared memory. Each group has a product of its own, whose sum takes the group's scale.
 """
 
 import triton
@@ -12,19 +12,19 @@ from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_
 
 TILE_N: tl.constexpr = tl.constexpr(64)
 INT4_CENTER: tl.constexpr = tl.constexpr(8)
-LARGE: tl.constexpr = tl.constexpr(80.0)  # an exponent that float32 still has room for
+LARGE: tl.constexpr = tl.constexpr(80.0)  # an exponent within float32
 
 
 @triton.jit
 def leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, splits):
-    """Store a split's sum; true for the last split of its output tile to do so."""
+    """Store a split's sum; return True for the last split of its output tile."""
     ROWS: tl.constexpr = b_acc.shape[0]
     COLUMNS: tl.constexpr = b_acc.shape[1]
     o_at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     i_partial = i_out.to(tl.int64) * splits + i_split
-    # At L2, where the program that adds them up reads them.
+    # To L2, where the program that adds them up reads them.
     tl.store(partial_ptr + i_partial * (ROWS * COLUMNS) + o_at, b_acc, cache_modifier=".cg")
-    tl.debug_barrier()  # every thread's part is written before one of them says so
+    tl.debug_barrier()  # all threads have written before one of them arrives
     arrived = tl.atomic_add(arrived_ptr + i_out, 1, sem="acq_rel", scope="gpu")
     return arrived == splits - 1
 
@@ -33,7 +33,7 @@ def leave_partial(b_acc, partial_ptr, arrived_ptr, i_out, i_split, splits):
 def sum_partials(
     partial_ptr, arrived_ptr, i_out, splits, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Sum of an output tile's splits, always in their order; leaves the counter as it was."""
+    """Sum an output tile's splits, always in their order, and reset the counter."""
     tl.store(arrived_ptr + i_out, 0)
     o_at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     p_partial = partial_ptr + i_out.to(tl.int64) * splits * (ROWS * COLUMNS) + o_at
@@ -47,7 +47,7 @@ def sum_partials(
 def load_scales(
     params_ptr, i_tile, num_groups, i_group, TILES_N: tl.constexpr, PARAMS: tl.constexpr
 ):
-    """Scale and offset of a group for each output feature: (BLOCK_N,) float32 each."""
+    """Return scale and offset of a group for each output feature, (BLOCK_N,) float32 each."""
     o_n = tl.arange(0, TILES_N * TILE_N)
     b_row = (i_tile + o_n // TILE_N) * num_groups + i_group
     if PARAMS == "fp16_offset":  # halves of one word
@@ -71,7 +71,7 @@ def load_scales(
 
 @triton.jit
 def load_x(x_ptr, b_row, b_valid, start, in_features, SIDE_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Part of x, transposed: (SIDE_K, BLOCK_M), zero where masked."""
+    """Load a part of x, transposed: (SIDE_K, BLOCK_M), zero where masked."""
     o_k = tl.arange(0, SIDE_K)
     b_mask = b_valid[None, :]
     if not EVEN_K:
@@ -83,7 +83,7 @@ def load_x(x_ptr, b_row, b_valid, start, in_features, SIDE_K: tl.constexpr, EVEN
 def add_group(
     b_acc,
     b_product,  # with the group's codes
-    b_sums,  # of x over the group, in the product's shape; or None
+    b_sums,  # sums of x over the group, in the product's shape; or None
     params_ptr,
     sums_ptr,  # (groups, padded tokens) float32, the same sums where b_sums is None; or None
     i_tile,
@@ -93,7 +93,7 @@ def add_group(
     TILES_N: tl.constexpr,
     PARAMS: tl.constexpr,
 ):
-    """Add a group's product, scaled and moved by the offset."""
+    """Add a group's product, scaled and offset."""
     b_scale, b_offset = load_scales(params_ptr, i_tile, num_groups, i_group, TILES_N, PARAMS)
     b_acc += b_product * b_scale[:, None]
     if b_sums is not None:
@@ -117,7 +117,7 @@ def packed_matmul_kernel(
     partial_ptr,  # (programs, BLOCK_N * BLOCK_M) float32 where inputs are split
     arrived_ptr,  # (programs / splits,) int32, zero before and after
     num_tokens,
-    out_features,  # of the result: half of the weight's if GATED
+    out_features,  # of the result; half of the weight's rows if GATED
     in_features,
     x_stride,
     sums_stride,
@@ -127,15 +127,15 @@ def packed_matmul_kernel(
     WORDS: tl.constexpr,  # of a stored tile
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
-    GROUP: tl.constexpr,  # inputs whose product takes a scale of its own; 0: all
-    SCALES: tl.constexpr,  # of a feature for a stored tile, that weights take in registers
-    SUMS: tl.constexpr,  # whether sums_ptr has the sums of x, else made by a product with ones
+    GROUP: tl.constexpr,  # inputs whose product has a scale; 0: all
+    SCALES: tl.constexpr,  # of a feature in a stored tile, applied to weights in registers
+    SUMS: tl.constexpr,  # take the sums of x from sums_ptr, else from a product with ones
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TILEWISE: tl.constexpr,  # a product for each stored tile, else for each group
+    TILEWISE: tl.constexpr,  # one product for each stored tile, else for each group
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -143,7 +143,7 @@ def packed_matmul_kernel(
     TILES_N: tl.constexpr = BLOCK_N // TILE_N
     HAS_OFFSET: tl.constexpr = PARAMS == "fp16_offset" or PARAMS == "fp32_offset"
     ONES: tl.constexpr = HAS_OFFSET and not SUMS
-    # What is multiplied before a scale is applied: a group, or two that stand in one tile.
+    # Inputs multiplied before a scale is applied: a group, or the two of one tile.
     PART_K: tl.constexpr = BLOCK_K if GROUP == 0 else max(GROUP, TILE_K)
     STEP_K: tl.constexpr = TILE_K if TILEWISE else PART_K
     TILES_K: tl.constexpr = STEP_K // TILE_K
@@ -161,7 +161,7 @@ def packed_matmul_kernel(
     p_words = codes_ptr + b_words_at + o_word[None, :]
     b_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
-    # A number of stages given here has the scales loaded ahead as well, not the operands alone.
+    # A number of stages here prefetches the scales too, not only the operands.
     for i_block in tl.range(
         blocks_k * i_split // splits, blocks_k * (i_split + 1) // splits, num_stages=STAGES
     ):
@@ -217,7 +217,7 @@ def packed_matmul_kernel(
                     )  # fmt: skip
                     b_product = tl.dot(b_weight, b_x, b_product)
                     if ONES:
-                        # The sum of x, the same in each row, where it is needed.
+                        # The sum of x, the same in all rows, if it is needed.
                         b_ones = tl.full((BLOCK_N, STEP_K), 1.0, tl.float32).to(DTYPE)
                         b_sums = tl.dot(b_ones, b_x, b_sums)
                 if GROUP == 0:
@@ -241,7 +241,7 @@ def packed_matmul_kernel(
     if bias_ptr is not None:
         b_acc += tl.load(bias_ptr + b_n)[:, None]
     if GATED:
-        # Every 8 rows of gate are followed by their 8 of up: both are in the same thread.
+        # 8 rows of gate, then their 8 rows of up: a thread has both.
         b_pairs = tl.reshape(b_acc, (BLOCK_N // 16, 2, 8, BLOCK_M))
         b_gate, b_up = tl.split(tl.permute(b_pairs, (0, 2, 3, 1)))
         b_gate = tl.reshape(b_gate, (BLOCK_N // 2, BLOCK_M))
@@ -320,7 +320,7 @@ def dequantize_kernel(
         b_weight *= tl.load(channel_scale_ptr + i_from * TILE_N + o_n)[:, None]
     else:
         GROUPS: tl.constexpr = BLOCK_K // GROUP
-        # One column of scales after another, into their groups.
+        # Place each column of scales in its group.
         b_weight = tl.reshape(b_weight, (TILE_N, GROUPS, GROUP))
         o_group = tl.arange(0, GROUPS)
         b_scale = tl.zeros((TILE_N, GROUPS), tl.float32)

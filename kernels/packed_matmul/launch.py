@@ -59,14 +59,14 @@ if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
 
 GROUP_MULTIPLE = 32
-WIDTH_MULTIPLE = 32  # every row of x then begins 16-byte aligned
+WIDTH_MULTIPLE = 32  # aligns every row of x to 16 bytes
 DTYPES = (torch.bfloat16, torch.float16)
 _FOOTPRINTS = Footprints(packed_matmul_kernel)
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Partial sums of one launch's splits, shared by the launches of a stream in turn."""
+    """Partial sums of a launch's splits; a stream's launches share it, one after another."""
 
     partial: Tensor  # (WORKSPACE_FLOATS,) float32
     arrived: Tensor  # (MAX_COUNTERS,) int32, zero between launches
@@ -120,8 +120,8 @@ class TiledLinear:
 def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     """Lay a weight out for the GPU kernels; see `reference.prepare_linear`.
 
-    A packed weight is repacked a few rows at a time. A dense one stays dense; for activations in
-    float32, which are for checks, a packed one becomes dense.
+    A packed weight is repacked a few rows at a time; with float32 activations, which are for
+    checks, it becomes dense. A dense weight stays dense.
 
     Raises:
         UnsupportedModelError: no kernel covers the shape, the dtype or the GPU.
@@ -149,10 +149,10 @@ def has_gated(weight: PackedWeight | Fp4Weight, dtype: torch.dtype, activation: 
 def prepare_gate_up(
     weight: PackedWeight | Fp4Weight, bias: Tensor | None, dtype: torch.dtype
 ) -> TiledLinear:
-    """One linear for silu(x @ gate.T) * (x @ up.T).
+    """Lay out one linear for silu(x @ gate.T) * (x @ up.T).
 
     Args:
-        weight: gate over up, (2 * intermediate, in_features); intermediate is a multiple of 8.
+        weight: gate above up, (2 * intermediate, in_features); intermediate is a multiple of 8.
         bias: (2 * intermediate,) or None.
 
     Raises:
@@ -211,7 +211,7 @@ def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> 
 
 
 def launch_options(tile: MatmulTile) -> dict[str, int | None]:
-    """Return a tile's options of compilation, beside its compile-time arguments."""
+    """Return a tile's compiler options."""
     return {
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -225,7 +225,7 @@ def place_of(
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> Place:
-    """Return the device of a launch, and how many programs it runs at a time."""
+    """Return the device of a launch and the number of programs that it runs at a time."""
     target = target_of(device)
     card = multiprocessors_of(device, target.capability)
     program = None if target.is_interpreted else footprints.of(device, arguments, options)
@@ -256,7 +256,7 @@ def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:
 
 
 def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
-    """Multiply slices of the dequantized weight by the library, which pays for many rows of x."""
+    """Multiply by slices of the dequantized weight in the library, which pays with many rows."""
     weight = linear.weight
     out = x.new_empty(x.shape[0], weight.out_features)
     rows_at_once = max(ROW_MULTIPLE, DEQUANTIZED_AT_ONCE // weight.in_features // TILE_N * TILE_N)
@@ -316,7 +316,7 @@ def _check_supported(weight: PackedWeight | Fp4Weight, dtype: torch.dtype) -> No
 
 
 def workspace_of(device: torch.device) -> Workspace:
-    """Return the workspace of a device's current stream, kept for the process's lifetime."""
+    """Return the workspace of a device's current stream, kept until the process ends."""
     is_cuda = device.type == "cuda"
     return _workspace(device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0)
 

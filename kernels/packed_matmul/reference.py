@@ -1,4 +1,4 @@
-"""Packed matmul as it is defined: dequantize the weight, multiply."""
+"""Packed matmul by definition: dequantize the weight, multiply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear whose weight's columns are in another order than its inputs: gathers x first."""
+"""A linear whose columns are in another order than its inputs: gathers x first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReorderedLinear:
-    """Calls a linear with x's columns in the weight's order."""
+    """Calls a linear with x in the order of the weight's columns."""
 
     linear: Linear
     input_order: Tensor  # (in_features,) int32

@@ -1,4 +1,4 @@
-"""Repacks a weight once, on loading, for the GPU kernels; in torch only.
+"""Repacks a weight for the GPU kernels, once, at load; in torch only.
 
 Codes become tiles in the order of `weight_codes.order`. Scale and offset of a group become one
 32-bit word for each output feature, tile by tile in the order of the codes, where w = (q - center)
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from appliance.kernels.fp4 import Fp4Weight
 
 ROW_MULTIPLE = 2 * TILE_N  # the tallest block of a kernel
-REPACKED_AT_ONCE = 1 << 22  # elements; each takes about 20 bytes for a moment
-GATE_RUN = 8  # rows of gate, then so many of up: both are in the same thread of the epilogue
-FLIP = 0x80  # the top bit of 8-bit integer codes, as the kernels want them
-MOST_ZERO_POINT = 127  # that the mantissa of bfloat16 holds beside 128
-# Of two by which widened e2m1 is too small, and how far below it a scale stays exact with a code.
+REPACKED_AT_ONCE = 1 << 22  # elements; each takes about 20 bytes meanwhile
+GATE_RUN = 8  # rows of gate, then of up: a thread of the epilogue has both
+FLIP = 0x80  # top bit of 8-bit integer codes, which the kernels expect flipped
+MOST_ZERO_POINT = 127  # the largest that a mantissa of bfloat16 holds beside 128
+# Powers of two: by CODE_POWERS widened e2m1 is too small, and LEAST_POWERS is how far below them a
+# scale stays exact with a code.
 CODE_POWERS = {torch.bfloat16: 126, torch.float16: 14}
 LEAST_POWERS = {torch.bfloat16: 120, torch.float16: 20}
-E4M3_TOP = 9  # no e4m3 reaches this power of two
+E4M3_TOP = 9  # e4m3 stays below this power of two
 HALF_ROUNDING = 2.0**-11
 
 
@@ -51,10 +52,10 @@ class Codes(Enum):
 class Params(Enum):
     """Kinds of scale words; the values are those of the kernel's PARAMS."""
 
-    NONE = "none"  # one scale for each output feature, which is not in words
+    NONE = "none"  # one scale for each output feature, outside the words
     FP32 = "fp32"  # a float32 scale; the offset is zero everywhere
     FP16_ZERO = "fp16_zero"  # float16 scale in the low half, an integer zero point in the high one
-    HALVES = "halves"  # two scales, in the dtype of activations; beside them a row's own
+    HALVES = "halves"  # two scales in the dtype of activations; each row has one more
     FP16_OFFSET = "fp16_offset"  # float16 scale and offset, in the low and the high half
     FP32_OFFSET = "fp32_offset"  # two words: float32 scale, float32 offset
 
@@ -71,7 +72,7 @@ class TiledWeight:
         kind: of the codes.
         params_kind: of the scale words.
         group_size: inputs that share a scale; 0 means all.
-        block_k: inputs of a kernel's block: the tiles of a row are whole blocks.
+        block_k: inputs of a kernel's block; a row of tiles is a multiple of it.
         in_features: width of x.
         out_features: rows, without padding.
     """
@@ -100,7 +101,7 @@ class TiledWeight:
 def tile_packed(weight: PackedWeight) -> TiledWeight:
     """Repack integer codes in groups of a multiple of 32."""
     scale, offset = centered(weight)
-    # A longer group is several of the kernel's, of one scale.
+    # A longer group becomes several of the kernel's with the same scale.
     group_size = next(size for size in (128, 64, 32) if weight.group_size % size == 0)
     repeats = weight.group_size // group_size
     scale, offset = (t.repeat_interleave(repeats, dim=1) for t in (scale, offset))
@@ -157,10 +158,10 @@ def tile_fp8(codes: Tensor, scale: Tensor, group_size: int) -> TiledWeight:
 
 
 def tile_fp4(weight: Fp4Weight, dtype: torch.dtype) -> TiledWeight:
-    """Repack e2m1 codes; scales take the dtype of activations, and exactly.
+    """Repack e2m1 codes; scales become the dtype of activations, exactly.
 
-    The kernels build a value from a code's bits, too small by a power of two for which the scales
-    compensate; the row's own scale takes a part, so that none overflows.
+    The kernels build a value from a code's bits, too small by a power of two that the scales make
+    up for; the row's own scale takes a part of it, so that no scale overflows.
 
     Raises:
         UnsupportedModelError: the range of a row's scales exceeds float16.
@@ -194,7 +195,7 @@ def tile_fp4(weight: Fp4Weight, dtype: torch.dtype) -> TiledWeight:
 
 
 def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Return float32 scale and offset of (q - center) * scale + offset; rounds the offset once."""
+    """Return float32 scale and offset of (q - center) * scale + offset, the offset rounded once."""
     center = 1 << (weight.bits - 1)
     scale, offset = weight.scale.double(), weight.offset.double()
     if weight.offset_kind is OffsetKind.ZERO_POINT:
@@ -205,18 +206,18 @@ def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def interleaved_gate_up(out_features: int) -> Tensor:
-    """Return row numbers of gate over up, alternating by `GATE_RUN`, for the gated epilogue."""
+    """Return row numbers of gate above up in alternating runs, for the gated epilogue."""
     halves = torch.arange(out_features).view(2, -1, GATE_RUN)
     return halves.transpose(0, 1).flatten()
 
 
 def pad_bias(bias: Tensor | None) -> Tensor | None:
-    """(out_features,) in any dtype -> padded float32."""
+    """Pad a bias, (out_features,) of any dtype, and convert it to float32."""
     return None if bias is None else _pad_rows(bias.float())
 
 
 def _zero_words(weight: PackedWeight) -> Tensor | None:
-    """Return words (out_features, groups) int32 of FP16_ZERO; None if they would be inexact."""
+    """Return words (out_features, groups) int32 of FP16_ZERO; None if they are inexact."""
     if weight.bits != 4 or weight.offset_kind is not OffsetKind.ZERO_POINT:
         return None
     scale, zero = weight.scale.half(), weight.offset.float()
@@ -228,7 +229,7 @@ def _zero_words(weight: PackedWeight) -> Tensor | None:
 
 
 def _words(scale: Tensor, offset: Tensor) -> tuple[Params, Tensor]:
-    """Scale words (out_features, words of a group, groups) int32, in the smallest exact form."""
+    """Return scale words (out_features, words of a group, groups) int32, smallest exact form."""
     if not bool(offset.any()):
         return Params.FP32, scale.view(torch.int32).unsqueeze(1)
     halves = scale.half(), offset.half()
@@ -242,7 +243,7 @@ def _words(scale: Tensor, offset: Tensor) -> tuple[Params, Tensor]:
 
 
 def _tile_rows(words: Tensor) -> Tensor:
-    """(out_features, words of a group, groups) -> (tiles, groups, [words of a group,] TILE_N)."""
+    """Tile (out_features, words of a group, groups) to (tiles, groups, [words,] TILE_N)."""
     tiles = _pad_rows(words).view(-1, TILE_N, *words.shape[1:]).permute(0, 3, 2, 1)
     return (tiles.squeeze(2) if words.shape[1] == 1 else tiles).contiguous()
 

@@ -1,9 +1,9 @@
 """Tiles of the packed matmul: one table, by compute capability and rows of x.
 
 Chosen from compiled code (registers, instructions per weight) and from the bytes that must be in
-flight; none has been timed on a GPU yet. The width in rows of x alone picks an entry, and the
-split of a weight follows from its shape and the card, so a row's result is the same in any batch
-of one entry. Imports no triton.
+flight; none has been timed on a GPU yet. The number of rows of x picks an entry, and shape and card
+the splits of a weight, so a row's result is the same in every batch of one entry. Imports no
+triton.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 TILE_N = 64
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
-LEAST_BLOCKS = 4  # of a split: fewer would not fill the pipeline
-OVERHEAD_BLOCKS = 3  # what starting and ending a program costs, in blocks
-# Rows of x up to which a weight is read at the speed of memory: what its splits leave and read
-# again must be little beside it.
+LEAST_BLOCKS = 4  # of a split; fewer do not fill the pipeline
+OVERHEAD_BLOCKS = 3  # cost of starting and ending a program, in blocks
+# Up to so many rows of x a weight is read at the speed of memory, so its splits must write and
+# read back little beside it.
 MEMORY_BOUND_ROWS = 32
-PARTIAL_SHARE = 0.25  # of a weight's bytes
+PARTIAL_SHARE = 0.25  # of a weight's bytes, at most
 WORKSPACE_FLOATS = 4 << 20  # partial sums of all programs of a launch
 MAX_COUNTERS = 1 << 14
 SHORT_GROUP = 32
@@ -32,7 +32,7 @@ SHORT_GROUP = 32
 class MatmulTile:
     """Tile, warps and stages of one program."""
 
-    max_rows: int  # of x, that it is chosen for
+    max_rows: int  # of x, at most
     block_m: int  # rows of x
     block_n: int  # output features
     num_warps: int
@@ -45,19 +45,19 @@ class MatmulTile:
 class Architecture:
     """One row of the table."""
 
-    tiles: tuple[MatmulTile, ...]  # by max_rows; above the last, weights are made dense
-    # Bytes that an SM must have on their way: its share of the card's bandwidth, from the data
-    # sheet of the fastest, in 0.8 us, which is about what a loaded memory takes to answer.
+    tiles: tuple[MatmulTile, ...]  # by max_rows; above the last, weights become dense
+    # Bytes that an SM must have in flight: its share of the bandwidth on the fastest card's data
+    # sheet, times 0.8 us, about the latency of a loaded memory.
     bytes_in_flight: int
 
 
-# All warps stand along the weight's rows, so that none widens what another has widened. The
-# compiler does that for few rows of x; for more only where several products follow one another,
-# and where a load of codes spans the same rows as the warps: hence one product per stored tile.
-# Where a cap on registers stands, ptxas would else save some at the cost of instructions or spills.
-# Up to 16 rows two warps on 64 features are best: each has two fragments of weights for one of x,
-# which leaves 2.1 to 2.9 instructions per weight where four warps take 2.5 to 3.9. From 33 rows on
-# eight warps, for sums in float32 fill the registers of four, except with wgmma.
+# All warps lie along the weight's rows, so no code is widened twice. The compiler arranges that
+# for few rows of x; for more only if several products follow one another and a load of codes spans
+# the same rows as the warps: hence one product per stored tile. A cap on registers keeps ptxas
+# from saving some at the cost of instructions or spills.
+# Up to 16 rows two warps on 64 features are best: each has two fragments of weights for one of x
+# and 2.1 to 2.9 instructions per weight, where four warps have 2.5 to 3.9. From 33 rows on eight
+# warps, as float32 sums fill the registers of four, except with wgmma.
 _SKINNY = (
     MatmulTile(8, 8, 64, 2, 4),
     MatmulTile(16, 16, 64, 2, 4),
@@ -74,8 +74,8 @@ _WGMMA = (
     MatmulTile(128, 128, 128, 8, 3, tilewise=True),
     MatmulTile(256, 128, 128, 8, 3, tilewise=True),
 )
-# A scale every 32 inputs costs a multiplication for each sum: with many rows of x more than making
-# the weight dense, and registers that taller tiles do not have.
+# A scale every 32 inputs costs a multiplication for each sum: with many rows of x more than a dense
+# weight does, and registers that taller tiles lack.
 SHORT_GROUP_TILES = (
     replace(_SKINNY[0], max_registers=128),
     *_SKINNY[1:],
@@ -92,20 +92,20 @@ ARCHITECTURES = {
 
 @lru_cache(maxsize=64)
 def architecture(capability: int) -> Architecture | None:
-    """Return the row of a compute capability (86 is 8.6) or its predecessor; None below 8.0."""
+    """Return the row of a compute capability (86 is 8.6) or the one before it; None below 8.0."""
     known = [elder for elder in ARCHITECTURES if elder <= capability]
-    # What follows Hopper without wgmma, down to consumer Blackwell, takes the newest table.
+    # Architectures after Hopper without wgmma, such as consumer Blackwell, take the newest table.
     return ARCHITECTURES[120 if capability > 90 else max(known)] if known else None
 
 
 @lru_cache(maxsize=4096)
 def choose_tile(rows: int, capability: int, group_size: int = 128) -> MatmulTile | None:
-    """Choose the tile for a number of rows of x; None means to dequantize the weight."""
+    """Choose the tile for a number of rows of x; None means that the weight is dequantized."""
     table = architecture(capability)
     assert table is not None
     tiles = SHORT_GROUP_TILES if 0 < group_size <= SHORT_GROUP else table.tiles
     tile = next((tile for tile in tiles if rows <= tile.max_rows), None)
-    # One sum over all inputs: ptxas would spill to fit more programs than shared memory holds.
+    # With one sum over all inputs ptxas would spill, to fit more programs than shared memory holds.
     return replace(tile, max_registers=128) if tile is _SKINNY[1] and not group_size else tile
 
 
@@ -116,7 +116,7 @@ class Place:
     Attributes:
         capability: compute capability (86 is 8.6).
         card: the GPU.
-        resident: programs that one of its SMs executes at a time.
+        resident: programs that an SM executes at a time.
     """
 
     capability: int
@@ -128,7 +128,7 @@ class Place:
 def choose_splits(
     out_tiles: int, blocks_k: int, block_bytes: int, tile: MatmulTile, place: Place
 ) -> int:
-    """Choose among how many programs an output tile's inputs are divided.
+    """Choose the number of programs that share an output tile's inputs.
 
     Args:
         out_tiles: tiles of TILE_N output features.
@@ -144,7 +144,7 @@ def choose_splits(
 
     def cost(splits: int) -> float:
         each = -(-blocks_k // splits) + OVERHEAD_BLOCKS * (1 if splits == 1 else 2)
-        # Too few programs leave memory idle; beyond that, the busiest SM sets the time.
+        # Too few programs leave memory idle; with more, the busiest SM sets the time.
         per_sm = programs * splits / num_sms
         return -(-programs * splits // num_sms) * each * max(1.0, wanted / per_sm)
 
@@ -162,5 +162,5 @@ def choose_splits(
 
 
 def partial_share(blocks_k: int, block_bytes: int, tile: MatmulTile, splits: int) -> float:
-    """Return the bytes that splits write and read again, as a share of the weight's codes."""
+    """Return the bytes that splits write and read back, as a share of the weight's codes."""
     return 2 * 4 * splits * tile.block_m * TILE_N / (blocks_k * block_bytes)

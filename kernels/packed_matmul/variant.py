@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from appliance.kernels.packed_matmul.tiled import TiledWeight
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
-MIDDLE_ROWS = 17  # from here on, the sums of x over its groups are made by a kernel of their own
+MIDDLE_ROWS = 17  # rows from which a separate kernel sums x over its groups
 SUMS_BLOCK_M = 16
 SUMS_BLOCK_K = 128
-# Elements of a dense weight, 16 MiB: with its part of the result it fits the L2 of most cards, so
-# that the product does not read it back from memory.
+# Elements of a dense slice, 16 MiB: with its part of the result it fits the L2 of most cards, so
+# the product does not read it back from memory.
 DEQUANTIZED_AT_ONCE = 8 << 20
 OFFSETS = (Params.FP16_OFFSET, Params.FP32_OFFSET)
 
@@ -97,14 +97,14 @@ class _Scaling(TypedDict):
 
 
 def _scaling(kind: Codes, group_size: int) -> _Scaling:
-    """Codes of 4-bit floats are scaled in registers, so they have one product."""
+    """Return GROUP and SCALES; 4-bit floats are scaled in registers and have one product."""
     if kind is Codes.FP4:
         return {"GROUP": 0, "SCALES": TileOrder(4).tile_k // group_size}
     return {"GROUP": group_size, "SCALES": 0}
 
 
 def product_group(kind: Codes, group_size: int) -> int:
-    """Return the inputs of one scaled product; 0 means all, with one scale at the end."""
+    """Return the inputs of one scaled product; 0 means all, scaled once at the end."""
     return _scaling(kind, group_size)["GROUP"]
 
 

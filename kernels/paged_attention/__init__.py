@@ -1,1 +1,1 @@
-"""Attention of ragged rows over keys and values that lie in blocks."""
+"""Attention of ragged rows over keys and values in blocks."""

@@ -1,9 +1,8 @@
-"""Paged attention on the CPU: gather a call's keys and values, then torch's own attention.
+"""Paged attention on the CPU: gathers a call's keys and values, then calls torch's attention.
 
-Reading blocks in place where they lie in a row gained at most a sixth for one sequence and lost
-for several: the gather is about a tenth of the time. Only slots that the batch owns are read.
-A row's last bits may differ with the rows beside it: torch's products choose their order of
-summation by their shapes.
+Reading contiguous blocks in place gained at most a sixth for one sequence and lost for several: the
+gather takes about a tenth of the time. Only slots that the batch owns are read. A row's last bits
+may differ with the rows beside it, as torch chooses the order of its sums by shape.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def paged_attention(
 ) -> Tensor:
     """Attend from every row to its own sequence; see `reference.paged_attention`.
 
-    Codes in pages go through the reference. INT8 keys and values are dequantized to float32 and
-    the arithmetic is float32, which the CPU does faster than bfloat16 from integers; otherwise it
-    is in the wider of the two dtypes.
+    Quantized pages go through the reference. INT8 keys and values are dequantized to float32 and
+    computed in float32, which the CPU does faster than bfloat16; otherwise the wider of the two
+    dtypes is used.
 
     Args:
         query: (num_tokens, num_heads, head_dim).
@@ -58,7 +57,7 @@ def paged_attention(
         (num_tokens, num_heads, head_dim), dtype of query.
     """
     assert isinstance(work, CpuAttentionWork)
-    if not isinstance(cache, KVBlocks):  # pages have kernels on GPUs only
+    if not isinstance(cache, KVBlocks):  # only GPUs have kernels for pages
         return reference.paged_attention(
             query, cache, work.batch, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
@@ -83,7 +82,7 @@ def paged_attention(
 
 
 def _gather(cache: KVBlocks, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gather and dequantize keys and values: (len(slots), num_kv_heads, head_dim) each."""
+    """Gather and dequantize keys and values, (len(slots), num_kv_heads, head_dim) each."""
     return (
         _gather_one(cache.keys, cache.key_scales, slots, dtype),
         _gather_one(cache.values, cache.value_scales, slots, dtype),
@@ -106,7 +105,7 @@ def _decode(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend from one row of each sequence: (group, num_heads, head_dim), like the result.
+    """Attend from one row of each sequence: (group, num_heads, head_dim), as is the result.
 
     The query heads of a KV head are the rows of its matrix products.
     """
@@ -135,7 +134,7 @@ def _prefill(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend from the rows of a chunk: (rows, num_heads, head_dim), like the result.
+    """Attend from the rows of a chunk, (rows, num_heads, head_dim), and return the same shape.
 
     KV heads are the batch and their query heads the heads, so keys are not repeated.
     """
@@ -165,7 +164,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Softmax attention of (batch, heads, rows, head_dim) over (batch, heads, keys, head_dim).
+    """Attend from (batch, heads, rows, head_dim) to (batch, heads, keys, head_dim).
 
     `sinks` broadcast to (batch, heads, rows, 1).
     """
@@ -173,7 +172,7 @@ def _attend(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale
         )
-    # torch's own has no place between the scores and the softmax.
+    # torch's attention takes nothing between scores and softmax.
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2)).mul_(scale)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)

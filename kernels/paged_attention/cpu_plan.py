@@ -1,4 +1,4 @@
-"""The keys that each row reads on the CPU, found once per step and shared by all layers."""
+"""Finds the keys that each row reads on the CPU, once per step for all layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from appliance.kernels.ragged import RaggedBatch
 
-# Decode rows share a call if their contexts round up to the same multiple. A few padded keys cost
+# Decode rows share a call if their contexts round up to the same multiple: a few padded keys cost
 # less than a call.
 KEY_STEP = 256
 
@@ -20,7 +20,7 @@ KEY_STEP = 256
 class DecodeGroup:
     """Decode rows whose padded contexts have one length: a single batched call."""
 
-    rows: Tensor | None  # (group,) int64 rows of the step; None means the first ones, all of them
+    rows: Tensor | None  # (group,) int64 rows of the step; None means the first `group` rows
     slots: Tensor  # (group * keys,) int64
     mask: Tensor  # (group, 1, 1, keys) float32, 0 or -inf
 
@@ -37,7 +37,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All rows of a step, for the layers that have one window."""
+    """All rows of a step, for layers of one window."""
 
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[PrefillChunk, ...]
@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionWork:
-    """Work that the layers of a step share; the first layer that needs a layout builds it."""
+    """Layouts that a step's layers share; the first layer that needs one builds it."""
 
     batch: RaggedBatch
     block_size: int
@@ -67,7 +67,7 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> CpuAttentionWork:
 
 
 def single_rows(batch: RaggedBatch) -> int:
-    """The leading sequences that have one row each: drafts to be verified are chunks here."""
+    """Return the leading sequences with one row each; drafts to verify count as chunks."""
     return batch.num_decodes if batch.decode_rows == 1 else 0
 
 
@@ -88,7 +88,7 @@ def _decode_groups(
         index = torch.tensor(rows)
         key = torch.tensor([first[row] for row in rows]).unsqueeze(1) + torch.arange(length)
         position = torch.tensor([last[row] for row in rows]).unsqueeze(1)
-        # Padding reads the row's own slot once more: one that holds no token may hold NaN.
+        # Padding rereads the row's own slot: a slot without a token may hold NaN.
         slots = _slots(batch.block_tables[index], torch.minimum(key, position), block_size)
         groups.append(
             DecodeGroup(
@@ -107,7 +107,7 @@ def _prefill_chunks(
     row = single_rows(batch)
     for i in range(row, batch.num_seqs):
         rows, context = batch.host_query_lens[i], batch.host_context_lens[i]
-        if not rows:  # it pads the step
+        if not rows:  # padding
             continue
         begin = context - rows  # position of the chunk's first row
         key = torch.arange(_first_key(begin, window), context).unsqueeze(0)
@@ -125,13 +125,13 @@ def _prefill_chunks(
 
 
 def _slots(tables: Tensor, key: Tensor, block_size: int) -> Tensor:
-    """Slots of keys: tables (group, max_blocks) int32, key (group, keys) -> (group, keys) int64."""
+    """Return slots of keys (group, keys) int64; tables are (group, max_blocks) int32."""
     blocks = tables.to(torch.int64).gather(1, key // block_size)
     return blocks * block_size + key % block_size
 
 
 def _mask(key: Tensor, position: Tensor, window: int | None) -> Tensor:
-    """0 where the row at a position sees a key and -inf where not; (rows, keys) float32."""
+    """Return a float32 mask (rows, keys): 0 where the row at a position sees a key, else -inf."""
     hidden = key > position
     if window is not None:
         hidden |= key <= position - window

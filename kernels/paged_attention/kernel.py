@@ -1,7 +1,7 @@
 """Paged attention on the GPU, decode: programs share out spans of the keys of few rows.
 
-The spans come from `attention_spans`, what is done with pages is `attention_tile`, and what spans
-leave comes together in `attention_merge`.
+`attention_spans` cuts the spans, `attention_tile` folds pages, `attention_merge` merges the partial
+results of spans.
 """
 
 import triton
@@ -11,7 +11,7 @@ from appliance.kernels.attention_merge.kernel import beside_sink, last_to_arrive
 from appliance.kernels.attention_tile.kernel import SMALLEST, attend, load_group, start
 
 
-# A changing width of the block tables must not compile the kernel anew in the middle of serving.
+# A new width of the block tables must not recompile the kernel while serving.
 @triton.jit(
     do_not_specialize=[
         "block_tables_stride",
@@ -32,14 +32,14 @@ def decode_kernel(
     head_scales_ptr,  # (2, num_kv_heads) float32, of keys and values; "fp8" only
     halves_ptr,  # the pages as float16; this and the next four with "sealed" only
     open_pages_ptr,  # (num_open, num_kv_heads, page) int32: pages of 8 bits
-    sealed_lens_ptr,  # (num_seqs,) int32, leading tokens that lie in sealed pages
-    open_tables_ptr,  # (num_seqs, max_open) int32, the pages of those after them
+    sealed_lens_ptr,  # (num_seqs,) int32, leading tokens in sealed pages
+    open_tables_ptr,  # (num_seqs, max_open) int32, the open blocks of the tokens after them
     open_tables_stride,
     sinks_ptr,  # (num_heads,) float32, or None
     spans_ptr,  # (capacity, SPAN_COLUMNS) int32
     num_spans_ptr,  # (1,) int32
-    max_rows,  # tokens that a sequence has at most
-    max_groups,  # of FAN_IN spans that a sequence has at most
+    max_rows,  # most tokens of a sequence
+    max_groups,  # most groups of FAN_IN spans of a sequence
     query_start_ptr,  # (num_seqs + 1,) int32
     context_lens_ptr,  # (num_seqs,) int32
     block_tables_ptr,  # (num_seqs, max_blocks) int32
@@ -69,11 +69,11 @@ def decode_kernel(
     MERGE_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Programs take shares of the work in turn: a span for a KV head and some of its rows.
+    """Take shares of the work in turn: a span for a KV head and some of its rows.
 
-    Tokens times the heads of a group are the rows of one tile, so a few tokens cost what one does.
-    What spans leave is merged by whoever finishes last: the partial results of FAN_IN neighbouring
-    spans first, then what these come to.
+    Tokens times the heads of a group are the rows of one tile, so a few tokens cost as much as one.
+    The last program to finish merges the partial results: first those of FAN_IN neighbouring spans,
+    then the results of that.
     """
     PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile
@@ -81,7 +81,7 @@ def decode_kernel(
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
     num_heads = num_kv_heads * GROUP
     num_tiles = num_kv_heads * ((max_rows + TOKENS - 1) // TOKENS)
-    tile_rows = tl.minimum(max_rows, TOKENS) * GROUP  # of partial results that a tile has
+    tile_rows = tl.minimum(max_rows, TOKENS) * GROUP  # of a tile's partial results
     num_items = tl.load(num_spans_ptr) * num_tiles
 
     for i in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
@@ -106,8 +106,8 @@ def decode_kernel(
         window_end = 0
         if HAS_WINDOW:
             window_end = first_position + num_tokens - window
-            # Tiles of keys stand at multiples of their size, so that a row's sum is made of the
-            # same parts in every step.
+            # Tiles of keys begin at multiples of their size, so a row's sum has the same parts in
+            # every step.
             lowest_key = tl.maximum(first_position - window + 1, 0)
             key_begin = tl.maximum(key_begin, lowest_key // BLOCK_N * BLOCK_N)
         first_query = (query_start + first_token).to(tl.int64)
@@ -122,14 +122,14 @@ def decode_kernel(
         row_scale = tl.maximum(undo * scale, SMALLEST)
         b_position = first_position + o_m // GROUP
         b_max, b_sum, b_acc = start(BLOCK_M, HEAD_DIM_PADDED)
-        # All rows see the keys before the first one's page; those of sealed pages anyway.
+        # All rows see the keys before the first row's page, and all keys in sealed pages.
         full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, key_end)
         if CODES == "sealed":
             sealed_len = tl.load(sealed_lens_ptr + i_seq)
             full_end = tl.minimum(sealed_len, key_end)
         p_table = block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride
         if COMPUTE == "fp32" and CODES == "none":
-            full_end = key_begin  # one loop that masks every page: registers are few
+            full_end = key_begin  # one loop masks every page: registers are scarce
         else:
             b_max, b_sum, b_acc = attend(
                 b_query,
@@ -162,7 +162,7 @@ def decode_kernel(
                 BLOCK_N,
                 NUM_STAGES,
             )
-        # Few spans have keys that some of the rows do not see, or an open block.
+        # Only few spans have keys that some rows do not see, or an open block.
         tail_begin = tl.maximum(key_begin, full_end)
         if tail_begin < key_end:
             if CODES == "sealed":
@@ -248,7 +248,7 @@ def decode_kernel(
             p_output = output_ptr + b_row[:, None] * HEAD_DIM + o_dim[None, :]
             tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=b_mask)
         else:
-            # Partial results of the sequence's span 0, which there need not be.
+            # Place of the partial results of the sequence's span 0, which need not exist.
             i_zero = ((i_row - i_span).to(tl.int64) * num_tiles + i_tile) * tile_rows
             step = num_tiles * tile_rows
             b_partial = i_zero + i_span * step + o_m
@@ -283,7 +283,7 @@ def decode_kernel(
                             HEAD_DIM_PADDED,
                             FAN_IN,
                         )
-                        # Into the place of the first, once all threads have read it.
+                        # Overwrite the first one's place, once all threads have read it.
                         tl.debug_barrier()
                         b_merged = i_zero + begin * step + m + o_row
                         p_merged = partial_ptr + b_merged[:, None] * HEAD_DIM + o_dim[None, :]

@@ -52,16 +52,16 @@ __all__ = ["AttentionWork", "check_supported", "paged_attention", "plan_attentio
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16
-WIDEST_FLOAT32 = 128  # head_dim over codes: more takes more shared memory than most GPUs have
+WIDEST_FLOAT32 = 128  # head_dim over codes; more needs more shared memory than most GPUs have
 INTERPRETED_PROGRAMS = 3  # few, so that each has several spans
 _FOOTPRINTS = Footprints(decode_kernel)
 
 
 def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
-    """Lay out one step's work; the sizes follow from the shapes of the batch's tensors alone.
+    """Lay out one step's work; its sizes follow from the shapes of the batch's tensors alone.
 
     Args:
-        batch: the step. A decode row whose context is 0 only fills up the batch: it gets zeros.
+        batch: the step. A decode row with context 0 is padding and gets zeros.
         block_size: token slots in a block.
     """
     assert block_size == PAGE_TOKENS, block_size
@@ -70,13 +70,13 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
     if tiles is None and batch.num_seqs > batch.num_decodes:
         host_tiles = prefill_tiles(batch.host_query_lens, batch.num_decodes)
         tiles = torch.from_numpy(host_tiles).to(device, non_blocking=True)
-    if tiles is None:  # nothing may be copied from the host while a graph is captured
+    if tiles is None:  # a captured graph must not copy from the host
         tiles = torch.empty((0, 2), dtype=torch.int32, device=device)
     return AttentionWork(batch, tiles)
 
 
 def decode_spans(work: AttentionWork, window: int | None) -> DecodeSpans:
-    """The spans of decode rows in layers of one window."""
+    """Return the spans of decode rows for layers of one window."""
     if window not in work.spans:
         batch = work.batch
         device, decodes = batch.query_start.device, batch.num_decodes
@@ -97,7 +97,7 @@ def decode_spans(work: AttentionWork, window: int | None) -> DecodeSpans:
             BLOCK=max(32, padded(decodes)),
             num_warps=1,
         )
-        # A window that begins amid a group may touch one more.
+        # A window that begins inside a group may touch one more.
         work.spans[window] = DecodeSpans(table, count, -(-most // FAN_IN) + 1)
     return work.spans[window]
 
@@ -114,7 +114,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend from every row to its own sequence, causally; see `reference.paged_attention`.
 
-    Both matrix products take the dtype of the query, or with quantized pages float16, and sum in
+    Both matrix products use the dtype of the query, or float16 with quantized pages, and sum in
     float32.
 
     Args:
@@ -195,7 +195,7 @@ def paged_attention(
             if tiles not in spans.arrived:
                 counters = (batch.num_decodes, 1 + spans.max_groups, tiles)
                 spans.arrived[tiles] = torch.zeros(counters, dtype=torch.int32, device=query.device)
-            # Partial results of rows that are split; a row that is not is written at once.
+            # Partial results of rows that are split; other rows are written at once.
             rows = len(spans.table) * tiles * min(batch.decode_rows, tokens) * variant.group
             partial = query.new_empty((rows, head_dim), dtype=torch.float32)
             partial_lse = query.new_empty(rows, dtype=torch.float32)
@@ -216,7 +216,7 @@ def paged_attention(
             decode_kernel[(programs,)](*arguments, **fixed)
         if len(work.tiles):
             variant, tile, fixed = configure(Phase.PREFILL)
-            # A tile has TILE_ROWS query rows; a program takes what its group leaves.
+            # A tile has TILE_ROWS query rows; a program takes as many as its group leaves room for.
             parts = TILE_ROWS * variant.group_padded // tile.block_m
             prefill_kernel[(len(work.tiles), parts, num_kv_heads)](
                 output,
@@ -238,7 +238,7 @@ def check_supported(
     kv_format: KVFormat = KVFormat.BF16,
     layer: int | None = None,
 ) -> None:
-    """Raise UnsupportedModelError, naming the layer and what is supported, if no kernel does it."""
+    """Raise UnsupportedModelError, with the layer and what is supported, if no kernel covers it."""
     if head_dim not in HEAD_DIMS:
         what = f"head_dim {head_dim}"
         supported = ", ".join(map(str, HEAD_DIMS))
@@ -268,7 +268,7 @@ def check_supported(
 
 
 def _at_once(device: torch.device, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Programs of decode that the device executes at a time."""
+    """Return the number of decode programs that the device executes at a time."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     program = _FOOTPRINTS.of(device, arguments, options)

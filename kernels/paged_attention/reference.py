@@ -1,4 +1,4 @@
-"""Paged attention as it is defined: one sequence at a time, gather, dequantize, softmax, sum."""
+"""Paged attention by definition: one sequence at a time, gather, dequantize, softmax, sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan_attention(batch: RaggedBatch, block_size: int) -> RaggedBatch:
-    """Prepare a step: the reference works straight from the batch."""
+    """Prepare a step: the reference reads the batch itself."""
     assert block_size > 0
     return batch
 
@@ -54,7 +54,7 @@ def paged_attention(
     row = 0
     parts = zip(work.host_query_lens, work.host_context_lens, work.block_tables, strict=True)
     for i, (rows, context, blocks) in enumerate(parts):
-        if not rows:  # it pads the step
+        if not rows:  # padding
             continue
         table = blocks.tolist()
         q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)

@@ -1,7 +1,7 @@
-"""The compile-time choices of an attention kernel: the kind of work, and its tiles.
+"""The compile-time choices of an attention kernel: phase, dtype, and tiles.
 
-The sizes were chosen from compiled code alone, so that no register is spilled and the shared
-memory of every architecture suffices; none has been timed on a GPU yet. Imports no triton.
+The sizes were chosen from compiled code alone, so that no register is spilled and the shared memory
+of every architecture suffices; none has been timed on a GPU yet. Imports no triton.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # The kernels' names of codes, by format.
 CODES = {"fp8": "fp8", "int8": "int8", "int4": "int4", "int4-sealed": "sealed"}
-FP8_CAPABILITY = 89  # from here on the hardware converts E4M3
-FP8_FACTOR = 256.0  # what is left to multiply where bits are moved instead
+FP8_CAPABILITY = 89  # capability from which the hardware converts E4M3
+FP8_FACTOR = 256.0  # factor left to multiply where bits are moved instead
 
 
 class Phase(Enum):
@@ -55,9 +55,9 @@ class Variant:
         dtype: of query and output.
         group: query heads that share a KV head.
         head_dim: elements of a head.
-        has_window: whether rows see their latest keys only.
-        has_softcap: whether scores are capped.
-        has_sinks: whether each head has a sink.
+        has_window: rows see their latest keys only.
+        has_softcap: scores are capped.
+        has_sinks: each head has a sink.
     """
 
     phase: Phase
@@ -71,18 +71,18 @@ class Variant:
 
     @cached_property
     def group_padded(self) -> int:
-        """Rows that a group takes in a prefill tile."""
+        """Rows of a group in a prefill tile."""
         return padded(self.group)
 
     def constexprs(self, tile: Tile, capability: int | None) -> dict[str, object]:
-        """The compile-time arguments; capability None is Triton's interpreter."""
+        """Return the compile-time arguments; capability None is Triton's interpreter."""
         fp8 = capability is not None and capability >= FP8_CAPABILITY
         quantized = self.kv_format.is_quantized
         element = 4 if quantized else self.kv_format.storage_dtype.itemsize
         common: dict[str, object] = {
             "CODES": CODES.get(self.kv_format.value, "none"),
             "ASM": "none" if capability is None else "fp8" if fp8 else "ptx",
-            # Codes are whole numbers that float16 holds; to bfloat16 they would cost twice as much.
+            # Codes are integers, exact in float16; in bfloat16 they would cost twice as much.
             "COMPUTE": "fp16"
             if quantized and self.dtype is not torch.float32
             else COMPUTE_NAMES[self.dtype],
@@ -112,20 +112,20 @@ class Variant:
 
 
 def padded(size: int) -> int:
-    """The next power of two, which the sides of a tile have to be."""
+    """Return the next power of two: the sides of a tile must be one."""
     return 1 << (size - 1).bit_length()
 
 
-# Per kind of work three tiles: for head_dim up to 64, 128 and 256. Decode takes a page at a time,
-# for quantized pages with a single warp, whose registers their order is made for; of five stages
-# two bring block ids, so that two pages are on their way while one is multiplied. Where a cap on
-# registers stands, ptxas would else spill a few bytes to fit more programs, or take more
-# instructions; one of 128 is for two programs of eight warps on a multiprocessor.
+# Three tiles per kind of work: for head_dim up to 64, 128 and 256. Decode takes a page at a time,
+# of quantized pages with a single warp, for whose registers their order is made. Of five stages
+# two bring block ids, so two pages are in flight while one is multiplied. A cap on registers keeps
+# ptxas from spilling a few bytes to fit more programs, and from taking more instructions; a cap of
+# 128 is for two programs of eight warps on a multiprocessor.
 #
-# In prefill a tile of at least as many rows as a head has dimensions makes the compiler give each
-# warp rows of its own, so that no part of a softmax goes through shared memory; with fewer rows all
-# warps share them. Warpgroups have rows of their own anyway: there a tile of 64 leaves room for
-# more programs, of which some widen codes while others multiply.
+# In prefill the compiler gives each warp rows of its own if a tile has at least as many rows as a
+# head has dimensions, so no part of a softmax goes through shared memory; with fewer rows all warps
+# share them. Warpgroups always have rows of their own: there a tile of 64 leaves room for more
+# programs, of which some widen codes while others multiply.
 _Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: codes, not elements
 
 _PAGE = PAGE_TOKENS
@@ -157,7 +157,7 @@ _WGMMA: _Tiles = {
     (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 4, 3), Tile(64, _PAGE, 8, 2)),
 }
 _TABLES = {90: _WGMMA}
-# Float32 is for checking the others: each product becomes three.
+# Float32, for checks of the others, turns each product into three.
 _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
     Phase.DECODE: (
         Tile(16, _PAGE, 4, 3),
@@ -166,13 +166,13 @@ _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
     ),
     Phase.PREFILL: (Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 1)),
 }
-# Pages of two kinds, one after the other, leave fewer registers: for head_dim 256.
+# For head_dim 256: sealed and open pages in one program leave fewer registers.
 _SEALED_PREFILL = Tile(32, _PAGE, 8, 3)
 
 
 @lru_cache(maxsize=1024)
 def choose_tile(variant: Variant, capability: int) -> Tile:
-    """The tile for a variant on one compute capability (86 is 8.6)."""
+    """Return the tile for a variant on one compute capability (86 is 8.6)."""
     is_wide = variant.head_dim > 128
     if torch.float32 in (variant.dtype, _storage(variant.kv_format)):
         tiles = _FLOAT32[variant.phase]

@@ -1,9 +1,9 @@
-"""The division of attention among programs, prepared once per step for all layers.
+"""Divides attention among programs, once per step for all layers.
 
-The spans of decode rows are cut on the device, from the lengths that lie there: nothing that the
-host knows about them goes into a launch, so a captured graph can be replayed for others. Keys are
-cut at fixed positions, so a row's result depends neither on its neighbours nor on the rows that
-its own sequence has beside it.
+The spans of decode rows are cut on the device from the lengths there: a launch depends on nothing
+that the host knows of them, so a captured graph can be replayed for others. Keys are cut at fixed
+positions, so a row's result depends neither on its neighbours nor on the other rows of its
+sequence.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from appliance.kernels.ragged import RaggedBatch
 
-# A span is one program's share of the keys; its length goes by the bounds that it lies between.
-# Early ones are short, because a program takes its pages one after another; late ones are long, for
-# a partial result, 2 KiB for four heads of 128, would else be too much beside the keys: 6 % of 256
-# tokens at 4 bits. Each a multiple of 128, so that no tile of keys straddles two spans.
+# A span is one program's share of the keys; its length depends on the bounds that it lies between.
+# Early spans are short, because a program takes its pages one after another. Late ones are long, to
+# keep partial results small beside the keys: 2 KiB for four heads of 128 is 6 % of 256 tokens at 4
+# bits. Lengths are multiples of 128, so no tile of keys straddles two spans.
 SPAN_BOUNDS = (0, 1024, 16384, 65536, 1 << 30)
 SPAN_LENGTHS = (128, 256, 512, 1024)
 FAN_IN = 16  # partial results that are merged at a time
@@ -44,7 +44,7 @@ class DecodeSpans:
             from the start of the context, and the sequence's first and last such. Only the first
             `count` mean anything.
         count: (1,) int32.
-        max_groups: of FAN_IN spans, that a sequence has at most.
+        max_groups: most groups of FAN_IN spans of a sequence.
         arrived: (num_decodes, 1 + max_groups, shares) int32, zero: programs count in it who has
             finished, and leave zeros; by number of shares, KV heads times tiles of rows.
     """
@@ -62,7 +62,7 @@ class AttentionWork:
     Attributes:
         batch: the step it was made for.
         tiles: (num_tiles, 2) int32, prefill: sequence, first row among its rows.
-        spans: of decode rows, by window; made when the first such layer asks for them.
+        spans: of decode rows, by window; made for the first layer that asks for them.
     """
 
     batch: RaggedBatch
@@ -71,13 +71,13 @@ class AttentionWork:
 
 
 def span_of(position: int) -> int:
-    """The span that a position lies in, as `attention_spans.kernel.span_of` has it."""
+    """Return the span of a position, as `attention_spans.kernel.span_of` does."""
     levels = zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False)
     return sum(max(min(position, end) - begin, 0) // length for begin, end, length in levels)
 
 
 def most_spans(tokens: int, rows: int = 1, window: int | None = None) -> int:
-    """Spans that the keys of some rows may lie in, of a context of up to so many tokens."""
+    """Return the most spans for the keys of some rows, in a context of up to so many tokens."""
     most = span_of(max(tokens, 1) - 1) + 1
     if window is None:
         return most
@@ -85,7 +85,7 @@ def most_spans(tokens: int, rows: int = 1, window: int | None = None) -> int:
 
 
 def prefill_tiles(query_lens: Sequence[int], first: int) -> NDArray[np.int32]:
-    """The tiles of all chunks: (num_tiles, 2); sequences before the first are not prefill."""
+    """Return the tiles of all chunks, (num_tiles, 2); sequences before `first` are decoded."""
     tiles = [
         (sequence, row)
         for sequence in range(first, len(query_lens))

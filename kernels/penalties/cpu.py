@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def penalize(
     logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
 ) -> None:
-    """See `reference.penalize`, to the last bit."""
+    """See `reference.penalize`; bit-equal to it."""
     table, changed = seen.numpy(), logits.numpy()  # views
     repetitions, presences = rows.repetition.numpy(), rows.presence.numpy()
     frequencies, counted = rows.frequency.numpy(), rows.counted.numpy()

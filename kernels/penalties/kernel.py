@@ -1,4 +1,4 @@
-"""Penalties on the GPU: one program for a stretch of a row; rows that have none leave at once."""
+"""Penalties on the GPU: one program per stretch of a row; rows without penalties return at once."""
 
 import triton
 import triton.language as tl

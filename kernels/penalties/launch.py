@@ -1,4 +1,4 @@
-"""Launches penalties on the GPU without waiting: checks and the grid."""
+"""Launches penalties on the GPU without waiting: checks and grid."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def penalize(
             CHUNK=CHUNK,
             COUNTS=token_ids is not None,
             num_warps=NUM_WARPS,
-            enable_fp_fusion=False,  # as the reference rounds
+            enable_fp_fusion=False,  # to round as the reference does
         )

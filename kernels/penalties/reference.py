@@ -1,4 +1,4 @@
-"""Penalties as they are defined: one dense pass over the rows that have any."""
+"""Penalties by definition: one dense pass over the rows that have any."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def penalize(
         seen: (num_places, vocab_size) int32, how often each token is in an answer, and `IN_PROMPT`
             on top of that; changed in place. No two rows have the same place.
         rows: settings of each row.
-        token_ids: (num_rows,) int64, the token that each row has read; None counts nothing.
+        token_ids: (num_rows,) int64, the token that each row has just read; None counts nothing.
     """
     asked = (rows.places >= 0).nonzero().flatten()
     places = rows.places[asked].long()

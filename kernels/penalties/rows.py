@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-# In a table of seen tokens: the token is in the prompt; what is below counts it in the answer.
+# Added in a table of seen tokens if the token is in the prompt; the rest counts it in the answer.
 IN_PROMPT = 1 << 30
 
 
@@ -16,11 +16,11 @@ IN_PROMPT = 1 << 30
 class PenaltyRows:
     """Settings of each row, all (num_rows,) and on the device of the logits."""
 
-    places: Tensor  # int32, the row's line in the table of seen tokens; -1 has no penalties
-    counted: Tensor  # int32, 1 if the token that the row has read is yet to be counted, or 0
-    repetition: Tensor  # float32: divides what is positive, multiplies what is not
-    presence: Tensor  # float64, subtracted from what is in the answer
-    frequency: Tensor  # float64, the same for each time
+    places: Tensor  # int32, the row's place in the table of seen tokens; -1 without penalties
+    counted: Tensor  # int32, 1 if the token that the row has read is not counted yet, else 0
+    repetition: Tensor  # float32: divides positive logits, multiplies others
+    presence: Tensor  # float64, subtracted once from tokens in the answer
+    frequency: Tensor  # float64, subtracted for each occurrence
 
 
 class Penalize(Protocol):

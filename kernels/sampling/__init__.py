@@ -1,4 +1,4 @@
-"""From logits to token ids, one independent row per sequence."""
+"""Chooses token ids from logits, one independent row per sequence."""
 
 from appliance.kernels.sampling.rows import SamplingRows
 

@@ -1,6 +1,6 @@
-"""Sampling for a whole batch: no sort of the vocabulary unless a row's top-p reaches that deep.
+"""Samples a whole batch in torch; sorts a vocabulary only if a row's top-p reaches that deep.
 
-Each shortcut is taken, or not, by a row's own logits, whatever rows stand beside it.
+A row's own logits alone decide whether a shortcut is taken.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from appliance.kernels.sampling.rows import SamplingRows
 
-CANDIDATES = 1024  # sorted prefix that nearly always holds the whole nucleus
-STRETCH = 256  # tokens that are summed up together when a whole vocabulary is walked
+CANDIDATES = 1024  # in the sorted prefix, which nearly always holds the whole nucleus
+STRETCH = 256  # tokens summed together in a walk over a whole vocabulary
 
 
 def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Like `sample`; -1 for a row with NaN, +inf or no finite value."""
+    """Sample; return -1 for a row with NaN, +inf or no finite value."""
     finite = logits.amax(dim=-1).isfinite()
     tokens = sample(logits.nan_to_num(nan=0.0), rows)
     return torch.where(finite, tokens, -1)
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token per row; same contract as `reference.sample`.
+    """Choose one token per row, as `reference.sample` does.
 
     Args:
         logits: (num_rows, vocab_size) float32, at least one finite value per row.
@@ -56,7 +56,7 @@ def _sample_by_id(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _sample_by_rank(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Look at the likeliest candidates; rows whose nucleus is larger get a full sort."""
+    """Sample from the likeliest candidates; rows with a larger nucleus get a full sort."""
     scaled = logits / rows.temperature[:, None]
     total = scaled.logsumexp(dim=-1, keepdim=True)
     vocab_size = logits.shape[-1]
@@ -74,7 +74,7 @@ def _sample_by_rank(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _top(scaled: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The `depth` best per row, falling, equal ones by rising id."""
+    """Return the `depth` best per row, falling, equal ones by rising id."""
     token_ids = scaled.topk(depth, dim=-1, sorted=False).indices.sort(dim=-1).values
     scores, order = scaled.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
     return scores, token_ids.gather(1, order)
@@ -95,7 +95,7 @@ def _cut(probabilities: Tensor, token_ids: Tensor, rows: SamplingRows) -> Tensor
 
 
 def _invert_in_two_steps(weights: Tensor, uniform: Tensor) -> Tensor:
-    """`_invert` for long rows: find the stretch first, so that only one is summed up in order."""
+    """Do `_invert` for long rows: find the stretch first, so that only one is summed in order."""
     weights = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % STRETCH))
     stretches = weights.view(len(weights), -1, STRETCH)
     masses = stretches.sum(dim=-1, dtype=torch.float64)
@@ -108,7 +108,7 @@ def _invert_in_two_steps(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """First index whose cumulative weight exceeds uniform * total; never one of weight 0."""
+    """Return the first index whose cumulative weight exceeds uniform * total, never of weight 0."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).flatten()

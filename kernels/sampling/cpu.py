@@ -24,7 +24,7 @@ class NativeSampling:
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
-        # Of the rows seen last: those of a sequence of steps are one object.
+        # Of the latest rows: consecutive steps often share one object.
         self._last: tuple[SamplingRows, int, SamplingStruct] | None = None
 
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -39,7 +39,7 @@ class NativeSampling:
             with +inf.
 
         Raises:
-            MemoryError: the engine may not, or cannot, have the workspace that this takes.
+            MemoryError: the workspace is beyond the engine's limit or the system's memory.
         """
         num_rows, vocab_size = logits.shape
         last = self._last

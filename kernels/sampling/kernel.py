@@ -1,16 +1,16 @@
-"""Sampling on the GPU in five launches, without a sort and without a float that is summed up.
+"""Sampling on the GPU in five launches, without a sort and without a float sum.
 
-A token's weight is exp((logit - largest) / temperature) in fixed point, so that sums are the same
-in any order: a row's token does not depend on how the row was cut or on what runs beside it.
+A token's weight is exp((logit - largest) / temperature) in fixed point, so sums are the same in any
+order: a row's token depends neither on how the row was cut nor on the rows beside it.
 
-1. `scan`: largest logit of each chunk of a row, and whether any is NaN or +inf.
-2. `weigh`: weight of each chunk; how many tokens lie how far below the largest.
-3. `cut`: how far down the likeliest CANDIDATES tokens reach.
+1. `scan`: largest logit of each chunk of a row, and flags for NaN and +inf.
+2. `weigh`: weight of each chunk; numbers of tokens by their distance below the largest logit.
+3. `cut`: the distance that the likeliest CANDIDATES tokens reach.
 4. `gather`: those tokens side by side, by rising id.
 5. `choose`: thresholds for top-k, top-p and the draw, each found by bisection over the bits of a
-   logit; among the candidates if they are enough, and they nearly always are, or else in the row.
+   logit; among the candidates if they suffice, as they nearly always do, else in the row.
 
-A row that is greedy leaves 2 to 4 at once, one without top-k and top-p only 3 and 4.
+A greedy row returns at once from 2 to 4, a row without top-k and top-p from 3 and 4.
 """
 
 import triton
@@ -28,7 +28,7 @@ INFINITE: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def bin_of(b_x, largest):
-    """Rising with the distance below the largest logit."""
+    """Return a bin that rises with the distance below the largest logit."""
     b_bits = (1.0 + (largest - b_x)).to(tl.int32, bitcast=True)
     return tl.minimum((b_bits - 0x3F800000) >> 18, BINS - 1)
 
@@ -40,7 +40,7 @@ def is_ordered(top_k, top_p):
 
 @triton.jit
 def row_status(maxima_ptr, flags_ptr, i_row, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Largest logit of a row, and 0 or why there is no token: -1 NaN or nothing, -2 infinite."""
+    """Return a row's largest logit, and 0 or why it has no token: -1 NaN or none, -2 infinite."""
     o_chunk = tl.arange(0, CHUNKS)
     b_valid = o_chunk < NUM_CHUNKS
     p_chunk = i_row * CHUNKS + o_chunk
@@ -56,7 +56,7 @@ def row_status(maxima_ptr, flags_ptr, i_row, NUM_CHUNKS: tl.constexpr, CHUNKS: t
 def scan_kernel(
     logits_ptr,  # (num_rows, vocab_size) float32, rows stride apart
     maxima_ptr,  # (num_rows, CHUNKS) float32
-    places_ptr,  # (num_rows, CHUNKS) int32, where each of them stands first
+    places_ptr,  # (num_rows, CHUNKS) int32, the first place of each
     flags_ptr,  # (num_rows, CHUNKS) int32, NAN and INFINITE
     stride,
     VOCAB: tl.constexpr,
@@ -102,7 +102,7 @@ def weigh_kernel(
     if (temperature < GREEDY_BELOW) | (status < 0):
         return
     ordered = is_ordered(tl.load(top_k_ptr + i_row), tl.load(top_p_ptr + i_row))
-    # A row that is drawn from by rank applies min-p last, after the sums that top-p asks for.
+    # A row drawn by rank applies min-p last, after the sums for top-p.
     min_p = tl.where(ordered, 0.0, tl.load(min_p_ptr + i_row))
     o_id = i_chunk * CHUNK + tl.arange(0, CHUNK)
     b_x = tl.load(logits_ptr + i_row * stride + o_id, mask=o_id < VOCAB, other=-float("inf"))
@@ -123,8 +123,8 @@ def cut_kernel(
     top_p_ptr,
     counts_ptr,
     cuts_ptr,  # (num_rows,) int32, first bin that holds no candidates
-    starts_ptr,  # (num_rows, CHUNKS) int32, where a chunk's candidates begin
-    totals_ptr,  # (num_rows,) int32, candidates
+    starts_ptr,  # (num_rows, CHUNKS) int32, first place of a chunk's candidates
+    totals_ptr,  # (num_rows,) int32, number of candidates
     NUM_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -139,7 +139,7 @@ def cut_kernel(
     p_count = counts_ptr + (i_row * CHUNKS + o_chunk)[:, None] * BINS + o_bin[None, :]
     b_count = tl.load(p_count, mask=(o_chunk < NUM_CHUNKS)[:, None], other=0)
     b_reached = tl.cumsum(tl.sum(b_count, 0), 0)
-    # The last bin holds whatever is far below: never candidates.
+    # The last bin has all that is far below, which is never a candidate.
     cut = tl.sum(((b_reached <= CANDIDATES) & (o_bin < BINS - 1)).to(tl.int32), 0)
     b_size = tl.sum(tl.where((o_bin < cut)[None, :], b_count, 0), 1)
     tl.store(cuts_ptr + i_row, cut)

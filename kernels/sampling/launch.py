@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from appliance.kernels.sampling.rows import SamplingRows
 
-CHUNK = 4096  # logits of one program: 32 of them share a row of 128k, so that one row is quick too
-MAX_CHUNKS = 64  # of a row, twice as long where these are too few: `cut` holds them all at once
+CHUNK = 4096  # logits of one program: 32 programs share a row of 128k, so one row is quick too
+MAX_CHUNKS = 64  # of a row, all held by `cut`; larger vocabularies have longer chunks
 MAX_VOCAB = MAX_CHUNKS * 2 * CHUNK
-CANDIDATES = 2048  # as many are searched through without reading the row again
-BLOCK = 2048  # of them at a time
+CANDIDATES = 2048  # searched without rereading the row
+BLOCK = 2048  # candidates at a time
 BINS = 256  # as in the kernel
 CHUNK_PER_WARP = 512
 ROW_WARPS = 8
@@ -27,8 +27,8 @@ ROW_WARPS = 8
 class DeviceSampling:
     """Chooses tokens as `reference.sample` does, up to rounding of the probabilities.
 
-    Safe to be captured in a CUDA graph: it allocates nothing after construction, and the launches
-    depend on nothing but the number of rows.
+    A CUDA graph can capture it: nothing is allocated after construction, and launches depend on the
+    number of rows alone.
 
     Args:
         max_rows: most rows of one call.
@@ -106,7 +106,7 @@ class DeviceSampling:
 
 
 def check_vocabulary(vocab_size: int) -> None:
-    """Raise UnsupportedModelError, naming what is supported, if no kernel covers this."""
+    """Raise UnsupportedModelError, with what is supported, if no kernel covers the vocabulary."""
     if vocab_size > MAX_VOCAB:
         raise UnsupportedModelError(
             f"sampling on the GPU has no kernel for a vocabulary of {vocab_size}; "
@@ -115,7 +115,7 @@ def check_vocabulary(vocab_size: int) -> None:
 
 
 def _settings(rows: SamplingRows, num_rows: int) -> dict[str, Tensor]:
-    """Each as its kernels read it."""
+    """Return the settings, each in the dtype that its kernels read."""
     found = {
         "temperature_ptr": (rows.temperature, torch.float32),
         "top_k_ptr": (rows.top_k, torch.int64),
@@ -131,7 +131,7 @@ def _settings(rows: SamplingRows, num_rows: int) -> dict[str, Tensor]:
 
 
 def chunk_of(vocab_size: int) -> int:
-    """Logits of one program: CHUNK, or twice as many for a large vocabulary."""
+    """Return the logits of one program: CHUNK, or twice as many for a large vocabulary."""
     return CHUNK if vocab_size <= MAX_CHUNKS * CHUNK else 2 * CHUNK
 
 
@@ -150,5 +150,5 @@ def constexprs(vocab_size: int) -> dict[str, int]:
 
 
 def num_warps(kernel: str, vocab_size: int) -> int:
-    """Warps of a program of "scan", "weigh", "cut", "gather" or "choose"."""
+    """Return the warps of a program of "scan", "weigh", "cut", "gather" or "choose"."""
     return ROW_WARPS if kernel == "cut" else chunk_of(vocab_size) // CHUNK_PER_WARP

@@ -1,6 +1,6 @@
-"""The likeliest tokens of each row, with a fixed order among equals.
+"""Finds the likeliest tokens of each row, with a fixed order among equals.
 
-`torch.topk` leaves that open: its choice changes with the device and with how many are asked for.
+`torch.topk` leaves that order open: it changes with the device and with the count.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LOW = 0xFFFFFFFF
 
 
 def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The highest scores of each row, highest first, and of equals the lowest token id first.
+    """Return the highest scores of each row, falling, equal ones by rising token id.
 
     Args:
         scores: (num_rows, vocab_size) float32.
-        count: of a row; no more than there are tokens.
+        count: per row, at most the size of the vocabulary.
 
     Returns:
         (num_rows, count) float32 scores, and int64 token ids.
@@ -31,8 +31,8 @@ def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return _likeliest_on_host(scores, count)
     import torch
 
-    # A float's bits are ordered as an integer's once those of negative ones are turned around.
-    # Adding zero makes -0.0 what it is equal to.
+    # A float's bits order like an integer's once those of negative floats are inverted. Adding zero
+    # turns -0.0 into 0.0.
     bits = (scores + 0.0).view(torch.int32)
     ordered = bits >> 31
     ordered &= 0x7FFFFFFF
@@ -47,7 +47,7 @@ def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest_on_host(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Do the same without torch: sort by the score, falling, then by the id."""
+    """Do the same without torch: sort by falling score, then by id."""
     values = scores.numpy() + np.float32(0)
     last = values.shape[-1] - 1
     bits = values.view(np.int32)

@@ -1,4 +1,4 @@
-"""Sampling as it is defined: one row at a time, a full sort, float64."""
+"""Sampling by definition: one row at a time, a full sort, float64."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GREEDY_BELOW = 1e-5
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Choose one token per row.
 
-    Tokens are ordered by falling probability (equal ones by rising id), cut by top-k, then
-    top-p, then min-p, each on the distribution after temperature; the first token whose
-    cumulative share of what is left exceeds the row's uniform number is taken. A row with
-    neither top-k nor top-p needs no order, and walks the vocabulary by rising id.
+    Tokens are ordered by falling probability (equal ones by rising id), then cut by top-k, top-p
+    and min-p, each on the distribution after temperature. The token drawn is the first whose
+    cumulative share of the rest exceeds the row's uniform number. A row with neither top-k nor
+    top-p needs no order and walks the vocabulary by rising id.
 
     Args:
         logits: (num_rows, vocab_size) float32, at least one finite value per row.

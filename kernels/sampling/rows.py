@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class SamplingRows:
     """Settings of each row, all (num_rows,) and on the device of the logits.
 
-    A row's token is a pure function of its own logits and its own settings: the randomness
-    arrives as one uniform number per row.
+    A row's token is a pure function of its logits and settings: the randomness arrives as one
+    uniform number per row.
     """
 
     temperature: Tensor  # float32, 0 is greedy
@@ -35,7 +35,7 @@ class SamplingRows:
         *,
         device: torch.device | None = None,
     ) -> SamplingRows:
-        """Build from host lists."""
+        """Build them from host lists."""
         import torch
 
         return cls(
@@ -47,7 +47,7 @@ class SamplingRows:
         )
 
     def select(self, index: Tensor) -> SamplingRows:
-        """Settings of some rows; index is (k,) int64."""
+        """Return the settings of some rows; index is (k,) int64."""
         return SamplingRows(
             temperature=self.temperature[index],
             top_k=self.top_k[index],

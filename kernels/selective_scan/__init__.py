@@ -1,1 +1,1 @@
-"""The selective scan of Mamba-2: a state of each head that decays and takes values up by keys."""
+"""The selective scan of Mamba-2: each head's state decays and takes up values by keys."""

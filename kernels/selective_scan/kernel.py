@@ -1,4 +1,4 @@
-"""The selective scan on the GPU: a program holds a part of one head's state in registers."""
+"""The selective scan on the GPU: a program keeps a part of one head's state in registers."""
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def selective_scan_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Run the rows of one sequence in turn, for some values of one head."""
+    """Run the rows of one sequence one after another, for some values of one head."""
     i_span, i_head = tl.program_id(0), tl.program_id(1)
     o_state = tl.arange(0, STATE_PADDED)
     o_value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

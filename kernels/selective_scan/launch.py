@@ -27,7 +27,7 @@ def selective_scan(
     state: Tensor,
     spans: StateSpans,
 ) -> Tensor:
-    """See `reference.selective_scan`; grids follow from shapes, so that a graph can hold it."""
+    """See `reference.selective_scan`; grids follow from shapes, so a graph can capture it."""
     num_tokens, num_heads, head_dim = value.shape
     out = value.new_empty(num_tokens, num_heads, head_dim)
     if not num_tokens:

@@ -23,14 +23,14 @@ def selective_scan(
 ) -> Tensor:
     """Read a state that maps keys to values, after each row has decayed it and added to it.
 
-    S = exp(-rate * size) S + k (size v)^T; out = S^T q. Heads in turn share a group's key and
+    S = exp(-rate * size) S + k (size v)^T; out = S^T q. Adjacent heads share a group's key and
     query.
 
     Args:
         value: (num_tokens, num_heads, head_dim) float32; the paper calls it X.
         key: (num_tokens, num_groups, state_dim) float32; B.
         query: the same; C.
-        size: (num_tokens, num_heads) float32, above 0, of a row's step in time.
+        size: (num_tokens, num_heads) float32 above 0, a row's step in time.
         rates: (num_heads,) float32, above 0.
         state: (num_slots, num_heads, state_dim, head_dim) float32, updated.
         spans: the rows of each sequence.
@@ -40,7 +40,7 @@ def selective_scan(
     """
     shared = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(shared, dim=1) for x in (query, key))
-    # Zeros behind a sequence's last row leave its state as it is.
+    # Zeros after a sequence's last row do not change its state.
     v, k, q = (spans.side_by_side(x).unsqueeze(-2) for x in (value, key, query))
     taken = spans.side_by_side(size)[..., None, None]  # (num_spans, longest, num_heads, 1, 1)
     decay = torch.exp(-rates[:, None, None] * taken)

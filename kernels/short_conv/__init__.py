@@ -1,4 +1,4 @@
-"""Causal convolution over a few positions, each channel by itself."""
+"""Causal convolution over a few positions, channel by channel."""
 
 from appliance.kernels.short_conv.reference import short_conv
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 def short_conv(
     x: Tensor, filters: Tensor, bias: Tensor | None, state: Tensor, spans: StateSpans
 ) -> Tensor:
-    """Convolve the rows of each sequence with what it carries from earlier steps.
+    """Convolve the rows of each sequence with the inputs that it keeps from earlier steps.
 
     Args:
         x: (num_tokens, width).
         filters: (width, taps) float32; the last tap is for the row itself.
         bias: (width,) float32.
-        state: (num_slots, taps - 1, width) float32, inputs before a sequence's next row, updated.
+        state: (num_slots, taps - 1, width) float32, inputs before a sequence's next row; updated.
         spans: the rows of each sequence.
 
     Returns:

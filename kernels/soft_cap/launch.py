@@ -16,7 +16,7 @@ NUM_WARPS = 4
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """See `reference.soft_cap`; a NaN stays one, and infinity becomes the cap."""
+    """See `reference.soft_cap`; NaN stays NaN, and infinity becomes the cap."""
     assert cap > 0, cap
     logits = logits.contiguous()
     output = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)

@@ -1,4 +1,4 @@
-"""The soft cap of logits as it is defined, in float32."""
+"""The soft cap of logits by definition, in float32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """Cap * tanh(logits / cap).
+    """Return cap * tanh(logits / cap).
 
     Args:
         logits: (num_rows, vocab_size), any float dtype.
-        cap: what no logit exceeds.
+        cap: the bound of all logits.
 
     Returns:
         Same shape, float32.

@@ -1,1 +1,1 @@
-"""Only some tokens may come next in a row: the logits of all others become -inf."""
+"""Sets the logits of banned tokens to -inf."""

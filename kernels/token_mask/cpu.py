@@ -1,4 +1,4 @@
-"""Token masks by the CPU library: one pass over the logits of the rows that have one."""
+"""Token masks by the CPU library: one pass over the logits of masked rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NativeMasks:
         self._library = library
 
     def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
-        """Ban the tokens of some rows whose bit is 0; all tensors are contiguous, on the CPU."""
+        """Ban the tokens whose bit is 0 in some rows; all tensors are contiguous, on the CPU."""
         num_masks, vocab_size = len(rows), logits.shape[1]
         for values, dtype in ((logits, "float32"), (rows, "int64"), (words, "int32")):
             assert arrays.dtype_name(values.dtype) == dtype, f"{values.dtype} where {dtype} is read"

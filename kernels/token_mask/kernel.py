@@ -1,4 +1,4 @@
-"""Token masks on the GPU: one program for a stretch of a masked row."""
+"""Token masks on the GPU: one program per stretch of a masked row."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Launches token masks on the GPU without waiting: checks and the grid."""
+"""Launches token masks on the GPU without waiting: checks and grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token masks as they are defined: bit by bit."""
+"""Token masks by definition: bit by bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Ban the tokens of some rows whose bit is 0.
+    """Ban the tokens whose bit is 0 in some rows.
 
     Args:
         logits: (num_rows, vocab_size) float32; changed in place.

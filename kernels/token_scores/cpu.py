@@ -1,4 +1,4 @@
-"""Scores of given tokens by the CPU library: one pass over the logits of all rows."""
+"""Scores given tokens by the CPU library: one pass over the logits of all rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NativeScores:
         """See `ScoreTokens`; logits are contiguous.
 
         Raises:
-            MemoryError: the engine may not, or cannot, have the workspace that this takes.
+            MemoryError: the workspace is beyond the engine's limit or the system's memory.
         """
         num_rows, vocab_size = logits.shape
         assert arrays.dtype_name(logits.dtype) == "float32"

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TokenScores(NamedTuple):
-    """Natural logarithms of probabilities; NaN in a row of logits that are no finite numbers."""
+    """Natural log probabilities; NaN in a row whose logits are not finite."""
 
     chosen: Tensor  # (num_rows,) float32, of the given token
     top: Tensor  # (num_rows, count) float32, of the likeliest, in falling order
@@ -17,14 +17,14 @@ class TokenScores(NamedTuple):
 
 
 class ScoreTokens(Protocol):
-    """Scores a token per row and waits for no device: in C or torch."""
+    """Scores a token per row without waiting for the device, in C or torch."""
 
     def __call__(self, logits: Tensor, targets: Tensor, count: int) -> TokenScores:
         """Score tokens.
 
         Args:
-            logits: (num_rows, vocab_size) float32, which stay as they are.
+            logits: (num_rows, vocab_size) float32; not changed.
             targets: (num_rows,) int64, a token for each row.
-            count: likeliest tokens to report, perhaps none.
+            count: likeliest tokens to report; 0 reports none.
         """
         ...

@@ -1,1 +1,1 @@
-"""Packed codes of weights as the GPU holds them: their order in memory, and how they widen."""
+"""Packed codes of weights on the GPU: their order in memory, and how they widen."""

@@ -1,4 +1,4 @@
-"""Words of packed codes to weights in registers, in the layout that tensor cores take.
+"""Widens words of packed codes to weights in registers, in the layout of the tensor cores.
 
 `ASM` chooses between PTX and its twin in plain operations, which the interpreter runs.
 """
@@ -22,14 +22,14 @@ FP4_BF16: tl.constexpr = tl.constexpr(ptx.FP4_BF16)
 FP4_FP16: tl.constexpr = tl.constexpr(ptx.FP4_FP16)
 LOW_TWICE: tl.constexpr = tl.constexpr(ptx.LOW_TWICE)
 HIGH_TWICE: tl.constexpr = tl.constexpr(ptx.HIGH_TWICE)
-LANES: tl.constexpr = tl.constexpr(128)  # that share a tile, by warp
+LANES: tl.constexpr = tl.constexpr(128)  # of all warps that share a tile
 SIDE: tl.constexpr = tl.constexpr(64)  # output features of a tile
 ROWS_APART: tl.constexpr = tl.constexpr(8)  # the two rows of a word of 4-bit codes
 
 
 @triton.jit
 def load_rows(p_tile):
-    """A word for each of the two output features that a lane has in a word of 4-bit codes.
+    """Load a word for each of a lane's two output features in a word of 4-bit codes.
 
     Args:
         p_tile: (tiles in n, tiles in k) pointers to words, one for each feature of a tile.
@@ -41,7 +41,7 @@ def load_rows(p_tile):
 
 @triton.jit
 def in_both_halves(b_word, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """One half of each word, twice."""
+    """Return one half of each word, twice."""
     if ASM:
         return tl.inline_asm_elementwise(
             HIGH_TWICE if HIGH else LOW_TWICE, "=r,r", [b_word], tl.int32, is_pure=True, pack=1
@@ -53,7 +53,7 @@ def in_both_halves(b_word, HIGH: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def minus_zero_points(b_word, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Make the addend that takes a zero point off a widened code, from words of scale and zero."""
+    """Return the addend that removes zero points from codes, from words of scale and zero."""
     if ASM:
         return tl.inline_asm_elementwise(
             ZERO_BF16 if tl.bfloat16 == DTYPE else ZERO_FP16,
@@ -69,7 +69,7 @@ def minus_zero_points(b_word, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def for_words(b_row, b_words, TILES_K: tl.constexpr):
-    """(tiles in n, 1 or tiles in k, lanes, 1 or a lane's words) as the words of tiles stand."""
+    """Arrange (tiles in n, 1 or tiles in k, lanes, 1 or a lane's words) as the words of tiles."""
     WORDS: tl.constexpr = b_words.numel // (b_row.shape[0] * TILES_K * LANES)
     b_wide = tl.broadcast_to(b_row, (b_row.shape[0], TILES_K, LANES, WORDS))
     return tl.reshape(b_wide, b_words.shape)
@@ -87,7 +87,7 @@ def zero_points(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Numbers of `widen_by_row` for one group's words."""
+    """Return the numbers of `widen_by_row` for one group's words."""
     b_row = (i_tile + tl.arange(0, TILES_N)) * num_groups + i_group
     b_one, b_other = load_rows(params_ptr + (b_row * SIDE)[:, None])
     b_one = minus_zero_points(b_one, DTYPE, ASM)[:, :, :, None]
@@ -107,7 +107,7 @@ def tile_scales(
     SCALES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Numbers of `widen_by_row` for words of some tiles: 2 or 4 scales for a tile's inputs."""
+    """Return the numbers of `widen_by_row` for some tiles: 2 or 4 scales for a tile's inputs."""
     b_tile = (i_tile + tl.arange(0, TILES_N))[:, None] * tiles_k
     b_tile = b_tile + (i_tile_k + tl.arange(0, TILES_K))[None, :]
     p_tile = params_ptr + b_tile * (SCALES // 2 * SIDE)
@@ -118,7 +118,7 @@ def tile_scales(
         b_more, b_most = load_rows(p_tile + SIDE)
         b_more = tl.join(in_both_halves(b_more, False, ASM), in_both_halves(b_more, True, ASM))
         b_most = tl.join(in_both_halves(b_most, False, ASM), in_both_halves(b_most, True, ASM))
-        # Of a lane's words the first bit is that of the half tile, the other of its half.
+        # The first bit of a lane's word is the half of the tile, the second the half of that.
         b_one = tl.permute(tl.join(b_one, b_more), (0, 1, 2, 4, 3))
         b_other = tl.permute(tl.join(b_other, b_most), (0, 1, 2, 4, 3))
     else:
@@ -129,7 +129,7 @@ def tile_scales(
 
 @triton.jit
 def int4_plane(b_words, b_zero, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    # A right shift of int32 keeps the sign, which the mask takes off.
+    # A right shift of int32 extends the sign; the mask removes it.
     return (((b_words >> (4 * PLACE)) & 0xF) - b_zero).to(tl.float32).to(DTYPE)
 
 
@@ -140,7 +140,7 @@ def fp4_plane(b_words, b_scale, PLACE: tl.constexpr, DTYPE: tl.constexpr):
     b_half = (b_code & 1).to(tl.float32) * 0.5
     b_normal = (1.0 + b_half) * tl.exp2((b_exponent - 1).to(tl.float32))
     b_size = tl.where(b_exponent > 0, b_normal, b_half)
-    # The scales stand for powers that the bits of PTX's results lack.
+    # The scales include powers that the bits of PTX's results lack.
     b_scale = (b_scale & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     b_scale *= 1.1754943508222875e-38 if tl.bfloat16 == DTYPE else 6.103515625e-05
     return (tl.where(b_code > 7, -b_size, b_size) * b_scale).to(DTYPE)
@@ -150,9 +150,9 @@ def fp4_plane(b_words, b_scale, PLACE: tl.constexpr, DTYPE: tl.constexpr):
 def widen_by_row(
     b_words, b_first, b_second, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
 ):
-    """As `widen_int4`, with a number for each of the two output features of a word.
+    """Widen as `widen_int4`, with a number for each of the two output features of a word.
 
-    "int4": `minus_zero_points`, "fp4": scales in both halves.
+    "int4": `minus_zero_points`; "fp4": scales in both halves.
     """
     if ASM:
         if tl.bfloat16 == DTYPE:
@@ -196,14 +196,14 @@ def widen_by_row(
 
 @triton.jit
 def join_eight(a, b, c, d, e, f, g, h):
-    """Planes 0..7 side by side in three new axes j0, j1, j2 of size 2."""
+    """Join planes 0..7 in three new axes j0, j1, j2 of size 2."""
     b_low = tl.join(tl.join(a, b), tl.join(c, d))
     return tl.join(b_low, tl.join(tl.join(e, f), tl.join(g, h)))
 
 
 @triton.jit
 def widen_int4(b_words, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Words to planes 0..7, side by side in three new axes j0, j1, j2 of size 2."""
+    """Widen words to planes 0..7, in three new axes j0, j1, j2 of size 2."""
     if ASM:
         if tl.bfloat16 == DTYPE:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
@@ -237,7 +237,7 @@ def widen_int4(b_words, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def int8_plane(b_words, PLACE: tl.constexpr, DTYPE: tl.constexpr):
-    # Stored with the top bit flipped: the byte of a signed number.
+    # Stored with the top bit flipped, as a signed byte.
     b_signed = ((b_words >> (8 * PLACE)) & 0xFF) ^ 0x80
     return (b_signed - 128).to(tl.float32).to(DTYPE)
 
@@ -254,7 +254,7 @@ def fp8_plane(b_words, PLACE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def widen_bytes(b_words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Words to planes 0..3, side by side in two new axes j0, j1 of size 2."""
+    """Widen words to planes 0..3, in two new axes j0, j1 of size 2."""
     if ASM:
         if tl.bfloat16 == DTYPE:
             a, b, c, d = tl.inline_asm_elementwise(
@@ -301,9 +301,9 @@ def to_weights(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Weights (SIDE_N, SIDE_K) without their scales: q - 8, q - 128 or the value of e4m3.
+    """Return weights (SIDE_N, SIDE_K) without their scales: q - 8, q - 128 or the value of e4m3.
 
-    With numbers by row it is q less the zero point, or e2m1 with its scale.
+    With numbers by row: q less the zero point, or e2m1 times its scale.
     """
     if b_first is not None:
         b_planes = widen_by_row(b_words, b_first, b_second, CODES, DTYPE, ASM)
@@ -311,7 +311,7 @@ def to_weights(
         b_planes = widen_int4(b_words, DTYPE, ASM)
     else:
         b_planes = widen_bytes(b_words, CODES, DTYPE, ASM)
-    # Beside the two counts of tiles 12 bits of an index, or 11 where the words were split.
+    # Two counts of tiles and 12 bits of an index, or 11 if the words were split.
     if len(AXES) == 14:
         b_bits = tl.reshape(b_planes, (TILES_N, TILES_K, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
         b_bits = tl.permute(
@@ -327,7 +327,7 @@ def to_weights(
     b_weight = tl.reshape(b_bits, (SIDE_N, SIDE_K))
     if ASM:
         # No instruction: it hides the joins from the choice of the operand's layout, which would
-        # take four neighbours in k for a lane where the fragments have two.
+        # give a lane four neighbours in k, where the fragments have two.
         b_weight = tl.inline_asm_elementwise(
             "", "=h,0", [b_weight], dtype=b_weight.dtype, is_pure=False, pack=1
         )

@@ -1,10 +1,10 @@
-"""The order in which a tile of packed codes is stored: that in which tensor cores take it.
+"""The order of codes in a stored tile: that in which tensor cores take them.
 
 A tile has TILE_N output features; its codes are 32-bit words, of which a thread loads four side by
-side. Bits of the indices have names. Of a word: `w` its warp, `l` its lane, `r` its place among
-the four of a lane. Of a code in its word: `j`, the bits of its plane's number. Of a weight in its
-tile: `n` and `k`. An order says which storage bit each bit of n and k is: the only place that
-knows it, for packing, for the kernels and for tests.
+side. Bits of the indices have names. Of a word: `w` its warp, `l` its lane, `r` its place among the
+four of a lane. Of a code in its word: `j`, the bits of its plane's number. Of a weight in its tile:
+`n` and `k`. An order gives the storage bit of each bit of n and k; packing, kernels and tests all
+take it from here.
 
 The tables follow the register fragments of operand A in the PTX manual, which are the same for
 `mma.m16n8k16` (each warp has 16 of the 64 rows) and `wgmma.m64nNk16`: one order serves all
@@ -26,8 +26,8 @@ _LANES = ("l4", "l3", "l2", "l1", "l0")
 # Bits from the most significant to the least.
 _N = {4: ("w1", "w0", "j2", "l4", "l3", "l2"), 8: ("w1", "w0", "r0", "l4", "l3", "l2")}
 _K = {4: ("r1", "r0", "j1", "l1", "l0", "j0"), 8: ("r1", "j1", "l1", "l0", "j0")}
-# Where in its word a plane stands, in units of a code: planes 0 and 1 are the two halves of one
-# register after widening.
+# The place of each plane in its word, in units of a code; widened, planes 0 and 1 are the halves of
+# one register.
 _PLACE = {4: ("j0", "j2", "j1"), 8: ("j0", "j1")}
 
 
@@ -36,14 +36,14 @@ class TileOrder:
     """The order of a tile of TILE_N output features by `tile_k` inputs.
 
     Attributes:
-        bits: 4 or 8, of a code.
+        bits: of a code, 4 or 8.
     """
 
     bits: int
 
     @property
     def tile_k(self) -> int:
-        """Inputs of a tile: as many as the four words of a lane hold."""
+        """Inputs of a tile: as many as a lane's four words hold."""
         return 1 << len(_K[self.bits])
 
     @property
@@ -58,11 +58,11 @@ class TileOrder:
 
     @property
     def weight_bits(self) -> tuple[str, ...]:
-        """The same names, in the order of a weight's index: those of n, then those of k."""
+        """The same names in the order of a weight's index: those of n, then those of k."""
         return (*_N[self.bits], *_K[self.bits])
 
     def places(self) -> tuple[int, ...]:
-        """For each plane, where in its word its code stands, in units of a code."""
+        """The place of each plane's code in its word, in units of a code."""
         return tuple(
             sum(
                 (plane >> int(name[1]) & 1) << i
@@ -79,7 +79,7 @@ class TileOrder:
         (tiles in n, bits of n, tiles in k, bits of k).
 
         Args:
-            first_group: the words were split by r1, the first bit of k.
+            first_group: the words are split by r1, the first bit of k.
         """
         word = [name for name in (*_WARPS, *_LANES, "r1", "r0") if name != "r1" or not first_group]
         source = ["tiles_n", "tiles_k", *word, *reversed(self._plane_bits())]
@@ -106,7 +106,7 @@ class TileOrder:
         return to_int32(words)
 
     def unpack(self, words: Tensor) -> Tensor:
-        """The inverse of `pack`: (..., words) int32 -> (..., TILE_N, tile_k) uint8."""
+        """Invert `pack`: (..., words) int32 -> (..., TILE_N, tile_k) uint8."""
         batch = words.shape[:-1]
         mask = (1 << self.bits) - 1
         planes = [(words >> place * self.bits) & mask for place in self.places()]
@@ -126,5 +126,5 @@ class TileOrder:
 
 
 def to_int32(words: Tensor) -> Tensor:
-    """The same 32 bits of int64 values, as int32."""
+    """Return the low 32 bits of int64 values as int32."""
     return ((words + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)

@@ -1,9 +1,9 @@
-"""Widening packed codes to bfloat16 or float16 in registers, exactly, as PTX.
+"""Widens packed codes exactly to bfloat16 or float16 in registers, as PTX.
 
 A 32-bit word holds 8 codes of 4 bits or 4 of 8 bits; results $0, $1, ... are its planes, in the
-order of `order.py`, and the last operand is the word. Integer codes go into the mantissa of a
-power of two by one logical instruction for two of them; taking that power and the center (8 or
-128) away leaves a small exact integer. A test executes these texts, over all codes.
+order of `order.py`, and the last operand is the word. One logical instruction puts two integer
+codes into the mantissas of a power of two; subtracting that power and the center (8 or 128) leaves
+small exact integers. A test executes these texts over all codes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def _block(*lines: str) -> str:
 
 
 def _int4(dtype: str, base: str, minus_center: str | None, one: str) -> str:
-    """Without a center, operands 9 and 10 have what is taken away, of the two rows of a word."""
+    """Return the PTX; without a center, operands 9 and 10 are subtracted, for a word's two rows."""
     lines = [".reg .b32 t, a, b, c, d, one, minus;", f"mov.b32 one, {one};"]
     if minus_center is not None:
         lines.append(f"mov.b32 minus, {minus_center};")
@@ -36,16 +36,16 @@ INT4_FP16 = _int4("f16", "0x64006400", "0xe408e408", "0x3c003c00")
 # 128 + q less 128 + zero point, and 1024 + q less 1024 + zero point.
 INT4_ZERO_BF16 = _int4("bf16", "0x43004300", None, "0x3f803f80")
 INT4_ZERO_FP16 = _int4("f16", "0x64006400", None, "0x3c003c00")
-# The upper half of a word of scale and zero point, in both halves, made a negative number.
+# Puts the upper half of a word of scale and zero point into both halves, negated.
 ZERO_BF16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xc300c300; }"
 ZERO_FP16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xe400e400; }"
 
 
 def _fp4(dtype: str, mantissa: int) -> str:
-    """Operand 8 is the word, 9 and 10 the scales of its two rows, each in both halves.
+    """Return the PTX; operand 8 is the word, 9 and 10 the scales of its two rows, in both halves.
 
-    Exponent and mantissa of e2m1 go where those of the result have their lowest places, which is
-    a number too small by a power of two that the scales make up for; the product is exact.
+    Exponent and mantissa of e2m1 go to the lowest places of those of the result, which makes a
+    number too small by a power of two that the scales make up for; the product is exact.
 
     Args:
         dtype: of the results.
@@ -67,7 +67,7 @@ def _fp4(dtype: str, mantissa: int) -> str:
 
 FP4_BF16 = _fp4("bf16", 7)
 FP4_FP16 = _fp4("f16", 10)
-# One half of a word in both halves of another.
+# Puts one half of a word into both halves of another.
 LOW_TWICE = "prmt.b32 $0, $1, 0, 0x1010;"
 HIGH_TWICE = "prmt.b32 $0, $1, 0, 0x3232;"
 
@@ -101,7 +101,7 @@ INT8_FP16 = _block(
 
 
 def _fp8(dtype: str, shift: int, mask: str, power: str) -> str:
-    """Sign, exponent and mantissa of e4m3 into their places, then up by a power of two.
+    """Return the PTX: sign, exponent and mantissa of e4m3 in place, times a power of two.
 
     Exact, subnormals and both zeros included. The two codes of NaN become +-480: they are refused
     when a weight is prepared.
@@ -109,7 +109,7 @@ def _fp8(dtype: str, shift: int, mask: str, power: str) -> str:
     return _block(
         ".reg .b32 t, s, a, b, power, zero;",
         f"mov.b32 power, {power};",
-        "mov.b32 zero, 0x80008000;",  # -0.0, which changes no zero's sign
+        "mov.b32 zero, 0x80008000;",  # -0.0, which keeps the sign of zeros
         "shl.b32 t, $4, 8;",
         "and.b32 s, t, 0x80008000;",
         f"shr.u32 t, t, {shift};",
