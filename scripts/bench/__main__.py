@@ -14,6 +14,7 @@ BENCHMARKS = {
     "cpu_attention": "cpu.attention",
     "cpu_experts": "cpu.experts",
     "cpu_held_types": "cpu.held_types",
+    "cpu_instructions": "cpu.instructions",
     "cpu_linears": "cpu.linears",
     "cpu_models": "cpu.models",
     "cpu_quality": "cpu.quality",

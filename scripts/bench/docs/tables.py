@@ -186,6 +186,16 @@ def replicas() -> str:
     return f"{table(head, rows)}\n{about}\n"
 
 
+def instructions() -> str:
+    """Compare the instructions of ARM's and of x86's libraries."""
+    result = read("cpu/instructions.json")
+    counts = result["instructions of a weight and row"]
+    columns = list(next(iter(counts.values())))
+    rows = [[name, *(f"{found[one]:.2f}" for one in columns)] for name, found in counts.items()]
+    about = f"Counts, no times; commit {result['conditions']['commit']}."
+    return f"{table(['instruction set', *columns], rows)}\n{about}\n"
+
+
 def imports() -> str:
     """Return the table that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
@@ -243,6 +253,7 @@ MAKERS = {
     "schemas": schemas,
     "published-schemas": published_schemas,
     "replicas": replicas,
+    "instructions": instructions,
     "settings": settings_reference,
 }
 
