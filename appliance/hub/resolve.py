@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,12 @@ def _file(path: Path) -> ResolvedModel:
 def _near(path: Path) -> str:
     try:
         names = [entry.name for entry in path.parent.iterdir()]
+    except FileNotFoundError:
+        if not path.is_absolute():
+            return ""
+        found = next(one for one in path.parents if os.path.exists(one))
+        missing = found / path.relative_to(found).parts[0]
+        return f"; there is no {missing} either: plug in or mount its drive, if it has one"
     except OSError:
         return ""
     close = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3)]

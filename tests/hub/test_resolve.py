@@ -128,6 +128,15 @@ def test_near_names_are_offered(tmp_path: Path) -> None:
         find(str(tmp_path / "SmolLM2-135M-Q4_1.gguf"), tmp_path)
 
 
+def test_a_drive_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="plug in or mount its drive") as caught:
+        find(str(tmp_path / "usb" / "models" / "a.gguf"), tmp_path)
+    assert f"there is no {tmp_path / 'usb'} either" in str(caught.value)
+    with pytest.raises(ModelError) as near:
+        find("no/such/file.gguf", tmp_path)
+    assert "drive" not in str(near.value)
+
+
 def test_importing_it_loads_nothing_heavy() -> None:
     code = (
         "import sys, appliance.hub\n"
