@@ -7,8 +7,9 @@ entries of it. Choosing is explicit, by device, and never falls back in silence.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from appliance.kernels.adapters import reference as reference_adapters
 from appliance.kernels.decoder_cache import allocate_blocks
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.activation import Gating
+    from appliance.kernels.adapters.factors import StackedFactors
     from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.grouped_matmul.weights import StackedExperts
     from appliance.kernels.kv_cache import LayerCache
@@ -175,6 +177,10 @@ class Backend:
     paged_attention: PagedAttention
     gated_delta: GatedDeltaRule
     selective_scan: SelectiveScan
+    # slots of the rows (num_tokens,) int32, number of slots -> once per step, for all layers
+    plan_adapters: Callable[[Tensor, int], Any]
+    # outputs, added to in place; inputs; factors of the place; what plan_adapters returned
+    add_adapters: Callable[[Tensor, Tensor, StackedFactors, Any], None]
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None if there is none for such a weight
     prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
@@ -201,6 +207,8 @@ REFERENCE = Backend(
     paged_attention=reference_attention.paged_attention,
     gated_delta=reference_gated_delta.gated_delta,
     selective_scan=reference_selective_scan.selective_scan,
+    plan_adapters=reference_adapters.plan_adapters,
+    add_adapters=reference_adapters.add_adapters,
     prepare_gated=lambda weight, bias, dtype, activation: None,
 )
 
@@ -250,6 +258,7 @@ def triton_backend() -> Backend:
 
     The other entries are the references, run on the device.
     """
+    from appliance.kernels.adapters.launch import add_adapters, plan_adapters
     from appliance.kernels.fp4 import Fp4Weight
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
@@ -295,6 +304,8 @@ def triton_backend() -> Backend:
         paged_attention=paged_attention,
         gated_delta=gated_delta,
         selective_scan=selective_scan,
+        plan_adapters=plan_adapters,
+        add_adapters=add_adapters,
         prepare_gated=prepare_gated,
         prepare_experts=prepare_experts,
     )

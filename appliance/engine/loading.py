@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import psutil
 
-from appliance.engine.adapters.loader import AdapterLoader, check_adapters
+from appliance.engine.adapters.loader import AdapterLoader
 from appliance.engine.admission import Admission
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device
     from appliance.engine.runner import Runner
     from appliance.engine.tiers.tiers import Tiers
+    from appliance.model.adapters.torch_slots import TorchAdapterSlots
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
 
@@ -102,6 +103,10 @@ def load_parts(
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     matchers, rates = Matchers(source.spec.vocab_size, eos_token_ids), Rates()
     adapters = AdapterLoader.of(config, source, executor)
+    if adapters is not None and opened.execution.uses_triton:
+        from appliance.engine.run.kernels_ahead import compile_adapters
+
+        compile_adapters(cast("TorchAdapterSlots", adapters.slots), on_progress)
     parts = _runner_parts(config, opened, executor, plan.context_length)
     graph_bytes, kept = 0, None
     if isinstance(opened.draft, HeadDraft):
@@ -166,7 +171,6 @@ class _Opened:
 def _open(config: EngineConfig, source: ModelSource, device: Device | None) -> _Opened:
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     precision, kv_notes = choose_precision(config, source)
-    check_adapters(config, precision.device.type)
     execution, notes = choose_execution(config, precision, source, threads)
     device = device or _device_of(execution, threads)
     num_open = num_open_of(config, source, precision, device.is_asynchronous)

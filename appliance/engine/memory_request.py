@@ -140,6 +140,8 @@ def memory_of(
     ranks = execution.ranks if isinstance(execution, NativeExecution) else None
     copies = 1 if ranks is None else ranks.split.size
     others = 0 if ranks is None else ranks.process_bytes(source)
+    in_table = not isinstance(execution, NativeExecution)
+    of_adapters = planned_bytes(config, source, precision.dtype.itemsize, in_table=in_table)
     request = MemoryRequest(
         spec=source.spec,
         weight_bytes=execution.weight_bytes(source),
@@ -158,7 +160,7 @@ def memory_of(
         kv_host_memory=config.kv_host_memory,
         prefix_caching=config.prefix_caching,
         state_checkpoint_memory=config.state_checkpoint_memory,
-        adapter_bytes=copies * planned_bytes(config, source, precision.dtype.itemsize),
+        adapter_bytes=copies * of_adapters,
         state_copies=copies,
         host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
     )

@@ -117,7 +117,7 @@ class Decoder:
             if self.token_inputs is None
             else self.token_inputs(token_ids, stream),
             spans=StateSpans.of(batch) if cache.recurrent else None,
-            adapted=AdaptedRows.of(batch),
+            adapted=AdaptedRows.of(batch, self.backend),
         )
         first = self.first_norm
         hidden = stream if first is None else first.of(stream, self.backend)
@@ -143,9 +143,11 @@ class Decoder:
             logits = logits.float() * scale
         return logits.float() if cap is None else self.backend.soft_cap(logits, cap)
 
-    def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> TorchAdapterSlots:
+    def adapter_slots(
+        self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int
+    ) -> TorchAdapterSlots:
         """Make room for adapters; see `Executor.adapter_slots`."""
-        return TorchAdapterSlots(targets, self.device, self.dtype, count)
+        return TorchAdapterSlots(targets, self.device, self.dtype, count, most_ranks)
 
     def allocate_cache(
         self,

@@ -88,12 +88,15 @@ class Executor(Protocol[AnyCache]):
     @property
     def weight_format(self) -> str: ...
 
-    def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> AdapterSlots:
+    def adapter_slots(
+        self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int
+    ) -> AdapterSlots:
         """Make room for adapters that steps may use.
 
         Args:
             targets: the linears that they may change, see `adapter_targets`.
             count: number of slots.
+            most_ranks: of an adapter.
         """
         ...
 

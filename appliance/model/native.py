@@ -130,8 +130,10 @@ class NativeDecoder:
             return format
         return shard_precisions(format, self.shard)
 
-    def adapter_slots(self, targets: Mapping[str, AdapterTarget], count: int) -> NativeAdapterSlots:
-        """Make room for adapters; see `Executor.adapter_slots`."""
+    def adapter_slots(
+        self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int | None = None
+    ) -> NativeAdapterSlots:
+        """See `Executor.adapter_slots`; a slot points at an adapter of any rank."""
         from appliance.model.adapters.native_slots import NativeAdapterSlots
 
         num_layers = len(self.spec.layers)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.config.named_paths import named_paths
 from appliance.engine.request import AdapterRef
-from appliance.errors import AdapterError, ConfigError
+from appliance.errors import AdapterError
 from appliance.files import stamp_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class AdapterLoader:
         from appliance.model.adapters.targets import adapter_targets
 
         targets = adapter_targets(source.spec, source.family.names)
-        slots = executor.adapter_slots(targets, config.max_loras)
+        slots = executor.adapter_slots(targets, config.max_loras, config.max_lora_rank)
         return cls(source, slots, config.max_loras, config.max_lora_rank)
 
     def load(self, ref: AdapterRef) -> LoadedAdapter:
@@ -106,29 +106,24 @@ def wants_adapters(config: EngineConfig) -> bool:
     return bool(config.lora or config.lora_dir)
 
 
-def check_adapters(config: EngineConfig, device: str) -> None:
-    """Refuse adapters where no kernel adds them.
+def planned_bytes(
+    config: EngineConfig, source: ModelSource, element_bytes: int, *, in_table: bool
+) -> int:
+    """Return the bytes of all slots, of an adapter that is being read, and of shrunk rows.
 
-    Raises:
-        ConfigError: the settings allow adapters, and the model goes to a GPU.
+    Args:
+        in_table: slots have room for the largest rank, and shrunk rows are sums of parts.
     """
-    if wants_adapters(config) and device != "cpu":
-        raise ConfigError(
-            f"--lora and --lora-dir do not work on {device} yet: there is no kernel that adds"
-            " adapters. Use --device cpu, or merge the adapter into the model with PEFT's"
-            " merge_and_unload"
-        )
-
-
-def planned_bytes(config: EngineConfig, source: ModelSource, element_bytes: int) -> int:
-    """Return the bytes of all slots, of an adapter that is being read, and of shrunk rows."""
     if not wants_adapters(config):
         return 0
+    from appliance.kernels.adapters.factors import padded_rank
+    from appliance.kernels.adapters.variant import MOST_SPLITS
     from appliance.model.adapters.targets import adapter_bytes
 
-    rank = config.max_lora_rank
+    rank = padded_rank(config.max_lora_rank) if in_table else config.max_lora_rank
     each = adapter_bytes(source.spec, source.family.names, rank, element_bytes)
     shrunk = config.max_num_batched_tokens * MOST_PARTS * rank * 4
+    shrunk *= MOST_SPLITS if in_table else 1
     return (config.max_loras + 1) * each + shrunk
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from appliance.engine.adapters.loader import wants_adapters
 from appliance.engine.execution.native_engine import native_engine
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.ranks.ranks import Ranks
@@ -77,12 +79,14 @@ def choose_execution(
             f"the model, not {precision.block_size}; leave --block-size out"
         )
     from appliance.engine.execution.torch_execution import TorchExecution
-    from appliance.kernels.backend import select_backend
+    from appliance.kernels.backend import REFERENCE, select_backend
 
     choice = "reference" if config.kernels == "reference" else "auto"
     backend = select_backend(cast("torch.device", precision.device), choice)
     if backend.name == "triton":
         _check_kernels(source.spec, precision)
+    if wants_adapters(config):  # which change what a fused gate has gated
+        backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
     return TorchExecution(precision, backend), tuple(notes)
 
 

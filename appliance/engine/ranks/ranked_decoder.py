@@ -123,7 +123,9 @@ class RankedDecoder:
             places=places,
         )
 
-    def adapter_slots(self, targets: Targets[str, AdapterTarget], count: int) -> RankedAdapterSlots:
+    def adapter_slots(
+        self, targets: Targets[str, AdapterTarget], count: int, most_ranks: int | None = None
+    ) -> RankedAdapterSlots:
         """Make room for adapters in all ranks."""
         self.group.make_slots(count)
         return RankedAdapterSlots(self.own.adapter_slots(targets, count), self.group)

@@ -33,10 +33,12 @@ class StepSize(NamedTuple):
     Attributes:
         num_singles: sequences with one row each.
         prompt_rows: rows of up to PROMPTS other sequences; 0 in a decode step.
+        is_adapted: some of them may have adapters; others need not pay for it.
     """
 
     num_singles: int
     prompt_rows: int = 0
+    is_adapted: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -64,20 +66,24 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
-def step_sizes(limits: SchedulerLimits, *, is_mixed: bool = True) -> tuple[StepSize, ...]:
+def step_sizes(
+    limits: SchedulerLimits, *, is_mixed: bool = True, is_adapted: bool = False
+) -> tuple[StepSize, ...]:
     """Return the sizes to capture; of those that hold a step the first has the least padding.
 
     Args:
         is_mixed: steps with prompts are captured, too.
+        is_adapted: all are captured again, for steps in which some sequence has an adapter.
     """
-    decodes = [StepSize(size) for size in buckets(limits.max_num_seqs)]
-    if not is_mixed:
-        return tuple(decodes)
-    # Each four times the one before; at least one sequence has the prompt.
-    most = limits.max_num_seqs - 1
-    singles = [*(size for size in (8, 32, 128, 512) if size < most), most]
-    mixed = [StepSize(size, rows) for size in singles for rows in PROMPT_ROWS]
-    return (*decodes, *(size for size in mixed if size.num_rows <= limits.max_num_batched_tokens))
+    sizes = [StepSize(size) for size in buckets(limits.max_num_seqs)]
+    if is_mixed:
+        # Each four times the one before; at least one sequence has the prompt.
+        most = limits.max_num_seqs - 1
+        singles = [*(size for size in (8, 32, 128, 512) if size < most), most]
+        mixed = [StepSize(size, rows) for size in singles for rows in PROMPT_ROWS]
+        sizes += [size for size in mixed if size.num_rows <= limits.max_num_batched_tokens]
+    adapted = [size._replace(is_adapted=True) for size in sizes] if is_adapted else []
+    return (*sizes, *adapted)
 
 
 class GraphCache:
@@ -95,9 +101,13 @@ class GraphCache:
         self._graphs: dict[StepSize, Graph] = {}
         self.num_bytes = 0
 
-    def size_of(self, num_singles: int, prompt_rows: int = 0) -> StepSize | None:
+    def size_of(
+        self, num_singles: int, prompt_rows: int = 0, *, is_adapted: bool = False
+    ) -> StepSize | None:
         """Return the size that a step is padded to; None leaves a step with prompts as it is."""
         for size in self.sizes:
+            if size.is_adapted != is_adapted:
+                continue
             holds = size.num_singles >= num_singles and size.prompt_rows >= prompt_rows
             # A decode step is padded even where its size has no graph: sizes have kernels.
             if holds and (size in self._graphs if prompt_rows else not size.prompt_rows):

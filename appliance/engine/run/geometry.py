@@ -106,7 +106,7 @@ class Geometry:
                 adapter_slots=adapter_slots,
             )
         assert spare is not None
-        assert adapter_slots is None
+        assert size.is_adapted or adapter_slots is None
         singles = plan.num_single_rows
         padding = size.num_singles - singles
         room = size.num_prompts(None if spare.open_block is None else block_size)
@@ -122,6 +122,8 @@ class Geometry:
             open_blocks = pad(open_blocks or [], spare.open_block, spare.open_block)
         if spare.state_slot is not None:
             state_slots = pad(state_slots or [], spare.state_slot, spare.state_slot)
+        if size.is_adapted:
+            adapter_slots = pad(adapter_slots or [], -1, -1)
         return cls(
             *(pad(query_lens, 1, 0), pad(context_lens, 1, 0), pad(tables, table, table)),
             block_size=block_size,
@@ -132,6 +134,7 @@ class Geometry:
             size=size,
             open_blocks=open_blocks,
             state_slots=state_slots,
+            adapter_slots=adapter_slots,
         )
 
     @property

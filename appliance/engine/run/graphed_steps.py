@@ -14,7 +14,7 @@ import torch
 from appliance.engine.plan import Plan
 from appliance.engine.run.batch import is_decode, shape_of, stage
 from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, step_sizes
-from appliance.engine.run.geometry import Geometry, Spare
+from appliance.engine.run.geometry import Geometry, Spare, has_adapters
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import Sampler
     from appliance.engine.run.staging import Staging, StepShape, StepTensors
+    from appliance.model.adapters.slots import AdapterSlots
     from appliance.model.executor import Executor
 
 
@@ -40,6 +41,7 @@ class GraphedSteps(Generic[AnyCache]):
         limits: how large a step can be.
         table_width: blocks of the longest sequence.
         limit_bytes: bound on the memory of graphs; 0 turns them off.
+        adapters: that sequences may have; None without any.
     """
 
     def __init__(
@@ -54,14 +56,17 @@ class GraphedSteps(Generic[AnyCache]):
         limits: SchedulerLimits,
         table_width: int,
         limit_bytes: int,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._executor = executor
         self._cache = cache
         self._sampler = sampler
         self._staging = staging
         self.spare = spare
+        self._adapters = adapters
         # Layers with recurrent state take a prompt row after row, by the host's numbers.
-        sizes = step_sizes(limits, is_mixed=spare.state_slot is None)
+        is_mixed = spare.state_slot is None
+        sizes = step_sizes(limits, is_mixed=is_mixed, is_adapted=adapters is not None)
         self.graphs = GraphCache(device, sizes, limit_bytes)
         where = device.torch_device
         num_seqs = max(size.num_singles + size.num_prompts(self._cut) for size in sizes)
@@ -77,13 +82,15 @@ class GraphedSteps(Generic[AnyCache]):
 
     def size_of(self, plan: Plan) -> StepSize | None:
         """Return the captured size that a plan is padded to; None if it runs as it is."""
+        is_adapted = has_adapters(plan)
         if is_decode(plan):
-            return self.graphs.size_of(len(plan.scheduled))
+            return self.graphs.size_of(len(plan.scheduled), is_adapted=is_adapted)
         singles = plan.num_single_rows
         others = plan.scheduled[singles:]
         if not 0 < len(others) <= PROMPTS or any(entry.drafts for entry in others):
             return None
-        return self.graphs.size_of(singles, sum(entry.num_tokens for entry in others))
+        rows = sum(entry.num_tokens for entry in others)
+        return self.graphs.size_of(singles, rows, is_adapted=is_adapted)
 
     def run(
         self, size: StepSize, geometry: Geometry, shape: StepShape, tensors: StepTensors
@@ -115,7 +122,7 @@ class GraphedSteps(Generic[AnyCache]):
         """Do what a graph captures: compute logits and tokens from inputs at fixed places."""
         tensors = self._staging.tensors(shape)
         token_ids = self._staging.token_ids(shape)
-        batch = self._geometry.ragged(tensors, self._tables[: shape.num_seqs])
+        batch = self._geometry.ragged(tensors, self._tables[: shape.num_seqs], self._adapters)
         rows = None if self._geometry.is_decode else tensors.sample_rows
         logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache, rows)
         count = shape.num_samples

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from appliance.kernels.kv_format import LayerPrecision
+    from appliance.model.adapters.torch_slots import TorchAdapterSlots
     from appliance.model.decoder import Decoder
     from appliance.model.spec import LayerSpec
 
@@ -33,6 +34,17 @@ def compile_kernels(
     places, owners = decoder.spec.cache_places, decoder.spec.cache_layers
     with compiled_ahead(lambda done, total: on_progress("kernels", done, total)):
         first_steps(with_layers(decoder, kept), [kv_layers[places[i]] for i in kept if i in owners])
+
+
+def compile_adapters(
+    slots: TorchAdapterSlots, on_progress: Callable[[str, int, int], None]
+) -> None:
+    """Compile what adds adapters to the rows of a Triton decoder; launch nothing."""
+    from appliance.kernels.adapters.launch import run_every_kernel
+    from appliance.kernels.compile_ahead import compiled_ahead
+
+    with compiled_ahead(lambda done, total: on_progress("kernels", done, total)):
+        run_every_kernel(slots.places())
 
 
 def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from appliance.engine.plan import sampling_rows
 from appliance.engine.run.batch import stage
-from appliance.engine.run.geometry import Geometry, Spare, has_adapters
+from appliance.engine.run.geometry import Geometry, Spare
 from appliance.engine.run.largest_step import largest_step
 from appliance.engine.run.prompt_reader import PromptReading
 from appliance.engine.run.staging import Staging
@@ -120,6 +120,7 @@ class ModelRunner(Generic[AnyCache]):
                 # The last token of a sequence never needs a slot.
                 table_width=min(largest.table_width, spare.block),
                 limit_bytes=graph_bytes,
+                adapters=adapters,
             )
         self._places: dict[Sequence, int] = {}  # of the last step's tokens in `latest`
         self._launched: deque[_Launched] = deque()
@@ -185,8 +186,7 @@ class ModelRunner(Generic[AnyCache]):
     def _enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
         reading = PromptReading.of(plan)
         may_adapt = self._adapters is not None
-        is_plain = reading is None and not (may_adapt and has_adapters(plan))
-        graphed = self._graphed if is_plain else None
+        graphed = self._graphed if reading is None else None
         size = None if graphed is None else graphed.size_of(plan)
         spare = None if graphed is None else graphed.spare
         geometry = Geometry.of(plan, self._cache.block_size, spare, size, may_adapt=may_adapt)

@@ -48,6 +48,10 @@ class TargetRows:
     rows: slice | Tensor
     first_output: int
 
+    @property
+    def count(self) -> int:
+        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:

@@ -1,20 +1,20 @@
-"""Adapters in the torch decoder: adds their factors' products to the outputs of linears."""
+"""Adapters in the torch decoder: one table for all slots, and the rows of a step that use it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from appliance.model.adapters.targets import Expansion, PlacedFactors, place_factors
+import torch
+
+from appliance.kernels.adapters.factors import OutputRun, StackedFactors, blocks_of, padded_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    import torch
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.cpu.step_structs import AdapterPlace
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.adapter import Adapter
@@ -23,26 +23,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TorchAdapter:
-    """An adapter's factors on the device, by layer and place."""
+    """An adapter on the device, as a row of each tensor of the table."""
 
-    factors: Mapping[tuple[int, AdapterPlace], PlacedFactors]
+    factors: Tensor  # (elements of all places,)
+    scales: Tensor  # (parts of all places,) float32
+    ranks: Tensor  # (parts of all places,) int32
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            factors.shrink.nbytes + sum(part.matrix.nbytes for part in factors.expansions)
-            for factors in self.factors.values()
-        )
+        return self.factors.nbytes + self.scales.nbytes + self.ranks.nbytes
+
+
+class _Place(NamedTuple):
+    """The factors of a place in a row of the table."""
+
+    targets: tuple[AdapterTarget, ...]  # a part each
+    pieces: tuple[OutputRun, ...]
+    first_part: int
+    shrink_at: int
+    expand_at: int
+    end: int
+
+    @property
+    def in_features(self) -> int:
+        return self.targets[0].slot.shape[1]
 
 
 class TorchAdapterSlots:
     """Slots for the torch decoder; see `AdapterSlots`.
+
+    All memory stays in place, so that graphs can read it.
 
     Args:
         targets: the linears that adapters may change.
         device: where the factors go.
         dtype: of the factors.
         count: number of slots.
+        most_ranks: of an adapter.
     """
 
     def __init__(
@@ -51,70 +68,133 @@ class TorchAdapterSlots:
         device: torch.device,
         dtype: torch.dtype,
         count: int,
+        most_ranks: int,
     ) -> None:
-        self.held: list[TorchAdapter | None] = [None] * count
-        self._targets = targets
+        self.count = count
         self._device = device
-        self._dtype = dtype
+        self._rank = padded_rank(most_ranks)
+        self._places = _places(targets, self._rank)
+        last = list(self._places.values())[-1]
+        num_parts = last.first_part + len(last.targets)
+        self._factors = torch.zeros((count, last.end), dtype=dtype, device=device)
+        self._scales = torch.zeros((count, num_parts), device=device)
+        self._ranks = torch.zeros((count, num_parts), dtype=torch.int32, device=device)
+        self._is_held = [False] * count
+        self._stacked = {at: self._stack(place) for at, place in self._places.items()}
 
+    @torch.inference_mode()
     def lay_out(self, adapter: Adapter) -> TorchAdapter:
-        placed = place_factors(adapter, self._targets)
-        return TorchAdapter({at: self._moved(factors) for at, factors in placed.items()})
+        factors = torch.zeros(self._factors.shape[1], dtype=self._factors.dtype)
+        scales = torch.zeros(self._scales.shape[1])
+        ranks = torch.zeros(self._ranks.shape[1], dtype=torch.int32)
+        for place in self._places.values():
+            shrink, expand = self._views(factors, place)
+            for number, target in enumerate(place.targets):
+                part = adapter.parts.get(target.name)
+                if part is None:
+                    continue
+                shrink[number, : part.rank] = part.a
+                scales[place.first_part + number] = part.scale
+                ranks[place.first_part + number] = part.rank
+                own = [piece for piece in place.pieces if piece.part == number]
+                for piece, rows in zip(own, target.pieces, strict=True):
+                    last = piece.first_row + piece.num_rows
+                    expand[piece.first_row : last, : part.rank] = part.b[rows.rows]
+        return TorchAdapter(*(part.to(self._device) for part in (factors, scales, ranks)))
 
+    @torch.inference_mode()
     def put(self, slot: int, laid_out: TorchAdapter | None) -> None:
-        self.held[slot] = laid_out
+        self._is_held[slot] = laid_out is not None
+        if laid_out is None:
+            self._ranks[slot] = 0
+            return
+        self._factors[slot] = laid_out.factors
+        self._scales[slot] = laid_out.scales
+        self._ranks[slot] = laid_out.ranks
 
-    def _moved(self, factors: PlacedFactors) -> PlacedFactors:
-        return PlacedFactors(
-            factors.shrink.to(self._device, self._dtype),
-            factors.scales.to(self._device),
-            tuple(
-                Expansion(
-                    part.matrix.to(self._device, self._dtype), part.first_output, part.first_rank
-                )
-                for part in factors.expansions
-            ),
+    def check(self, slots: tuple[int, ...]) -> None:
+        """Find a programmer's mistake: a sequence with a slot that is empty."""
+        assert all(slot < 0 or self._is_held[slot] for slot in slots), "a slot without an adapter"
+
+    def at(self, layer: int, place: AdapterPlace) -> StackedFactors | None:
+        """Return the factors of a place; None where no adapter changes anything."""
+        return self._stacked.get((layer, place))
+
+    def places(self) -> Iterable[StackedFactors]:
+        """Return the factors of all places."""
+        return self._stacked.values()
+
+    def _views(self, row: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
+        """Return a place's factors in one row of the table, or with a first dimension in all."""
+        before, num_parts = row.shape[:-1], len(place.targets)
+        shrink = row[..., place.shrink_at : place.expand_at]
+        expand = row[..., place.expand_at : place.end]
+        return (
+            shrink.view(*before, num_parts, self._rank, place.in_features),
+            expand.view(*before, -1, self._rank),
+        )
+
+    def _stack(self, place: _Place) -> StackedFactors:
+        shrink, expand = self._views(self._factors, place)
+        parts = slice(place.first_part, place.first_part + len(place.targets))
+        blocks = torch.tensor(blocks_of(place.pieces), dtype=torch.int32, device=self._device)
+        return StackedFactors(
+            shrink, expand, self._scales[:, parts], self._ranks[:, parts], place.pieces, blocks
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedRows:
-    """The rows of a step that have adapters.
+def _places(
+    targets: Mapping[str, AdapterTarget], rank: int
+) -> dict[tuple[int, AdapterPlace], _Place]:
+    gathered: dict[tuple[int, AdapterPlace], list[AdapterTarget]] = {}
+    for target in targets.values():
+        gathered.setdefault((target.layer, target.place), []).append(target)
+    found, first_part, at = {}, 0, 0
+    for key, own in gathered.items():
+        pieces, num_rows = [], 0
+        for part, target in enumerate(own):
+            for rows in target.pieces:
+                pieces.append(OutputRun(rows.first_output, num_rows, rows.count, part))
+                num_rows += rows.count
+        expand_at = at + len(own) * rank * own[0].slot.shape[1]
+        end = expand_at + num_rows * rank
+        found[key] = _Place(tuple(own), tuple(pieces), first_part, at, expand_at, end)
+        first_part, at = first_part + len(own), end
+    return found
 
-    Attributes:
-        slots: of each row, below 0 without an adapter.
-        spans: rows in turn of one adapter.
+
+class AdaptedRows:
+    """The rows of a step, of which some have adapters.
+
+    Args:
+        slots: (num_tokens,) int32 on the device, below 0 without an adapter.
     """
 
-    slots: tuple[int, ...]
-    spans: tuple[tuple[slice, TorchAdapter], ...]
-    table: TorchAdapterSlots
+    def __init__(self, slots: Tensor, table: TorchAdapterSlots, backend: Backend) -> None:
+        self._slots = slots
+        self.table = table
+        self.backend = backend
+        self.work = backend.plan_adapters(slots, table.count)
 
     @classmethod
-    def of(cls, batch: RaggedBatch) -> AdaptedRows | None:
+    def of(cls, batch: RaggedBatch, backend: Backend) -> AdaptedRows | None:
         """Lay out a batch's rows; None if none has an adapter."""
-        rows = batch.adapters
-        if rows is None:
+        adapters = batch.adapters
+        if adapters is None:
             return None
-        assert isinstance(rows.table, TorchAdapterSlots)
-        each = zip(rows.host_slots, batch.host_query_lens, strict=True)
-        return cls._of([slot for slot, count in each for _ in range(count)], rows.table)
-
-    @classmethod
-    def _of(cls, slots: Sequence[int], table: TorchAdapterSlots) -> AdaptedRows:
-        spans, start = [], 0
-        for slot, group in groupby(slots):
-            stop = start + len(list(group))
-            adapter = table.held[slot] if slot >= 0 else None
-            assert slot < 0 or adapter is not None, "a slot without an adapter"
-            if adapter is not None:
-                spans.append((slice(start, stop), adapter))
-            start = stop
-        return cls(tuple(slots), tuple(spans), table)
+        assert isinstance(adapters.table, TorchAdapterSlots)
+        adapters.table.check(adapters.host_slots)
+        rows = torch.arange(
+            len(batch.slot_mapping), dtype=torch.int32, device=adapters.slots.device
+        )
+        owners = torch.searchsorted(batch.query_start[1:].contiguous(), rows, right=True)
+        # Rows that pad a step belong to the sequence behind the last one.
+        slots = torch.nn.functional.pad(adapters.slots, (0, 1), value=-1)
+        return cls(slots.index_select(0, owners), adapters.table, backend)
 
     def select(self, rows: Tensor) -> AdaptedRows:
         """Return the same of some rows."""
-        return self._of([self.slots[row] for row in rows.tolist()], self.table)
+        return AdaptedRows(self._slots.index_select(0, rows), self.table, self.backend)
 
     def at(self, layer: int) -> LayerAdapters:
         return LayerAdapters(self, layer)
@@ -128,7 +208,7 @@ class LayerAdapters:
     layer: int
 
     def add(self, place: AdapterPlace, x: Tensor, out: Tensor) -> Tensor:
-        """Add to the outputs of a place, in place; sums in float32.
+        """Add to the outputs of a place, in place, and return them.
 
         Rows without an adapter keep their bits.
 
@@ -137,16 +217,9 @@ class LayerAdapters:
             x: (num_tokens, in_features), their input.
             out: (num_tokens, outputs), what they yield.
         """
-        for rows, adapter in self.rows.spans:
-            factors = adapter.factors.get((self.layer, place))
-            if factors is None:
-                continue
-            shrunk = x[rows].float() @ factors.shrink.float().T * factors.scales
-            for part in factors.expansions:
-                rank = slice(part.first_rank, part.first_rank + part.matrix.shape[1])
-                outputs = slice(part.first_output, part.first_output + part.matrix.shape[0])
-                added = shrunk[:, rank] @ part.matrix.float().T
-                out[rows, outputs] = (out[rows, outputs].float() + added).to(out.dtype)
+        factors = self.rows.table.at(self.layer, place)
+        if factors is not None:
+            self.rows.backend.add_adapters(out, x, factors, self.rows.work)
         return out
 
 

@@ -15,6 +15,7 @@ from appliance.config import EngineConfig
 from appliance.engine.adapters.residents import key_of
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
+from appliance.engine.run.cuda_graphs import StepSize
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import AdapterError, ConfigError
 from appliance.model.adapters.reader import read_adapter
@@ -22,6 +23,7 @@ from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from appliance.engine.messages import AdapterAnswer
@@ -32,7 +34,7 @@ def greedy(engine: LLMEngine, model: Path, folder: Path, count: int) -> list[int
     runner: Any = engine._runner
     executor = runner._executor
     source = open_model(model)
-    slots = executor.adapter_slots(adapter_targets(source.spec, source.family.names), 1)
+    slots = executor.adapter_slots(adapter_targets(source.spec, source.family.names), 1, 64)
     slots.put(0, slots.lay_out(read_adapter(folder, source, 64)))
     tokens = list(PROMPT)
     for _ in range(count):
@@ -60,6 +62,29 @@ def test_torch_executes_them_too(model: Path, folders: list[Path], options: dict
     assert found["b"] == plain
     assert plain not in (found["a"], found["c"])
     assert found["a"] != found["c"]
+
+
+def test_graphs_hold_adapters_and_steps_without_them_have_their_own(
+    model: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(model, dtype="float32", kernels="torch", late=True)
+    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    replayed, real = list[StepSize](), graphs.run
+
+    def noted(size: StepSize, function: Callable[[], None]) -> None:
+        replayed.append(size)
+        real(size, function)
+
+    monkeypatch.setattr(graphs, "run", noted)
+    eager = load(model, dtype="float32", kernels="torch")
+    mixed = [request("a", folders[0]), request("b"), request("c", folders[1])]
+    assert run(engine, *mixed) == run(eager, *mixed)
+    assert any(size.is_adapted for size in replayed)
+    assert set(replayed) <= set(graphs.captured)
+    replayed.clear()
+    run(engine, request("d"))
+    assert not any(size.is_adapted for size in replayed)
+    assert replayed
 
 
 def test_a_name_with_new_content_never_hits_old_blocks(

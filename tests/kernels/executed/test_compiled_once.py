@@ -29,16 +29,20 @@ from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request
+from appliance.engine.run.kernels_ahead import compile_adapters
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Gating
+from appliance.kernels.adapters.launch import add_adapters, plan_adapters
 from appliance.kernels.backend import Backend, Linear, triton_backend
 from appliance.kernels.compile_ahead import compiled_ahead
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.weight import Weight
+from appliance.model.adapters.targets import adapter_targets
+from appliance.model.adapters.torch_slots import TorchAdapterSlots
 from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
@@ -158,6 +162,29 @@ def test_all_is_compiled_ahead_at_load_and_nothing_while_requests_wait(
     assert {name for name, in_the_way in at_load if in_the_way} <= {"block_copy_kernel"}
     all_told = [("kernels", done, len(told)) for done in range(1, len(told) + 1)]
     assert told == all_told
+    assert compiled == at_load, compiled[len(at_load) :]
+
+
+@pytest.mark.compiled
+def test_adapters_are_compiled_ahead_for_steps_of_any_size(
+    target: str, tiny_llama: Path, compiled: list[tuple[str, bool]]
+) -> None:
+    source, told = open_model(tiny_llama), list[str]()
+    targets = adapter_targets(source.spec, source.family.names)
+    with gpu(TARGETS[target], has_compiled=False) as machine:
+        machine.executes = False
+        slots = TorchAdapterSlots(targets, CPU, torch.bfloat16, count=3, most_ranks=20)
+        compile_adapters(slots, lambda stage, done, total: told.append(stage))
+        at_load = list(compiled)
+        assert {name for name, _ in at_load} > {"shrink_kernel", "expand_kernel", "sort_kernel"}
+        assert not any(in_the_way for _, in_the_way in at_load)
+        for num_rows in (1, 2, 16, 30, 100, 300):
+            work = plan_adapters(torch.zeros(num_rows, dtype=torch.int32), slots.count)
+            for factors in slots.places():
+                last = max(piece.first_output + piece.num_rows for piece in factors.pieces)
+                x = torch.zeros(num_rows, factors.shrink.shape[-1], dtype=torch.bfloat16)
+                add_adapters(torch.zeros(num_rows, last, dtype=x.dtype), x, factors, work)
+    assert set(told) == {"kernels"}
     assert compiled == at_load, compiled[len(at_load) :]
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from adapter_requests import ref
 from expert_models import save_experts
 from late_device import LateDevice
+from lora import write_adapter
 
+from appliance.engine.adapters.loader import AdapterLoader
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution.execution import Precision
@@ -30,6 +34,7 @@ from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.backend import REFERENCE, Backend, select_backend
 from appliance.kernels.kv_format import KVFormat
+from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
@@ -37,7 +42,9 @@ NUM_BLOCKS, BLOCK_SIZE, EOS = 12, 32, 2
 LIMITS = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=40, context_length=100)
 
 
-def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine:
+def engine_of(
+    model: Path, backend: Backend, *, asynchronous: bool, num_adapters: int = 0
+) -> LLMEngine:
     source = open_model(model)
     precision = Precision(CPU, torch.float32, KVFormat.FP32, BLOCK_SIZE)
     execution = TorchExecution(precision, backend)
@@ -54,6 +61,11 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
         num_slots=LIMITS.max_num_seqs,
         vocab_size=source.spec.vocab_size,
     )
+    adapters = None
+    if num_adapters:
+        targets = adapter_targets(source.spec, source.family.names)
+        slots = executor.adapter_slots(targets, num_adapters, 8)
+        adapters = AdapterLoader(source, slots, num_adapters, 8)
     runner = ModelRunner(
         executor,
         cache,
@@ -63,6 +75,7 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
         HostMoves(cache, Rates()),
         PromptReader(executor, execution.score_tokens, device),
         spare=Spare(NUM_BLOCKS) if asynchronous else None,
+        adapters=None if adapters is None else adapters.slots,
         graph_bytes=2**30,
     )
     runner.capture(lambda stage, done, total: None)
@@ -70,16 +83,19 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
     tiers = Tiers.none(blocks)
     scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=(EOS,))
-    return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info))
+    return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info), adapters=adapters)
 
 
-def request(name: str, length: int, vocab: int = 500, **sampling: Any) -> Request:
+def request(
+    name: str, length: int, vocab: int = 500, adapter: Path | None = None, **sampling: Any
+) -> Request:
     tokens = torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(length))
     defaults = {"temperature": 0.0, "seed": 5, "max_tokens": 3, "ignore_eos": True}
     return Request(
         request_id=name,
         prompt_token_ids=tuple(tokens.tolist()),
         sampling=SamplingParams(**{**defaults, **sampling}),
+        adapter=None if adapter is None else ref(adapter),
     )
 
 
@@ -107,6 +123,28 @@ def test_an_engine_on_the_kernels_says_what_torch_says(tiny_llama: Path) -> None
     graphs = engine._runner.graphs  # type: ignore[attr-defined]
     assert {StepSize(1), StepSize(2, 32)} <= {*graphs.captured}
     assert run(engine, requests[0]) == {("greedy", 0): expected["greedy", 0]}
+
+
+def test_adapters_are_mixed_in_graphs(tiny_llama: Path, tmp_path: Path) -> None:
+    source = open_model(tiny_llama)
+    targets = adapter_targets(source.spec, source.family.names)
+    shapes = {name: (one.slot.shape[0], one.slot.shape[1]) for name, one in targets.items()}
+    some = {name: shape for name, shape in shapes.items() if "k_proj" in name or "up" in name}
+    every = write_adapter(tmp_path / "all", shapes, rank=8)
+    few = write_adapter(tmp_path / "some", some, rank=3, seed=7, spread=1.0)
+    requests = [
+        request("a", 20, adapter=every),
+        request("base", 20),
+        request("b", 20, adapter=few),
+    ]
+    plain = engine_of(tiny_llama, REFERENCE, asynchronous=False, num_adapters=2)
+    expected = run(plain, *requests)
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3, "they say something"
+    kernels = replace(select_backend(torch.device("cuda")), prepare_gated=REFERENCE.prepare_gated)
+    engine = engine_of(tiny_llama, kernels, asynchronous=True, num_adapters=2)
+    assert run(engine, *requests) == expected
+    graphs = engine._runner.graphs  # type: ignore[attr-defined]
+    assert StepSize(2, 32, is_adapted=True) in graphs.captured
 
 
 def test_experts_run_in_graphs(tmp_path: Path) -> None:

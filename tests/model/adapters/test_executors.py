@@ -42,7 +42,7 @@ def slots_with(
 ) -> AdapterSlots:
     """Lay adapters out in slots 0, 1, ..."""
     targets = adapter_targets(source.spec, source.family.names)
-    slots = executor.adapter_slots(targets, len(folders))
+    slots = executor.adapter_slots(targets, len(folders), most_ranks)
     for slot, folder in enumerate(folders):
         slots.put(slot, slots.lay_out(read_adapter(folder, source, most_ranks)))
     return slots

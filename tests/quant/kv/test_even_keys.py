@@ -114,7 +114,7 @@ def test_a_model_with_factors_in_its_weights_says_the_same(
     found = []
     for of in (evened, source):
         decoder = load_decoder(of, REFERENCE, torch.device("cpu"), torch.float32)
-        slots = decoder.adapter_slots(adapter_targets(of.spec, of.family.names), 1)
+        slots = decoder.adapter_slots(adapter_targets(of.spec, of.family.names), 1, 64)
         slots.put(0, slots.lay_out(read_adapter(adapter, of, 16)))
         found.append([logits_of(decoder, ids), logits_of(decoder, ids, adapters=slots)])
     for ours, theirs in zip(*found, strict=True):

@@ -47,7 +47,7 @@ def test_a_calibrated_model_answers_as_before(
     answers = []
     for source in (before, after):
         decoder = load_decoder(source, REFERENCE, torch.device("cpu"), torch.float32)
-        slots = decoder.adapter_slots(targets, 1)
+        slots = decoder.adapter_slots(targets, 1, 64)
         slots.put(0, slots.lay_out(read_adapter(adapter, source, 4)))
         for adapters in (None, slots):
             answers.append(logits_of(decoder, tokens, adapters=adapters).log_softmax(-1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compiled_kernels.signatures import (
+    adapters,
     block_copy,
     fp8_matmul,
     gated_activation,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from compiled_kernels.signature import KernelSignature
 
 _KERNELS = (
+    adapters,
     paged_attention,
     kv_write,
     kv_seal,
