@@ -117,9 +117,9 @@ def test_one_form_at_a_time(home: Path) -> None:
 def test_torch_is_not_loaded_without_need(home: Path) -> None:
     code = (
         "import sys; sys.argv = ['appliance', 'doctor', '--quick', '--json']\n"
-        "from appliance.__main__ import main\n"
+        "from appliance.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print({'torch', 'transformers', 'starlette'} & sys.modules.keys())"
+        "print({'torch', 'transformers', 'fastapi'} & sys.modules.keys())"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from appliance.adapter_names import NAME
 from appliance.api_keys import BARE_NAME
@@ -17,11 +17,8 @@ from appliance.files import stamp_of
 from appliance.server.body import read_json
 from appliance.server.door import key_name
 from appliance.server.openapi import describes
-from appliance.server.route_list import RouteList
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
     from appliance.adapter_names import AdapterRegistry
     from appliance.server.model_state import ModelState
     from appliance.server.state import ServerState
@@ -57,11 +54,11 @@ class UnknownAdapterError(RequestError):
     type = "not_found_error"
 
 
-def adapters_router(server: ServerState) -> RouteList:
+def adapters_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
 
-    @router.post("/v1/load_lora_adapter", describes(LoadAdapterRequest, None))
+    @router.post("/v1/load_lora_adapter", **describes(LoadAdapterRequest, None))
     async def load_lora_adapter(request: Request) -> Response:
         """Load an adapter of the first model from the allowed folder."""
         state = server.default
@@ -86,7 +83,7 @@ def adapters_router(server: ServerState) -> RouteList:
         logger.info("adapter %s is loaded from %s", ref.name, ref.path)
         return Response(f"Success: LoRA adapter '{ref.name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", describes(UnloadAdapterRequest, None))
+    @router.post("/v1/unload_lora_adapter", **describes(UnloadAdapterRequest, None))
     async def unload_lora_adapter(request: Request) -> Response:
         """Unload an adapter; requests that use it run to their end."""
         state = server.default

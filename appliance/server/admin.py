@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from appliance.engine.messages import EngineInfo
 from appliance.errors import QueueFullError, RequestError
@@ -30,14 +30,11 @@ from appliance.jobs import read_jobs
 from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.openapi import describes
-from appliance.server.route_list import RouteList
 from appliance.server.sequence_feed import SequenceFeed
 from appliance.server.stream import EventStream
 from appliance.version import __version__
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
     from appliance.engine.process.client import EngineClient
     from appliance.events import Event, Job
     from appliance.log import RecentWarnings
@@ -74,12 +71,12 @@ class NotYoursError(RequestError):
 logger = logging.getLogger(__name__)
 
 
-def admin_router(server: ServerState) -> RouteList:
+def admin_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
     watchers: set[Watcher] = set()
 
-    @router.get("/admin/v1/events", describes(None, None, media_types=("text/event-stream",)))
+    @router.get("/admin/v1/events", **describes(None, None, media_types=("text/event-stream",)))
     async def events(request: Request) -> Response:
         feed = await asyncio.to_thread(_new_feed)
         if len(watchers) >= MAX_WATCHERS:
@@ -95,7 +92,7 @@ def admin_router(server: ServerState) -> RouteList:
 
     @router.get(
         "/admin/v1/sequences/{request_id}/{index}/blocks",
-        describes(None, BlockTable, path=("request_id", "index")),
+        **describes(None, BlockTable, path=("request_id", "index")),
     )
     async def blocks(request: Request) -> Response:
         """Return the physical blocks of a sequence in logical order."""
@@ -123,7 +120,7 @@ def admin_router(server: ServerState) -> RouteList:
         )
 
     @router.post(
-        "/admin/v1/requests/{request_id}/abort", describes(None, Aborted, path=("request_id",))
+        "/admin/v1/requests/{request_id}/abort", **describes(None, Aborted, path=("request_id",))
     )
     async def abort(request: Request) -> Response:
         """End a request in any phase; its client is told."""
@@ -142,7 +139,7 @@ def admin_router(server: ServerState) -> RouteList:
         logger.info("%s: ended by a dashboard%s", request_id, f" of {holder}" if holder else "")
         return json_response(Aborted(aborted=True))
 
-    @router.get("/admin/v1/quality", describes(None, None))
+    @router.get("/admin/v1/quality", **describes(None, None))
     async def quality(request: Request) -> Response:
         """The quality card of a model, as `quality.json` has it; null if there is none."""
         card = server.find(request.query_params.get("model")).quality_card

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match, Route
 
 from appliance.errors import ApplianceError
 from appliance.server import openapi
@@ -31,21 +29,27 @@ from appliance.server.replica_metrics import ReplicaCollector
 from appliance.server.retrieval.routes import retrieval_router
 from appliance.server.stream import ClientGoneError
 from appliance.server.web_page import web_page_router
+from appliance.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from starlette.requests import Request
     from starlette.types import Scope
 
-    from appliance.server.route_list import DescribedRoute
     from appliance.server.state import ServerState
 
 CLIENT_GONE_STATUS = 499  # nginx's status for a client that closed the connection
 
 
-def create_app(server: ServerState) -> Starlette:
+def create_app(server: ServerState) -> FastAPI:
     """Build the application of one server."""
+    app = FastAPI(
+        title="Appliance",
+        version=__version__,
+        docs_url=None,  # they load scripts from a public host
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     routers = (
         openai_router(server),
         responses_router(server),
@@ -57,11 +61,10 @@ def create_app(server: ServerState) -> Starlette:
         admin_router(server),
         web_page_router(),
     )
+    for router in routers:
+        app.include_router(router)
+    openapi.install(app, key_required=bool(server.keys()), root_path=root_path(server.config))
     config = server.config
-    routes = [route for router in routers for route in router.routes]
-    app = Starlette(routes=routes)
-    app.router.redirect_slashes = False
-    _add_document(app, routes, key_required=bool(server.keys()), root_path=root_path(config))
     for model in server.models:
         model.metrics.add(EngineCollector(model))
         model.metrics.add(ReplicaCollector(model))
@@ -71,40 +74,27 @@ def create_app(server: ServerState) -> Starlette:
     if config.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(Proxies, config=config)  # the last one is the outermost
-    answer_error = partial(_answer_error, routes)
+    answer_error = partial(_answer_error, [route for router in routers for route in router.routes])
     for kind in (ApplianceError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     return app
 
 
-def _add_document(app: Starlette, routes: Sequence[DescribedRoute], **form: Any) -> None:
-    """Serve /openapi.json, which is made when it is first asked for."""
-
-    @cache
-    def content() -> bytes:
-        return msgspec.json.encode(openapi.document(routes, **form))
-
-    async def document(_: Request) -> Response:
-        return Response(content(), media_type="application/json")
-
-    app.add_route("/openapi.json", document)
-
-
 async def _answer_error(
-    routes: Sequence[DescribedRoute], request: Request, error: Exception
+    routes: Sequence[BaseRoute], request: Request, error: Exception
 ) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 405:
         error.headers = {"Allow": ", ".join(sorted(_methods_of(routes, request.scope)))}
     return error_response(error, request.scope)
 
 
-def _methods_of(routes: Sequence[DescribedRoute], scope: Scope) -> set[str]:
+def _methods_of(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
     """Return all methods of a path; Starlette reports those of its first route only."""
     found: set[str] = set()
     for route in routes:
-        if route.matches(scope)[0] != Match.NONE:
-            found.add(route.method)
+        if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:
+            found |= route.methods or set()
     return found
 
 

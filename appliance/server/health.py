@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
 
 from appliance.errors import EngineUnavailableError
 from appliance.server.errors import error_response, json_response
 from appliance.server.openapi import describes
-from appliance.server.route_list import RouteList
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
     from appliance.server.state import ServerState
 
 
@@ -29,11 +26,11 @@ class Health(msgspec.Struct, omit_defaults=True):
     replicas: dict[str, list[str]] = {}  # states of each model's engine processes, of several
 
 
-def health_router(server: ServerState) -> RouteList:
+def health_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
 
-    @router.get("/health", describes(None, Health))
+    @router.get("/health", **describes(None, Health))
     async def health(request: Request) -> Response:
         """Answer 200 while the engine works, sleeps or drains; else 503 and the reason."""
         why = server.not_working
@@ -58,7 +55,7 @@ def health_router(server: ServerState) -> RouteList:
             request.scope,
         )
 
-    @router.get("/ready", describes(None, Health))
+    @router.get("/ready", **describes(None, Health))
     async def ready(request: Request) -> Response:
         """Answer 200 if a request would be accepted now."""
         why = "draining" if server.draining else server.not_working
@@ -71,8 +68,8 @@ def health_router(server: ServerState) -> RouteList:
             return json_response(Health("ready"))
         return error_response(EngineUnavailableError(f"the server is {why}"), request.scope)
 
-    @router.get("/metrics", describes(None, None, media_types=("text/plain",)))
-    async def metrics(_: Request) -> Response:
+    @router.get("/metrics", **describes(None, None, media_types=("text/plain",)))
+    async def metrics() -> Response:
         """Return the metrics in Prometheus' text format, without asking the engine."""
         await server.machine.read()
         return Response(server.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     import msgspec
-    from starlette.requests import Request
-    from starlette.responses import Response
+    from fastapi import Request, Response
 
     from appliance.engine.thought_budget import ThoughtBudget
     from appliance.grammar import Grammar

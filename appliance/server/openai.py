@@ -5,40 +5,40 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fastapi import APIRouter, Request, Response
+
 from appliance.errors import RequestError
 from appliance.server import unsupported
 from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
+from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import prepare_grammar
-from appliance.server.intake import once_loaded, submit, take_body, whole_response
-from appliance.server.openai_chat import answer_chat
+from appliance.server.intake import begin_chat, once_loaded, submit, take_body, whole_response
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
-from appliance.server.route_list import RouteList
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import EchoScoring
 from appliance.server.stream import EventStream
 from appliance.server.stream_usage import StreamUsage
+from appliance.server.thinking import template_options
+from appliance.server.turns import tools_of, turns_of
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
     from appliance.server.model_state import ModelState
     from appliance.server.state import ServerState
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
 
-def openai_router(server: ServerState) -> RouteList:
+def openai_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
 
-    @router.post("/v1/chat/completions", describes(ChatRequest, ChatCompletion, streams=True))
+    @router.post("/v1/chat/completions", **describes(ChatRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         harmless = unsupported.HARMLESS
         state, body = await take_body(
@@ -48,8 +48,12 @@ def openai_router(server: ServerState) -> RouteList:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
 
         async def respond() -> Response:
-            answer, exchange = await answer_chat(
-                state, body, key_name(request.scope), request_id=request_id_of(request.scope)
+            answer, exchange = await begin_chat(
+                state,
+                _conversation(body),
+                key_name(request.scope),
+                prefix="chatcmpl-",
+                request_id=request_id_of(request.scope),
             )
             if body.stream:
                 frames = chat_frames(exchange, answer, usage=StreamUsage.of(body, state.config))
@@ -58,7 +62,7 @@ def openai_router(server: ServerState) -> RouteList:
 
         return await once_loaded(state, request, respond, streams=bool(body.stream))
 
-    @router.post("/v1/completions", describes(CompletionRequest, Completion, streams=True))
+    @router.post("/v1/completions", **describes(CompletionRequest, Completion, streams=True))
     async def completions(request: Request) -> Response:
         state, body = await take_body(
             server,
@@ -71,8 +75,8 @@ def openai_router(server: ServerState) -> RouteList:
         respond = partial(_complete, state, request, body)
         return await once_loaded(state, request, respond, streams=bool(body.stream))
 
-    @router.get("/v1/models", describes(None, ModelList))
-    async def models(_: Request) -> Response:
+    @router.get("/v1/models", **describes(None, ModelList))
+    async def models() -> Response:
         if not server.is_up:
             server.default.serving()
         cards = [
@@ -82,7 +86,7 @@ def openai_router(server: ServerState) -> RouteList:
         ]
         return json_response(ModelList(data=cards))
 
-    @router.get("/v1/models/{model_id:path}", describes(None, ModelCard, path=("model_id",)))
+    @router.get("/v1/models/{model_id:path}", **describes(None, ModelCard, path=("model_id",)))
     async def model(request: Request) -> Response:
         name = request.path_params["model_id"]
         state = server.find(name)
@@ -148,4 +152,17 @@ def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
         default_parameters=dict(state.sampling.values),
         state=state.engine.state.value,
         aliases=state.aliases if adapter is None else [],
+    )
+
+
+def _conversation(body: ChatRequest) -> Conversation:
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return Conversation(
+        sampling=body,
+        turns=partial(turns_of, body.messages),
+        tools=tools_of(body),
+        max_tokens=asked,
+        options=template_options(body.reasoning_effort, body.chat_template_kwargs),
+        thought_tokens=body.thinking_token_budget,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fastapi.openapi.utils import get_openapi
 
 from appliance.server.errors import ErrorBody
-from appliance.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from appliance.server.route_list import DescribedRoute
+    from fastapi import FastAPI
 
 _TEMPLATE = "#/components/schemas/{name}"
 _POST_ERRORS = {
@@ -52,7 +48,7 @@ def describes(
     stream_type: str = "text/event-stream",
     error: type[msgspec.Struct] = ErrorBody,
 ) -> dict[str, Any]:
-    """Return what the document says of a route.
+    """Return keyword arguments that document a route.
 
     Args:
         takes: struct of the body.
@@ -69,64 +65,49 @@ def describes(
         content = {media_type: _pieces(media_type) for media_type in media_types}
     if streams:
         content[stream_type] = _pieces(stream_type)
-    responses: dict[str, dict[str, Any]] = {"200": {"description": "Success.", "content": content}}
+    responses: dict[int | str, dict[str, Any]] = {
+        200: {"description": "Success.", "content": content}
+    }
     errors = {**(_POST_ERRORS if takes else {404: "There is no such thing."}), **_ANY_ERRORS}
     for status, text in errors.items():
         schema = {"application/json": {"schema": _reference(error)}}
-        responses[str(status)] = {"description": text, "content": schema}
-    described: dict[str, Any] = {"responses": responses}
+        responses[status] = {"description": text, "content": schema}
+    extra: dict[str, Any] = {}
     if takes is not None:
         body = {"application/json": {"schema": _reference(takes)}}
-        described["requestBody"] = {"required": True, "content": body}
+        extra["requestBody"] = {"required": True, "content": body}
     if path:
-        described["parameters"] = [
+        extra["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in path
         ]
-    return described
+    return {"responses": responses, "openapi_extra": extra, "response_model": None}
 
 
-def document(
-    routes: Iterable[DescribedRoute], *, key_required: bool, root_path: str
-) -> dict[str, Any]:
-    """Return the document, in the form of OpenAPI 3.1.
+def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
+    """Make the app describe itself by the structs' schemas.
 
     Args:
         key_required: requests need an API key.
         root_path: prefix behind a reverse proxy, or empty.
     """
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        if route.described is not None:
-            paths.setdefault(route.path_format, {})[route.method.lower()] = _operation(route)
-    kinds = sorted(_described, key=lambda kind: kind.__name__)
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=_TEMPLATE)
-    components: dict[str, Any] = {"schemas": schemas}
-    whole: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": "Appliance", "version": __version__},
-        "paths": paths,
-        "components": components,
-    }
-    if root_path:
-        whole["servers"] = [{"url": root_path}]
-    if key_required:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        whole["security"] = [{"key": []}]
-    return whole
 
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            kinds = sorted(_described, key=lambda kind: kind.__name__)
+            _, schemas = msgspec.json.schema_components(kinds, ref_template=_TEMPLATE)
+            components = document.setdefault("components", {})
+            components["schemas"] = {**components.get("schemas", {}), **schemas}
+            if root_path:
+                document["servers"] = [{"url": root_path}]
+            if key_required:
+                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                document["security"] = [{"key": []}]
+            app.openapi_schema = document
+        return app.openapi_schema
 
-def _operation(route: DescribedRoute) -> dict[str, Any]:
-    """Describe a route by its handler's name and docstring as well."""
-    assert route.described is not None
-    name, words = route.endpoint.__name__, inspect.getdoc(route.endpoint)
-    identifier = re.sub(r"\W", "_", f"{name}{route.path_format}_{route.method.lower()}")
-    return {
-        "summary": name.replace("_", " ").title(),
-        **({"description": words} if words else {}),
-        "operationId": identifier,
-        **route.described,
-    }
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _pieces(media_type: str) -> dict[str, Any]:

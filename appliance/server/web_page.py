@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from appliance.docs import NAMES, read
 from appliance.server.openapi import describes
-from appliance.server.route_list import RouteList
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
 
 FOLDER = Path(__file__).parent / "static"
 # Path to file and media type.
@@ -53,9 +49,9 @@ HEADERS: Final = {
 }
 
 
-def web_page_router() -> RouteList:
+def web_page_router() -> APIRouter:
     """The routes."""
-    router = RouteList()
+    router = APIRouter()
     for path, (name, media_type) in FILES.items():
         _add(router, path, (FOLDER / name).read_bytes(), media_type)
     topics, *pages = DOCUMENTS
@@ -63,8 +59,8 @@ def web_page_router() -> RouteList:
     for path, name in zip(pages, NAMES, strict=True):
         _add(router, path, read(name).text.encode(), "text/markdown; charset=utf-8")
 
-    @router.head("/", None)
-    async def look(_: Request) -> Response:
+    @router.head("/", include_in_schema=False)
+    async def look() -> Response:
         """Answer the request by which Ollama's clients detect it."""
         return _for_programs()
 
@@ -76,16 +72,16 @@ def _for_programs() -> Response:
     return Response("Ollama is running", media_type="text/plain", headers={"vary": "accept"})
 
 
-def _add(router: RouteList, path: str, content: bytes, media_type: str) -> None:
+def _add(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {**HEADERS, "etag": tag}
     # The root answers programs too; other files are not part of an API.
     is_root = path == "/"
-    described = describes(None, None, media_types=("text/html", "text/plain"))
+    documented = describes(None, None, media_types=("text/html", "text/plain"))
     if is_root:
         headers["vary"] = "accept"
 
-    @router.get(path, described if is_root else None)
+    @router.get(path, include_in_schema=is_root, **documented)
     async def send(request: Request) -> Response:
         """Return a file of the status page."""
         if is_root and "text/html" not in request.headers.get("accept", ""):

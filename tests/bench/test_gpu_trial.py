@@ -19,7 +19,7 @@ from bench.lib.synthetic_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 # Of ours, what is not there and is not carried either.
-MISSING = ("starlette", "gguf", "textual", "uvicorn", "openai", "compressed_tensors")
+MISSING = ("fastapi", "gguf", "textual", "uvicorn", "openai", "compressed_tensors")
 BLOCK = f"""
 import sys
 class Missing:

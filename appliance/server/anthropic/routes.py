@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastapi import APIRouter, Request, Response
+
 from appliance.server.anthropic.answers import AnthropicMessage, InputTokens
 from appliance.server.anthropic.errors import PATH, AnthropicErrorBody
 from appliance.server.anthropic.messages import WIRE, message_frames, whole_message
@@ -22,25 +24,21 @@ from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.openapi import describes
 from appliance.server.prompt import chat_prompt
-from appliance.server.route_list import RouteList
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
 from appliance.server.terms import salt_of
 from appliance.server.thinking import template_options
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
     from appliance.server.state import ServerState
 
 
-def anthropic_router(server: ServerState) -> RouteList:
+def anthropic_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
     described = partial(describes, error=AnthropicErrorBody)
 
-    @router.post(PATH, described(MessagesRequest, AnthropicMessage, streams=True))
+    @router.post(PATH, **described(MessagesRequest, AnthropicMessage, streams=True))
     async def messages(request: Request) -> Response:
         state, body = await take_body(
             server, request, MessagesRequest, UNSUPPORTED, HARMLESS, streams=True
@@ -71,7 +69,7 @@ def anthropic_router(server: ServerState) -> RouteList:
 
         return await once_loaded(state, request, respond, streams=bool(body.stream), wire=WIRE)
 
-    @router.post(f"{PATH}/count_tokens", described(CountRequest, InputTokens))
+    @router.post(f"{PATH}/count_tokens", **described(CountRequest, InputTokens))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of the prompt that these messages make."""
         state, body = await take_body(server, request, CountRequest, UNSUPPORTED, HARMLESS)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastapi import APIRouter, Request, Response
+
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
@@ -43,7 +45,6 @@ from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
 from appliance.server.ollama.vectors import embedded
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts
-from appliance.server.route_list import RouteList
 from appliance.server.stream import EventStream
 from appliance.server.thinking import template_options
 from appliance.server.tools import Tools
@@ -51,8 +52,6 @@ from appliance.server.tools import Tools
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from starlette.requests import Request
-    from starlette.responses import Response
     from starlette.types import Scope
 
     from appliance.dialects.turns import Turn
@@ -69,14 +68,14 @@ if TYPE_CHECKING:
 VERSION = "0.12.0"
 
 
-def ollama_router(server: ServerState) -> RouteList:
+def ollama_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
     described = partial(describes, error=OllamaErrorBody, stream_type=WIRE.media_type)
 
     take = partial(take_body, server, find=lambda name: server.find_tagged(name or ""))
 
-    @router.post("/api/chat", described(OllamaChatRequest, ChatLine, streams=True))
+    @router.post("/api/chat", **described(OllamaChatRequest, ChatLine, streams=True))
     async def chat(request: Request) -> Response:
         state, body = await take(request, OllamaChatRequest, UNSUPPORTED, HARMLESS, streams=True)
         turns = body.messages or []
@@ -101,7 +100,7 @@ def ollama_router(server: ServerState) -> RouteList:
         streams = body.stream is not False and bool(turns)
         return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
 
-    @router.post("/api/generate", described(GenerateRequest, GenerateLine, streams=True))
+    @router.post("/api/generate", **described(GenerateRequest, GenerateLine, streams=True))
     async def generate(request: Request) -> Response:
         state, body = await take(
             request, GenerateRequest, UNSUPPORTED_GENERATE, HARMLESS, streams=True
@@ -118,7 +117,7 @@ def ollama_router(server: ServerState) -> RouteList:
         streams = body.stream is not False and bool(prompt)
         return await once_loaded(state, request, respond, streams=streams, wire=WIRE)
 
-    @router.post("/api/embed", described(EmbedRequest, Embedded))
+    @router.post("/api/embed", **described(EmbedRequest, Embedded))
     async def embed(request: Request) -> Response:
         state, body = await take(request, EmbedRequest, {}, HARMLESS_FOR_VECTORS)
         texts = [body.input] if isinstance(body.input, str) else body.input or []
@@ -127,34 +126,34 @@ def ollama_router(server: ServerState) -> RouteList:
             await embedded(state, request, body.model, texts, "input", body.dimensions)
         )
 
-    @router.post("/api/embeddings", described(EmbeddingsRequest, OneEmbedded))
+    @router.post("/api/embeddings", **described(EmbeddingsRequest, OneEmbedded))
     async def embeddings(request: Request) -> Response:
         state, body = await take(request, EmbeddingsRequest, {}, HARMLESS_FOR_VECTORS)
         texts = [body.prompt] if body.prompt else []
         found = await embedded(state, request, body.model, texts, "prompt")
         return json_response(OneEmbedded([one for row in found.embeddings for one in row]))
 
-    @router.get("/api/tags", described(None, Tags))
-    async def tags(_: Request) -> Response:
+    @router.get("/api/tags", **described(None, Tags))
+    async def tags() -> Response:
         if not server.is_up:
             server.default.serving()
         return json_response(Tags([tag(state) for state in server.models]))
 
-    @router.get("/api/ps", described(None, RunningModels))
-    async def processes(_: Request) -> Response:
+    @router.get("/api/ps", **described(None, RunningModels))
+    async def processes() -> Response:
         if not server.is_up:
             server.default.serving()
         return json_response(
             RunningModels([running(state) for state in server.models if is_resident(state)])
         )
 
-    @router.post("/api/show", described(ShowRequest, Shown))
+    @router.post("/api/show", **described(ShowRequest, Shown))
     async def show(request: Request) -> Response:
         state, _ = await take(request, ShowRequest, {}, set())
         return json_response(shown(state))
 
-    @router.get("/api/version", described(None, OllamaVersion))
-    async def version(_: Request) -> Response:
+    @router.get("/api/version", **described(None, OllamaVersion))
+    async def version() -> Response:
         """The emulated version of Ollama, from which clients infer features."""
         return json_response(OllamaVersion(VERSION))
 

@@ -14,7 +14,7 @@ from appliance.server.retrieval.embedding import Wanted, embed, embedding_recipe
 from appliance.server.schema import TermsFields
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
+    from fastapi import Request
 
     from appliance.server.model_state import ModelState
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
@@ -21,14 +21,12 @@ from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, Item
 from appliance.server.openai_responses.store import KeptResponses, Named, NotKeptError
 from appliance.server.openai_responses.turns import items_of, tools_of, turns_of
 from appliance.server.openapi import describes
-from appliance.server.route_list import RouteList
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
 from appliance.server.thinking import template_options
 
 if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
-    from starlette.requests import Request
 
     from appliance.grammar import Grammar
     from appliance.server.openai_responses.schema import TextConfig
@@ -39,12 +37,12 @@ MAX_LISTED = 100
 MAX_REFERENCES = 1024
 
 
-def responses_router(server: ServerState) -> RouteList:
+def responses_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
     store = KeptResponses()
 
-    @router.post("/v1/responses", describes(ResponsesRequest, ResponseObject, streams=True))
+    @router.post("/v1/responses", **describes(ResponsesRequest, ResponseObject, streams=True))
     async def responses(request: Request) -> Response:
         state, body = await take_body(
             server, request, ResponsesRequest, UNSUPPORTED, HARMLESS, streams=True
@@ -66,7 +64,7 @@ def responses_router(server: ServerState) -> RouteList:
 
         return await once_loaded(state, request, respond, streams=bool(body.stream))
 
-    @router.get("/v1/responses/{response_id}", describes(None, ResponseObject, path=_ID))
+    @router.get("/v1/responses/{response_id}", **describes(None, ResponseObject, path=_ID))
     async def response(request: Request) -> Response:
         """Return a stored response; it is not streamed again."""
         kept = store.get(key_name(request.scope), request.path_params["response_id"])
@@ -74,14 +72,14 @@ def responses_router(server: ServerState) -> RouteList:
             raise RequestError("a kept response is not streamed; leave stream out", param="stream")
         return Response(kept.response, media_type="application/json")
 
-    @router.delete("/v1/responses/{response_id}", describes(None, DeletedResponse, path=_ID))
+    @router.delete("/v1/responses/{response_id}", **describes(None, DeletedResponse, path=_ID))
     async def delete(request: Request) -> Response:
         """Delete a response; those that followed it stay complete."""
         response_id = request.path_params["response_id"]
         store.delete(key_name(request.scope), response_id)
         return json_response(DeletedResponse(id=response_id))
 
-    @router.get("/v1/responses/{response_id}/input_items", describes(None, InputItems, path=_ID))
+    @router.get("/v1/responses/{response_id}/input_items", **describes(None, InputItems, path=_ID))
     async def input_items(request: Request) -> Response:
         """Return the input of a response, without the conversation before it."""
         kept = store.get(key_name(request.scope), request.path_params["response_id"])

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
+    from fastapi import Request
     from numpy.typing import NDArray
-    from starlette.requests import Request
     from starlette.types import Scope
 
     from appliance.engine.request import Pooling

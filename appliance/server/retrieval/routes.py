@@ -7,6 +7,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+from fastapi import APIRouter, Request, Response
+
 from appliance.errors import RequestError
 from appliance.server.answer_size import BASE64_BYTES, FLOAT_BYTES
 from appliance.server.door import key_name
@@ -44,23 +46,19 @@ from appliance.server.retrieval.schema import (
     TokenizeRequest,
 )
 from appliance.server.retrieval.tokens import detokenized, tokenized, tokenizer_info
-from appliance.server.route_list import RouteList
 from appliance.server.stream import unless_disconnected
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
     from appliance.server.retrieval.readings import Readings
     from appliance.server.retrieval.relevance import Judged
     from appliance.server.state import ServerState
 
 
-def retrieval_router(server: ServerState) -> RouteList:
+def retrieval_router(server: ServerState) -> APIRouter:
     """Return the routes of one server."""
-    router = RouteList()
+    router = APIRouter()
 
-    @router.post("/v1/embeddings", describes(EmbeddingRequest, EmbeddingList))
+    @router.post("/v1/embeddings", **describes(EmbeddingRequest, EmbeddingList))
     async def embeddings(request: Request) -> Response:
         state, body = await take_body(server, request, EmbeddingRequest, EMBEDDINGS, HARMLESS)
         base64 = body.encoding_format == "base64"
@@ -131,22 +129,22 @@ def retrieval_router(server: ServerState) -> RouteList:
 
     # Jina's path, Cohere's and vLLM's.
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
-        router.post(path, describes(RerankRequest, RerankAnswer))(rerank)
+        router.post(path, **describes(RerankRequest, RerankAnswer))(rerank)
     for path in ("/v1/score", "/score"):
-        router.post(path, describes(ScoreRequest, ScoreList))(score)
+        router.post(path, **describes(ScoreRequest, ScoreList))(score)
 
-    @router.post("/tokenize", describes(TokenizeRequest, Tokenized))
+    @router.post("/tokenize", **describes(TokenizeRequest, Tokenized))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a chat."""
         state, body = await take_body(server, request, TokenizeRequest, TOKENS, HARMLESS)
         return json_response(await tokenized(state, body, key_name(request.scope)))
 
-    @router.get("/tokenizer_info", describes(None, TokenizerInfo))
-    async def info(_: Request) -> Response:
+    @router.get("/tokenizer_info", **describes(None, TokenizerInfo))
+    async def info() -> Response:
         """Describe the tokenizer to evaluation harnesses, which send token ids."""
         return json_response(tokenizer_info(server.default))
 
-    @router.post("/detokenize", describes(DetokenizeRequest, Detokenized))
+    @router.post("/detokenize", **describes(DetokenizeRequest, Detokenized))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids, control tokens included."""
         state, body = await take_body(server, request, DetokenizeRequest, {}, set())
