@@ -115,7 +115,7 @@ def test_what_is_not_clear_is_refused(root: Path, arguments: list[str], expected
 def test_it_loads_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv = ['appliance', 'cache', 'ls']\n"
-        "from appliance.cli import main\n"
+        "from appliance.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print(sorted({'torch', 'numpy', 'fastapi', 'textual'} & set(sys.modules)))"
     )

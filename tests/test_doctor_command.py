@@ -117,7 +117,7 @@ def test_one_form_at_a_time(home: Path) -> None:
 def test_torch_is_not_loaded_without_need(home: Path) -> None:
     code = (
         "import sys; sys.argv = ['appliance', 'doctor', '--quick', '--json']\n"
-        "from appliance.cli import main\n"
+        "from appliance.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print({'torch', 'transformers', 'fastapi'} & sys.modules.keys())"
     )

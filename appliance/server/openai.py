@@ -11,12 +11,12 @@ from appliance.errors import RequestError
 from appliance.server import unsupported
 from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
-from appliance.server.conversation import Conversation
 from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import prepare_grammar
-from appliance.server.intake import begin_chat, once_loaded, submit, take_body, whole_response
+from appliance.server.intake import once_loaded, submit, take_body, whole_response
+from appliance.server.openai_chat import answer_chat
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -24,8 +24,6 @@ from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import EchoScoring
 from appliance.server.stream import EventStream
 from appliance.server.stream_usage import StreamUsage
-from appliance.server.thinking import template_options
-from appliance.server.turns import tools_of, turns_of
 
 if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
@@ -48,13 +46,8 @@ def openai_router(server: ServerState) -> APIRouter:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
 
         async def respond() -> Response:
-            answer, exchange = await begin_chat(
-                state,
-                _conversation(body),
-                key_name(request.scope),
-                prefix="chatcmpl-",
-                request_id=request_id_of(request.scope),
-            )
+            owner, request_id = key_name(request.scope), request_id_of(request.scope)
+            answer, exchange = await answer_chat(state, body, owner, request_id=request_id)
             if body.stream:
                 frames = chat_frames(exchange, answer, usage=StreamUsage.of(body, state.config))
                 return EventStream(frames, on_close=answer.close)
@@ -152,17 +145,4 @@ def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
         default_parameters=dict(state.sampling.values),
         state=state.engine.state.value,
         aliases=state.aliases if adapter is None else [],
-    )
-
-
-def _conversation(body: ChatRequest) -> Conversation:
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return Conversation(
-        sampling=body,
-        turns=partial(turns_of, body.messages),
-        tools=tools_of(body),
-        max_tokens=asked,
-        options=template_options(body.reasoning_effort, body.chat_template_kwargs),
-        thought_tokens=body.thinking_token_budget,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

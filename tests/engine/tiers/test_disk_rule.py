@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
-from engine_simulation import engine_info
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_script import Setting
 from typer.testing import CliRunner
+from virtual_engine import engine_info
 from virtual_model import VOCAB
 from virtual_runner import Clock, VirtualRunner
 
