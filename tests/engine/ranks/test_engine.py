@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from drafting import draft_always
 from lora import write_adapter
 from sure_models import write_sure_model
 from waiting import wait_until
@@ -122,6 +123,20 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
         stats = engine.stats()
         assert stats.swaps_total > 0
         assert stats.prefix_hits_total > 0
+
+
+def test_a_draft_model_runs_beside_the_ranks(model: tuple[Any, Path]) -> None:
+    """Rank 0 has all of it, and runs it between two steps."""
+    settings: dict[str, Any] = {"kv_cache_dtype": "fp32", "max_model_len": 160}
+    with loaded(model[1], speculate="off", **settings) as alone:
+        expected = answers(alone, PROMPTS)
+    with loaded(model[1], tensor_parallel=2, speculate="draft=self", **settings) as engine:
+        draft_always(engine)
+        speculator: Any = engine._scheduler._speculator
+        speculator._proposers = ()  # the draft model alone
+        assert answers(engine, PROMPTS) == expected
+        assert engine.stats().accepted_tokens_total > 20
+        assert engine.info.drafts.startswith("the model itself at 4 bits: 2 layers, ")
 
 
 def test_adapters_are_cut_as_the_model_is(model: tuple[Any, Path], tmp_path: Path) -> None:
