@@ -42,7 +42,7 @@ class MemoryPlan:
     host_is_short: bool = False  # less than usual, and less than one context
     states: StateMemory = NO_STATES
     adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
-    draft_bytes: int = 0  # of a draft model, without its part of the cache
+    draft_bytes: int = 0  # of what drafts, without its part of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class MemoryRequest:
     prefix_caching: bool = True
     state_checkpoint_memory: int | None = None  # requested bytes, or None
     adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
-    draft_bytes: int = 0  # of a draft model, without its part of the cache
+    draft_bytes: int = 0  # of what drafts, without its part of the cache
     state_copies: int = 1  # of a recurrent state, which every rank keeps whole
 
     @property

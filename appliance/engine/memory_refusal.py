@@ -33,7 +33,7 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     )
     slots = request.adapter_bytes
     adapters = f", {as_size(slots)} of adapters (--max-loras, --max-lora-rank)" if slots else ""
-    draft = f", {as_size(own)} of the draft model" if (own := request.draft_bytes) else ""
+    draft = f", {as_size(own)} of what drafts" if (own := request.draft_bytes) else ""
     numbers = (
         f"{wish}one context of {context:,} tokens needs {as_size(needed)} of KV cache"
         f" ({request.kv_format})"
@@ -58,7 +58,7 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     if slots and wanted - for_kv <= slots:
         advice.append("a smaller --max-loras or --max-lora-rank would fit")
     if request.draft_bytes and wanted - for_kv <= request.draft_bytes:
-        advice.append("--speculate auto, without a draft model, would fit")
+        advice.append("--speculate auto, without what drafts, would fit")
     if asked is not None and needed <= for_kv:
         too_much = asked > for_kv
         size = for_kv // 2**20 if too_much else -(-needed // 2**20)

@@ -122,11 +122,11 @@ def test_a_draft_model_counts_in_the_memory_plan(tiny_llama: Path) -> None:
     assert draft.weight_bytes < with_.draft_bytes < without.weight_bytes
     assert with_.kv_bytes_per_token > without.kv_bytes_per_token
     full = replace(with_, budget_bytes=with_.process_bytes + with_.weight_bytes)
-    with pytest.raises(MemoryPlanError, match="of the draft model and"):
+    with pytest.raises(MemoryPlanError, match="of what drafts and"):
         plan_memory(full)
     context = 64 * with_.kv_bytes_per_token
     least = full.budget_bytes + workspace_bytes(with_) + context + with_.draft_bytes
     plan = plan_memory(replace(with_, budget_bytes=least))
     assert total_bytes(plan, with_) == least
-    with pytest.raises(MemoryPlanError, match="--speculate auto, without a draft model, would fit"):
+    with pytest.raises(MemoryPlanError, match="--speculate auto, without what drafts, would fit"):
         plan_memory(replace(with_, budget_bytes=least - 1))
