@@ -4,11 +4,13 @@ A pytest plugin of the child that interprets kernels. Without it the bits of bfl
 integers; it covers casts, matrix products and elementwise arithmetic, while reductions stay wrong
 (kernels reduce in float32). And numpy's products depend on where in a tile a row stands, which
 those of a tensor core do not. Triton 3.6 makes a bound of a loop from an array of one number as
-numpy 2.4 does not allow any more.
+numpy 2.4 does not allow any more. And Triton gives the language its interpreted functions again at
+every call from one function to another, which took a quarter of the time.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ _CAST = InterpreterBuilder.cast_impl
 _BINARY = InterpreterBuilder.binary_op
 _UNARY = InterpreterBuilder.unary_op
 _PATCH_TENSOR = interpreter._patch_lang_tensor
+_PATCH_LANG = interpreter._patch_lang
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -77,6 +80,15 @@ def patch_tensor(tensor: type, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+def patch_lang(fn: Callable[..., Any]) -> Any:
+    """Only where one of the modules that a function sees is as it is for the compiler."""
+    seen = {value for value in fn.__globals__.values() if inspect.ismodule(value)} & {tl, tl.core}
+    if all(module.static_print is print for module in seen):
+        return interpreter._LangPatchScope()
+    return _PATCH_LANG(fn)
+
+
+interpreter._patch_lang = patch_lang
 interpreter._patch_lang_tensor = patch_tensor
 InterpreterBuilder.create_dot = create_dot
 InterpreterBuilder.cast_impl = cast_impl
