@@ -59,10 +59,10 @@ def cost_of(traffic: Counter[str], needed: int, elements: int) -> Cost:
 
 
 def counted() -> Counter[str]:
-    """What the machine counts, from zero."""
+    """What the machine counts from now on."""
     driver = triton.runtime.driver.active
     assert isinstance(driver, PtxDriver)
-    driver.traffic.clear()
+    driver.traffic = Counter()
     return driver.traffic
 
 

@@ -68,7 +68,7 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
     What Triton's base class wants beside what is here, only timing kernels would ask for.
 
     Attributes:
-        traffic: counts of instructions and accesses since it was last cleared.
+        traffic: counts of instructions and accesses since it was set; None counts none.
         executes: False to compile what is launched and leave its results undefined.
     """
 
@@ -76,7 +76,7 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
         self.target = GPUTarget("cuda", capability, 32)
         self.capability = capability
         self.device = device  # by its number Triton keeps what it compiled
-        self.traffic: Counter[str] = Counter()
+        self.traffic: Counter[str] | None = None
         self.executes = True
         self.random = random.Random(seed)
         self.utils = self

@@ -49,7 +49,7 @@ class Machine:
         blocks: the programs' numbers (x, y, z).
         grid: how many there are of each.
         shared_bytes: of each program.
-        traffic: counts of instructions and accesses, added to.
+        traffic: counts of instructions and accesses, added to; None to count none.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Machine:
         blocks: Sequence[tuple[int, int, int]],
         grid: tuple[int, int, int],
         shared_bytes: int,
-        traffic: Counter[str],
+        traffic: Counter[str] | None,
     ) -> None:
         self.program = program
         self.memory = memory
@@ -110,7 +110,8 @@ class Machine:
         while True:
             instruction = self.program.instructions[at]
             head = instruction.opcode.partition(".")[0]
-            self.traffic[head] += warps
+            if self.traffic is not None:
+                self.traffic[head] += warps
             if head == "bra":
                 goes = self.guarded(instruction, mask)
                 target = instruction.operands[0]

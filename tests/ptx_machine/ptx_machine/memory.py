@@ -38,10 +38,10 @@ class GlobalMemory:
 
     Args:
         tensors: that a kernel was given.
-        traffic: counts of accesses, added to.
+        traffic: counts of accesses, added to; None to count none, which takes time.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], traffic: Counter[str]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], traffic: Counter[str] | None) -> None:
         self._traffic = traffic
         self._know(tensors)
 
@@ -121,10 +121,12 @@ class GlobalMemory:
 
     def _count(self, what: str, address: Bits, lanes: Lanes, size: int) -> None:
         """Sectors that the warps ask for, and the bytes that they wanted."""
-        sectors = (lanes // WARP).astype(np.uint64) << np.uint64(48) | address // np.uint64(SECTOR)
-        touched = np.unique(sectors)
         if size > SECTOR:
             raise NotImplementedError("an access of more than a sector")
+        if self._traffic is None:
+            return
+        sectors = (lanes // WARP).astype(np.uint64) << np.uint64(48) | address // np.uint64(SECTOR)
+        touched = np.unique(sectors)
         self._traffic[f"global {what} sectors"] += len(touched)
         self._traffic[f"global {what} bytes"] += size * len(lanes)
 
@@ -162,13 +164,13 @@ class SharedMemory:
         size: bytes of one program.
         threads: of one program.
         programs: how many.
-        traffic: counts of accesses, added to.
+        traffic: counts of accesses, added to; None to count none, which takes time.
     """
 
     size: int
     threads: int
     programs: int
-    traffic: Counter[str]
+    traffic: Counter[str] | None
     data: NDArray[np.uint8] = field(init=False)
     _stride: int = field(init=False)  # from a program to the next
     _writer: NDArray[np.uint8] = field(init=False)  # warp + 1 that wrote a byte since a barrier
@@ -274,7 +276,7 @@ class SharedMemory:
 
     def _count_conflicts(self, address: NDArray[np.intp], lanes: Lanes, size: int) -> None:
         """Turns that the banks take, and the fewest that they could."""
-        if not len(lanes):
+        if self.traffic is None or not len(lanes):
             return
         words = max(1, size // 4)
         # As many threads at a time as can have 128 bytes together.
