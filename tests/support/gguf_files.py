@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ def write_gguf_file(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
+    """Write a file of the same tensors whose model ends behind its first layers."""
+    content = bytearray(path.read_bytes())
+    key = f"{architecture}.block_count".encode() + struct.pack("<I", gguf.GGUFValueType.UINT32)
+    struct.pack_into("<I", content, content.index(key) + len(key), layers)
+    out.write_bytes(content)
+    return out
 
 
 def known_name(name: str, architecture: str, num_layers: int) -> str:
