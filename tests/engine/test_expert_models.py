@@ -28,7 +28,8 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
-
+_seeded = torch.Generator().manual_seed(5)
+PROMPTS = [torch.randint(3, 97, (40 + 7 * i,), generator=_seeded).tolist() for i in range(4)]
 
 # Queries grow every 32 positions.
 MINISTRAL3 = {
@@ -54,13 +55,16 @@ MODELS = EXPERTS | CENTERED | {"ministral3": ("ministral3", MINISTRAL3)}
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model of transformers, and the folder that it was written to."""
+    """The folder of a model, and what transformers answers with it."""
     model_type, settings = MODELS[request.param]
     folder, kinds = tmp_path_factory.mktemp(request.param), settings.get("layer_types", [1, 2])
     sizes = SIZES | settings | {"num_hidden_layers": len(kinds)}
     if model_type == "falcon":
         del sizes["head_dim"]  # it takes none
-    return write_sure_model(model_type, folder, **sizes), folder
+    made = write_sure_model(model_type, folder, **sizes)
+    expected = [by_transformers(made, prompt, TOKENS) for prompt in PROMPTS]
+    assert len({token for answer in expected for token in answer}) > 5
+    return folder, expected
 
 
 def load(folder: Path, **options: Any) -> LLMEngine:
@@ -103,15 +107,11 @@ def by_transformers(model: Any, prompt: list[int], tokens: int) -> list[int]:
 def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
     model: Any, kernels: str
 ) -> None:
-    made, folder = model
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, 97, (40 + 7 * i,), generator=generator).tolist() for i in range(4)]
-    expected = [by_transformers(made, prompt, TOKENS) for prompt in prompts]
-    assert len({token for answer in expected for token in answer}) > 5
+    folder, expected = model
     roomy = load(folder, kernels=kernels)
-    assert run(roomy, prompts, TOKENS) == expected  # prompts longer than a step, beside each other
+    assert run(roomy, PROMPTS, TOKENS) == expected  # prompts longer than a step, beside each other
     hits = roomy.stats().prefix_hits_total
-    assert run(roomy, prompts[3:], TOKENS) == expected[3:]
+    assert run(roomy, PROMPTS[3:], TOKENS) == expected[3:]
     assert roomy.stats().prefix_hits_total > hits
     small = load(
         folder,
@@ -120,7 +120,7 @@ def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
         prefix_caching=False,
         max_model_len=128,
     )
-    assert run(small, prompts, TOKENS) == expected
+    assert run(small, PROMPTS, TOKENS) == expected
     assert small.stats().preemptions_total > 0
 
 
@@ -128,11 +128,10 @@ def test_kv_formats_that_do_not_hold_latents_are_refused_by_name(tmp_path: Path)
     """Latents are held where a block has elements; 8 bits of them answer nearly as 32."""
     model_type, settings = MODELS["deepseek_v3"]
     made = write_sure_model(model_type, tmp_path, **SIZES | settings)
-    prompt = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
-    expected = by_transformers(made, prompt, 8)
+    expected = by_transformers(made, PROMPTS[0], 8)
     engine = load(tmp_path, kv_cache_dtype="int8")
     width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
     assert engine.info.kv_bytes // engine.info.num_blocks == 2 * (16 * width + 64)  # two layers
-    assert run(engine, [prompt], 8)[0][:4] == expected[:4]
+    assert run(engine, PROMPTS[:1], 8)[0][:4] == expected[:4]
     with pytest.raises(ConfigError, match="layer 0 caches latents, which int4 blocks do not hold"):
         load(tmp_path, kv_cache_dtype="int4-rotated")
