@@ -148,8 +148,12 @@ CHUNKS = {10: (0, 16), 11: (12, 17), 12: (0, 33), 13: (200, 300), 14: (199, 200)
 MIXED = DECODES | CHUNKS
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# Floats of 16 and 32 bits differ in their rounding, which no shape has a part in.
+CASES = [(SMOLLM, precision) for precision in PRECISIONS]
+CASES += [(shape, precision) for shape in SHAPES[1:] for precision in (BF16, INT8)]
+
+
+@pytest.mark.parametrize(("shape", "precision"), CASES, ids=str)
 def test_ragged_batch_matches_the_reference(shape: Shape, precision: Precision) -> None:
     world = World(LENGTHS, shape, precision)
     for window, softcap in ((None, None), (1, None), (40, None), (600, 20.0), (None, 20.0)):
