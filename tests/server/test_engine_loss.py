@@ -108,7 +108,8 @@ async def test_what_was_lost_twice_is_a_503(serve: Serve) -> None:
 HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=LIMIT, backoff=0.01)
 
 
-async def test_a_step_that_hangs_is_ended(serve: Serve) -> None:
+async def test_a_step_that_hangs_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.server.stream.KEEP_ALIVE_SECONDS", LIMIT)
     async with serve(limits=HASTY) as running:
         answer = await running.complete([HANG], stream=True)
         assert answer.status_code == 503, "nothing was sent yet, so the status still tells"
