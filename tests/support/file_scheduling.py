@@ -1,7 +1,7 @@
 """How a parallel run (`pytest -n`) shares the tests out: in units, of which the longest come first.
 
-A unit is a file, but for what one child process runs, and for files whose tests take long and share
-nothing.
+A unit is a file, but for what one child process runs, for clients of one server, and for files
+whose tests take long and share nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,33 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # What one child process runs, and waits for, in the worker that gets the first of its tests.
 ONE_UNIT = "tests/kernels/executed"
+# All its files ask one server, which each worker with one of them would start.
+CLIENTS = "tests/e2e/clients"
 # Their tests are units of their own.
 BY_TEST = {"tests/kernels/executed/test_compiled_once.py", "tests/quant/run/test_memory.py"}
 # Seconds of one processor. Who begins one of these last leaves the others without work.
 SECONDS = {
-    ONE_UNIT: 90,
-    "tests/kernels/cpu/test_sanitizers.py": 80,
-    "tests/model/test_packaged_models.py": 80,
-    "tests/kernels/executed/test_paged_attention.py": 40,
-    "tests/kernels/executed/test_compiled_once.py": 40,
-    "tests/quant/methods/test_quality_smollm2.py": 40,
-    "tests/kernels/test_compiled_kernels.py": 30,
-    "tests/quant/kv/test_served_plan.py": 22,
-    "tests/quant/run/test_memory.py": 15,
+    ONE_UNIT: 75,
+    "tests/model/test_packaged_models.py": 55,
+    "tests/kernels/cpu/test_sanitizers.py": 50,
+    CLIENTS: 50,
+    "tests/kernels/executed/test_paged_attention.py": 48,
+    "tests/quant/methods/test_quality_smollm2.py": 36,
+    "tests/kernels/executed/test_traffic.py": 33,
+    "tests/e2e/test_install.py": 28,
+    "tests/kernels/executed/test_sampling.py": 27,
+    "tests/bench/test_gpu_trial.py": 23,
+    "tests/quant/kv/test_served_plan.py": 20,
+    "tests/engine/run/test_model_runner.py": 20,
+    "tests/kernels/executed/test_paged_attention_spans.py": 20,
+    "tests/kernels/cpu/test_arm.py": 19,
+    "tests/quant/run/test_resume.py": 19,
+    "tests/kernels/executed/test_compiled_once.py": 17,
+    "tests/kernels/test_compiled_kernels.py": 17,
+    "tests/engine/test_simulation.py": 17,
+    "tests/kernels/executed/test_engine.py": 16,
+    "tests/kernels/executed/test_packed_matmul.py": 15,
+    "tests/quant/run/test_memory.py": 14,
 }
 
 
@@ -35,6 +49,8 @@ def unit_of(nodeid: str) -> str:
     file = nodeid.split("::", 1)[0]
     if "[interpreter" in nodeid and PurePosixPath(file).is_relative_to(ONE_UNIT):
         return ONE_UNIT
+    if PurePosixPath(file).is_relative_to(CLIENTS):
+        return CLIENTS
     return nodeid if file in BY_TEST else file
 
 
