@@ -41,6 +41,7 @@ def test_answers_are_those_of_transformers(smollm2_gguf: Path, tmp_path: Path) -
     # Full stops end an answer too, so that answers of several lengths compete.
     ends = (*tokenizer.eos_token_ids, *tokenizer.encode(".", add_special_tokens=False))
     prompts = [tokenizer.encode(text, add_special_tokens=True) for text in PROMPTS]
+    searches = [(prompts[number % 2], search) for number, search in enumerate(SEARCHES)]
     config = EngineConfig(
         model=str(tmp_path), dtype="float32", kv_cache_dtype="fp32", max_model_len=256, threads=2
     )
@@ -48,7 +49,7 @@ def test_answers_are_those_of_transformers(smollm2_gguf: Path, tmp_path: Path) -
         config, eos_token_ids=ends, metadata=None, on_progress=lambda stage, done, total: None
     )
     answers: dict[tuple[str, int], tuple[int, ...]] = {}
-    for number, (prompt, search) in enumerate((p, s) for p in prompts for s in SEARCHES):
+    for number, (prompt, search) in enumerate(searches):
         width, n, early_stopping, length_penalty = search
         sampling = SamplingParams(
             use_beam_search=True,
@@ -64,7 +65,7 @@ def test_answers_are_those_of_transformers(smollm2_gguf: Path, tmp_path: Path) -
     while engine.has_work:
         for delta in engine.step().deltas:
             answers[delta.request_id, delta.index] = delta.token_ids
-    for number, (prompt, search) in enumerate((p, s) for p in prompts for s in SEARCHES):
+    for number, (prompt, search) in enumerate(searches):
         width, n, early_stopping, length_penalty = search
         found = model.generate(
             torch.tensor([prompt]),
