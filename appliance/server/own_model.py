@@ -14,6 +14,7 @@ import msgspec
 from appliance.config import ServerConfig
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.launch import ENGINE_COMMAND
+from appliance.errors import ModelError
 from appliance.server.body import decode_json
 from appliance.server.chat import chat_frames
 from appliance.server.model_state import ModelState
@@ -45,7 +46,7 @@ class OwnModel:
         engine_command: command of the engine's process.
 
     Raises:
-        ApplianceError: it cannot be loaded.
+        ApplianceError: it cannot be loaded, or is not for chats.
     """
 
     def __init__(
@@ -123,6 +124,12 @@ async def _make(config: EngineConfig, found: FoundModel, command: Sequence[str])
 async def _load(model: ModelState, on_progress: ProgressCallback) -> EngineInfo:
     info = await model.begin_loading(on_progress)
     model.server.is_up = True
+    _, tokenizer = model.serving()
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"{model.model_id} has no chat template, so one cannot talk with it; `appliance serve`"
+            " continues texts with it, or embeds them"
+        )
     return info
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from pathlib import Path
 
@@ -83,3 +84,12 @@ def test_one_that_cannot_be_loaded_leaves_nothing(
         own_model(folder, knobs)
     assert children() == before
     assert threads() == []
+
+
+def test_one_without_a_chat_template_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(tokenizer_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    before = children()
+    with pytest.raises(ModelError, match="has no chat template"):
+        own_model(tmp_path)
+    assert children() == before
