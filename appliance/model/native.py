@@ -269,7 +269,7 @@ class NativeDecoder:
             block_tables=batch.block_tables.data_ptr(),
             # An empty tensor has no address, and no address means all rows.
             rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
-            open_pages=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
+            open_blocks=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
             state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
             given=None if given is None else given.data_ptr(),
             streams=None if streams is None else streams.data_ptr(),

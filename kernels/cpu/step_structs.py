@@ -1,4 +1,4 @@
-"""The structs of what a step reads besides the model, as in src/appliance_cpu.h."""
+"""The structs of a step's inputs besides the model, as in src/appliance_cpu.h."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class BatchStruct(Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("rows", c_void_p),
-        ("open_pages", c_void_p),
+        ("open_blocks", c_void_p),
         ("state_slots", c_void_p),
         ("adapter_slots", c_void_p),
         ("adapters", c_void_p),
@@ -113,7 +113,7 @@ class SamplingStruct(Structure):
     )
 
 
-# All that Python fills, by their names in C.
+# All structs that Python fills, by their names in C.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     **MODEL_STRUCTS,
     "ap_expansion": ExpansionStruct,

@@ -1,8 +1,8 @@
-/* Adapters: what low-rank factors add to the outputs of linears, for the rows that ask for them.
+/* Adapters: low-rank factors added to the outputs of linears, for the rows that have one.
  *
- * A place of a layer is shrunk once, by all of its parts' factors one after another, into a few
- * numbers per row; the linears of the place expand these in the chunks that make their outputs.
- * Rows without an adapter are not touched, and a row's sums do not depend on those beside it. */
+ * The rows of a place are shrunk once, by the factors of all its parts, to a few numbers per row;
+ * the place's linears expand these in the chunks that compute their outputs. Rows without an
+ * adapter are not touched, and a row's sums do not depend on the rows beside it. */
 #ifndef AP_ADAPTER_H
 #define AP_ADAPTER_H
 
@@ -10,7 +10,7 @@
 
 /* ---- the rows of each adapter ---- */
 
-/* Find the rows in turn that share an adapter; `kept` lists the step's rows that still count. */
+/* Find runs of rows that share an adapter; `kept` lists the step's remaining rows. */
 static void find_adapted(step_state *s, const int64_t *kept) {
     const ap_batch *batch = s->batch;
     s->adapted.count = 0;
@@ -43,7 +43,7 @@ typedef struct {
     const step_state *s;
     rows_in in;
     ap_place place;
-    int32_t tiles; /* of the adapter with the most */
+    int32_t tiles; /* of the adapter with most */
     int32_t units; /* spans times tiles */
     int32_t units_per_chunk;
 } shrink_section;
@@ -72,7 +72,7 @@ static void shrink_chunk(void *context, int32_t chunk, int32_t worker) {
     for (int32_t unit = first; unit < last; unit++) shrink_unit(section, unit);
 }
 
-/* Shrink rows x (rows, width) for the linears of a place, which expand them next. */
+/* Shrink rows x (rows, width) for a place, whose linears expand them next. */
 static void run_shrink(step_state *s, ap_place place, const float *x, int32_t width) {
     adapted_rows *adapted = &s->adapted;
     adapted->layer = (int32_t)(s->layer - s->model->layers);
@@ -97,7 +97,7 @@ static void run_shrink(step_state *s, ap_place place, const float *x, int32_t wi
                 ceil_div(section.units, section.units_per_chunk));
 }
 
-/* ---- what may be asked ---- */
+/* ---- validation ---- */
 
 static bool expansion_fits(const ap_low_rank *factors, const ap_expansion *e, int32_t outputs) {
     return linear_supported(&e->linear) && !has_groups(&e->linear) && e->first_output >= 0 &&
@@ -138,7 +138,7 @@ static bool adapter_fits(const ap_model *model, const ap_adapter *adapter) {
     return true;
 }
 
-/* Whether the batch's adapters are there, and made for this model. */
+/* True if the batch's adapters exist and fit this model. */
 static bool adapters_fit(const ap_model *model, const ap_batch *batch) {
     for (int32_t i = 0; batch->adapter_slots && i < batch->num_seqs; i++) {
         int32_t slot = batch->adapter_slots[i];

@@ -159,7 +159,7 @@ static void open_workspace(ap_engine *engine) {
     __asan_unpoison_memory_region(engine->workspace, (size_t)engine->workspace_bytes);
 }
 
-/* What was not written is NaN, and what lies behind is out of bounds. */
+/* Unwritten floats are NaN, and bytes behind them are out of bounds. */
 static void fence(char *claimed, int64_t bytes) {
     if (!bytes) return;
     memset(claimed, 0xff, (size_t)bytes);

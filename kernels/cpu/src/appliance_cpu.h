@@ -36,9 +36,9 @@ typedef enum {
 #include "formats.h"
 
 typedef struct {
-    const float *weight; /* (width,); NULL: there is no such norm */
+    const float *weight; /* (width,); NULL: no norm */
     float eps;
-    const float *bias; /* (width,), of a LayerNorm of the stream; NULL: it is an RMSNorm */
+    const float *bias; /* (width,), of a LayerNorm of the stream; NULL: an RMSNorm */
 } ap_norm;
 
 typedef enum {
@@ -50,12 +50,12 @@ typedef enum {
     AP_GELU = 5, /* by the error function */
 } ap_activation;
 
-/* What a gate makes of an MLP's middle: act(gate) * up, or with AP_CLAMPED_SWIGLU
- * g * sigmoid(alpha * g) * (u + 1), where g is the gate up to the limit, and u is up within it.
- * Without a gate the middle is act(up). */
+/* The middle of an MLP: act(gate) * up, or with AP_CLAMPED_SWIGLU
+ * g * sigmoid(alpha * g) * (u + 1), where g is the gate clamped to at most the limit, and u is up
+ * clamped to -limit .. limit. Without a gate the middle is act(up). */
 typedef struct {
     int32_t activation; /* ap_activation */
-    float limit;        /* AP_CLAMPED_SWIGLU, like the next */
+    float limit;        /* of AP_CLAMPED_SWIGLU, like the next */
     float alpha;
 } ap_gating;
 
@@ -64,7 +64,7 @@ typedef struct {
     float amplitude;          /* multiplies cosine and sine */
     const float *frequencies; /* (rotary_dim / 2,), radians per position */
     /* queries are multiplied by 1 + query_beta * log(1 + floor(position / original_context)) */
-    float query_beta; /* 0: they are not */
+    float query_beta; /* 0: no factor */
     int32_t original_context;
 } ap_rope;
 
@@ -76,28 +76,28 @@ typedef struct {
     float scale;         /* multiplies q . k */
     float softcap;       /* scores become cap * tanh(scores / cap); 0: none */
     int32_t rope;        /* index into ap_model.ropes */
-    int32_t num_qkv;     /* 1 to 4 linears, whose outputs lie one after another */
-    int32_t output_gate; /* what heads attend to is multiplied by the sigmoid of their gates */
+    int32_t num_qkv;     /* 1 to 4 linears, whose outputs are concatenated */
+    int32_t output_gate; /* 1: heads' outputs are multiplied by the sigmoid of their gates */
     ap_linear qkv[4];    /* hidden -> query heads, key heads, value heads, gates of query heads */
     ap_linear output;    /* query heads -> hidden */
     ap_norm query_norm;  /* of each head, before RoPE */
     ap_norm key_norm;
     ap_norm value_norm;  /* of each head */
-    const float *sinks;  /* (num_heads,), scores without a value in each softmax, or NULL */
-    int32_t only_reads;  /* 1: another layer writes its cache; qkv are the query heads alone */
-    int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv have none */
+    const float *sinks;  /* (num_heads,), a score without a value in each softmax, or NULL */
+    int32_t only_reads;  /* 1: another layer writes its cache; qkv has query heads alone */
+    int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv has none */
 } ap_attention;
 
 #include "mixers.h"
 
-/* What becomes of a router's logits: over all experts, of each by itself, or over the chosen. */
+/* The function of a router's logits: over all experts, of each alone, or over the chosen. */
 typedef enum {
     AP_SOFTMAX = 0,
     AP_SIGMOID = 1,
-    AP_SOFTMAX_OF_CHOSEN = 2, /* the choice is by logits; weights are a softmax of the chosen */
+    AP_SOFTMAX_OF_CHOSEN = 2, /* logits choose; weights are a softmax of the chosen */
 } ap_scoring;
 
-/* Which experts a row chooses, and with which weights: see kernels/routing.py. */
+/* The rules by which a row chooses experts and their weights: see kernels/routing.py. */
 typedef struct {
     int32_t num_experts;
     int32_t top_k;
@@ -105,34 +105,34 @@ typedef struct {
     int32_t renormalize; /* weights are divided by their sum + epsilon */
     int32_t num_groups;
     int32_t top_groups;
-    int32_t best_of_group; /* 1 or 2: a group is worth the sum of so many of its best */
+    int32_t best_of_group; /* 1 or 2: a group's score is the sum of so many best */
     float scale;
     float epsilon;
     const float *selection_bias; /* (num_experts,), or NULL */
     const float *expert_scale;   /* (num_experts,), multiplies the weights, or NULL */
 } ap_router;
 
-/* MLPs, of which a row runs through those that it chooses. All have the same shape.
+/* MLPs of equal shape, of which a row runs through those that it chooses.
  *
- * With norms of their own the router and the experts read the stream, not what the layer's MLP
- * reads; what that MLP and what the experts say is normed before it is added up. */
+ * With norms of their own, router and experts read the stream instead of the input of the layer's
+ * MLP; the outputs of that MLP and of the experts are normed before they are added. */
 typedef struct {
     ap_router router;
     ap_linear logits;      /* hidden -> num_experts, of a float format */
-    ap_linear shared_gate; /* hidden -> 1, of a float format; codes NULL: there is none */
+    ap_linear shared_gate; /* hidden -> 1, of a float format; codes NULL: none */
     const ap_linear *gate; /* (num_experts,); without gates this is up */
     const ap_linear *up;   /* NULL without gates */
     const ap_linear *down;
     ap_norm router_norm; /* of the stream; this and the next three: all or none */
     ap_norm input_norm;  /* of the stream, for the experts */
-    ap_norm shared_norm; /* of what the layer's MLP says */
-    ap_norm output_norm; /* of what the experts say */
+    ap_norm shared_norm; /* of the output of the layer's MLP */
+    ap_norm output_norm; /* of the experts' output */
 } ap_experts;
 
-/* What the token itself adds to the stream at the end of a layer:
+/* The token's own addition to the stream at the end of a layer:
  * norm(up(act(gate(stream)) * input)), where the input is the layer's part of ap_token_inputs. */
 typedef struct {
-    ap_linear gate; /* hidden -> width; codes NULL: there is none */
+    ap_linear gate; /* hidden -> width; codes NULL: none */
     ap_linear up;   /* width -> hidden */
     ap_norm norm;
 } ap_token_input;
@@ -140,7 +140,7 @@ typedef struct {
 /* The inputs of all layers, (num_layers, width) of a row:
  * (norm(projection(x) * projection_scale) + embedding * embedding_scale) * scale. */
 typedef struct {
-    int32_t width;        /* of one layer; 0: there are none */
+    int32_t width;        /* of one layer; 0: none */
     int32_t activation;   /* ap_activation of the layers' gates */
     ap_linear embedding;  /* (vocab_size, num_layers * width) */
     ap_linear projection; /* hidden -> num_layers * width */
@@ -152,13 +152,13 @@ typedef struct {
 } ap_token_inputs;
 
 typedef struct {
-    ap_attention attention; /* unused where there is another mixer; num_qkv 0: there is none */
-    const ap_latent *latent;           /* what makes it latent attention, or NULL */
+    ap_attention attention; /* unused with another mixer; num_qkv 0: none */
+    const ap_latent *latent;           /* of latent attention, or NULL */
     const ap_short_conv *short_conv;   /* the mixer instead of attention, or NULL */
     const ap_gated_delta *gated_delta; /* the same */
     const ap_mamba2 *mamba2;           /* the same */
-    const ap_experts *experts; /* NULL: there are none */
-    /* the MLP of all rows; beside experts the shared one; codes NULL: there is none */
+    const ap_experts *experts; /* NULL: none */
+    /* the MLP of all rows, with experts the shared one; codes NULL: none */
     ap_linear gate; /* without a gate this is up, and up has no codes */
     ap_linear up;
     ap_linear down;
@@ -169,26 +169,26 @@ typedef struct {
     ap_norm mlp_norm;
     ap_norm mlp_post_norm;
     ap_token_input token_input;
-    float output_scale; /* multiplies the stream at the end of the layer; 0: nothing does */
+    float output_scale; /* multiplies the stream at the end of the layer; 0: no factor */
     int32_t is_parallel; /* 1: the MLP reads the stream before the mixer; no post norms */
-    int32_t mixer_is_part; /* 1: what it adds is one of the ranks' parts */
+    int32_t mixer_is_part; /* 1: its output is one of the ranks' parts */
     int32_t mlp_is_part;   /* the same */
 } ap_layer;
 
-/* How a head that drafts begins, from two halves of a row: norm(embedding), and norm(given). Its
- * stream is a linear of both; without one it is what was given, and the first layer's attention
- * reads both halves instead of the normed stream. */
+/* The start of a drafting head, from two halves of a row: norm(embedding) and norm(given). Its
+ * stream is a linear of both; without one it is `given`, and the first layer's attention reads both
+ * halves instead of the normed stream. */
 typedef struct {
     ap_norm token_norm; /* weight NULL: the model is no head, its stream is the embedding */
     ap_norm hidden_norm;
-    ap_linear linear;         /* 2 * hidden -> hidden; codes NULL: there is none */
+    ap_linear linear;         /* 2 * hidden -> hidden; codes NULL: none */
     int32_t stream_is_normed; /* without a linear: 1: the stream is norm(given) */
     int32_t reserved;
 } ap_join;
 
 typedef struct {
     int32_t hidden_size;
-    int32_t vocab_size; /* that it says; a head that drafts may read more */
+    int32_t vocab_size; /* of the logits; a drafting head may read more tokens */
     int32_t num_layers;
     int32_t num_ropes;
     const ap_layer *layers;
@@ -201,28 +201,28 @@ typedef struct {
     float logit_softcap; /* 0: none */
     ap_token_inputs token_inputs;
     ap_linear positions;   /* (positions, hidden_size), added to embeddings; codes NULL: none */
-    /* Of a rank: it has the rows of embedding and head from first_token on. */
+    /* A rank has the rows of embedding and head from its first token on. */
     const int32_t *first_tokens; /* (ranks + 1,), of each rank, and vocab_size */
     int32_t first_token;
     int32_t widest_vocab; /* of all ranks */
-    int32_t norms_replace; /* 1: the stream goes on as its norm, not as what the norm is of */
-    ap_join join;          /* of a head that drafts */
+    int32_t norms_replace; /* 1: the normed stream replaces the stream */
+    ap_join join;          /* of a drafting head */
 } ap_model;
 
-/* The places of a layer that an adapter may change: the linears of one input. Their outputs lie one
- * after another: those of the mixer's input linears, and gate's before up's. */
+/* The places of a layer that an adapter may change: linears of one input, with their outputs
+ * concatenated: those of the mixer's input linears; gate's, then up's. */
 typedef enum { AP_INTO_MIXER, AP_OUT_OF_MIXER, AP_INTO_MLP, AP_OUT_OF_MLP, AP_NUM_PLACES } ap_place;
 
-/* A part of a place's outputs, and the shrunk numbers that it is made from. */
+/* A part of a place's outputs, and the shrunk numbers that it is expanded from. */
 typedef struct {
     ap_linear linear;     /* rank -> some outputs, of a float format */
-    int32_t first_output; /* from the first output of each linear a multiple of 16 */
+    int32_t first_output; /* a multiple of 16 from the first output of each linear */
     int32_t first_rank;
 } ap_expansion;
 
-/* What is added to a place's outputs: expand(scales * shrink(x)). */
+/* Added to a place's outputs: expand(scales * shrink(x)). */
 typedef struct {
-    ap_linear shrink;    /* inputs -> ranks of all parts, of a float format; codes NULL: nothing */
+    ap_linear shrink;    /* inputs -> ranks of all parts, of a float format; codes NULL: none */
     const float *scales; /* (ranks,) */
     const ap_expansion *expansions;
     int32_t num_expansions;
@@ -233,21 +233,21 @@ typedef struct {
     int32_t most_ranks;        /* of one place */
 } ap_adapter;
 
-/* The KV cache: one arena, block after block; a block holds its tokens of all layers.
+/* The KV cache: one arena, block after block; a block has its tokens of all layers.
  *
- * Block b begins at base + b * block_bytes; layer l lies in it at layers[l].offset, as
+ * Block b begins at base + b * block_bytes; layer l is in it at layers[l].offset, as
  * (num_kv_heads, block_size / 16) pages of ap_page_bytes each. A page holds the keys and values of
  * 16 tokens of one head; page.h says how.
  *
  * Blocks of a sealed layer (AP_SEALED, AP_K8V4) are made when all their tokens are known. Until
- * then the tokens lie as AP_INT8 in an open page of a second arena, laid out in the same way: open
- * page i begins at open_base + i * open_bytes, layer l in it at layers[l].open_offset.
+ * then the tokens are AP_INT8 in an open block of a second arena, laid out in the same way: open
+ * block i begins at open_base + i * open_bytes, layer l in it at layers[l].open_offset.
  */
 typedef struct {
     int64_t offset;           /* bytes, a multiple of 64 */
-    int64_t open_offset;      /* the same among the open pages */
+    int64_t open_offset;      /* the same in open blocks */
     const float *head_scales; /* AP_FP8: (2, num_kv_heads), of keys and of values */
-    const float *key_mean;    /* (num_kv_heads, head_dim), taken off all keys; NULL: nothing is */
+    const float *key_mean;    /* (num_kv_heads, head_dim), subtracted from all keys, or NULL */
     int32_t format;           /* ap_format */
     int32_t reserved;
 } ap_cache_layer;
@@ -266,21 +266,21 @@ typedef struct {
     int64_t state_bytes; /* of a slot, a multiple of 64 */
 } ap_cache;
 
-/* One step's rows: sequence i owns rows query_start[i] .. query_start[i + 1], which are the last
- * ones of its context_lens[i] tokens.
+/* One step's rows: sequence i owns rows query_start[i] .. query_start[i + 1] - 1, the last of its
+ * context_lens[i] tokens.
  *
  * With sealed layers the rows of a sequence lie in one block, whose tokens they read from its
- * open page, and those of all blocks before it in the sealed form. So a longer chunk comes as
- * several sequences, one for each block. The blocks that the step fills are sealed in it.
+ * open block, and those of all blocks before it in the sealed form. So a longer chunk comes as
+ * several sequences, one for each block. The step seals the blocks that it fills.
  *
  * With recurrent layers a sequence goes on from the state in its slot, or from zeros if its first
- * row has position 0, and its last row's state goes back there. Sequences in turn with the same
- * slot are one; otherwise no two share a slot. */
+ * row has position 0, and writes the state after its last row back. Consecutive sequences of the
+ * same slot are one; no others share a slot. */
 typedef struct {
     int32_t num_tokens;
     int32_t num_seqs;
     int32_t table_width; /* entries in a row of block_tables */
-    int32_t num_rows;    /* rows whose logits are wanted, at most num_tokens */
+    int32_t num_rows;    /* rows that yield logits, at most num_tokens */
     const int64_t *token_ids;    /* (num_tokens,) */
     const int64_t *positions;    /* (num_tokens,) */
     const int64_t *slot_mapping; /* (num_tokens,), block * block_size + offset */
@@ -288,12 +288,12 @@ typedef struct {
     const int32_t *context_lens; /* (num_seqs,), this step's rows included */
     const int32_t *block_tables; /* (num_seqs, table_width) */
     const int64_t *rows;         /* (num_rows,); NULL: all rows, in order */
-    const int32_t *open_pages;   /* (num_seqs,), of the block of its rows; with sealed layers */
+    const int32_t *open_blocks;  /* (num_seqs,), of the block of its rows; with sealed layers */
     const int32_t *state_slots;  /* (num_seqs,); with recurrent layers */
-    const int32_t *adapter_slots; /* (num_seqs,), index into adapters, below 0: none; or NULL */
+    const int32_t *adapter_slots; /* (num_seqs,), index into adapters, negative: none; or NULL */
     const ap_adapter *adapters;   /* (num_adapters,) */
     int32_t num_adapters;
-    const float *given; /* (num_tokens, hidden_size), what a join reads beside the embedding */
+    const float *given; /* (num_tokens, hidden_size), input of a join beside the embedding */
     float *streams;     /* (num_rows, hidden_size), the stream before the last norm; or NULL */
     const int32_t *recorded_layers; /* (num_recorded,), before which the stream is recorded */
     float *recorded;                /* (num_tokens, num_recorded, hidden_size) */
@@ -301,7 +301,7 @@ typedef struct {
     int32_t reserved;
 } ap_batch;
 
-/* What each row asks of sampling, arrays of num_rows. */
+/* The sampling parameters of each row, arrays of num_rows. */
 typedef struct {
     const float *temperature; /* below 1e-5: greedy */
     const int64_t *top_k;     /* 0 keeps all */
@@ -319,7 +319,7 @@ const char *ap_build_version(void);   /* version of the package that it was buil
 int64_t ap_struct_bytes(const char *name); /* sizeof, -1 for an unknown name */
 int32_t ap_isa_supported(int32_t isa); /* 1: built in, and this CPU has it */
 int32_t ap_use_isa(int32_t isa);      /* for all calls from now on; AP_UNSUPPORTED_ISA */
-int32_t ap_current_isa(void);         /* the best supported one, until ap_use_isa is called */
+int32_t ap_current_isa(void);         /* the best supported one before ap_use_isa */
 
 /* ---- engine ---- */
 /* threads >= 1, the caller's included. A step that would need a larger workspace than
@@ -327,17 +327,17 @@ int32_t ap_current_isa(void);         /* the best supported one, until ap_use_is
 ap_engine *ap_engine_create(int32_t threads, int64_t max_workspace_bytes); /* NULL: no memory */
 void ap_engine_destroy(ap_engine *engine);
 int64_t ap_workspace_bytes(const ap_engine *engine);
-/* From now on `ap_step` adds to *progress as it goes on, some times a layer, so that a watcher can
- * tell a long step from one that hangs; NULL: nobody watches. */
+/* Let `ap_step` add to *progress a few times per layer, so that a watcher can tell a long step from
+ * one that hangs; NULL stops it. */
 void ap_engine_watch(ap_engine *engine, uint64_t *progress);
 
 /* ---- ranks ----
  * Each rank is a process with a part of the model: of its heads, its MLPs' middle, its vocabulary.
- * All run the same steps; see group.h. Rank 0 decides: it waits until the others are here, writes
- * down what is next, and meets them. */
-int64_t ap_group_bytes(int32_t size, int64_t floats); /* of shared memory; -1: senseless */
-/* memory: zeroed, shared by all ranks. floats: what a slot holds. processes (size,): descriptors
- * that become readable when that rank has ended, below 0: nobody looks; or NULL. */
+ * All run the same steps; see group.h. Rank 0 leads: it waits for the others, writes the next
+ * order, and meets them. */
+int64_t ap_group_bytes(int32_t size, int64_t floats); /* of shared memory; -1: invalid */
+/* memory: zeroed, shared by all ranks. floats: in a slot. processes (size,): descriptors that
+ * become readable when their rank ends, negative: not watched; or NULL. */
 ap_group *ap_group_create(void *memory, int32_t rank, int32_t size, int64_t floats,
                           const int32_t *processes);
 void ap_group_destroy(ap_group *group);

@@ -1,4 +1,4 @@
-/* Paged attention: how a ragged batch is cut into blocks of rows, and shared out to the threads. */
+/* Paged attention: cuts a ragged batch into blocks of rows and shares them among the threads. */
 #ifndef AP_ATTENTION_H
 #define AP_ATTENTION_H
 
@@ -14,9 +14,9 @@ typedef struct {
     int32_t first_row;
     int32_t rows;
     int32_t first_split;
-    int32_t end_split; /* a sealed layer's last one is that of the open page */
-    int32_t first_part; /* number of its first split among those that are computed alone, or -1 */
-    _Atomic int32_t left; /* splits that are not computed yet, if they are computed alone */
+    int32_t end_split; /* a sealed layer's last split is the open block */
+    int32_t first_part; /* number of its first split among those computed alone, or -1 */
+    _Atomic int32_t left; /* splits not computed yet, if they are computed alone */
 } attention_block;
 
 /* A chunk of the pool: a block, or one split of it. */
@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     int32_t blocks;
     int32_t chunks;
-    int32_t parts; /* splits that are computed alone */
+    int32_t parts; /* splits computed alone */
 } attention_size;
 
 typedef struct {
@@ -53,13 +53,13 @@ static visible_tokens seen_by(const ap_attention *a, const ap_batch *batch, int3
     return (visible_tokens){a->window && last > a->window ? last - a->window : 0, last};
 }
 
-/* What a sealed layer reads of blocks: a row's own block comes in its open form. */
+/* Tokens that a sealed layer reads from blocks: a row reads its own block in the open form. */
 static visible_tokens before_block(const ap_cache *cache, visible_tokens seen) {
     int32_t own = (seen.last - 1) / cache->block_size * cache->block_size;
     return (visible_tokens){seen.first < own ? seen.first : own, own};
 }
 
-/* Calls of this for all blocks must be in the same order. `all` counts them, and what they need. */
+/* Calls for all blocks must come in the same order; `all` counts blocks and what they need. */
 static void place_block(const attention_block *block, int64_t quota, attention_size *all,
                         attention_block *blocks, attention_chunk *chunks) {
     int32_t splits = block->end_split - block->first_split;
@@ -76,7 +76,7 @@ static void place_block(const attention_block *block, int64_t quota, attention_s
     all->parts += alone ? splits : 0;
 }
 
-/* Cut the batch into blocks; returns their work, in splits times rows. A block whose work is above
+/* Cut the batch into blocks; return their work, in splits times rows. A block with more work than
  * the quota is computed split by split. */
 static int64_t cut_attention(const ap_attention *a, const ap_cache *cache, bool sealed,
                              const ap_batch *batch, int64_t quota, attention_size *size,
@@ -104,7 +104,7 @@ static int64_t cut_attention(const ap_attention *a, const ap_cache *cache, bool 
     return work;
 }
 
-/* Splits times rows from which a block would keep the other threads waiting. */
+/* Splits times rows above which a block keeps the other threads waiting. */
 static int64_t attention_quota(int32_t threads, int64_t work) {
     return threads == 1 ? INT64_MAX : work / (2 * threads);
 }
@@ -120,7 +120,7 @@ static attention_size measure_attention(const ap_engine *engine, const ap_attent
     return size;
 }
 
-/* The parts of a run's memory, one after the other; with memory NULL only their size. */
+/* Lay out the parts of a run's memory; with memory NULL only count their bytes. */
 static int64_t place_run(const ap_engine *engine, const ap_attention *a, attention_size size,
                          char *memory, attention_run *run) {
     int64_t threads = ap_pool_threads(engine->pool);
@@ -145,16 +145,16 @@ static int64_t attend_bytes(const ap_engine *engine, const ap_attention *a, cons
     return place_run(engine, a, size, NULL, NULL);
 }
 
-/* Divide what a sealed layer's rows see into what lies in blocks and in the open page. */
+/* Divide the tokens that a sealed layer's rows see into blocks and the open block. */
 static void open_last_block(const attention_run *run, const attention_block *block, float scale,
                             attention_scratch *scratch) {
     query_block *b = &scratch->block, *open = &scratch->open;
     int32_t dim = run->attention->head_dim;
     visible_tokens before = before_block(run->cache, b->any);
     *open = *b;
-    open->store = open_pages_of(run->cache, run->layer, dim);
-    scratch->open_page = run->batch->open_pages[block->seq];
-    open->block_table = &scratch->open_page;
+    open->store = open_blocks_of(run->cache, run->layer, dim);
+    scratch->open_block = run->batch->open_blocks[block->seq];
+    open->block_table = &scratch->open_block;
     for (int32_t m = 0; m < b->rows; m++) {
         visible_tokens seen = b->seen[m];
         int32_t first = seen.first - before.last;
@@ -224,7 +224,7 @@ static void attend_chunk(void *context, int32_t number, int32_t worker) {
     bool of_open = sealed && chunk->split == end;
     attend_split(of_open ? &scratch->open : b, of_open ? 0 : chunk->split, scratch,
                  partials + (chunk->split - block->first_split) * stride);
-    /* whoever ends last merges */
+    /* the last thread to end merges */
     if (atomic_fetch_sub_explicit(&block->left, 1, memory_order_acq_rel) > 1) return;
     for (int32_t split = block->first_split; split < end; split++)
         merge_split(b, split, partials + (split - block->first_split) * stride, scratch->merged,
@@ -250,9 +250,9 @@ static void attend(ap_engine *engine, char *memory, const ap_attention *a, const
     ap_pool_run(engine->pool, attend_chunk, &run, size.chunks);
 }
 
-/* ---- beside attention ---- */
+/* ---- the cache ---- */
 
-/* Whether a layer of the cache is one that attention reads. */
+/* True if attention can read a layer of the cache. */
 static bool attention_supported(const ap_attention *a, const ap_cache *cache, int32_t layer) {
     const ap_cache_layer *of = &cache->layers[layer];
     if (is_sealed(of->format) && (cache->block_size != SEALED_TOKENS || !cache->open_base))
@@ -266,7 +266,7 @@ static bool attention_supported(const ap_attention *a, const ap_cache *cache, in
 typedef struct {
     const ap_attention *attention;
     const ap_cache *cache;
-    const int32_t *open_pages;
+    const int32_t *open_blocks;
     const int32_t *blocks;
     int32_t layer;
 } kv_seal_run;
@@ -274,23 +274,23 @@ typedef struct {
 static void kv_seal_chunk(void *context, int32_t chunk, int32_t worker) {
     const kv_seal_run *run = context;
     (void)worker;
-    seal_block(run->attention, run->cache, run->layer, run->open_pages[chunk], run->blocks[chunk]);
+    seal_block(run->attention, run->cache, run->layer, run->open_blocks[chunk], run->blocks[chunk]);
 }
 
-/* Make blocks of full open pages. */
+/* Seal full open blocks into `blocks`. */
 static void kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                    int32_t layer, int32_t count, const int32_t *open_pages,
+                    int32_t layer, int32_t count, const int32_t *open_blocks,
                     const int32_t *blocks) {
-    kv_seal_run run = {attention, cache, open_pages, blocks, layer};
+    kv_seal_run run = {attention, cache, open_blocks, blocks, layer};
     ap_pool_run(engine->pool, kv_seal_chunk, &run, count);
 }
 
-/* Whether the rows of each sequence lie in one block that has an open page. */
-static bool open_pages_fit(const ap_cache *cache, const ap_batch *batch) {
-    if (!batch->open_pages) return false;
+/* True if the rows of each sequence lie in one block that has an open block. */
+static bool open_blocks_fit(const ap_cache *cache, const ap_batch *batch) {
+    if (!batch->open_blocks) return false;
     for (int32_t i = 0; i < batch->num_seqs; i++) {
         int32_t rows = batch->query_start[i + 1] - batch->query_start[i];
-        int32_t last = batch->context_lens[i] - 1, open = batch->open_pages[i];
+        int32_t last = batch->context_lens[i] - 1, open = batch->open_blocks[i];
         if (open < 0 || open >= cache->num_open) return false;
         if (last / cache->block_size != (last + 1 - rows) / cache->block_size) return false;
     }

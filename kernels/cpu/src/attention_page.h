@@ -1,4 +1,4 @@
-/* Writing a token into its page; page.h describes the pages. */
+/* Writes a token into its page; page.h defines the layout. */
 #ifndef AP_ATTENTION_PAGE_H
 #define AP_ATTENTION_PAGE_H
 
@@ -53,11 +53,11 @@ INLINE float highest_magnitude(const float *x, int32_t count) {
     return magnitude < INFINITY ? magnitude : NAN;
 }
 
-/* NaN if one of these magnitudes is, else 0. It is added to all scales of a token: what is not
- * finite must not look like a number later. */
+/* NaN if one of these magnitudes is, else 0. Added to all scales of a token, it keeps values that
+ * are not finite from turning into numbers. */
 INLINE float not_finite(float of_key, float of_value) { return of_key * 0.0f + of_value * 0.0f; }
 
-/* Stores x rounded to float16, saturated; returns what was stored. */
+/* Store x rounded to float16, saturated; return the stored value. */
 INLINE float store_half(uint8_t *out, float x) {
     uint16_t halves[16];
     float floats[16];
@@ -82,15 +82,14 @@ INLINE void quantize_codes(const float *x, int32_t count, float scale, float off
     }
 }
 
-/* One scale for all of x, so that the largest magnitude becomes 127. `check` is 0 or NaN. */
+/* Quantize with one scale: the largest magnitude becomes 127. `check` is 0 or NaN. */
 INLINE void quantize_symmetric(const float *x, int32_t count, float magnitude, float check,
                                uint8_t *codes, uint8_t *scale) {
     float stored = store_half(scale, magnitude / 127.0f + check);
     quantize_codes(x, count, stored, 0.0f, -127.0f, 127.0f, codes);
 }
 
-/* Spread over the range of x. The range counts as no smaller than what keeps float16 offsets exact
- * to one code. */
+/* Quantize over the range of x, widened if needed so that float16 offsets are exact to one code. */
 INLINE void quantize_nibbles(const float *x, int32_t count, float check, uint8_t *codes,
                              uint8_t *scale, uint8_t *offset) {
     vfloat low = vf_load(x), high = low;
@@ -105,7 +104,7 @@ INLINE void quantize_nibbles(const float *x, int32_t count, float check, uint8_t
     quantize_codes(x, count, step, stored, 0.0f, 15.0f, codes);
 }
 
-/* E4M3 codes of x * inverse, to nearest, ties to even, saturated; what is not finite is NaN. */
+/* E4M3 codes of x * inverse, rounded to nearest even, saturated; NaN if x is not finite. */
 static void quantize_fp8(const float *x, int32_t count, float inverse, uint8_t *codes) {
     for (int32_t i = 0; i < count; i++) {
         float scaled = x[i] * inverse, magnitude = fabsf(scaled);
@@ -201,7 +200,7 @@ static void write_int4(uint8_t *page, const ap_page *at, int32_t dim, int32_t la
     write_nibble_value(page, at, dim, lane, value, check);
 }
 
-/* The pages of one layer: of its blocks, or its open ones. */
+/* The pages of one layer, in its blocks or its open blocks. */
 typedef struct {
     uint8_t *base;
     int64_t stride; /* bytes from block to block */
@@ -216,14 +215,14 @@ INLINE page_store blocks_of(const ap_cache *cache, int32_t layer, int32_t dim) {
                         cache->block_size / AP_LANES, of->format, page_of(of->format, dim)};
 }
 
-INLINE page_store open_pages_of(const ap_cache *cache, int32_t layer, int32_t dim) {
+INLINE page_store open_blocks_of(const ap_cache *cache, int32_t layer, int32_t dim) {
     return (page_store){cache->open_base + cache->layers[layer].open_offset, cache->open_bytes,
                         cache->block_size / AP_LANES, AP_INT8, page_of(AP_INT8, dim)};
 }
 
-/* Where a step's tokens are written. */
+/* The pages that a step writes. */
 INLINE page_store written_pages_of(const ap_cache *cache, int32_t layer, int32_t dim) {
-    return is_sealed(cache->layers[layer].format) ? open_pages_of(cache, layer, dim)
+    return is_sealed(cache->layers[layer].format) ? open_blocks_of(cache, layer, dim)
                                                   : blocks_of(cache, layer, dim);
 }
 

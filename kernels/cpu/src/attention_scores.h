@@ -1,10 +1,10 @@
 /* Scores of query rows against the keys of pages: q . k * scale, one vector a page and row.
  *
- * Float keys are multiplied in the order of the dimensions. Integer keys meet the query as
- * integers of 14 bits in two parts from -64 to 64: 128 * high + low. Sealed keys meet, with a query
- * made anew for each block, integers of 8 bits: what is lost so is at most a tenth of what the keys
- * lost, in squares and with a head_dim of 64. Integer sums are exact, so neither the number of rows
- * nor of pages that are multiplied together can be seen in the result.
+ * Float keys are multiplied in the order of the dimensions. For integer keys the query becomes
+ * integers of 14 bits in two parts from -64 to 64: 128 * high + low. For sealed keys it has 8 bits
+ * and is quantized for each block: the squared error of that is at most a tenth of the keys' own,
+ * with a head_dim of 64. Integer sums are exact, so the result does not depend on the number of
+ * rows and pages that are multiplied together.
  */
 #ifndef AP_ATTENTION_SCORES_H
 #define AP_ATTENTION_SCORES_H
@@ -12,17 +12,17 @@
 #include "attention_seal.h"
 
 enum {
-    SPLIT_TOKENS = 256, /* a sequence is cut at its multiples: benchmark cpu_attention */
+    SPLIT_TOKENS = 256, /* sequences are cut at its multiples: benchmark cpu_attention */
     SPLIT_PAGES = SPLIT_TOKENS / AP_LANES,
-    TILE_PAGES = 4, /* whose values are added up as integers */
-    MOST_ROWS = 24, /* of one KV head, in a block: scores of a split stay in the L1 cache */
+    TILE_PAGES = 4, /* pages whose values are summed as integers */
+    MOST_ROWS = 24, /* of a KV head in a block: a split's scores stay in the L1 cache */
     QUERY_HIGHEST = 64 * 128,
     SEALED_QUERY_HIGHEST = 127,
 };
 
 #define LOG2_E 1.44269504088896341f /* scores are powers of 2 */
 
-/* The query of a row, with what its scores are multiplied by. */
+/* The query of a row, and the factors of its scores. */
 typedef struct {
     const float *query; /* (head_dim,), for float keys */
     const int8_t *high; /* (head_dim,), for integer keys */
@@ -32,7 +32,7 @@ typedef struct {
     float offset; /* added to all scores of a block, sealed keys */
 } query_row;
 
-/* Make the integer parts of x, whose highest magnitude is given; parts has room for 2 * dim. */
+/* Split x into integer parts, given its highest magnitude; parts has room for 2 * dim. */
 INLINE void integer_query(const float *x, float highest, int32_t dim, float scale, int8_t *parts,
                           query_row *row) {
     row->scale = highest / QUERY_HIGHEST * scale;
@@ -55,8 +55,8 @@ INLINE void integer_query(const float *x, float highest, int32_t dim, float scal
     row->sum = vi_sum(sum);
 }
 
-/* Make what the scores of a row need, with the query rotated as the keys are; keys that are sealed
- * by dimension need something else for each block: see `seal_query`. */
+/* Prepare a row's query, rotated as the keys are; keys sealed by dimension need one per block: see
+ * `seal_query`. */
 static void prepare_query(int format, const float *x, int32_t dim, float scale, int8_t *parts,
                           query_row *row) {
     float rotated[MAX_HEAD_DIM];
@@ -70,8 +70,8 @@ static void prepare_query(int format, const float *x, int32_t dim, float scale, 
     integer_query(x, highest_magnitude(x, dim), dim, scale, parts, row);
 }
 
-/* The query of a row for one block: the scales of the keys go into it, the offsets into one number.
- * pages: the block's two; codes has room for dim. */
+/* Prepare a row's query for one sealed block: it takes up the scales of the keys, and one number
+ * their offsets. pages: the block's two; codes has room for dim. */
 INLINE void seal_query(const query_row *row, const uint8_t *const *page, int32_t at, int32_t dim,
                        int8_t *codes, query_row *out) {
     const uint16_t *scales = (const uint16_t *)(const void *)(page[0] + at);
@@ -118,8 +118,8 @@ INLINE vfloat page_scales(const uint8_t *p) {
     return vf_load_half((const uint16_t *)(const void *)p);
 }
 
-/* A line of the keys and of the values of the pages a tile later. Integer pages go by faster than
- * the processor finds the next ones by itself; for float pages this gained nothing. */
+/* Prefetch a line of the keys and of the values of the pages one tile ahead. The processor's own
+ * prefetcher is too slow for integer pages; for float pages this gained nothing. */
 INLINE void prefetch_ahead(const int pages, const uint8_t *const *page, int32_t at,
                            int32_t values) {
     UNROLL for (int p = 0; p < pages; p++) {
@@ -128,9 +128,9 @@ INLINE void prefetch_ahead(const int pages, const uint8_t *const *page, int32_t 
     }
 }
 
-/* A constant number of rows against a constant number of pages. The scores of a row are MOST_ROWS
- * vectors apart from page to page. Sum i is that of row i % rows and page i / rows: loops that are
- * not nested are unrolled early enough for the sums to become registers. */
+/* Score a constant number of rows against a constant number of pages. A row's scores are MOST_ROWS
+ * vectors apart from page to page. Sum i is of row i % rows and page i / rows: compilers unroll a
+ * loop that is not nested early enough to keep the sums in registers. */
 INLINE void float_scores(int format, const int rows, const int pages, const query_row *row,
                          const uint8_t *const *page, int32_t dim, float *scores) {
     vfloat sum[16];
@@ -192,7 +192,7 @@ INLINE void integer_scores(int format, const int rows, const int pages, const qu
     }
 }
 
-/* A function for each: compilers keep the sums in registers only where a function is small. */
+/* One function each: compilers keep the sums in registers only in small functions. */
 typedef void (*scores_kernel)(const query_row *, const uint8_t *const *, int32_t, float *);
 #define KERNEL(kind, format, rows, pages)                                                      \
     static void scores_##format##_##rows(const query_row *row, const uint8_t *const *page,     \
@@ -237,14 +237,14 @@ static const scores_kernel scores_kernels[AP_NUM_FORMATS][MOST_ROWS_OF_SCORES] =
 #undef KERNELS
 #undef KERNEL
 
-/* Rows that are computed together, of `left`: 3 and 4 are the best, and 1 is the worst. */
+/* Rows to compute together, of `left`: 3 and 4 are best, 1 is worst. */
 INLINE int32_t next_rows(int32_t left) {
     if (left <= MOST_ROWS_OF_SCORES) return left;
     if (MOST_ROWS_OF_SCORES == 2) return 2;
     return left % 4 == 1 || left % 4 == 2 ? 3 : 4;
 }
 
-/* All rows against the two pages of a sealed block; codes has room for dim of each row. */
+/* Score all rows against the two pages of a sealed block; codes has room for dim of each row. */
 INLINE void sealed_scores(int32_t rows, const query_row *row, const uint8_t *const *page,
                           int32_t dim, int8_t *codes, float *scores) {
     query_row of_block[MOST_ROWS];
@@ -260,7 +260,7 @@ INLINE void sealed_scores(int32_t rows, const query_row *row, const uint8_t *con
     }
 }
 
-/* All rows against TILE_PAGES pages; the sums of a step fit the registers. */
+/* Score all rows against TILE_PAGES pages; the sums of each call fit the registers. */
 INLINE void tile_scores(int format, int32_t rows, const query_row *row,
                         const uint8_t *const *page, int32_t dim, float *scores) {
     for (int32_t m = 0, together; m < rows; m += together) {

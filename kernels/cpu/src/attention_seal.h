@@ -1,8 +1,7 @@
-/* Sealing: an open page of 8 bits becomes a block with values of 4 bits, and with keys of 4 bits
- * that have scales by dimension, or of 8 bits as they were.
+/* Sealing: turns an open block of 8 bits into a block with values of 4 bits, and with keys of 4
+ * bits that have scales by dimension, or unchanged keys of 8 bits.
  *
- * It is made from the 8-bit form and from nothing else, so the same tokens always give the same
- * block, however they came there.
+ * The 8-bit form is its only input, so the same tokens always give the same block.
  */
 #ifndef AP_ATTENTION_SEAL_H
 #define AP_ATTENTION_SEAL_H
@@ -11,7 +10,7 @@
 
 enum { SEALED_TOKENS = 2 * AP_LANES, KEY_CENTRE = 8 };
 
-/* A page of AP_INT8 as floats: keys, values (16, head_dim). */
+/* Dequantize a page of AP_INT8: keys, values (16, head_dim). */
 static void read_int8(const uint8_t *page, const ap_page *at, int32_t dim, float *keys,
                       float *values) {
     float key_scales[16], value_scales[16];
@@ -26,7 +25,7 @@ static void read_int8(const uint8_t *page, const ap_page *at, int32_t dim, float
         }
 }
 
-/* Keys (32, head_dim), not finite if `check` is NaN, into two pages. */
+/* Quantize keys (32, head_dim), not finite if `check` is NaN, into two pages. */
 static void seal_keys(uint8_t *const page[2], const ap_page *at, int32_t dim, const float *keys,
                       float check) {
     uint8_t codes[SEALED_TOKENS][MAX_HEAD_DIM];
@@ -61,7 +60,7 @@ static void seal_block(const ap_attention *a, const ap_cache *cache, int32_t lay
                        int64_t block) {
     float keys[SEALED_TOKENS * MAX_HEAD_DIM], values[SEALED_TOKENS * MAX_HEAD_DIM];
     int32_t dim = a->head_dim, half = AP_LANES * dim;
-    page_store from = open_pages_of(cache, layer, dim), to = blocks_of(cache, layer, dim);
+    page_store from = open_blocks_of(cache, layer, dim), to = blocks_of(cache, layer, dim);
     for (int32_t head = 0; head < a->num_kv_heads; head++) {
         uint8_t *const page[2] = {page_in(&to, block, head, 0), page_in(&to, block, head, 1)};
         for (int32_t i = 0; i < 2; i++)

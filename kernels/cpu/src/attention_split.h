@@ -1,20 +1,20 @@
-/* One split of a sequence's tokens against a block of query rows, and how splits are put together.
+/* Attends to one split of a sequence's tokens with a block of query rows, and merges splits.
  *
- * A sequence is cut at multiples of SPLIT_TOKENS whatever the batch looks like; a row's splits are
- * merged from the first to the last. So its result does not depend on what else is computed.
+ * A sequence is cut at multiples of SPLIT_TOKENS whatever the batch, and a row's splits are merged
+ * from the first to the last, so its result does not depend on what else is computed.
  */
 #ifndef AP_ATTENTION_SPLIT_H
 #define AP_ATTENTION_SPLIT_H
 
 #include "attention_values.h"
 
-/* What one split makes of a row: `highest` and `sum` in all lanes, then head_dim values. */
+/* A row's result of one split: `highest` and `sum` in all lanes, then head_dim values. */
 enum { HIGHEST_AT = 0, SUM_AT = 16, VALUES_AT = 32 };
 
 INLINE int32_t partial_stride(int32_t head_dim) { return VALUES_AT + head_dim; }
 
-/* Rows of one KV head that go through its pages together: those of blocks or, of a sealed layer,
- * first those and then the open ones of the last block. */
+/* Rows of one KV head that read its pages together: those of blocks, and in a sealed layer then
+ * those of the open block. */
 typedef struct {
     const ap_attention *attention;
     page_store store;
@@ -26,10 +26,10 @@ typedef struct {
     visible_tokens seen[MOST_ROWS];
     query_row query[MOST_ROWS];
     float *out[MOST_ROWS];
-    float sink[MOST_ROWS]; /* a score to the base 2 without a value, where the layer has sinks */
+    float sink[MOST_ROWS]; /* a base-2 score without a value, if the layer has sinks */
 } query_block;
 
-/* What a worker needs besides. */
+/* A worker's scratch memory. */
 typedef struct {
     float scores[SPLIT_PAGES * MOST_ROWS * 16];
     float partial[MOST_ROWS * (VALUES_AT + MAX_HEAD_DIM)];
@@ -43,11 +43,11 @@ typedef struct {
     uint8_t weight_parts[MOST_ROWS * 2 * TILE_TOKENS];
     query_block block;
     query_block open; /* sealed layers */
-    int32_t open_page;
+    int32_t open_block;
 } attention_scratch;
 
 INLINE int32_t first_split(visible_tokens seen) { return seen.first / SPLIT_TOKENS; }
-/* the same as first_split where nothing is seen */
+/* equals first_split if nothing is seen */
 INLINE int32_t end_split(visible_tokens seen) {
     if (seen.first >= seen.last) return first_split(seen);
     return (seen.last + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
@@ -71,12 +71,12 @@ typedef struct {
     int32_t first_tile; /* page that its first tile begins at */
 } split_pages;
 
-/* Finds them, up to a tile after the last, which will be prefetched. There is always a page: a tile
- * of the beginning or the end is filled up with the nearest one, whose scores are then not read. */
+/* Find them, and those of a further tile to prefetch. Tiles at the beginning and the end are filled
+ * up with the nearest page, whose scores are not read. */
 static split_pages find_pages(const query_block *b, int32_t split, const uint8_t **page) {
     int32_t pages_in_block = b->store.pages, origin = split * SPLIT_PAGES;
     int32_t first = b->any.first / AP_LANES - origin;
-    if (b->store.format == AP_SEALED) first -= first & 1; /* its pages go in pairs */
+    if (b->store.format == AP_SEALED) first -= first & 1; /* its pages come in pairs */
     int32_t end = (b->any.last + AP_LANES - 1) / AP_LANES - origin;
     split_pages found = {.split = split, .first = first < 0 ? 0 : first};
     found.last = end > SPLIT_PAGES ? SPLIT_PAGES : end;
@@ -94,7 +94,7 @@ static split_pages find_pages(const query_block *b, int32_t split, const uint8_t
     return found;
 }
 
-/* All scores of a split, and what a row's softmax begins with. */
+/* Compute all scores of a split, and begin each row's softmax. */
 INLINE void split_scores(int format, const query_block *b, split_pages pages,
                          attention_scratch *scratch) {
     int32_t token = (pages.split * SPLIT_PAGES + pages.first) * AP_LANES;
@@ -116,7 +116,7 @@ INLINE void split_scores(int format, const query_block *b, split_pages pages,
         };
 }
 
-/* Weights and values of the tile that begins at page p, added to the values in `partial`. */
+/* Add the weighted values of the tile that begins at page p to those in `partial`. */
 INLINE void split_tile(int format, const query_block *b, split_pages pages, int32_t p,
                        attention_scratch *scratch, float *partial) {
     int32_t dim = b->attention->head_dim;
@@ -202,8 +202,8 @@ static void attend_split(const query_block *b, int32_t split, attention_scratch 
     }
 }
 
-/* Put the next split's partial results to those before it, which are in `merged` and `out`.
- * `begun`: whether a row has any. */
+/* Merge the next split's partial results into those before it, in `merged` and `out`. `begun`: a
+ * row has some. */
 static void merge_split(const query_block *b, int32_t split, const float *partial, float *merged,
                         bool *begun) {
     int32_t dim = b->attention->head_dim;
@@ -230,7 +230,7 @@ static void merge_split(const query_block *b, int32_t split, const float *partia
     }
 }
 
-/* Divide by the sum of weights, a sink's among them. */
+/* Divide by the sum of weights, including a sink's. */
 static void finish_rows(const query_block *b, const float *merged) {
     for (int32_t m = 0; m < b->rows; m++, merged += VALUES_AT) {
         vfloat sum = vf_load(merged + SUM_AT);

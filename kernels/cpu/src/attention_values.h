@@ -1,7 +1,7 @@
-/* From scores to a softmax and its sum of values, over the tokens of one split.
+/* Softmax and sum of values over the tokens of one split, from their scores.
  *
- * With integer values a weight, times its token's scale, becomes an integer of 14 bits in two
- * parts of 7; the largest of a tile is the largest integer. So a tile's sum is exact too.
+ * With integer values a weight times its token's scale becomes an integer of 14 bits in two parts
+ * of 7; the largest of a tile becomes the largest integer. So a tile's sum is exact, too.
  */
 #ifndef AP_ATTENTION_VALUES_H
 #define AP_ATTENTION_VALUES_H
@@ -10,13 +10,13 @@
 
 enum { WEIGHT_HIGHEST = (1 << 14) - 1, TILE_TOKENS = TILE_PAGES * AP_LANES };
 
-/* What a row sees: the tokens first .. last - 1 of its sequence. */
+/* The tokens that a row sees: first .. last - 1 of its sequence. */
 typedef struct {
     int32_t first;
     int32_t last;
 } visible_tokens;
 
-/* the lanes of the page at `token` that are seen; the others from b */
+/* a in the lanes of the page at `token` that are seen, b in the others */
 INLINE vfloat seen_lanes(visible_tokens seen, int32_t token, vfloat a, vfloat b) {
     int32_t first = seen.first - token, last = seen.last - token;
     first = first < 0 ? 0 : first > 16 ? 16 : first;
@@ -28,8 +28,8 @@ INLINE bool sees_all(visible_tokens seen, int32_t token, int32_t count) {
     return seen.first <= token && token + count <= seen.last;
 }
 
-/* The highest score of a row in all lanes; scores: page after page. With a cap c the scores are
- * divided by c, and become c * tanh; otherwise they are as they should be. */
+/* The highest score of a row in all lanes; scores: page after page. With a cap c the scores come
+ * divided by c and become c * tanh; without one they stay. */
 static vfloat highest_score(float *scores, int32_t pages, int32_t token, visible_tokens seen,
                             float cap) {
     vfloat highest = vf_set(-INFINITY);
@@ -47,16 +47,16 @@ static vfloat highest_score(float *scores, int32_t pages, int32_t token, visible
     return vf_set(vf_highest(highest));
 }
 
-/* A row's state while it goes through the tiles of a split. */
+/* A row's state over the tiles of a split. */
 typedef struct {
     vfloat highest;
     vfloat sum;    /* of the weights, lane by lane */
     vfloat offset; /* of the weights times the offsets of 4-bit values, lane by lane */
 } row_softmax;
 
-/* The weights of a row and tile. For float values they replace the scores; for integer values they
- * become integers, parts (2, TILE_TOKENS): returns what one of them stands for. `scales` are the
- * tile's value scales, then offsets. */
+/* Compute the weights of a row and tile. For float values they replace the scores; for integer
+ * values they become integers, parts (2, TILE_TOKENS), and the value of one unit is returned.
+ * `scales` are the tile's value scales, then offsets. */
 INLINE float tile_weights(int format, bool sees_tile, row_softmax *row, float *scores,
                           const float *scales, int32_t token, visible_tokens seen,
                           uint8_t *parts) {
@@ -150,7 +150,7 @@ INLINE void float_values(int format, const int rows, const int count, const uint
         vf_store(out + (int64_t)(i / count) * stride + 16 * (first + i % count), sum[i]);
 }
 
-/* What the sum of values of a tile is made from. */
+/* The operands of a tile's sum of values. */
 typedef struct {
     int32_t dim;
     int32_t first_page; /* first_page .. last_page - 1 are used */
@@ -165,8 +165,8 @@ typedef struct {
     int32_t stride;
 } value_tile;
 
-/* A constant number of rows, a constant number of vectors. A page that not every row sees as a
- * whole goes row by row: what a row does not see might not be finite, and is not touched. */
+/* Add a constant number of rows and vectors. A page that some row sees only in part is done row by
+ * row: tokens that a row does not see may not be finite, so they are not read. */
 INLINE void values_of(int format, const int rows, const int count, const value_tile *tile,
                       int32_t row, int32_t first) {
     float *out = tile->out + (int64_t)row * tile->stride;
@@ -240,7 +240,7 @@ static const values_kernel values_kernels[AP_NUM_FORMATS][MOST_ROWS_OF_VALUES][3
 #undef KERNELS
 #undef KERNEL
 
-/* All rows and dimensions of a tile; the sums of a step fit the registers. */
+/* Add all rows and dimensions of a tile; the sums of each call fit the registers. */
 INLINE void tile_values(int format, int32_t rows, const value_tile *tile) {
     int32_t vectors = tile->dim / 16;
     for (int32_t m = 0, together; m < rows; m += together) {

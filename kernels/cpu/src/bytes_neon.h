@@ -1,9 +1,9 @@
-/* Products of bytes with ARM's dot products; included by vector_scalar.h. Integers, so that the
- * bits are those of plain C. SDOT and UDOT come with dotprod, USDOT, which mixes signs, with
+/* Products of bytes by ARM's dot products; included by vector_scalar.h. They are integers, so their
+ * bits are those of plain C. SDOT and UDOT come with dotprod; USDOT, which mixes signs, with
  * i8mm. */
 #include <arm_neon.h>
 
-/* what codes of four bits stand for: the bytes of a table of 16 */
+/* the values of 4-bit codes: bytes of a table of 16 */
 INLINE b16 lookup_part(b16 a, uint8x16_t table) {
     return (b16)vqtbl1q_u8(table, (uint8x16_t)a);
 }
@@ -27,7 +27,7 @@ INLINE i4 dot_part(i4 acc, b16 a, int8x16_t four) {
     return (i4)vusdotq_s32((int32x4_t)acc, (uint8x16_t)a, four);
 }
 #else
-/* a * f = (a - 128) * f + 128 * f, of which SDOT can do both */
+/* a * f = (a - 128) * f + 128 * f, both by SDOT */
 INLINE i4 dot_part(i4 acc, b16 a, int8x16_t four) {
     int32x4_t sum = vdotq_s32((int32x4_t)acc, veorq_s8((int8x16_t)a, vdupq_n_s8(-128)), four);
     return (i4)vsubq_s32(sum, vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-1), four), 7));
@@ -41,7 +41,7 @@ INLINE vint vi_dot(vint acc, vbyte a, const int8_t *four) {
     int8x16_t all = repeated(four);
     return DOT(dot_part, a, all);
 }
-/* the same for a up to 63, which is positive with a sign, too */
+/* the same for a up to 63, which is positive as a signed byte, too */
 INLINE vint vi_dot_nibbles(vint acc, vbyte a, const int8_t *four) {
     int8x16_t all = repeated(four);
     return DOT(dot_signed_part, a, all);
@@ -54,7 +54,7 @@ INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
     return DOT(dot_signed_part, b, all);
 }
 #undef DOT
-/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. */
+/* Running sums over 32 inputs: begin, add four inputs at a time, end. */
 typedef vint vpart;
 INLINE vpart vp_begin(vint acc) { return acc; }
 INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {

@@ -1,6 +1,6 @@
 /* Products of bytes in plain C, as 16-bit integers; included by vector_scalar.h. */
 
-/* what codes of four bits stand for: the bytes of a table of 16 */
+/* the values of 4-bit codes: bytes of a table of 16 */
 INLINE vbyte vb_lookup(vbyte a, const uint8_t *table) {
     uint8_t codes[64];
     memcpy(codes, &a, sizeof a);
@@ -43,7 +43,7 @@ INLINE vint vi_dot_signed(vint acc, const uint8_t *four, vbyte b) {
     return DOT(sum_narrow, of_signed, b, four);
 }
 #undef DOT
-/* Sums on the way over 32 inputs: begin, add four inputs at a time, end. In 16 bits: the sum of 16
+/* Running sums over 32 inputs: begin, add four inputs at a time, end. In 16 bits: the sum of 16
  * products of at most 15 * 127 fits, and that of 8 of at most 24 * 127, after 16 inputs. */
 typedef struct { s8 a, b, c, d; } vpart;
 INLINE vpart vp_begin(vint acc) { return (void)acc, (vpart){}; }

@@ -1,4 +1,4 @@
-/* What an ap_engine is made of, and the table of functions that each instruction set provides. */
+/* The struct of an ap_engine, and the table of functions of an instruction set. */
 #ifndef AP_ENGINE_H
 #define AP_ENGINE_H
 
@@ -13,11 +13,11 @@ struct ap_engine {
     int64_t workspace_bytes;     /* what is allocated */
     int64_t workspace_used;
     char *workspace;
-    uint64_t *progress; /* somebody else's, who watches; or NULL */
-    ap_group *group;    /* of the process; NULL: it is alone */
+    uint64_t *progress; /* of a watcher, or NULL */
+    ap_group *group;    /* of this process; NULL without other ranks */
 };
 
-/* Tell whoever watches that the step goes on. */
+/* Show a watcher that the step goes on. */
 static inline void ap_advance(ap_engine *engine) {
     if (engine->progress) __atomic_fetch_add(engine->progress, 1, __ATOMIC_RELAXED);
 }
@@ -29,8 +29,8 @@ static inline void ap_advance(ap_engine *engine) {
 #define AP_GAP 0
 #endif
 
-/* The workspace is claimed from in order and given back all at once. `ap_reserve` makes room for a
- * number of bytes before the first claim; a claim after it cannot fail. */
+/* Claims take the workspace in order, and it is released as a whole. `ap_reserve` makes room for a
+ * number of bytes before the first claim; later claims cannot fail. */
 ap_status ap_reserve(ap_engine *engine, int64_t bytes);
 void *ap_claim(ap_engine *engine, int64_t bytes); /* 64-byte aligned */
 /* bytes that a claim takes */

@@ -1,9 +1,9 @@
-/* The experts of a layer: each row through those that it chooses.
+/* The experts of a layer: runs each row through those that it chooses.
  *
- * Rows and their chosen experts are pairs, sorted by expert, so that an expert's weights are read
+ * Pairs of a row and a chosen expert are sorted by expert, so that an expert's weights are read
  * once for all of its rows, and weights that no row chose are not touched. A pair's result does not
- * depend on its neighbours, and a row adds its pairs' in an order of its own, so that no bit of a
- * row depends on the others. */
+ * depend on its neighbours, and a row sums its pairs in its own order, so no bit of a row depends
+ * on the others. */
 #ifndef AP_EXPERTS_H
 #define AP_EXPERTS_H
 
@@ -31,7 +31,7 @@ static void sort_pairs(chosen_experts *c, const ap_router *r, int32_t rows) {
         for (int32_t i = 0; i < count; i++) c->place_in[next + i] = c->num_used;
         c->used[c->num_used] = e;
         c->first[c->num_used++] = next;
-        c->counts[e] = next; /* where its next pair goes */
+        c->counts[e] = next; /* place of its next pair */
         next += count;
     }
     c->first[c->num_used] = next;
@@ -57,7 +57,7 @@ static int32_t rows_of(const chosen_experts *c, int32_t place) {
     return c->first[place + 1] - c->first[place];
 }
 
-/* How the tiles and rows of one expert are cut into chunks. */
+/* The chunks of one expert's tiles and rows. */
 typedef struct {
     int32_t tiles, rows, row_chunks, chunks;
 } expert_cut;
@@ -127,8 +127,8 @@ static void run_expert_linears(expert_section *section) {
 
 /* ---- the experts' inputs ---- */
 
-/* Make room for each expert's rows in the forms that its linears want. Rows of x are the pairs', or
- * where `rows_of_x` says. */
+/* Make room for each expert's rows in the forms of its linears. Row i of x belongs to pair i, or
+ * `rows_of_x` says which. */
 static void place_inputs(step_state *s, const ap_linear *first, const ap_linear *second,
                          const float *x, const int32_t *rows_of_x) {
     chosen_experts *c = &s->chosen;
@@ -143,7 +143,7 @@ static void place_inputs(step_state *s, const ap_linear *first, const ap_linear 
         for (int32_t f = 0; f < in->num_forms; f++) {
             if (in->forms[f].group)
                 in->forms[f].rows_of_x = rows_of_x ? rows_of_x + c->first[i] : NULL;
-            else if (rows_of_x) /* floats are multiplied where they lie: one after another */
+            else if (rows_of_x) /* floats are multiplied in place, so they must be contiguous */
                 in->forms[f].x = c->out + (int64_t)c->first[i] * first->in_features;
         }
         memory += input_bytes(linears, count, rows);
@@ -157,7 +157,7 @@ static void prepare_pair(void *context, int32_t pair) {
     prepare_row(&c->inputs[place], pair - c->first[place]);
 }
 
-/* The same of a row of the stream, which floats are copied from. */
+/* Do the same for a row of the stream, from which floats are copied. */
 static void gather_pair(void *context, int32_t pair) {
     step_state *s = context;
     chosen_experts *c = &s->chosen;
@@ -172,7 +172,7 @@ static void gather_pair(void *context, int32_t pair) {
 
 /* ---- adding up ---- */
 
-/* What the chosen experts and the shared one add to a row: into the stream, or for a post norm. */
+/* Add a row's chosen experts and the shared one, to the stream or for a post norm. */
 static void combine_row(void *context, int32_t row) {
     step_state *s = context;
     const chosen_experts *c = &s->chosen;
@@ -184,7 +184,7 @@ static void combine_row(void *context, int32_t row) {
     if (has_linear(&experts->shared_gate)) shared = 1.0f / (1.0f + expf(-c->shared_gate[row]));
     float *stream = s->stream + (int64_t)row * width, *added = s->added + (int64_t)row * width;
     float *out = s->part ? s->part + (int64_t)row * width : added;
-    float *normed = s->normed + (int64_t)row * width; /* of what the experts have read */
+    float *normed = s->normed + (int64_t)row * width; /* reuses the experts' input */
     for (int32_t i = 0; i < width; i += AP_LANES) {
         int32_t left = width - i;
         vfloat sum = vf_zero();
@@ -208,7 +208,7 @@ static void combine_row(void *context, int32_t row) {
     add_row(added, normed, width);
 }
 
-/* Router's logits are there, and in `added` what the shared expert says. */
+/* Expects the router's logits, and the shared expert's output in `added`. */
 static void run_experts(step_state *s) {
     const ap_experts *experts = s->layer->experts;
     chosen_experts *c = &s->chosen;
@@ -238,7 +238,7 @@ static void run_experts(step_state *s) {
     for_rows(s->engine, combine_row, s, s->rows);
 }
 
-/* Whether all experts' shapes are what the buffers are made for. */
+/* True if all experts have the shapes that the buffers are made for. */
 static bool experts_supported(const ap_model *model, const ap_layer *layer) {
     const ap_experts *e = layer->experts;
     if (!e) return true;

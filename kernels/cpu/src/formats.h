@@ -1,10 +1,10 @@
-/* How weights and caches are stored, and the struct of a linear: a part of appliance_cpu.h. */
+/* The formats of weights and caches, and the struct of a linear: a part of appliance_cpu.h. */
 #ifndef AP_FORMATS_H
 #define AP_FORMATS_H
 
 #include <stdint.h>
 
-/* How the elements of a weight or a cache are stored. */
+/* The elements of a weight or a cache. */
 typedef enum {
     AP_F32 = 0,
     AP_F16 = 1,
@@ -14,17 +14,17 @@ typedef enum {
     AP_SEALED = 5, /* caches only, like those below: 4 bits, keys by dimension over a block */
     AP_FP8 = 6,    /* E4M3 */
     AP_K8V4 = 7,   /* keys of 8 bits, values of 4; sealed, too */
-    AP_NUM_FORMATS = 8, /* that a cache may have */
+    AP_NUM_FORMATS = 8, /* of caches */
     AP_E2M1 = 8,   /* weights only, like those below: 4-bit floats */
     AP_INT2 = 9,
     AP_INT3 = 10,
     AP_INT5 = 11,
     AP_INT6 = 12,
-    AP_IQ4 = 13, /* 4 bits, of a table of 16 values: those of GGML's IQ4_NL */
+    AP_IQ4 = 13, /* 4 bits, indices of the 16 values of GGML's IQ4_NL */
 } ap_format;
 
-/* How scales are stored that are neither AP_F16 nor AP_F32. Those of a GGML type are as in its
- * blocks of 256 inputs: integers of a few bits, times one or two halves of the block. */
+/* Formats of scales besides AP_F16 and AP_F32. Those of a GGML type are as in its blocks of 256
+ * inputs: integers of a few bits, times one or two halves of the block. */
 typedef enum {
     AP_E8M0 = 32, /* a byte: a power of two */
     AP_SCALES_Q2_K = 33,
@@ -47,7 +47,7 @@ typedef enum {
     AP_GGML_IQ4_XS = 23,
 } ap_ggml_type;
 
-/* What an integer weight's code q stands for; scale and offset are per output and group. */
+/* The value of an integer weight's code q; scale and offset are per output and group. */
 typedef enum {
     AP_CENTERED = 0,   /* w = (q - 8) * scale with 4 bits, (q - 128) * scale with 8, and so on; with
                         * AP_E2M1 twice the value of the code, times scale; with AP_IQ4 its value */
@@ -57,7 +57,7 @@ typedef enum {
 
 /* A weight matrix (out_features, in_features) in tiles of 16 outputs; `in` below is in_features.
  *
- * The last tile is filled up with zeros. Codes by format, per tile:
+ * The last tile is padded with zeros. Codes by format, per tile:
  *   AP_INT4  (in / 8, 16, 4) bytes: byte [k][j][t] holds the codes of output j for inputs
  *            8k + t (low nibble) and 8k + 4 + t (high nibble)
  *   AP_E2M1  the same as AP_INT4: codes of a sign, two bits of exponent and one of mantissa, of
@@ -87,8 +87,8 @@ typedef struct {
     const void *scales;  /* 64-byte aligned; NULL for float formats */
     const void *offsets; /* the same; NULL for AP_CENTERED and where scales are of a GGML type */
     const float *bias;   /* (out_features,), or NULL */
-    /* (in_features,), the input that each column of the codes belongs to; NULL: its own. Of integer
-     * formats only. */
+    /* (in_features,), the input of each column of the codes; NULL: in order. Integer formats
+     * only. */
     const int32_t *input_order;
 } ap_linear;
 

@@ -18,15 +18,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Longer than a thread of a pool spins: ranks meet some times a layer, and their parts differ. */
+/* Longer than a pool's thread spins: ranks meet a few times per layer, and their parts differ. */
 #define SPIN_NANOSECONDS 50000
-#define LOOK_NANOSECONDS 100000000 /* between looks whether a rank has ended */
+#define LOOK_NANOSECONDS 100000000 /* between checks for ended ranks */
 
-/* What one rank writes. */
+/* Written by one rank. */
 typedef struct {
-    _Alignas(LINE) _Atomic uint32_t arrived; /* meetings that it has come to */
-    _Atomic uint32_t sleepers;               /* ranks that sleep until it comes to the next */
-    int32_t status[2];                       /* what it has come with, by exchange */
+    _Alignas(LINE) _Atomic uint32_t arrived; /* meetings that it has reached */
+    _Atomic uint32_t sleepers;               /* ranks that sleep until it reaches the next */
+    int32_t status[2];                       /* that it brought, by exchange */
 } rank_line;
 
 struct ap_group {
@@ -38,7 +38,7 @@ struct ap_group {
     uint32_t meetings;
     uint32_t turn;
     bool broken;
-    struct pollfd *processes; /* of the other ranks; NULL: nobody looks */
+    struct pollfd *processes; /* of the other ranks; NULL: not watched */
 };
 
 static int64_t slot_floats(int64_t floats) {
@@ -85,7 +85,7 @@ static void sleep_until_arrival(rank_line *line, uint32_t value) {
 
 static void arrive(ap_group *group) {
     rank_line *own = &group->lines[group->rank];
-    /* in one order with `sleepers`: who sleeps has seen the old value, or is seen here */
+    /* sequentially consistent with `sleepers`: a sleeper saw the old value, or is seen here */
     atomic_store(&own->arrived, group->meetings);
     if (atomic_load(&own->sleepers))
         syscall(SYS_futex, (uint32_t *)&own->arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
@@ -99,7 +99,7 @@ static bool has_arrived(uint32_t value, uint32_t meeting) {
     return (int32_t)(value - meeting) >= 0;
 }
 
-/* Wait until a rank comes to a meeting; false: a rank has ended. */
+/* Wait until a rank reaches a meeting; false: a rank has ended. */
 static bool wait_for(ap_group *group, rank_line *line, uint32_t meeting) {
     spin s = {.length = SPIN_NANOSECONDS};
     while (!has_arrived(atomic_load_explicit(&line->arrived, memory_order_acquire), meeting)) {
@@ -172,7 +172,7 @@ int32_t ap_group_sum(ap_group *group, float *values, int64_t count) {
     return AP_OK;
 }
 #else
-/* Without futexes between processes there are no groups. */
+/* Groups need futexes between processes. */
 int64_t ap_group_bytes(int32_t size, int64_t floats) { return (void)size, (void)floats, -1; }
 ap_group *ap_group_create(void *memory, int32_t rank, int32_t size, int64_t floats,
                           const int32_t *processes) {

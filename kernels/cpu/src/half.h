@@ -1,4 +1,4 @@
-/* Conversions between float and the 16-bit formats, for code that has no instructions for them. */
+/* Conversions between float and the 16-bit formats, without instructions for them. */
 #ifndef AP_HALF_H
 #define AP_HALF_H
 
@@ -21,7 +21,7 @@ static inline float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t magnitude = (uint32_t)(h & 0x7fffu) << 13;
     if ((h & 0x7c00u) == 0x7c00u) return from_bits(sign | 0x7f800000u | (magnitude & 0x7fffffu));
-    /* multiplying moves the exponent's bias and makes subnormal numbers right */
+    /* the product shifts the exponent's bias and is right for subnormal numbers, too */
     return from_bits(sign | to_bits(from_bits(magnitude) * 0x1p112f));
 }
 

@@ -1,5 +1,5 @@
-/* All kernels, compiled once per instruction set: AP_ISA is its name, vector.h follows the target
- * flags that come with it. */
+/* All kernels, compiled once per instruction set: AP_ISA is its name, and vector.h follows its
+ * target flags. */
 #include "vector.h"
 
 #include "pointwise.h"

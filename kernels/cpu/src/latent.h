@@ -1,17 +1,17 @@
 /* Multi-head latent attention (arXiv 2405.04434): all heads read one latent of each token.
  *
- * A token's cache is its latent and a key that rotates, one after the other; the first half lies
- * where a page has a head's keys, the second where it has the values. Queries are brought into the
- * latents' space, and what they attend to out of it, head by head, so that keys and values of heads
- * are never made. A row's tokens are summed up page by page from the first, so that no bit depends
- * on how a prompt is cut or on who runs beside it.
+ * A token's cache is its latent followed by a rotated key; the first half takes the place of a
+ * head's keys in a page, the second that of its values. Queries are mapped into the latents' space
+ * and results out of it, head by head, so that keys and values of heads are never made. A row's
+ * tokens are summed page by page from the first, so that no bit depends on how a prompt is cut or
+ * on other sequences.
  */
 #ifndef AP_LATENT_H
 #define AP_LATENT_H
 
 #include "mlp.h"
 
-/* A row and a head; so many read a page once. */
+/* Pairs of a row and a head that read a page together. */
 #define LATENT_PAIRS 8
 
 static int32_t rotary_of(const ap_layer *layer) {
@@ -49,7 +49,7 @@ static void write_latent_row(void *context, int32_t row) {
                    s->batch->slot_mapping[row]);
 }
 
-/* Rotate each query head and bring what rotates to where it meets the tokens. */
+/* Rotate each query head's rotary part, and move it to its place in the latents' space. */
 static void place_queries_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_attention *a = &s->layer->attention;
@@ -86,7 +86,7 @@ static float scale_at(const uint8_t *scales, int32_t token) {
     return half_to_float(half);
 }
 
-/* The tokens of a page, (AP_LANES, 2 * dim). */
+/* Dequantize the tokens of a page, (AP_LANES, 2 * dim). */
 static void read_latents(int format, const uint8_t *page, const ap_page *at, int32_t dim,
                          float *out) {
     for (int32_t j = 0; j < AP_LANES; j++, out += 2 * dim) {
@@ -114,7 +114,7 @@ static float dot(const float *a, const float *b, int32_t width) {
     return vf_sum(vf_add(sums[0], sums[1]));
 }
 
-/* What a pair has attended to so far: sum / total, with weights of e^(score - most). */
+/* A pair's result so far: sum / total, with weights of e^(score - most). */
 typedef struct {
     float most;
     float total;
@@ -151,7 +151,7 @@ static int32_t latent_units(const step_state *s, int32_t seq) {
     return ceil_div((int64_t)rows * s->layer->attention.num_heads, LATENT_PAIRS);
 }
 
-/* Attend with some pairs of a row and a head; the result takes the query's place. */
+/* Attend with some pairs of a row and a head; the result replaces the query. */
 static void latent_chunk(void *context, int32_t chunk, int32_t worker) {
     (void)worker;
     const step_state *s = context;
@@ -200,7 +200,7 @@ static void latent_chunk(void *context, int32_t chunk, int32_t worker) {
     }
 }
 
-/* Attend with every row, or with `only_write` bring latents into the cache alone. */
+/* Attend with every row, or with `only_write` only write latents to the cache. */
 static void run_latent(step_state *s, const ap_norm *post_norm, bool only_write) {
     const ap_attention *a = &s->layer->attention;
     const ap_latent *l = s->layer->latent;

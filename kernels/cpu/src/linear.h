@@ -1,7 +1,7 @@
 /* Linear layers: rows of activations times a weight in tiles of 16 outputs.
  *
- * A row's result is the same, bit for bit, however many rows are multiplied and however rows and
- * tiles are shared out.
+ * A row's result is the same, bit for bit, for any number of rows and any division of rows and
+ * tiles.
  */
 #ifndef AP_LINEAR_H
 #define AP_LINEAR_H
@@ -10,8 +10,8 @@
 #include "linear_planes.h"
 #include "linear_rows.h"
 
-/* columns of tiles [first_tile, last_tile) for rows [first_row, last_row), into
- * out[row * out_stride + n]; adds the bias; with `add`, adds to what is there */
+/* Multiply rows [first_row, last_row) by tiles [first_tile, last_tile) into
+ * out[row * out_stride + n] and add the bias; with `add`, accumulate. */
 static void linear_tiles(const ap_linear *w, const rows_in *in, int32_t first_row,
                          int32_t last_row, int32_t first_tile, int32_t last_tile, float *out,
                          int32_t out_stride, bool add) {

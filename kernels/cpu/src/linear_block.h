@@ -1,12 +1,12 @@
-/* What all kernels for linears have in common: the loop over blocks, and where results go. */
+/* Shared by all kernels for linears: the loop over blocks, and the place of results. */
 #ifndef AP_LINEAR_BLOCK_H
 #define AP_LINEAR_BLOCK_H
 
 #include "linear_quantize.h"
 
-/* Bytes of tiles that stay in the second-level cache while they meet all rows. */
+/* Bytes of tiles that stay in the second-level cache while all rows are multiplied. */
 #define TILE_BLOCK_BYTES 262144
-/* How far ahead a kernel fetches codes: at 1024 bytes one thread read an eighth slower. */
+/* Bytes that codes are prefetched ahead: with 1024 one thread read an eighth slower. */
 #define PREFETCH_BYTES 4096
 
 /* Some rows, times some tiles of a weight. */
@@ -19,12 +19,12 @@ typedef struct {
     int32_t last_tile;
     float *out; /* out[row * out_stride + n] is output n of a row */
     int32_t out_stride;
-    bool add; /* to what is there */
+    bool add; /* accumulate */
 } multiplication;
 
 typedef void (*block_kernel)(const multiplication *);
 
-/* All the rows and tiles of `m`, in blocks of at most `most_rows` rows. */
+/* Multiply all rows and tiles of `m`, in blocks of at most `most_rows` rows. */
 static void multiply_in_blocks(multiplication m, int32_t most_rows, block_kernel kernel) {
     int32_t last_row = m.row + m.rows, last_tile = m.last_tile, first_row = m.row;
     int32_t tiles = last_tile - m.tile;
@@ -40,7 +40,7 @@ static void multiply_in_blocks(multiplication m, int32_t most_rows, block_kernel
     }
 }
 
-/* Outputs of one tile, sums (m->rows, 16), into place. */
+/* Store the outputs of one tile, sums (m->rows, 16). */
 static void store_outputs(const multiplication *m, int32_t tile, const float *sums) {
     int32_t n = tile * AP_LANES, count = outputs_of(m->w, tile);
     const float *bias = m->w->bias ? m->w->bias + n : NULL;

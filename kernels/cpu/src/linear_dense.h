@@ -1,10 +1,10 @@
-/* Multiplying rows by float weights: fused multiply-adds in the order of the inputs. */
+/* Multiplies rows by float weights: fused multiply-adds in the order of the inputs. */
 #ifndef AP_LINEAR_DENSE_H
 #define AP_LINEAR_DENSE_H
 
 #include "linear_block.h"
 
-/* Two tiles at once: sums that do not wait for each other, and half the loads of inputs. */
+/* Multiply by two tiles at once: independent sums, and half the loads of inputs. */
 #define DENSE_TILES 2
 #if VECTORS >= 32
 #define DENSE_ROWS 12
@@ -20,7 +20,7 @@ INLINE vfloat load_elements(const void *codes, ptrdiff_t index, int format) {
     return vf_load((const float *)codes + index);
 }
 
-/* A row by a tile that has none beside it, as the shrinking factors of adapters often are. */
+/* Multiply a row by a single tile, as an adapter's shrinking factors often are. */
 INLINE void multiply_last_tile(const multiplication *m, int format, const float *x, int32_t tile) {
     const uint8_t *codes = tile_codes(m->w, tile);
     const ptrdiff_t element = format == AP_F32 ? 4 : 2;
@@ -34,11 +34,11 @@ INLINE void multiply_last_tile(const multiplication *m, int format, const float 
     store_outputs(m, tile, sums);
 }
 
-/* m->rows is `rows`, a constant like `format`, so that the sums live in registers. */
+/* m->rows is `rows`, a constant like `format`, so that the sums stay in registers. */
 INLINE void multiply_dense(const multiplication *m, int format, int rows) {
     const ap_linear *w = m->w;
     const ptrdiff_t stride = m->in->stride, element = format == AP_F32 ? 4 : 2;
-    const float *x[(DENSE_ROWS + 2) / 3]; /* of each third row: few enough for the registers */
+    const float *x[(DENSE_ROWS + 2) / 3]; /* of every third row: few enough for the registers */
     UNROLL for (int r = 0; r < rows; r += 3) x[r / 3] = m->in->x + (m->row + r) * stride;
     for (int32_t tile = m->tile; tile < m->last_tile; tile += DENSE_TILES) {
         const uint8_t *codes = tile_codes(w, tile);

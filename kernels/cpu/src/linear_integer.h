@@ -1,7 +1,7 @@
-/* Multiplying rows by integer weights: sums of integers over 16 inputs, floats from there on.
+/* Multiplies rows by integer weights: integer sums over 16 inputs, then float sums.
  *
  * A kernel holds the sums of 1 to REGISTER_ROWS rows and one tile in registers, and unpacks the
- * codes there. For 12 rows that costs a tenth of the time: less than an unpacked copy in the
+ * codes there. For 12 rows unpacking costs a tenth of the time, less than an unpacked copy in the
  * cache, which was tried.
  */
 #ifndef AP_LINEAR_INTEGER_H
@@ -9,7 +9,7 @@
 
 #include "linear_block.h"
 
-/* as many as leave the registers room for their sums of integers and of floats */
+/* the most whose integer and float sums fit the registers */
 #if VECTORS >= 32
 #define REGISTER_ROWS 12
 #elif VECTORS >= 8
@@ -18,7 +18,7 @@
 #define REGISTER_ROWS 1
 #endif
 
-/* Only E2M1 has scales of E8M0: for the others, whose format is a constant, none are looked for. */
+/* Only E2M1 has scales of E8M0: the constant format removes the test for all others. */
 INLINE vfloat load_scale(const void *scales, int64_t index, int32_t scale_format, int format) {
     if (scale_format == AP_F16) return vf_load_half((const uint16_t *)scales + index);
     if (format == AP_E2M1 && scale_format == AP_E8M0) /* codes count halves */
@@ -26,7 +26,7 @@ INLINE vfloat load_scale(const void *scales, int64_t index, int32_t scale_format
     return vf_load((const float *)scales + index);
 }
 
-/* what is added to code * scale */
+/* added to code * scale */
 INLINE vfloat load_offset(const ap_linear *w, int64_t index, vfloat scale, int format) {
     vfloat offset = load_scale(w->offsets, index, w->scale_format, format);
     return w->offset_kind == AP_ADDITIVE ? offset : vf_fnma(offset, scale, vf_zero());
@@ -41,7 +41,7 @@ INLINE void prefetch_scales(const ap_linear *w, int64_t index, int format) {
 
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
-/* What dot products of 16 inputs begin at; they end at VI_BIAS + the sum that is wanted. */
+/* The initial value of dot products of 16 inputs, which end at VI_BIAS + the sum. */
 INLINE void start_dots(const ap_linear *w, const row_scale *row, int format, int rows, vint *dot) {
     if (format == AP_E2M1) { /* E2M1_ZERO is one and a half times 8 */
         EACH_ROW dot[r] = vi_set(row[r].start_centered_nibbles +
@@ -54,8 +54,8 @@ INLINE void start_dots(const ap_linear *w, const row_scale *row, int format, int
     }
 }
 
-/* Products of 16 inputs: 128 bytes of codes, with rows that lie x_step bytes from four inputs to
- * four. E2M1 becomes twice its value + E2M1_ZERO: whole numbers from 0 to 24. */
+/* Add products of 16 inputs: 128 bytes of codes, and rows with x_step bytes between groups of four
+ * inputs. E2M1 becomes twice its value + E2M1_ZERO: integers from 0 to 24. */
 INLINE void add_dots_nibbles(const uint8_t *codes, const int8_t *x, ptrdiff_t x_step, int format,
                              int rows, vint *dot) {
     vpart part[REGISTER_ROWS];
@@ -83,8 +83,8 @@ INLINE void add_dots_bytes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_st
     }
 }
 
-/* m->rows is `rows`, a constant like `format`, so that the sums live in registers. Each sum is
- * made of the same float operations in the same order, whatever these are. */
+/* m->rows is `rows`, a constant like `format`, so that the sums stay in registers. Each sum has the
+ * same float operations in the same order for any of these. */
 INLINE void multiply_integer(const multiplication *m, int format, int rows) {
     const ap_linear *w = m->w;
     const int32_t groups = num_groups(w), sixteens = w->group / INPUTS_PER_SCALE;

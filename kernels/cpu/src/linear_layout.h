@@ -1,4 +1,4 @@
-/* How a weight lies in its tiles: the same for packing and for every instruction set. */
+/* The layout of a weight's tiles, for packing and for every instruction set. */
 #ifndef AP_LINEAR_LAYOUT_H
 #define AP_LINEAR_LAYOUT_H
 
@@ -12,7 +12,7 @@ static inline bool has_groups(const ap_linear *w) {
     return w->format == AP_INT4 || w->format == AP_INT8 || w->format >= AP_E2M1;
 }
 
-/* whether codes lie in planes, or their scales in records of super-blocks */
+/* true if codes are in planes, or their scales in records of super-blocks */
 static inline bool has_planes(const ap_linear *w) {
     return w->format > AP_E2M1 || w->scale_format > AP_E8M0;
 }
@@ -55,7 +55,7 @@ static inline int32_t middle_code(int32_t format) { return 1 << (format_bits(for
 
 #define SUPERBLOCK 256 /* inputs whose scales are one record */
 
-/* bytes of one output in a record, its halves included; 0: scales are in no records */
+/* bytes of one output in a record, halves included; 0: scales are in no records */
 static inline int32_t record_bytes(int32_t scale_format) {
     switch (scale_format) {
         case AP_SCALES_Q2_K:
@@ -95,7 +95,7 @@ static inline const uint8_t *tile_codes(const ap_linear *w, int32_t tile) {
     return (const uint8_t *)w->codes + tile * tile_bytes(w);
 }
 
-/* whether a weight whose scales are in records is one of the GGML types */
+/* true if a weight with scales in records is one of the GGML types */
 static inline bool superblock_supported(const ap_linear *w) {
     bool centered = w->offset_kind == AP_CENTERED, additive = w->offset_kind == AP_ADDITIVE;
     if (w->in_features % SUPERBLOCK || w->offsets) return false;
@@ -115,7 +115,7 @@ static inline bool superblock_supported(const ap_linear *w) {
     }
 }
 
-/* whether the kernels can multiply by this weight */
+/* true if the kernels can multiply by this weight */
 static inline bool linear_supported(const ap_linear *w) {
     if (w->in_features < 1 || w->out_features < 1 || !w->codes) return false;
     if (w->format == AP_F32 || w->format == AP_F16 || w->format == AP_BF16) return true;

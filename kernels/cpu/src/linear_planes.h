@@ -1,8 +1,7 @@
-/* Multiplying rows by the weights of GGML's types: codes of 2 to 6 bits in planes, or of a table,
- * with the scales of 256 inputs made of integers and halves at a time.
+/* Multiplies rows by the weights of GGML's types: codes of 2 to 6 bits in planes, or indices of a
+ * table; the scales of 256 inputs at a time are made from integers and halves.
  *
- * Sums are those of linear_integer.h, in the same order; only where codes and scales come from
- * differs.
+ * Sums are those of linear_integer.h, in the same order; only codes and scales come from elsewhere.
  */
 #ifndef AP_LINEAR_PLANES_H
 #define AP_LINEAR_PLANES_H
@@ -10,9 +9,9 @@
 #include "linear_integer.h"
 #include "linear_scales.h"
 
-#define PIECE 32 /* inputs whose planes lie side by side */
+#define PIECE 32 /* inputs with planes side by side */
 
-/* Of formats that few files have, fewer kernels are compiled. */
+/* Rare formats get fewer kernels. */
 #if REGISTER_ROWS > 4
 #define RARE_ROWS 4
 #else
@@ -21,13 +20,13 @@
 
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
-/* Begins 16 inputs' dot products; a kind with offsets has them added elsewhere. */
+/* Begin the dot products of 16 inputs; offsets, if any, are added elsewhere. */
 INLINE void start_plane_dots(const row_scale *row, int format, bool additive, int rows, vint *dot) {
     if (additive) {
         EACH_ROW dot[r] = vi_set(VI_BIAS);
     } else if (format == AP_IQ4) {
         EACH_ROW dot[r] = vi_set(row[r].start_centered_bytes);
-    } else { /* start_centered_nibbles is for a middle of 8 */
+    } else { /* start_centered_nibbles assumes a center of 8 */
         int32_t middle = middle_code(format);
         EACH_ROW dot[r] =
             vi_set(VI_BIAS + (row[r].start_centered_nibbles - VI_BIAS) / 4 * (middle / 2));
@@ -79,8 +78,8 @@ INLINE vbyte plane_codes(const planes *p, int half, int v, int format) {
     return low;
 }
 
-/* Products of 16 inputs, the first or the second half of a piece. Sums of 16 bits hold 16 products
- * of at most 31 * 127 in two lanes, and half as many of 63 * 127. */
+/* Add products of 16 inputs, the first or the second half of a piece. Two lanes of 16-bit sums hold
+ * 16 products of at most 31 * 127, or half as many of 63 * 127. */
 INLINE void add_dots_planes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_step, int half,
                             int format, int rows, vint *dot) {
     planes p = load_planes(codes, half, format);
@@ -103,11 +102,11 @@ INLINE void add_dots_planes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_s
     }
 }
 
-/* m->rows is `rows`, a constant like `format`, so that the sums live in registers. */
+/* m->rows is `rows`, a constant like `format`, so that the sums stay in registers. */
 INLINE void multiply_planes(const multiplication *m, int format, int rows) {
     const ap_linear *w = m->w;
     const bool additive = w->offset_kind == AP_ADDITIVE;
-    const int32_t shift = w->group == 16 ? 0 : 1; /* groups are counted in 16 inputs */
+    const int32_t shift = w->group == 16 ? 0 : 1; /* from 16 inputs to groups */
     const ptrdiff_t beside = block_rows(m->in, m->row);
     const uint8_t *codes = tile_codes(w, m->tile);
     const ptrdiff_t piece_bytes = format_bits(format) * (PIECE * AP_LANES / 8);

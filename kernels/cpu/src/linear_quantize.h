@@ -1,7 +1,7 @@
-/* Rows of activations, quantized so that their products with a weight's codes are sums of integers.
+/* Quantizes rows of activations, so that their products with a weight's codes are integer sums.
  *
- * Every 16 inputs have a scale of their own, however large the weight's groups are: with 32 the
- * likeliest token changed at 3.1 % of positions (SmolLM2-135M), with 16 at 2.1 %
+ * Every 16 inputs have a scale, however large the weight's groups are: with 32 the likeliest token
+ * changed at 3.1 % of positions (SmolLM2-135M), with 16 at 2.1 %
  * (scripts/benchmark cpu_quality). */
 #ifndef AP_LINEAR_QUANTIZE_H
 #define AP_LINEAR_QUANTIZE_H
@@ -12,27 +12,27 @@
 
 #define INPUTS_PER_SCALE 16
 
-/* What 16 inputs of a row are multiplied with. */
+/* The scale of 16 inputs of a row, and numbers derived from it. */
 typedef struct {
     float scale; /* x = code * scale, about */
     float lift;  /* -VI_BIAS_FLOAT * scale, see vf_unbias */
     float sum;   /* scale * the sum of the codes; of the first in a group, all of the group's */
-    /* what a dot product begins at, so that it ends at VI_BIAS + the sum that is wanted */
+    /* initial value of a dot product, which so ends at VI_BIAS + the sum */
     int32_t start_centered_nibbles;
     int32_t start_centered_bytes;
     int32_t start_bytes;
 } row_scale;
 
-/* Rows lie side by side in blocks, so that a kernel for several rows walks along one address. */
+/* Rows are interleaved in blocks, so that a kernel for several rows reads from one address. */
 #define ROWS_SIDE_BY_SIDE 12
 
 /* The rows that a linear multiplies: float32, and for integer weights quantized per group. */
 typedef struct {
     const float *x; /* (rows, stride) */
-    const int32_t *rows_of_x; /* (rows,), where each row lies in x; NULL: at its own place */
+    const int32_t *rows_of_x; /* (rows,), the place of each row in x; NULL: in order */
     int32_t stride;
     int32_t rows;
-    int32_t group;     /* of the weight that they meet; 0: not quantized */
+    int32_t group;     /* of the weight to multiply by; 0: not quantized */
     const int32_t *order; /* of their columns in the quantized form: see ap_linear.input_order */
     int8_t *codes;     /* block after block: (in_features / 4, rows of the block, 4), -127 .. 127 */
     row_scale *scales; /* block after block: (in_features / 16, rows of the block) */
@@ -45,13 +45,13 @@ static int64_t quantized_bytes(int32_t rows, int32_t width, int32_t group) {
     return ap_claim_bytes((int64_t)rows * width) + ap_claim_bytes(scales);
 }
 
-/* lay the pointers of `in` out in `memory` of quantized_bytes, 64-byte aligned */
+/* set the pointers of `in` into `memory` of quantized_bytes, 64-byte aligned */
 static void quantized_place(rows_in *in, char *memory, int32_t width) {
     in->codes = (int8_t *)memory;
     in->scales = (row_scale *)(memory + ap_claim_bytes((int64_t)in->rows * width));
 }
 
-/* rows of the block that a row lies in, and of them those before it */
+/* rows in the block of a row, and how many of them precede it */
 INLINE int32_t block_rows(const rows_in *in, int32_t row) {
     return smaller(in->rows - row / ROWS_SIDE_BY_SIDE * ROWS_SIDE_BY_SIDE, ROWS_SIDE_BY_SIDE);
 }
@@ -64,7 +64,7 @@ INLINE row_scale *row_scales(const rows_in *in, int32_t row, int32_t width) {
     return in->scales + (int64_t)(row - before) * (width / INPUTS_PER_SCALE) + before;
 }
 
-/* Beyond these magnitudes a scale would not be a normal number with room for its products. */
+/* Bounds of magnitudes whose scale is a normal number with room for its products. */
 #define LARGEST_INPUT 0x1p100f
 #define SMALLEST_INPUT 0x1p-100f
 
@@ -73,13 +73,13 @@ static void quantize_inputs(const float *x, int8_t *codes, int32_t apart, row_sc
     vfloat inputs = vf_load(x);
     float largest = from_bits((uint32_t)vi_highest(vi_magnitude_bits(inputs)));
     float scale = 0.0f;
-    vint code = vi_zero(); /* of what has no integer, too */
+    vint code = vi_zero(); /* also if x has no integer */
     if (largest >= SMALLEST_INPUT && largest <= LARGEST_INPUT) {
         code = vi_round(vf_mul(inputs, vf_set(127.0f / largest)));
-        /* two bits less, so that three times it is a float too, and `lift` exact */
+        /* two bits shorter, so that three times it is a float and `lift` exact */
         scale = from_bits((to_bits(largest / 127.0f) + 2u) & ~3u);
     } else if (!(largest < SMALLEST_INPUT)) {
-        scale = NAN; /* for the engine to find in the result */
+        scale = NAN; /* which the engine finds in the result */
     }
     int8_t bytes[INPUTS_PER_SCALE];
     vi_store_bytes(bytes, code);

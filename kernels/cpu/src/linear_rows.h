@@ -1,4 +1,4 @@
-/* Single outputs of a weight as floats: the rows of an embedding. */
+/* Dequantizes single outputs of a weight: the rows of an embedding. */
 #ifndef AP_LINEAR_ROWS_H
 #define AP_LINEAR_ROWS_H
 
@@ -15,7 +15,7 @@ static float element_at(const void *elements, int64_t index, int32_t format) {
     return format == AP_F16 ? half_to_float(bits) : bfloat_to_float(bits);
 }
 
-/* the code of input k, where codes is that of input 0 in a tile; what it stands for in E2M1 */
+/* the code of input k, or its value in E2M1; codes is that of input 0 in a tile */
 static float code_at(const uint8_t *codes, int32_t k, int32_t format) {
     static const float twice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
     if (format == AP_INT8) return (float)codes[k / 4 * 64 + k % 4];

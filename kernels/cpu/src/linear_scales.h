@@ -1,6 +1,6 @@
-/* Scales and offsets of 256 inputs of a tile as floats, from the forms that GGML's types have.
+/* Converts scales and offsets of 256 inputs of a tile from the forms of GGML's types to floats.
  *
- * An integer of a few bits times a half is exact in a float, so that nothing is lost.
+ * An integer of a few bits times a half is exact in a float, so nothing is lost.
  */
 #ifndef AP_LINEAR_SCALES_H
 #define AP_LINEAR_SCALES_H
@@ -15,7 +15,7 @@ typedef struct {
     float offset[MOST_GROUPS][AP_LANES]; /* of additive kinds only */
 } block_scales;
 
-/* 16 lanes of integers, one of a record's rows */
+/* one row of a record's integers, 16 lanes */
 typedef uint8_t lane_bytes __attribute__((vector_size(16)));
 
 INLINE lane_bytes record_row(const uint8_t *record, int row) {
@@ -95,8 +95,8 @@ static void scales_of_record(const ap_linear *w, const uint8_t *record, block_sc
     }
 }
 
-/* Those of at most 256 inputs from `first` on, a multiple of 256; not inlined, since every kernel
- * has it. */
+/* Convert those of at most 256 inputs from `first` on, a multiple of 256. Not inlined, as every
+ * kernel calls it. */
 static __attribute__((noinline)) void load_block_scales(const ap_linear *w, int32_t tile,
                                                         int32_t first, block_scales *out) {
     if (record_bytes(w->scale_format)) {

@@ -1,15 +1,15 @@
 /* Mamba-2 (arXiv 2405.21060): each head has a state that maps keys to values.
  *
  * A row multiplies the state by its decay, adds its value at its key, and reads the state with its
- * query. Rows go through in order, one by one, in prompts as in answers, as in gated_delta.h.
+ * query. Rows are processed one by one, in prompts as in answers, as in gated_delta.h.
  */
 #ifndef AP_MAMBA2_H
 #define AP_MAMBA2_H
 
 #include "state_columns.h"
 
-/* Columns of one row of values through the state, which has `stride` columns; `size` multiplies the
- * values that go in. */
+/* Update the state by some columns of one row; the state has `stride` columns, and `size`
+ * multiplies the values. */
 INLINE void scan_row(const float *query, const float *key, const float *value, float size,
                      float decay, float *state, int32_t state_dim, int64_t stride, int32_t vectors,
                      float skip, float *out) {
@@ -35,7 +35,7 @@ INLINE void scan_row(const float *query, const float *key, const float *value, f
     }
 }
 
-/* Some columns of a head, and all rows of a sequence. */
+/* Process some columns of a head and all rows of a sequence. */
 static void scan_part(void *context, const state_span *span, int32_t part) {
     step_state *s = context;
     const ap_mamba2 *m = s->layer->mamba2;
@@ -103,7 +103,7 @@ static void run_mamba2(step_state *s, const ap_norm *post_norm) {
     for_rows(s->engine, scan_outputs_row, s, s->rows);
 }
 
-/* Whether a slot of the states has room for what a layer keeps there. */
+/* True if a state slot has room for a layer's state. */
 static bool mamba2_fits(const ap_cache *cache, const ap_mamba2 *m) {
     if (m->num_groups < 1 || m->num_heads < 1 || m->num_heads % m->num_groups) return false;
     if (m->head_dim < AP_LANES || m->head_dim % AP_LANES || m->state < 0) return false;

@@ -8,10 +8,10 @@
 static void mask_row(float *logits, int32_t vocab_size, const uint32_t *words) {
     for (int32_t first = 0; first < vocab_size; first += 32) {
         uint32_t word = words[first / 32];
-        if (word == UINT32_MAX) continue; /* most words of a mask are this, or nothing */
+        if (word == UINT32_MAX) continue; /* most words are all ones or all zeros */
         int32_t count = vocab_size - first < 32 ? vocab_size - first : 32;
         float *part = logits + first;
-        for (int32_t i = 0; i < count; i++) { /* without branches, which nobody could predict */
+        for (int32_t i = 0; i < count; i++) { /* without branches, which would be unpredictable */
             uint32_t bits, banned = (word >> i & 1) - 1;
             memcpy(&bits, part + i, sizeof bits);
             bits = (bits & ~banned) | (MINUS_INFINITY & banned);

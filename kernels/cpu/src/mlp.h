@@ -1,4 +1,4 @@
-/* The second half of a layer: an MLP, experts, or both beside each other. */
+/* The second half of a layer: an MLP, experts, or both in parallel. */
 #ifndef AP_MLP_H
 #define AP_MLP_H
 
@@ -6,7 +6,7 @@
 #include "experts.h"
 #include "partial.h"
 
-/* Norm a row of the stream in the way that the norm says; without one it goes on as it is. */
+/* Norm a row of the stream; without a norm return it unchanged. */
 static void norm_stream(const step_state *s, const float *stream, float *normed) {
     int32_t width = s->model->hidden_size;
     if (!s->norm->weight)
@@ -17,7 +17,7 @@ static void norm_stream(const step_state *s, const float *stream, float *normed)
         rms_norm_row(stream, s->norm, width, normed);
 }
 
-/* Take what the last linear added into the stream, if it waits for a norm; norm the stream. */
+/* Add the last linear's output to the stream, if it waits for a norm; norm the stream. */
 static void norm_row(void *context, int32_t row) {
     step_state *s = context;
     int32_t width = s->model->hidden_size;
@@ -33,7 +33,7 @@ static void norm_row(void *context, int32_t row) {
     prepare_row(&s->in, row);
 }
 
-/* Norm the stream and bring it into the forms that some linears want. */
+/* Norm the stream and convert it to the forms of some linears. */
 static void run_norm(step_state *s, const ap_norm *post_norm, const ap_norm *norm,
                      const ap_linear *const *linears, int32_t count) {
     s->post_norm = post_norm;
@@ -77,8 +77,8 @@ static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
     ap_advance(s->engine);
 }
 
-/* Multiply rows x, which are made into the form that the linear wants, into `out`; it is alone at
- * its place, or AP_NUM_PLACES: no adapter may change it. */
+/* Multiply rows x, after conversion to the linear's form, into `out`. The linear is the only one
+ * of its place; AP_NUM_PLACES if no adapter may change it. */
 static void run_from(step_state *s, const ap_linear *linear, ap_place place, const float *x,
                      float *out, bool add) {
     const ap_linear *linears[] = {linear};
@@ -99,7 +99,7 @@ static void run_from(step_state *s, const ap_linear *linear, ap_place place, con
     run_linear(s->engine, &section);
 }
 
-/* The linear that leads back into the stream: at once, or after a post norm. */
+/* Multiply by the linear back into the stream: directly, or before a post norm. */
 static void run_into_stream(step_state *s, const ap_linear *linear, ap_place place,
                             const float *x, const ap_norm *post_norm, bool is_part) {
     bool waits = post_norm->weight != NULL;
@@ -132,7 +132,7 @@ static void run_gate_up(step_state *s) {
     run_linear(s->engine, &section);
 }
 
-/* A linear of the router: floats of the normed rows to a few outputs. */
+/* Multiply normed float rows by a linear of the router, with few outputs. */
 static void run_router(step_state *s, const ap_linear *linear, float *out) {
     linear_section section = {
         .linears = {linear},
@@ -145,7 +145,7 @@ static void run_router(step_state *s, const ap_linear *linear, float *out) {
 
 /* ---- experts with norms of their own ---- */
 
-/* What the layer's MLP says is normed; then the router's norm of the stream. */
+/* Norm the output of the layer's MLP; then apply the router's norm to the stream. */
 static void norm_for_router_row(void *context, int32_t row) {
     step_state *s = context;
     int32_t width = s->model->hidden_size;

@@ -1,4 +1,4 @@
-/* Laying out row-major weights in tiles; see ap_linear. The same for every instruction set. */
+/* Packs row-major weights into tiles; see ap_linear. The same for every instruction set. */
 #include <string.h>
 
 #include "engine.h"

@@ -1,11 +1,11 @@
-/* Laying out the blocks of GGML's types, as GGUF files store them, in tiles of planes; see
- * ap_linear. The layouts of blocks are those of llama.cpp's ggml-common.h. */
+/* Packs the blocks of GGML's types, as GGUF files store them, into tiles of planes; see ap_linear.
+ * The layouts of blocks are those of llama.cpp's ggml-common.h. */
 #include <string.h>
 
 #include "engine.h"
 #include "linear_layout.h"
 
-/* Where the parts of a block lie, and the weight that it becomes. */
+/* The offsets of a block's parts, and the weight that it becomes. */
 typedef struct {
     int32_t type;
     int32_t format;
@@ -14,10 +14,10 @@ typedef struct {
     int32_t group;
     int32_t inputs; /* of a block */
     int32_t bytes;
-    int32_t halves;   /* where its one or two halves begin */
-    int32_t integers; /* where the integers of scales begin */
-    int32_t codes;    /* the lower bits of codes */
-    int32_t uppers;   /* the upper ones */
+    int32_t halves;   /* offset of its one or two halves */
+    int32_t integers; /* offset of the integers of scales */
+    int32_t codes;    /* offset of the lower bits of codes */
+    int32_t uppers;   /* offset of the upper ones */
 } ggml_type;
 
 static const ggml_type ggml_types[] = {
@@ -93,7 +93,7 @@ static void codes_of(const ggml_type *t, const uint8_t *block, uint8_t *codes) {
 
 /* ---- tiles ---- */
 
-/* 32 inputs of output j into a piece of a tile, which begins zeroed; see ap_linear */
+/* store 32 inputs of output j in a zeroed piece of a tile; see ap_linear */
 static void put_piece(const uint8_t *codes, int32_t j, int32_t bits, uint8_t *out) {
     out += 4 * j;
     int32_t low = 0;
@@ -119,7 +119,7 @@ typedef struct {
     const uint8_t *blocks;
 } packing;
 
-/* the halves and integers of a block of output j */
+/* store the halves and integers of a block of output j */
 static void put_scales(const packing *p, const uint8_t *block, int32_t tile, int32_t index,
                        int32_t j) {
     const ap_linear *w = p->w;

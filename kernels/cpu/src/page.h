@@ -1,8 +1,8 @@
-/* Where the parts of a cache page lie; the same for every instruction set.
+/* The layout of a cache page, the same for every instruction set.
  *
  * A page holds the keys and values of 16 tokens of one head: key codes, value codes, scales.
  * D is head_dim. Every part begins at a multiple of 64 bytes, and no two tokens share a byte, so
- * tokens may be written at the same time.
+ * tokens may be written concurrently.
  *
  *   AP_F32, AP_F16, AP_BF16, AP_FP8; AP_FP8: x = element * the head's scale
  *       keys    (D, 16) elements: element [d][j] is token j
@@ -73,10 +73,10 @@ static inline ap_page page_of(int32_t format, int32_t head_dim) {
     return (ap_page){keys, at, at + of_keys, at + scales, at + scales + channels};
 }
 
-/* Whether blocks are made of open pages once they are full. */
+/* True if tokens lie in open blocks until their block is full and sealed. */
 static inline int is_sealed(int format) { return format == AP_SEALED || format == AP_K8V4; }
 
-/* What lies in a page, beside where. */
+/* The kinds of a page's codes. */
 static inline int is_integer(int format) {
     return format == AP_INT8 || format == AP_INT4 || format == AP_SEALED || format == AP_K8V4;
 }

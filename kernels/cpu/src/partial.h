@@ -1,6 +1,6 @@
-/* What the ranks of a group yield in parts, and add up: rows of the stream, and logits.
+/* Partial results that the ranks of a group sum: rows of the stream, and logits.
  *
- * Every rank adds the same numbers in the same order, so that all go on with the same bits, and a
+ * Every rank adds the same numbers in the same order, so all continue with the same bits, and a
  * row's sum does not depend on the rows beside it. */
 #ifndef AP_PARTIAL_H
 #define AP_PARTIAL_H
@@ -10,7 +10,7 @@
 #include "group.h"
 #include "step_state.h"
 
-/* Where this rank's part of the rows of an addition goes; NULL: it is alone, or has all of it. */
+/* The place of this rank's part of some rows' sum; NULL: it is alone, or computes all of it. */
 static float *begin_partial(const step_state *s, bool is_partial) {
     ap_group *group = s->engine->group;
     return is_partial && group ? group_slot(group, group_rank(group)) : NULL;
@@ -32,7 +32,7 @@ static void sum_parts_row(void *context, int32_t row) {
     }
 }
 
-/* The sum of all ranks' parts into rows of `out`; with `add`, onto what is there. */
+/* Sum all ranks' parts into rows of `out`; with `add`, accumulate. */
 static void sum_parts(step_state *s, float *out, bool add) {
     if (!group_meet(s->engine->group)) return; /* the step fails at its end */
     s->summed = out;
@@ -41,7 +41,7 @@ static void sum_parts(step_state *s, float *out, bool add) {
     group_turn(s->engine->group);
 }
 
-/* Whether the parts of so many rows have room. */
+/* True if the parts of so many rows have room. */
 static bool parts_fit(const ap_engine *engine, const ap_model *model, int32_t rows) {
     if (!engine->group) return true;
     int64_t floats = group_floats(engine->group);
@@ -50,7 +50,7 @@ static bool parts_fit(const ap_engine *engine, const ap_model *model, int32_t ro
            model->first_token + model->embedding.out_features <= model->vocab_size;
 }
 
-/* Columns `first` to `first + count` of rows of logits, to or from rows of `count` floats. */
+/* Copy columns first .. first + count - 1 of rows of logits to or from rows of `count` floats. */
 static void copy_columns(float *logits, int32_t vocab_size, int32_t first, int32_t count,
                          int32_t rows, float *part, bool out) {
     for (int32_t row = 0; row < rows; row++) {
@@ -60,7 +60,7 @@ static void copy_columns(float *logits, int32_t vocab_size, int32_t first, int32
     }
 }
 
-/* Bring all ranks' columns of logits to rank 0; the first of each slot's floats are its columns. */
+/* Gather all ranks' columns of logits in rank 0; a slot begins with its rank's columns. */
 static void gather_logits(ap_group *group, const ap_model *model, float *logits, int32_t rows) {
     int32_t rank = group_rank(group), size = group_size(group), vocab = model->vocab_size;
     int32_t at_once = (int32_t)(group_floats(group) / model->widest_vocab);

@@ -5,7 +5,7 @@
 #include "engine.h"
 #include "vector.h"
 
-/* The next 16 elements, or as many as are left; the other lanes are 0. */
+/* Load the next 16 elements, or fewer at the end; other lanes are 0. */
 INLINE vfloat load_next(const float *p, int32_t left) {
     return left >= AP_LANES ? vf_load(p) : vf_load_first(p, left);
 }
@@ -20,7 +20,7 @@ INLINE void store_next(float *p, vfloat a, int32_t left) {
 /* ---- norms and the residual stream ---- */
 
 static float sum_of_squares(const float *x, int32_t width) {
-    /* four sums, since each addition waits for the one before it in the same sum */
+    /* four sums, as each addition waits for the one before it in its sum */
     vfloat sums[4] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
     int32_t i = 0;
     for (; i + 4 * AP_LANES <= width; i += 4 * AP_LANES)
@@ -102,12 +102,12 @@ static void rope_angles(const ap_rope *rope, int64_t position, float *cosine, fl
     }
 }
 
-/* What a query at a position is multiplied by, beside the scale of all scores. */
+/* The factor of a query at a position, besides the scale of all scores. */
 static float query_scale(const ap_rope *rope, int64_t position) {
     return 1.0f + rope->query_beta * logf(1.0f + (float)(position / rope->original_context));
 }
 
-/* Turn element i with element i + rotary_dim / 2, in place; those beyond rotary_dim stay. */
+/* Rotate element i with element i + rotary_dim / 2, in place; others stay. */
 static void rotate_head(float *head, const float *cosine, const float *sine, int32_t rotary_dim) {
     int32_t half = rotary_dim / 2;
     for (int32_t i = 0; i < half; i += AP_LANES) {
@@ -121,7 +121,7 @@ static void rotate_head(float *head, const float *cosine, const float *sine, int
 
 /* ---- activations ---- */
 
-/* x times the share of a normal distribution below x. The share above |x| is a polynomial of
+/* x times the normal distribution function at x. The share above |x| is a polynomial of
  * 1 / (1 + 0.3275911 z), z = |x| / sqrt(2), times e^(-z^2) / 2, to 1.5e-7 (Abramowitz and Stegun,
  * 7.1.26). */
 INLINE vfloat gelu(vfloat x) {
@@ -210,7 +210,7 @@ static void activated_row(const float *x, const ap_gating *gating, int32_t width
         activate_with(x, AP_SILU, width, out);
 }
 
-/* See ap_gating; out may be gate, and without a gate `up` is NULL and `gate` what is activated. */
+/* See ap_gating; out may be gate. Without a gate `up` is NULL and `gate` is activated. */
 static void gated_row(const float *gate, const float *up, const ap_gating *gating, int32_t width,
                       float *out) {
     if (!up)

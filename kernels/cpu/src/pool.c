@@ -1,14 +1,14 @@
 /* Threads that take the chunks of one parallel section at a time.
  *
- * A section is one 64-bit word: a count of chunks and the next one to take. A ticket is an atomic
- * increment of that word, and the value it returns says by itself whether there was a chunk left,
- * so a thread that comes late cannot take part in a section that it does not know: what the word
- * stands for does not change while one of its chunks is taken and not done.
+ * A section is one 64-bit word: a count of chunks and the next one to take. A thread takes a chunk
+ * by an atomic increment of that word, whose result alone tells if a chunk was left. So a late
+ * thread cannot join a section that it does not know: the word does not change its meaning while
+ * one of its chunks is taken and not done.
  *
- * Nobody spins for long. The caller takes chunks like everybody else, so a worker that sleeps, or
- * has lost its core to another process, takes fewer of them or none, and the caller waits only for
- * chunks that have been taken. If it still loses more by waiting than a worker contributes, it does
- * without one for a while (see pool_watch.h).
+ * No thread spins for long. The caller takes chunks like all threads, so a worker that sleeps, or
+ * has lost its core to another process, takes fewer or none, and the caller waits only for chunks
+ * that have been taken. If waiting still costs the caller more than a worker contributes, the pool
+ * drops one for a while (see pool_watch.h).
  */
 #define _GNU_SOURCE /* syscall, sched_getcpu */
 
@@ -21,7 +21,7 @@
 #include "pool_gate.h"
 #include "pool_watch.h"
 
-/* About what it costs to sleep and be woken; longer spins take a core from those who have work. */
+/* About the cost of sleeping and waking; longer spins take a core from threads with work. */
 #define SPIN_NANOSECONDS 20000
 #define LINE 128 /* two cache lines, because prefetchers fetch them in pairs */
 
@@ -31,7 +31,7 @@
 #define MAX_THREADS 1024
 #define MAX_CHUNKS ((1 << NEXT_BITS) - 2 * MAX_THREADS)
 #define CHUNK_MASK ((UINT64_C(1) << NEXT_BITS) - 1)
-#define ASLEEP (UINT64_C(1) << 62) /* a worker sleeps or is about to */
+#define ASLEEP (UINT64_C(1) << 62) /* a worker sleeps, or is about to */
 #define STOP (UINT64_C(1) << 63)
 
 #define CALLER_SLEEPS (UINT32_C(1) << 31) /* in `done` */
@@ -42,19 +42,19 @@ typedef struct {
     int32_t number;
 } worker;
 
-/* What different threads write while a section runs lies in lines of its own. */
+/* Words that different threads write during a section have lines of their own. */
 struct ap_pool {
     _Alignas(LINE) _Atomic uint64_t section;
     ap_task task; /* this and the next two: written before a section is published */
     void *context;
-    int32_t first; /* the task's number of the section's chunk 0 */
+    int32_t first; /* task number of the section's chunk 0 */
 
     _Alignas(LINE) gate done; /* chunks of the section that workers have reported */
 
-    _Alignas(LINE) gate sections; /* changes when sleeping workers are to look for a chunk */
+    _Alignas(LINE) gate sections; /* changes to wake workers for a section */
     gate places;                  /* changes with `active` */
     _Atomic int32_t active;       /* workers from this number on are parked */
-    _Atomic int32_t core;         /* where the caller woke workers from; -1: unknown */
+    _Atomic int32_t core;         /* on which the caller last woke workers; -1: unknown */
     int32_t threads;
 
     _Alignas(LINE) watch watch; /* the caller's */
@@ -65,7 +65,7 @@ static inline uint32_t next_of(uint64_t section) { return section & CHUNK_MASK; 
 static inline uint32_t count_of(uint64_t section) { return section >> NEXT_BITS & CHUNK_MASK; }
 static inline bool has_chunk(uint64_t section) { return next_of(section) < count_of(section); }
 
-/* Take chunks until none is left; returns how many, and the section's count if there was one. */
+/* Take chunks until none is left; return how many, and the section's count if there was one. */
 static uint32_t take_chunks(ap_pool *pool, int32_t number, uint32_t *count) {
     for (uint32_t taken = 0;;) {
         /* acquire: the task was written before the section was published */
@@ -78,9 +78,9 @@ static uint32_t take_chunks(ap_pool *pool, int32_t number, uint32_t *count) {
     }
 }
 
-/* Until a worker reports its chunks the section cannot end, so it may report them all at once. */
+/* The section cannot end before a worker reports its chunks, so one report for all is enough. */
 static void report_done(ap_pool *pool, uint32_t chunks, uint32_t count) {
-    /* release: the caller goes on to read what the chunks wrote */
+    /* release: the caller then reads what the chunks wrote */
     uint32_t before = atomic_fetch_add_explicit(&pool->done.value, chunks, memory_order_release);
     if (before + chunks == (count | CALLER_SLEEPS)) gate_wake(&pool->done);
 }
@@ -92,7 +92,7 @@ static void wait_for_others(ap_pool *pool, uint32_t own, uint32_t count) {
     do {
         if (atomic_load_explicit(&done->value, memory_order_acquire) + own == count) return;
     } while (spins(&s));
-    /* Reported as well from here on: the last worker must see that it is the last. */
+    /* The caller reports its own chunks, too: the last worker must see that it is the last. */
     uint32_t report = own | CALLER_SLEEPS;
     uint32_t value =
         report + atomic_fetch_add_explicit(&done->value, report, memory_order_acquire);
@@ -103,7 +103,7 @@ static void wait_for_others(ap_pool *pool, uint32_t own, uint32_t count) {
 }
 
 /* Sleep until woken. If no core is idle, the system may wake a worker on the caller's core, where
- * the two would only take turns. */
+ * the two would take turns. */
 static void sleep_as_worker(ap_pool *pool, gate *g, uint32_t value) {
     gate_sleep(g, value);
     leave_core(atomic_load_explicit(&pool->core, memory_order_relaxed));
@@ -111,7 +111,7 @@ static void sleep_as_worker(ap_pool *pool, gate *g, uint32_t value) {
 
 /* Sleep until a section is published. */
 static void sleep_between_sections(ap_pool *pool) {
-    /* Who publishes after the flag is set sees it, and changes the value read before. */
+    /* A publisher after this flag sees it, and changes the value read before. */
     uint32_t value = atomic_load_explicit(&pool->sections.value, memory_order_relaxed);
     uint64_t section = atomic_fetch_or_explicit(&pool->section, ASLEEP, memory_order_acq_rel);
     if (!has_chunk(section) && !(section & STOP)) sleep_as_worker(pool, &pool->sections, value);
@@ -123,7 +123,7 @@ static bool is_parked(ap_pool *pool, int32_t number) {
 
 /* Sleep until `active` changes. */
 static void park(ap_pool *pool, int32_t number) {
-    /* acquire: with the value comes the `active` that was stored before it */
+    /* acquire: the value brings the `active` stored before it */
     uint32_t value = atomic_load_explicit(&pool->places.value, memory_order_acquire);
     if (is_parked(pool, number)) sleep_as_worker(pool, &pool->places, value);
 }
@@ -150,14 +150,14 @@ static void *work(void *argument) {
 
 static void wake_workers(ap_pool *pool, gate *sleeping) {
     atomic_store_explicit(&pool->core, this_core(), memory_order_relaxed);
-    /* release: what is stored before, they see with the value */
+    /* release: with the value they see all stores before it */
     atomic_fetch_add_explicit(&sleeping->value, 1, memory_order_release);
     gate_wake(sleeping);
 }
 
-/* Put the next section in place of the last one, of which all chunks are done. */
+/* Replace the last section, all of whose chunks are done, by the next one. */
 static void publish(ap_pool *pool, uint64_t count, uint64_t flags) {
-    /* release: whoever takes a chunk reads the task */
+    /* release: a thread that takes a chunk reads the task */
     uint64_t before = atomic_exchange_explicit(&pool->section, count << NEXT_BITS | flags,
                                                memory_order_acq_rel);
     if (before & ASLEEP) wake_workers(pool, &pool->sections);

@@ -14,7 +14,7 @@ static inline int64_t read_clock(clockid_t clock) {
 
 static inline int64_t now(void) { return read_clock(CLOCK_MONOTONIC); }
 
-/* time that this thread has had a core */
+/* time that this thread has run */
 static inline int64_t own_cpu_time(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
 
 static inline void pause_thread(void) {
@@ -31,7 +31,7 @@ static inline void pause_thread(void) {
 typedef struct {
     int64_t length; /* nanoseconds */
     int32_t pauses;
-    int64_t end; /* 0: the clock has not been read yet */
+    int64_t end; /* 0: clock not read yet */
 } spin;
 
 static inline bool spins(spin *s) {

@@ -1,4 +1,4 @@
-/* Which core a thread runs on, where the system tells. */
+/* The core that a thread runs on, if the system tells. */
 #ifndef AP_POOL_CORE_H
 #define AP_POOL_CORE_H
 

@@ -1,5 +1,4 @@
-/* A word that threads sleep on until it changes: a futex, or a condition variable where there is
- * none. */
+/* A word that threads sleep on until it changes: a futex, or without them a condition variable. */
 #ifndef AP_POOL_GATE_H
 #define AP_POOL_GATE_H
 
@@ -37,7 +36,7 @@ static void gate_sleep(gate *g, uint32_t value) {
     syscall(SYS_futex, (uint32_t *)&g->value, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
-/* Wake all; the value has been changed before. */
+/* Wake all, after a change of the value. */
 static void gate_wake(gate *g) {
     syscall(SYS_futex, (uint32_t *)&g->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
@@ -62,7 +61,7 @@ static void gate_sleep(gate *g, uint32_t value) {
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* With the mutex, a sleeper has either seen the new value or hears this. */
+/* Under the mutex a sleeper has seen the new value, or gets this signal. */
 static void gate_wake(gate *g) {
     pthread_mutex_lock(&g->mutex);
     pthread_cond_broadcast(&g->changed);

@@ -2,12 +2,12 @@
  *
  * With another process on the cores a worker can lose its core in the middle of a chunk, and the
  * caller waits for it; or the system puts both on one core, and they take turns. Either way the
- * caller is off its core inside sections, which its CPU clock shows. That loss is set against what
- * one other thread contributes: the chunks that it took, at the price of the caller's own.
+ * caller loses its core inside sections, which its CPU clock shows. That loss is compared with the
+ * contribution of one other thread: the chunks that it took, at the cost of the caller's own.
  *
- * One thread too many is taken out for a while, which doubles each time that the next attempt
- * fails. So a process that stays costs little, and one that leaves is noticed in at most about the
- * time that it was there.
+ * A thread too many is parked for a while, twice as long after each failed attempt to use it again.
+ * So a process that stays costs little, and the end of one is noticed in about the time that it was
+ * there, or less.
  */
 #ifndef AP_POOL_WATCH_H
 #define AP_POOL_WATCH_H
@@ -17,10 +17,10 @@
 #include "pool_clock.h"
 
 /* nanoseconds */
-#define WATCH_WINDOW 200000          /* in sections, between two looks at the CPU clock */
-#define WATCH_GAP 50000              /* between sections: the caller may have slept in it */
-#define WATCH_CREDIT 1000000         /* net loss that is too much, and gain that may offset it */
-#define WATCH_MIN_PENALTY 4000000    /* with a thread less */
+#define WATCH_WINDOW 200000          /* in sections, between two readings of the CPU clock */
+#define WATCH_GAP 50000              /* between sections, in which the caller may have slept */
+#define WATCH_CREDIT 1000000         /* net loss that parks a thread, and most gain to offset it */
+#define WATCH_MIN_PENALTY 4000000    /* with one thread fewer */
 #define WATCH_MAX_PENALTY 1024000000 /* the same */
 
 typedef struct {
@@ -31,11 +31,11 @@ typedef struct {
     int64_t others;
     /* the judgement */
     int64_t end;    /* of the latest section */
-    double credit;  /* gain less loss of late */
+    double credit;  /* recent gain less loss */
     double gain;    /* since the number of threads changed */
     double loss;
-    int64_t penalty; /* how long the next thread is taken out */
-    int64_t retry;   /* when to try one more */
+    int64_t penalty; /* of the next parked thread */
+    int64_t retry;   /* time to try one more */
 } watch;
 
 static void watch_open_window(watch *w) {
@@ -43,13 +43,13 @@ static void watch_open_window(watch *w) {
     w->cpu_begin = own_cpu_time();
 }
 
-/* The number of threads changes: judge anew, and try one more after the penalty. */
+/* Restart the judgement for a new number of threads, and try one more after the penalty. */
 static void watch_change(watch *w, int64_t time) {
     w->credit = w->gain = w->loss = 0;
     w->retry = time + w->penalty;
 }
 
-/* Whether it is time to try one thread more. */
+/* True if it is time to try one more thread. */
 static bool watch_retries(watch *w, int64_t time) {
     if (time < w->retry) return false;
     watch_change(w, time);
@@ -60,7 +60,7 @@ static void watch_begin(watch *w, int64_t time) {
     if (time - w->end > WATCH_GAP) watch_open_window(w);
 }
 
-/* After a section: whether to do without one of the `active` threads from now on. */
+/* After a section: true if one of the `active` threads should be parked. */
 static bool watch_end(watch *w, int64_t begin, int64_t end, int32_t active) {
     w->end = end;
     w->wall += end - begin;
@@ -76,7 +76,7 @@ static bool watch_end(watch *w, int64_t begin, int64_t end, int32_t active) {
     if (w->credit > WATCH_CREDIT) w->credit = WATCH_CREDIT;
     watch_open_window(w);
     if (w->credit >= -WATCH_CREDIT) return false;
-    /* an accident after a good time, or no good time at all? */
+    /* an accident after a long gain, or no gain at all? */
     if (w->gain > 2 * w->loss)
         w->penalty = WATCH_MIN_PENALTY;
     else if (w->penalty < WATCH_MAX_PENALTY)

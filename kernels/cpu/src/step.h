@@ -58,7 +58,7 @@ static bool mixer_supported(const ap_model *model, const ap_cache *cache, const 
                latent_fits(model, cache, layer);
     const ap_attention *a = &layer->attention;
     if (!attention_supported(a, cache, layer->cache_layer) || !rope_fits(model, a)) return false;
-    return !is_sealed(cache->layers[layer->cache_layer].format) || open_pages_fit(cache, batch);
+    return !is_sealed(cache->layers[layer->cache_layer].format) || open_blocks_fit(cache, batch);
 }
 
 static bool position_fits(const ap_model *model, int64_t position) {
@@ -240,7 +240,7 @@ static void run_attention(step_state *s, const ap_norm *post_norm, bool only_wri
     run_mixer_inputs(s, post_norm);
     for_rows(s->engine, rotate_and_write_row, s, s->rows);
     if (s->num_full && !a->only_reads && is_sealed(s->cache->layers[of].format))
-        kv_seal(s->engine, a, s->cache, of, s->num_full, s->full_pages, s->full_blocks);
+        kv_seal(s->engine, a, s->cache, of, s->num_full, s->full_open, s->full_blocks);
     if (only_write) return;
     attend(s->engine, s->attention, a, s->cache, of, s->batch, s->inputs, qkv_width(a), s->mixed);
     if (a->output_gate) for_rows(s->engine, gate_output_row, s, s->rows);

@@ -60,8 +60,8 @@ typedef struct {
     char *codes;         /* quantized inputs */
     char *attention;     /* workspace of attend */
     /* with sealed layers only */
-    int64_t *open_slots;  /* (rows,), open page * block_size + offset */
-    int32_t *full_pages;  /* (num_full,), open pages that this step fills */
+    int64_t *open_slots;  /* (rows,), open block * block_size + offset */
+    int32_t *full_open;   /* (num_full,), open blocks that this step fills */
     int32_t *full_blocks; /* (num_full,), what will be made of them */
     int32_t num_full;
     chosen_experts chosen; /* with experts only */
@@ -271,9 +271,9 @@ static void find_open_slots(step_state *s) {
     for (int32_t i = 0; i < batch->num_seqs; i++)
         for (int32_t row = batch->query_start[i]; row < batch->query_start[i + 1]; row++) {
             int32_t offset = (int32_t)(batch->slot_mapping[row] % size);
-            s->open_slots[row] = (int64_t)batch->open_pages[i] * size + offset;
+            s->open_slots[row] = (int64_t)batch->open_blocks[i] * size + offset;
             if (offset + 1 < size) continue;
-            s->full_pages[s->num_full] = batch->open_pages[i];
+            s->full_open[s->num_full] = batch->open_blocks[i];
             s->full_blocks[s->num_full++] = (int32_t)(batch->slot_mapping[row] / size);
         }
 }
@@ -325,7 +325,7 @@ static ap_status claim_buffers(step_state *s) {
         {&s->codes, w.codes},
         {&s->attention, w.attention},
         {&s->open_slots, w.sealed ? rows * (int64_t)sizeof(int64_t) : 0},
-        {&s->full_pages, full},
+        {&s->full_open, full},
         {&s->full_blocks, full},
         {&s->spans, w.recurrent ? s->batch->num_seqs * (int64_t)sizeof(state_span) : 0},
         {&s->adapter_of, w.adapted ? rows * whole : 0},

@@ -79,7 +79,7 @@ static void check_attention(ap_engine *engine, int which, int format) {
     ap_attention attention = {.num_heads = HEADS, .num_kv_heads = KV_HEADS, .head_dim = DIM,
                               .scale = 0.125f};
     int64_t parts = KV_HEADS * SLOTS / 16, page = ap_page_bytes(format, DIM) * parts;
-    int64_t open_page = ap_page_bytes(AP_INT8, DIM) * parts, slots[TOKENS];
+    int64_t open_block = ap_page_bytes(AP_INT8, DIM) * parts, slots[TOKENS];
     int32_t starts[] = {0, 1}, lengths[] = {TOKENS}, table[] = {0, 1}, open[] = {1}, first[] = {0};
     state = 11u;
     for (int i = 0; i < TOKENS * KV_HEADS * DIM; i++) key[i] = number(), value[i] = number();
@@ -87,16 +87,16 @@ static void check_attention(ap_engine *engine, int which, int format) {
     for (int i = 0; i < TOKENS; i++) slots[i] = i;
     ap_batch batch = {.num_tokens = 1, .num_seqs = 1, .table_width = BLOCKS, .num_rows = 1,
                       .query_start = starts, .context_lens = lengths, .block_tables = table,
-                      .open_pages = open};
+                      .open_blocks = open};
     void *kept[2];
     for (int turn = 0; turn < 2; turn++) {
         int set = turn ? which : 0;
         uint8_t *pages = aligned((size_t)(page * BLOCKS));
-        uint8_t *opened = aligned((size_t)(open_page * 2));
+        uint8_t *opened = aligned((size_t)(open_block * 2));
         ap_cache_layer layer = {.format = format};
         ap_cache cache = {.base = pages, .block_bytes = page, .num_blocks = BLOCKS,
                           .block_size = SLOTS, .layers = &layer};
-        if (sealed) cache.open_base = opened, cache.open_bytes = open_page, cache.num_open = 2;
+        if (sealed) cache.open_base = opened, cache.open_bytes = open_block, cache.num_open = 2;
         write_of[set](engine, &attention, &cache, 0, key, value, TOKENS, slots);
         if (sealed) seal_of[set](engine, &attention, &cache, 0, 1, first, first);
         attend_of[set](engine, &attention, &cache, 0, &batch, query, out[turn]);

@@ -34,7 +34,7 @@ static void write_row(void *context, int32_t row) {
                    w->value + row * width, w->slots[row]);
 }
 
-/* key, value (rows, num_kv_heads, head_dim); slots of a sealed layer are those of open pages */
+/* key, value (rows, num_kv_heads, head_dim); slots of a sealed layer are those of open blocks */
 SECTION(void, write)(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
                      int32_t layer, const float *key, const float *value, int32_t rows,
                      const int64_t *slots) {
@@ -66,9 +66,9 @@ SECTION(int32_t, linear)(ap_engine *engine, const ap_linear *linear, const float
 /* ---- over blocks ---- */
 
 SECTION(void, seal)(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                    int32_t layer, int32_t count, const int32_t *open_pages,
+                    int32_t layer, int32_t count, const int32_t *open_blocks,
                     const int32_t *blocks) {
-    kv_seal(engine, attention, cache, layer, count, open_pages, blocks);
+    kv_seal(engine, attention, cache, layer, count, open_blocks, blocks);
 }
 
 /* query -> out, both (num_tokens, num_heads, head_dim) */

@@ -92,7 +92,7 @@ class Case:
             query_start=address(query_start),
             context_lens=address(contexts),
             block_tables=address(tables),
-            open_pages=address(opened),
+            open_blocks=address(opened),
         )
         out = np.full_like(query, np.nan)
         status = self.cache.library.section_attend(
