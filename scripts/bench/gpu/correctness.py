@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bench.gpu import kernel_checks, reruns
+from bench.gpu import kernel_checks, layer_checks, reruns
 from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TRIED = (
     *("packed_matmul 4 bits g128 rows 1", "fp8_matmul fp8 rows 9", "kv_write int8", "kv_seal"),
     *("block_copy", "add_rms_norm", "gated_activation", "soft_cap", "penalties"),
-    "token_mask",
+    *("token_mask", "grouped_matmul int4 rows 1", "selective_scan", "adapters rows 3"),
     "sampling, temperature 0.0",
 )
 # Finds the error and the bound that it must keep.
@@ -25,8 +25,9 @@ Check = Callable[[], tuple[float, float]]
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Run every check of `kernel_checks`, then the reruns."""
-    for name, check in kernel_checks.all_checks(rows.bench.device):
+    """Run every check, then the reruns."""
+    device = rows.bench.device
+    for name, check in (*kernel_checks.all_checks(device), *layer_checks.all_checks(device)):
         if name in wanted.only or (
             not wanted.only and (wanted.amount is not Amount.TINY or name in TRIED)
         ):

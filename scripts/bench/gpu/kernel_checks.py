@@ -79,7 +79,7 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"sampling, temperature {temperature}", partial(_sample, device, temperature)
 
 
-def _random(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
+def random_numbers(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
     """Return normal numbers in bf16, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(device, BF16)
@@ -100,7 +100,7 @@ def random_weight(
     return packed.to(device)
 
 
-def _beside_torch(out: Tensor, x: Tensor, weight: Tensor) -> tuple[float, float]:
+def beside_torch(out: Tensor, x: Tensor, weight: Tensor) -> tuple[float, float]:
     """Return our error against float64, and torch's in bf16 with some room."""
     expected = x.double() @ weight.double().T
     theirs = relative_error(x @ weight.to(BF16).T, expected)
@@ -108,13 +108,13 @@ def _beside_torch(out: Tensor, x: Tensor, weight: Tensor) -> tuple[float, float]
 
 
 def _packed(device: torch.device, bits: int, group: int, rows: int) -> tuple[float, float]:
-    weight, x = random_weight(device, 192, 1024, bits, group), _random(device, rows, 1024)
+    weight, x = random_weight(device, 192, 1024, bits, group), random_numbers(device, rows, 1024)
     out = packed_launch.prepare_linear(weight, None, BF16)(x)
-    return _beside_torch(out, x, weight.dequantize(torch.float32))
+    return beside_torch(out, x, weight.dequantize(torch.float32))
 
 
 def _gated(device: torch.device) -> tuple[float, float]:
-    weight, x = random_weight(device, 256, 512, 4, 128), _random(device, 3, 512)
+    weight, x = random_weight(device, 256, 512, 4, 128), random_numbers(device, 3, 512)
     out = packed_launch.prepare_gate_up(weight, None, BF16)(x)
     both = x.double() @ weight.dequantize(torch.float64).T
     return relative_error(
@@ -123,12 +123,14 @@ def _gated(device: torch.device) -> tuple[float, float]:
 
 
 def _fp8(device: torch.device, kind: ActivationKind) -> tuple[float, float]:
-    codes = (100 * _random(device, 128, 512).float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = (
+        (100 * random_numbers(device, 128, 512).float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    )
     scale = torch.linspace(0.5, 1.5, 128, device=device) / 512
-    weight, x = Fp8Weight(codes, scale), _random(device, 9, 512)
+    weight, x = Fp8Weight(codes, scale), random_numbers(device, 9, 512)
     out = fp8_launch.prepare_linear(weight, None, BF16, kind)(x)
     if kind is ActivationKind.SAME:
-        return _beside_torch(out, x, weight.dequantize())
+        return beside_torch(out, x, weight.dequantize())
     x8, scales = fp8_reference.quantize_rows(x)
     rounded = x8.double() * scales.double().view(-1, 1)
     return relative_error(out, rounded @ weight.dequantize(torch.float64).T), ROUNDING
@@ -163,10 +165,10 @@ def _attention(
     tables = _tables()
     num_blocks = sum(map(len, tables))
     cache = _pages(device, form, num_blocks)
-    key, value = _random(device, 2, num_blocks * BLOCK, 2, 64).unbind()
+    key, value = random_numbers(device, 2, num_blocks * BLOCK, 2, 64).unbind()
     reference_write.write_kv(key, value, cache, torch.arange(num_blocks * BLOCK, device=device))
     batch = RaggedBatch.of(QUERY_LENS, CONTEXT_LENS, tables, block_size=BLOCK, device=device)
-    query = _random(device, sum(QUERY_LENS), 8, 64, seed=2)
+    query = random_numbers(device, sum(QUERY_LENS), 8, 64, seed=2)
     work = plan_attention(batch, BLOCK)
     out = paged_attention(query, cache, work, scale=0.125, window=window, softcap=softcap)
     return relative_error(
@@ -181,7 +183,7 @@ def _sealed(device: torch.device, num_open: int) -> SealedBlocks:
     cache = SealedBlocks.allocate(
         num_blocks=num_open, num_open=num_open, num_kv_heads=2, head_dim=64, device=device
     )
-    key, value = _random(device, 2, num_open * BLOCK, 2, 64).unbind()
+    key, value = random_numbers(device, 2, num_open * BLOCK, 2, 64).unbind()
     slots = torch.arange(num_open * BLOCK, device=device)
     reference_write.write_kv(key, value, cache.open, slots)
     return cache
@@ -198,7 +200,7 @@ def _sealed_attention(device: torch.device) -> tuple[float, float]:
         chunk, CONTEXT_LENS, tables, block_size=BLOCK, device=device,
         open_blocks=[table[-1:] for table in tables],
     )  # fmt: skip
-    query = _random(device, sum(chunk), 8, 64, seed=2)
+    query = random_numbers(device, sum(chunk), 8, 64, seed=2)
     out = paged_attention(query, cache, plan_attention(batch, BLOCK), scale=0.125)
     expected = reference_attention.paged_attention(query.double(), cache, batch, scale=0.125)
     return relative_error(out, expected), PRODUCTS
@@ -211,7 +213,7 @@ def _unlike(found: Tensor, expected: Tensor) -> float:
 
 def _write(device: torch.device, form: KVFormat) -> tuple[float, float]:
     found, expected = _pages(device, form, 4), _pages(device, form, 4)
-    key, value = _random(device, 2, 7, 2, 64).unbind()
+    key, value = random_numbers(device, 2, 7, 2, 64).unbind()
     slots = torch.tensor([127, 0, 33, 32, 31, -1, 70], device=device)
     write_kv(key, value, found, slots)
     reference_write.write_kv(key, value, expected, slots)
@@ -221,7 +223,7 @@ def _write(device: torch.device, form: KVFormat) -> tuple[float, float]:
 
 def _rotate(device: torch.device, form: KVFormat) -> tuple[float, float]:
     found, expected = _pages(device, form, 4), _pages(device, form, 4)
-    qkv, slots = _random(device, 5, 12, 64), torch.tensor([3, 40, 127, 64, 5], device=device)
+    qkv, slots = random_numbers(device, 5, 12, 64), torch.tensor([3, 40, 127, 64, 5], device=device)
     angles = 6 * torch.rand((5, 32), generator=torch.Generator().manual_seed(3)).to(device)
     compose = reference_write.rotate_and_write_with(
         reference_norm.rms_norm, reference_norm.rotary, reference_write.write_kv
@@ -256,7 +258,7 @@ def _move(device: torch.device) -> tuple[float, float]:
 
 
 def _norm(device: torch.device) -> tuple[float, float]:
-    x, residual = _random(device, 5, 576), _random(device, 5, 576, seed=1)
+    x, residual = random_numbers(device, 5, 576), random_numbers(device, 5, 576, seed=1)
     weight = torch.linspace(0.5, 1.5, 576, device=device)
     out, total = add_rms_norm(x, residual, weight, 1e-5)
     normed, added = reference_norm.add_rms_norm(x, residual, weight, 1e-5)
@@ -264,13 +266,13 @@ def _norm(device: torch.device) -> tuple[float, float]:
 
 
 def _activation(device: torch.device) -> tuple[float, float]:
-    x = _random(device, 5, 1024)
+    x = random_numbers(device, 5, 1024)
     expected = reference_activation.gated_activation(x.double(), Activation.SILU)
     return relative_error(gated_activation(x, Activation.SILU), expected), ROUNDING
 
 
 def _cap(device: torch.device) -> tuple[float, float]:
-    logits = 40 * _random(device, 3, 5000)
+    logits = 40 * random_numbers(device, 3, 5000)
     return relative_error(soft_cap(logits, 30.0), reference_cap.soft_cap(logits, 30.0)), 1e-5
 
 
@@ -283,8 +285,8 @@ def _penalties(device: torch.device) -> tuple[float, float]:
         torch.linspace(-2, 2, count, dtype=torch.float64, device=device),
         torch.linspace(2, -2, count, dtype=torch.float64, device=device),
     )
-    logits = _random(device, count, vocab).float()
-    seen = (_random(device, 3, vocab, seed=1) > 1).int()
+    logits = random_numbers(device, count, vocab).float()
+    seen = (random_numbers(device, 3, vocab, seed=1) > 1).int()
     read = torch.arange(count, device=device)
     expected, expected_seen = logits.clone(), seen.clone()
     reference_penalties.penalize(expected, expected_seen, rows, read)
@@ -294,7 +296,7 @@ def _penalties(device: torch.device) -> tuple[float, float]:
 
 def _mask(device: torch.device) -> tuple[float, float]:
     vocab = 5000
-    logits = _random(device, 4, vocab).float()
+    logits = random_numbers(device, 4, vocab).float()
     rows = torch.tensor([3, 0], device=device)
     generator = torch.Generator().manual_seed(4)
     shape = (2, -(-vocab // 32))
@@ -312,7 +314,7 @@ def _sample(device: torch.device, temperature: float) -> tuple[float, float]:
     settings = SamplingRows.of(
         [temperature] * count, [0] * count, [0.9] * count, [0.0] * count, uniform, device=device
     )
-    logits = 3 * _random(device, count, vocab).float()
+    logits = 3 * random_numbers(device, count, vocab).float()
     out = DeviceSampling(count, vocab, device)(logits, settings)
     expected = reference_sampling.sample(logits, settings)
     wrong = float((out != expected.to(device)).double().mean())
