@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -20,19 +20,25 @@ from appliance.errors import QuarantinedError
 if TYPE_CHECKING:
     from appliance.engine.request import Request
 
+AskedT = TypeVar("AskedT")
+
 STRIKES = 2
 SECONDS = 600.0  # after the latest death
 _MAX_KEPT = 1024
 
 
-class Quarantine:
+class Quarantine(Generic[AskedT]):
     """Counts the deaths at which each request was present.
 
     Args:
+        mark: hashes all that makes two requests the same.
         clock: monotonic seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, mark: Callable[[AskedT], bytes], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._mark = mark
         self._clock = clock
         self._strikes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
@@ -41,21 +47,21 @@ class Quarantine:
         self._forget_old()
         return sum(count >= STRIKES for count, _ in self._strikes.values())
 
-    def strike(self, requests: Iterable[Request]) -> None:
+    def strike(self, requests: Iterable[AskedT]) -> None:
         """Count an engine's death against these requests; equal ones count once."""
         self._forget_old()
-        for mark in dict.fromkeys(map(_fingerprint, requests)):
+        for mark in dict.fromkeys(map(self._mark, requests)):
             count, _ = self._strikes.pop(mark, (0, 0.0))
             self._strikes[mark] = (count + 1, self._clock())
             if len(self._strikes) > _MAX_KEPT:
                 self._strikes.popitem(last=False)
 
-    def absolve(self, request: Request) -> None:
+    def absolve(self, request: AskedT) -> None:
         """Clear a request that completed."""
         if self._strikes:
-            self._strikes.pop(_fingerprint(request), None)
+            self._strikes.pop(self._mark(request), None)
 
-    def is_suspect(self, request: Request) -> bool:
+    def is_suspect(self, request: AskedT) -> bool:
         """Return True if an engine died while it worked on an equal request.
 
         Raises:
@@ -64,7 +70,7 @@ class Quarantine:
         self._forget_old()
         if not self._strikes:
             return False  # nearly always: nothing is hashed
-        count, when = self._strikes.get(_fingerprint(request), (0, 0.0))
+        count, when = self._strikes.get(self._mark(request), (0, 0.0))
         if count >= STRIKES:
             raise QuarantinedError(when + SECONDS - self._clock())
         return count > 0
@@ -75,7 +81,7 @@ class Quarantine:
             self._strikes.popitem(last=False)
 
 
-def _fingerprint(request: Request) -> bytes:
+def mark_of(request: Request) -> bytes:
     """Hash prompt, sampling and owner: one user's strikes do not count against another."""
     told = (request.owner, request.prompt_token_ids, request.sampling)
     return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()

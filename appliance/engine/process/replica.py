@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.engine.process.quarantine import Quarantine
+from appliance.engine.process.quarantine import Quarantine, mark_of
 
 if TYPE_CHECKING:
     from appliance.engine.process.generation import Generation
+    from appliance.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,5 +26,5 @@ class Replica:
 
     copies: int = 1
     gpu: str = ""
-    quarantine: Quarantine = field(default_factory=Quarantine)
+    quarantine: Quarantine[Request] = field(default_factory=lambda: Quarantine(mark_of))
     hand_over: Callable[[Generation], bool] = lambda generation: False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.engine.process.engine_state import EngineState
-from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
+from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter, prompt_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,10 @@ class ReplicaChoice:
 
     def __init__(self, replicas: Sequence[EngineClient]) -> None:
         self._replicas = replicas
-        self._router = ReplicaRouter(len(replicas))
+        self._router = ReplicaRouter[int]()
+        for place in range(len(replicas)):
+            self._router.begin(place, 0)
+        self._block_size = 0
         self._pids: list[int | None] = [None] * len(replicas)  # that the router knows
 
     def choose(self, request: Request, but: int | None = None) -> EngineClient | None:
@@ -41,11 +44,13 @@ class ReplicaChoice:
         ]
         able = alive if any(alive) else able
         self._tell_router()
-        loads = [
-            ReplicaLoad(replica.num_sequences, is_awake) if can else None
-            for replica, is_awake, can in zip(self._replicas, awake, able, strict=True)
-        ]
-        return self._replicas[self._router.route(request, loads)]
+        loads = {
+            place: ReplicaLoad(replica.num_sequences, awake[place])
+            for place, replica in enumerate(self._replicas)
+            if able[place]
+        }
+        hashes = prompt_hashes(request, self._block_size) if self._router.uses_hashes else []
+        return self._replicas[self._router.route(hashes, loads)]
 
     def _tell_router(self) -> None:
         """Make the router forget what ended processes knew."""
@@ -56,4 +61,5 @@ class ReplicaChoice:
                 blocks = info.num_blocks if replica.config.prefix_caching else 0
                 # Host memory keeps blocks of the same size that left the cache.
                 blocks += blocks * info.kv_host_bytes // max(1, info.kv_bytes)
-                self._router.begin(place, blocks, info.block_size)
+                self._router.begin(place, blocks)
+                self._block_size = info.block_size

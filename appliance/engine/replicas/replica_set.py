@@ -17,7 +17,7 @@ import msgspec
 
 from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.open_requests import OpenRequests
-from appliance.engine.process.quarantine import Quarantine
+from appliance.engine.process.quarantine import Quarantine, mark_of
 from appliance.engine.process.replica import Replica
 from appliance.engine.process.restarts import Wakes
 from appliance.engine.replicas.merged_stats import merged_stats
@@ -59,7 +59,7 @@ class ReplicaSet(OpenRequests):
 
     def __init__(self, gpus: Sequence[str], make: Callable[[int, Replica], EngineClient]) -> None:
         self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
-        quarantine, number = Quarantine(), len(gpus)
+        quarantine, number = Quarantine(mark_of), len(gpus)
         self._gpus = gpus
         self.replicas: tuple[EngineClient, ...] = tuple(
             make(

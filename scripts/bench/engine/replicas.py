@@ -24,7 +24,7 @@ from typing import Any
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.plan import Sampled
-from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
+from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter, prompt_hashes
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -36,7 +36,7 @@ SEQUENCES, ROWS = 16, 512  # of a replica's step
 CONTEXT = 2**20
 GOAL = 0.95
 
-Choose = Callable[[Request, list[ReplicaLoad | None]], int]
+Choose = Callable[[Request, dict[int, ReplicaLoad]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,7 @@ def play(trace: Trace, replicas: list[Replica], choose: Choose) -> dict[str, Any
             request = Request(
                 request_id=str(next(names)), prompt_token_ids=prompt, sampling=sampling
             )
-            loads: list[ReplicaLoad | None] = [
-                ReplicaLoad(len(replica.open)) for replica in replicas
-            ]
+            loads = {at: ReplicaLoad(len(one.open)) for at, one in enumerate(replicas)}
             replicas[choose(request, loads)].give(request, agent)
         counts = [len(replica.open) for replica in replicas]
         largest = max(largest, max(counts) - min(counts))
@@ -183,10 +181,10 @@ def served(trace: Trace, num_replicas: int, num_blocks: int, share: int = 1) -> 
 
 
 def by_prefix(num_replicas: int, num_blocks: int) -> Choose:
-    router = ReplicaRouter(num_replicas)
+    router = ReplicaRouter[int]()
     for replica in range(num_replicas):
-        router.begin(replica, num_blocks, BLOCK_SIZE)
-    return router.route
+        router.begin(replica, num_blocks)
+    return lambda request, loads: router.route(prompt_hashes(request, BLOCK_SIZE), loads)
 
 
 def in_turns(num_replicas: int) -> Choose:
@@ -194,8 +192,8 @@ def in_turns(num_replicas: int) -> Choose:
     return lambda request, loads: next(turns) % num_replicas
 
 
-def least_loaded(request: Request, loads: list[ReplicaLoad | None]) -> int:
-    return min(range(len(loads)), key=lambda one: loads[one].sequences)  # type: ignore[union-attr]
+def least_loaded(request: Request, loads: dict[int, ReplicaLoad]) -> int:
+    return min(loads, key=lambda one: loads[one].sequences)
 
 
 def compare(trace: Trace, num_replicas: int, room: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_until
 
 from appliance.engine.beacon import MAX_NAMES, Beacon, name_of
-from appliance.engine.process.quarantine import SECONDS, Quarantine
+from appliance.engine.process.quarantine import SECONDS, Quarantine, mark_of
 from appliance.engine.process.restarts import Deaths, SupervisionLimits
 from appliance.engine.process.watch import (
     LOOKS_TO_DOUBT,
@@ -168,7 +168,7 @@ def request(*prompt: int, **fields: object) -> Request:
 
 def test_the_second_death_of_a_request_refuses_it_for_a_while() -> None:
     now = 0.0
-    quarantine = Quarantine(clock=lambda: now)
+    quarantine = Quarantine(mark_of, clock=lambda: now)
     killer, other = request(1, 2), request(1, 3)
     assert not quarantine.is_suspect(killer)
     quarantine.strike([killer, killer])
@@ -193,7 +193,7 @@ def test_the_second_death_of_a_request_refuses_it_for_a_while() -> None:
 
 
 def test_who_comes_to_the_end_is_absolved() -> None:
-    quarantine = Quarantine(clock=lambda: 0.0)
+    quarantine = Quarantine(mark_of, clock=lambda: 0.0)
     for prompt in (1, 2):
         quarantine.strike([request(prompt)])
     quarantine.absolve(request(1))

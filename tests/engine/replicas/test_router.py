@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.prefix_cache import PrefixCache
-from appliance.engine.replicas.router import SLACK, KnownPrompts, ReplicaLoad, ReplicaRouter, bound
+from appliance.engine.replicas.router import (
+    SLACK,
+    KnownPrompts,
+    ReplicaLoad,
+    ReplicaRouter,
+    bound,
+    prompt_hashes,
+)
 from appliance.engine.request import AdapterRef, Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
@@ -31,11 +38,16 @@ def request(prompt: Sequences[int], **fields: Any) -> Request:
     )
 
 
-def router_of(*num_blocks: int) -> ReplicaRouter:
-    router = ReplicaRouter(len(num_blocks))
+def router_of(*num_blocks: int) -> ReplicaRouter[int]:
+    router = ReplicaRouter[int]()
     for replica, blocks in enumerate(num_blocks):
-        router.begin(replica, blocks, SIZE)
+        router.begin(replica, blocks)
     return router
+
+
+def routed(router: ReplicaRouter[int], asked: Request, loads: Sequences[ReplicaLoad | None]) -> int:
+    able = {replica: load for replica, load in enumerate(loads) if load is not None}
+    return router.route(prompt_hashes(asked, SIZE), able)
 
 
 IDLE = [ReplicaLoad(), ReplicaLoad()]
@@ -45,15 +57,15 @@ def test_a_conversation_stays_where_it_began_and_another_begins_elsewhere() -> N
     router, system = router_of(100, 100), list(range(40))
     talks = [[*system, *range(100 * who, 100 * who + 8)] for who in (1, 2)]
     busy = [ReplicaLoad(1), ReplicaLoad(0)]
-    assert router.route(request(talks[0]), IDLE) == 0
-    assert router.route(request(talks[1]), busy) == 1, "it shares the system prompt, and is new"
+    assert routed(router, request(talks[0]), IDLE) == 0
+    assert routed(router, request(talks[1]), busy) == 1, "it shares the system prompt, and is new"
     for turn in range(5):
         for who, talk in enumerate(talks):
             talk += range(1000 * (1 + turn), 1000 * (1 + turn) + 6)
-            assert router.route(request(talk), [ReplicaLoad(2), ReplicaLoad(2)]) == who
+            assert routed(router, request(talk), [ReplicaLoad(2), ReplicaLoad(2)]) == who
             assert (
-                router.route(
-                    request(talk), [ReplicaLoad(SLACK), ReplicaLoad()] if who == 0 else IDLE
+                routed(
+                    router, request(talk), [ReplicaLoad(SLACK), ReplicaLoad()] if who == 0 else IDLE
                 )
                 == who
             )
@@ -61,40 +73,54 @@ def test_a_conversation_stays_where_it_began_and_another_begins_elsewhere() -> N
 
 def test_a_replica_beyond_the_bound_is_passed_over() -> None:
     router, prompt = router_of(100, 100), range(40)
-    assert router.route(request(prompt), IDLE) == 0
-    assert router.route(request(prompt), [ReplicaLoad(bound(2)), ReplicaLoad(2)]) == 0
-    assert router.route(request(prompt), [ReplicaLoad(bound(2) + 1), ReplicaLoad(2)]) == 1
-    assert router.route(request(prompt), [ReplicaLoad(3), ReplicaLoad(3)]) == 0, (
+    assert routed(router, request(prompt), IDLE) == 0
+    assert routed(router, request(prompt), [ReplicaLoad(bound(2)), ReplicaLoad(2)]) == 0
+    assert routed(router, request(prompt), [ReplicaLoad(bound(2) + 1), ReplicaLoad(2)]) == 1
+    assert routed(router, request(prompt), [ReplicaLoad(3), ReplicaLoad(3)]) == 0, (
         "both know it: in their turns"
     )
-    assert router.route(request(prompt), [ReplicaLoad(3), ReplicaLoad(3)]) == 1
+    assert routed(router, request(prompt), [ReplicaLoad(3), ReplicaLoad(3)]) == 1
 
 
 def test_what_is_new_goes_to_the_least_loaded_then_in_turns() -> None:
     router = router_of(100, 100, 100)
     new = (request(range(100 * n, 100 * n + 20)) for n in itertools.count(1))
-    assert router.route(next(new), [ReplicaLoad(2), ReplicaLoad(1), ReplicaLoad(2)]) == 1
-    assert [router.route(next(new), [ReplicaLoad()] * 3) for _ in range(6)] == [0, 2, 1, 0, 2, 1]
+    assert routed(router, next(new), [ReplicaLoad(2), ReplicaLoad(1), ReplicaLoad(2)]) == 1
+    assert [routed(router, next(new), [ReplicaLoad()] * 3) for _ in range(6)] == [0, 2, 1, 0, 2, 1]
 
 
 def test_salt_and_adapter_part_equal_prompts() -> None:
     router, prompt = router_of(100, 100), range(40)
     old, new = (AdapterRef("a", "/a", stamp) for stamp in ("1", "2"))
     kinds: list[dict[str, Any]] = [{}, {"cache_salt": "x"}, {"adapter": old}, {"adapter": new}]
-    chains = [router.hashes(request(prompt, **kind)) for kind in kinds]
+    chains = [prompt_hashes(request(prompt, **kind), SIZE) for kind in kinds]
     assert len({chain[0] for chain in chains}) == 4
-    assert router.route(request(prompt, adapter=old), IDLE) == 0
-    assert router.route(request(prompt, adapter=new), IDLE) == 1, "another version of its files"
-    assert router.route(request(prompt, adapter=old), IDLE) == 0
+    assert routed(router, request(prompt, adapter=old), IDLE) == 0
+    assert routed(router, request(prompt, adapter=new), IDLE) == 1, "another version of its files"
+    assert routed(router, request(prompt, adapter=old), IDLE) == 0
 
 
 def test_who_restarts_is_forgotten_and_who_is_away_gets_nothing() -> None:
     router, prompt = router_of(100, 100), range(40)
-    assert router.route(request(prompt), IDLE) == 0
-    assert router.route(request(prompt), [None, ReplicaLoad(50)]) == 1
-    router.begin(1, 100, SIZE)
+    assert routed(router, request(prompt), IDLE) == 0
+    assert routed(router, request(prompt), [None, ReplicaLoad(50)]) == 1
+    router.begin(1, 100)
     assert router.known(1) == 0
-    assert router.route(request(prompt), [ReplicaLoad(SLACK), ReplicaLoad()]) == 0
+    assert routed(router, request(prompt), [ReplicaLoad(SLACK), ReplicaLoad()]) == 0
+
+
+def test_replicas_come_and_go() -> None:
+    router, prompt = router_of(100, 100), range(40)
+    assert routed(router, request(prompt), IDLE) == 0
+    router.end(0)
+    router.begin(7, 100)
+    hashes = prompt_hashes(request(prompt), SIZE)
+    loads = {1: ReplicaLoad(1), 7: ReplicaLoad()}
+    assert router.route(hashes, loads) == 7
+    assert router.route(hashes, loads) == 7, "now it knows the prompt"
+    router.end(7)
+    router.begin(7, 100)
+    assert router.route(hashes, {1: ReplicaLoad(), 7: ReplicaLoad(1)}) == 1
 
 
 def test_who_sleeps_is_woken_only_beyond_the_bound() -> None:
@@ -102,14 +128,14 @@ def test_who_sleeps_is_woken_only_beyond_the_bound() -> None:
     chosen = []
     for count in range(8):
         loads = [ReplicaLoad(count), ReplicaLoad(is_awake=False)]
-        chosen.append(router.route(request(range(100 * count, 100 * count + 20)), loads))
+        chosen.append(routed(router, request(range(100 * count, 100 * count + 20)), loads))
     assert chosen == [0] * (SLACK + 1) + [1] * (7 - SLACK)
 
 
 def test_without_a_prefix_cache_only_load_counts() -> None:
     router, prompt = router_of(0, 0), range(40)
-    assert router.hashes(request(prompt)) == []
-    assert [router.route(request(prompt), IDLE) for _ in range(4)] == [0, 1, 0, 1]
+    assert not router.uses_hashes
+    assert [routed(router, request(prompt), IDLE) for _ in range(4)] == [0, 1, 0, 1]
 
 
 def test_a_record_forgets_the_end_of_what_was_used_longest_ago() -> None:
@@ -142,7 +168,7 @@ def test_no_replica_is_given_more_than_the_bound(
         ended = {place for place, has_ended in enumerate(ends) if has_ended}
         running = [one for place, one in enumerate(running) if place not in ended]
         counts = [sum(n for at, n in running if at == one) for one in range(num_replicas)]
-        chosen = router.route(request(prompt), [ReplicaLoad(count) for count in counts])
+        chosen = routed(router, request(prompt), [ReplicaLoad(count) for count in counts])
         assert counts[chosen] <= bound(min(counts))
         assert all(router.known(one) <= num_blocks for one in range(num_replicas))
         running.append((chosen, width))
@@ -152,7 +178,7 @@ def test_no_replica_is_given_more_than_the_bound(
 def test_none_starves_while_nothing_ends(asked: list[list[int]], num_replicas: int) -> None:
     router, counts = router_of(*[50] * num_replicas), [0] * num_replicas
     for prompt in asked:
-        counts[router.route(request(prompt), [ReplicaLoad(count) for count in counts])] += 1
+        counts[routed(router, request(prompt), [ReplicaLoad(count) for count in counts])] += 1
     assert max(counts) <= bound(min(counts)) + 1
     assert len(asked) <= (SLACK + 1) * num_replicas or min(counts) > 0
 
@@ -163,7 +189,7 @@ def test_hashes_are_those_of_the_prefix_cache(prompt: list[int], salt: str, adap
     asked = request(prompt, cache_salt=salt, adapter=adapter)
     sequence, cache = Sequence(asked), PrefixCache(SIZE)
     cache.extend_hashes(sequence, len(prompt) // SIZE)
-    assert router_of(9).hashes(asked) == sequence.block_hashes
+    assert prompt_hashes(asked, SIZE) == sequence.block_hashes
 
 
 @given(st.lists(prompts, max_size=12))
@@ -174,8 +200,8 @@ def test_a_match_is_what_a_cache_that_holds_all_of_it_finds(asked: list[list[int
         sequence = Sequence(request(prompt))
         blocks.index.extend_hashes(sequence, len(prompt) // SIZE)
         found = blocks.index.find_full(sequence.block_hashes)
-        assert record.match(router.hashes(sequence.request)) == len(found)
-        router.route(sequence.request, [ReplicaLoad()])
+        assert record.match(prompt_hashes(sequence.request, SIZE)) == len(found)
+        routed(router, sequence.request, [ReplicaLoad()])
         assert blocks.allocate(sequence, len(prompt)) is not None
         blocks.commit(sequence, len(prompt))
         blocks.free(sequence)
