@@ -19,6 +19,7 @@ BENCHMARKS = {
     "cpu_models": "cpu.models",
     "cpu_quality": "cpu.quality",
     "adapters": "engine.adapters",
+    "cluster": "engine.cluster",
     "decode": "engine.decode",
     "host_step": "engine.host_step",
     "kernel_compile": "engine.kernel_compile",

@@ -196,6 +196,33 @@ def instructions() -> str:
     return f"{table(['instruction set', *columns], rows)}\n{about}\n"
 
 
+def cluster() -> str:
+    """Compare ways to route agents to simulated replicas."""
+    result = read("cluster.json")
+    ways = list(dict.fromkeys(case["way"] for case in result["cases"]))
+    head = ["replicas", *(f"{way}: tokens/s, p99 ms, hit rate" for way in ways)]
+    rows = []
+    for number in dict.fromkeys(case["replicas"] for case in result["cases"]):
+        cases = [one for one in result["cases"] if one["replicas"] == number]
+        rows.append(
+            [
+                f"{number:,}",
+                *(
+                    f"{one['tokens_per_second']:,.0f}, {one['first_token_p99_ms']:,.0f},"
+                    f" {one['hit_rate']:.2f}"
+                    for one in cases
+                ),
+            ]
+        )
+    load = result["load"]
+    about = (
+        f"For each replica {load['rate']} conversations begin a second, of {load['turns']} turns"
+        f" behind one system prompt of {load['system']} tokens; p99 is of first tokens. Commit"
+        f" {result['conditions']['commit']}."
+    )
+    return f"{table(head, rows)}\n{about}\n"
+
+
 def imports() -> str:
     """Return the table that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
@@ -254,6 +281,7 @@ MAKERS = {
     "published-schemas": published_schemas,
     "replicas": replicas,
     "instructions": instructions,
+    "cluster": cluster,
     "settings": settings_reference,
 }
 
