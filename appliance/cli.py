@@ -32,6 +32,7 @@ class Commands(LazyGroup):
         "card": "Show the quality card of a checkpoint.",
         "doctor": "Check machine, settings, model files and server.",
         "bench": "Measure speed and print a report to post.",
+        "cluster": "Serve a model on several machines, through Ray Serve.",
         "install-service": "Print or write the systemd unit of the server.",
         "settings": "List every setting, its default and bounds.",
         "config": "Show the settings in effect.",

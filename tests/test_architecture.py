@@ -66,6 +66,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"kernels", "quant.formats", "checkpoint", "gguf"},
     "model.narrowed": {"kernels", "quant.formats", "quant.methods.rtn", "model"},
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log", "grammar"},
+    "found_model": {"config", "draft_names", "hub"},
+    # Beyond one box, and the only room that knows Ray.
+    "cluster": {"api_keys", "config", "engine", "found_model", "log", "server"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
         "jobs", "sampling_defaults", "docs", "dialects", "grammar", "vocabulary",
@@ -99,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
         "monitoring", "sampling_defaults", "docs", "api_keys", "doctor", "connect",
         "chat", "bench", "service", "fit", "adapter_names", "model.adapters",
-        "model.source", "draft_names",
+        "model.source", "found_model", "cluster",
     },
     "cli": {"commands", "config", "engine.process.launch"},
     "__init__": {"llm", "engine.sampling_params", "grammar"},

@@ -107,7 +107,7 @@ def _run(
     auto: bool,
 ) -> int:
     """Find the model and serve it; return how many requests came to their end."""
-    from appliance.commands.found_model import find_model_of
+    from appliance.found_model import find_model_of
     from appliance.progress import ProgressLine
     from appliance.server.serve import ModelToServe, run_server
     from appliance.service.notice import ServiceNotice

@@ -16,6 +16,7 @@ NAMES = (
         "memory-and-cache",
         "ranks",
         "replicas",
+        "cluster",
         "settings",
         "api",
         "security",

@@ -51,6 +51,15 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
         raise MediaTypeError(f"the content type must be application/json, not {media_type!r}")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise MediaTypeError("compressed bodies are not accepted")
+    return await read_bytes(request, max_bytes=max_bytes)
+
+
+async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
+    """Read the bytes of any body, at most `max_bytes`.
+
+    Raises:
+        RequestError: it is too large or too slow.
+    """
     too_large = BodyTooLargeError(f"the body must have at most {max_bytes} bytes")
     length = request.headers.get("content-length")
     if length is not None and int(length) > max_bytes:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 2  # seconds, while the engine loads or restarts
 REQUEST_ID = "request_id"  # in the state of a request
+ENGINE_DIED = "x-engine-died"  # header for the front of a cluster: this request was being computed
 
 
 class ForbiddenError(RequestError):
@@ -130,7 +131,10 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
         case EngineDiedError() | EngineUnavailableError():
             body = _body(str(error), "server_error", None, "engine_unavailable")
             seconds = RETRY_AFTER + (getattr(error, "retry_after", None) or 0.0)
-            return 503, body, {"retry-after": str(math.ceil(seconds))}
+            headers = {"retry-after": str(math.ceil(seconds))}
+            if isinstance(error, EngineDiedError):
+                headers[ENGINE_DIED] = "true"
+            return 503, body, headers
         case HTTPException():
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
             body = _body(str(error.detail), "invalid_request_error", None, code)

@@ -7,6 +7,7 @@ import logging
 import resource
 import signal
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from appliance.service.notice import ServiceNotice
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from appliance.config import EngineConfig, Settings
     from appliance.engine.messages import EngineInfo
@@ -110,6 +111,29 @@ def run_server(
             name.
         ApplianceError: no model can be loaded.
     """
+    with opened_server(
+        settings,
+        found,
+        engine_command=engine_command,
+        launched=launched,
+        warnings=warnings,
+        notice=notice,
+    ) as server:
+        uvloop.run(server.run(on_progress, on_ready))
+    return server.state.finished
+
+
+@contextmanager
+def opened_server(
+    settings: Settings,
+    found: Sequence[ModelToServe],
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    launched: LaunchedProcess | None = None,
+    warnings: RecentWarnings | None = None,
+    notice: ServiceNotice | None = None,
+) -> Iterator[ApiServer]:
+    """Open the listening socket of a server that has not begun to run; see `run_server`."""
     config = settings.server
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
     sock = bind(config)
@@ -151,12 +175,10 @@ def run_server(
                 ModelState(state, engine, of.model, name, quality_card=of.quality_card)
             )
         state.check_names()
-        server = _Server(state, sock, certificate, notice or ServiceNotice())
-        uvloop.run(server.run(on_progress, on_ready))
-    return state.finished
+        yield ApiServer(state, sock, certificate, notice or ServiceNotice())
 
 
-class _Server:
+class ApiServer:
     """One run of the API process."""
 
     def __init__(
@@ -169,16 +191,19 @@ class _Server:
         self._socket = sock
         self._certificate = certificate
         self._url = url_of(state.config, sock)
-        self._state = state
+        self.state = state
         self._notice = notice
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
-    async def run(self, on_progress: ProgressCallback, on_ready: ReadyCallback) -> None:
+    async def run(
+        self, on_progress: ProgressCallback, on_ready: ReadyCallback, *, signals: bool = True
+    ) -> None:
+        """Serve until told to stop, by `stop` or by a signal if `signals`."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        await self._state.default.engine.prepare()
+        for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
+            loop.add_signal_handler(number, self.stop)
+        await self.state.default.engine.prepare()
         loading = asyncio.create_task(self._load(on_progress))
         web = await asyncio.to_thread(self._web_server)  # the engine waits for no import of ours
         following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
@@ -189,40 +214,40 @@ class _Server:
             await _first_of(loading, stopping, serving)
             if loading.done():
                 on_ready(loading.result())
-                names = ", ".join(model.model_id for model in self._state.models)
+                names = ", ".join(model.model_id for model in self.state.models)
                 self._notice.ready(f"serving {names} at {self._url}")
                 await _first_of(stopping, serving)
                 await self._drain()
         finally:
-            self._state.draining = self._state.closing = True
+            self.state.draining = self.state.closing = True
             for task in (loading, stopping, watching):
                 task.cancel()
             if following is not None:
                 following.cancel()
             await asyncio.gather(loading, stopping, watching, return_exceptions=True)
             now = self._stop_now.is_set()
-            await asyncio.gather(*(model.close(now=now) for model in self._state.models))
+            await asyncio.gather(*(model.close(now=now) for model in self.state.models))
             web.stop(now=self._stop_now.is_set())
             await serving
-            self._state.text_pool.shutdown(wait=False, cancel_futures=True)
+            self.state.text_pool.shutdown(wait=False, cancel_futures=True)
 
     def _web_server(self) -> WebServer:
         from appliance.server.web_server import WebServer  # slow to import
 
-        return WebServer.of(self._state, self._certificate)
+        return WebServer.of(self.state, self._certificate)
 
     async def _load(self, on_progress: ProgressCallback) -> RunningServer:
         """Load the first model that loads; if none does, raise the first one's error."""
         failure: ApplianceError | None = None
-        for model in self._state.models:
+        for model in self.state.models:
             try:
                 info = await model.begin_loading(on_progress)
             except ApplianceError as error:
-                if len(self._state.models) > 1:
+                if len(self.state.models) > 1:
                     logger.error("%s cannot be loaded: %s", model.model_id, error)
                 failure = failure or error
                 continue
-            self._state.is_up = True
+            self.state.is_up = True
             _, tokenizer = model.serving()
             return RunningServer(
                 self._url,
@@ -230,7 +255,7 @@ class _Server:
                 info,
                 tokenizer.chat_template is not None,
                 model.sampling,
-                tuple(one.model_id for one in self._state.models if one is not model),
+                tuple(one.model_id for one in self.state.models if one is not model),
                 len(model.engine.replicas),
             )
         assert failure is not None
@@ -238,23 +263,24 @@ class _Server:
 
     async def _drain(self) -> None:
         """Refuse new requests, and give those in flight time to end."""
-        self._state.draining = True
+        self.state.draining = True
         self._notice.stopping()
-        if self._state.num_open:
+        if self.state.num_open:
             logger.info("finishing requests in flight; another signal ends at once")
-        end = asyncio.get_running_loop().time() + self._state.config.drain_timeout
-        while self._state.num_open:
+        end = asyncio.get_running_loop().time() + self.state.config.drain_timeout
+        while self.state.num_open:
             if self._stop_now.is_set() or asyncio.get_running_loop().time() > end:
                 break
             await asyncio.sleep(0.05)
-        for model in self._state.models:
+        for model in self.state.models:
             model.engine.fail_all(EngineUnavailableError("the server is shutting down"))
 
     def _is_alive(self) -> bool:
         """Return False if an engine has work but makes no progress, so it should be ended."""
-        return not any(model.doubtful for model in self._state.models)
+        return not any(model.doubtful for model in self.state.models)
 
-    def _on_signal(self) -> None:
+    def stop(self) -> None:
+        """Let what runs end for a while; a second call ends at once."""
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()

@@ -9,6 +9,7 @@ import msgspec
 from appliance.config import cache_dir
 from appliance.draft_names import resolve_draft
 from appliance.hub import ResolvedModel, resolve_adapters, resolve_model
+from appliance.hub.growth import ignore_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_model_of(
-    engine: EngineConfig, progress: Callable[[str, int, int], None]
+    engine: EngineConfig, progress: Callable[[str, int, int], None] = ignore_progress
 ) -> tuple[ResolvedModel, EngineConfig]:
     """Return the model that the settings name, and them with its adapters and its draft model.
 

@@ -1,0 +1,91 @@
+"""Compares nodes: all that serve a model need the same version of ours and the same weights.
+
+Imports no Ray, so that it can run on a node before anything else does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.config import SELF_DRAFT
+from appliance.config.named_paths import named_paths
+from appliance.engine.weights_fingerprint import weights_digest
+from appliance.errors import ApplianceError, ConfigError
+from appliance.found_model import find_model_of
+from appliance.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from appliance.config import EngineConfig
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """The facts that nodes must agree on.
+
+    Attributes:
+        version: of the appliance.
+        weights: digest of the files of the model, its adapters and its draft model.
+        problem: why these cannot be used there; empty if they can.
+    """
+
+    version: str
+    weights: str = ""
+    problem: str = ""
+
+
+def look(engine: EngineConfig) -> NodeFacts:
+    """Find a model's files on this node, fetching what is not here, and digest them."""
+    try:
+        model, engine = find_model_of(engine)
+        paths = [model.path, *map(Path, named_paths(engine.lora, "lora").values())]
+        if engine.draft_model not in ("", SELF_DRAFT):
+            paths.append(Path(engine.draft_model))
+        digests = " ".join(weights_digest(path).hex() for path in paths)
+    except (ApplianceError, OSError) as error:
+        return NodeFacts(__version__, problem=str(error))
+    return NodeFacts(__version__, digests)
+
+
+def agreed(facts: Mapping[str, NodeFacts]) -> NodeFacts:
+    """Return what all nodes have in common.
+
+    Args:
+        facts: by address of the node.
+
+    Raises:
+        ConfigError: two nodes differ, or the model cannot be used on one.
+    """
+    for address, one in facts.items():
+        if one.problem:
+            raise ConfigError(f"node {address} cannot serve the model: {one.problem}")
+    for what, fix in (
+        ("version", "install the same version of the appliance on all nodes"),
+        ("weights", "give all nodes the same files of the model"),
+    ):
+        counts = Counter(getattr(one, what) for one in facts.values())
+        if len(counts) > 1:
+            usual, _ = counts.most_common(1)[0]
+            others = [
+                f"{address} has {getattr(one, what)}"
+                for address, one in facts.items()
+                if getattr(one, what) != usual
+            ]
+            raise ConfigError(
+                f"the nodes have different {what}{'s' if what == 'version' else ''}: most have"
+                f" {usual}, {', '.join(others)}; {fix}"
+            )
+    return next(iter(facts.values()))
+
+
+def check(expected: NodeFacts, found: NodeFacts) -> None:
+    """Check a node that joined the cluster later.
+
+    Raises:
+        ConfigError: it differs from those that were there.
+    """
+    agreed({"of the first replicas": expected, "of this replica": found})

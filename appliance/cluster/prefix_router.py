@@ -1,0 +1,62 @@
+"""Ray Serve's hook for the choice of a replica, with the policy that routes on one box too.
+
+Ray makes one in each front, and tells it which replicas there are and what each says of itself
+(https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from appliance.cluster.chosen_replica import Asked
+from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
+
+URL, BLOCKS = "url", "blocks"  # what a replica says of itself
+ASKED = "asked"  # keyword of a call that needs a replica
+
+
+class PrefixRouter(RequestRouter):
+    """Chooses one replica by the prompts that each was given, within a bound on load."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Begin without replicas (called by Ray)."""
+        self._policy = ReplicaRouter[str]()
+        self._known: dict[str, int] = {}  # blocks of the replicas that the policy knows
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return one replica; none while no replica has said where it listens.
+
+        One that was tried already comes again once all were.
+        """
+        asked = None if pending_request is None else pending_request.kwargs.get(ASKED)
+        if not isinstance(asked, Asked):
+            return [candidate_replicas]
+        ready = {one.replica_id.unique_id: one for one in candidate_replicas if _is_ready(one)}
+        self._tell_policy(ready)
+        if not ready:
+            return []
+        untried = ready.keys() - asked.tried
+        if not untried:
+            return [[next(iter(ready.values()))]]
+        loads = {name: ReplicaLoad(asked.num_open[name]) for name in ready if name in untried}
+        return [[ready[self._policy.route(asked.hashes, loads)]]]
+
+    def _tell_policy(self, ready: dict[str, RunningReplica]) -> None:
+        for name in self._known.keys() - ready.keys():
+            self._policy.end(name)
+            del self._known[name]
+        for name, replica in ready.items():
+            blocks = replica.routing_stats[BLOCKS]
+            if self._known.get(name) != blocks:
+                self._known[name] = blocks
+                self._policy.begin(name, blocks)
+
+
+def _is_ready(replica: RunningReplica) -> bool:
+    return URL in replica.routing_stats
