@@ -68,6 +68,11 @@ def test_room_for_a_state_that_the_disk_still_reads_is_kept_for_somebody() -> No
     assert any(is_state(key) for job in era.disk.unfinished for key in job.hashes)
 
 
+def test_a_request_that_gives_way_in_the_step_that_admits_it_still_waits() -> None:
+    """An era that failed: nothing was computed for it, and it waited beyond its longest wait."""
+    assert failure_of(script_of(seed=21, era=67), check_every=500) is None
+
+
 def test_a_failure_is_found_again_and_cut_down_to_a_few_events(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

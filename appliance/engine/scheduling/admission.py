@@ -41,8 +41,8 @@ def start_next(state: State, draft: Draft, lane: Lane) -> Sequence | None:
     for member in unit:
         if member is not sequence:
             member.slot = state.slots.pop()
-        if state.run(member, draft.now) and member.index == 0:
-            draft.started.append(member.request.request_id)
+        if state.run(member, draft.now):
+            draft.started.append(member)
     sequence.group.start()
     draft.num_promised += len(unit)
     return sequence

@@ -26,7 +26,7 @@ class Draft:
     now: float = 0.0  # monotonic seconds
     entries: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     copies: dict[Sequence, tuple[BlockCopy, ...]] = field(default_factory=dict)
-    started: list[str] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)  # for the first time
     preempted: list[Sequence] = field(default_factory=list)
     arrivals: dict[Sequence, list[Arrival]] = field(default_factory=dict)
 
@@ -64,7 +64,10 @@ class Draft:
             self.copies[sequence] = copies
 
     def take_back(self, sequence: Sequence) -> None:
-        """Undo `add`, if it was called for this sequence."""
+        """Undo `add`, if it was called for this sequence, and its start, if that was the first."""
+        if sequence in self.started:
+            self.started.remove(sequence)
+            sequence.first_scheduled = None
         entry = self.entries.pop(sequence, None)
         if entry is not None:
             self.budget += entry.num_tokens
@@ -90,7 +93,7 @@ class Draft:
         return Plan(
             scheduled=scheduled,
             copies=tuple(copy for copies in self.copies.values() for copy in copies),
-            started=tuple(self.started),
+            started=tuple([one.request.request_id for one in self.started if one.index == 0]),
             preempted=tuple(self.preempted),
             open_blocks=blocks.open_blocks(scheduled),
             saves=moves.saves,
