@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -235,3 +236,17 @@ def test_where_no_index_has_pytorch_for_the_cpu_uv_finds_it(checkout: Path, setu
     assert code == 0
     assert "uv was asked: pip install" in log_of(checkout)
     assert "--torch-backend cpu" in log_of(checkout)
+
+
+def test_bytecode_is_made_of_what_a_start_imports_late() -> None:
+    script = (ROOT / "scripts" / "setup").read_text()
+    imports = script.partition("-P - >>")[2].partition("\n")[2].partition("\nEND\n")[0]
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", f"{imports}\nimport sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    late = {"uvicorn", "starlette", "tokenizers", "jinja2", "numpy", "appliance.gguf.tensors"}
+    late |= {"appliance.server.app", "appliance.engine.loading", "appliance.tokenizer.worker"}
+    assert late <= set(ran.stdout.split())
