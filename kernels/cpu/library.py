@@ -50,6 +50,15 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (c_void_p, POINTER(structs.ModelStruct), _POINTER, c_int32, _POINTER),
     ),
+    "ap_run_experts": (
+        c_int32,
+        (
+            c_void_p,
+            POINTER(structs.ExpertsStruct),
+            POINTER(structs.GatingStruct),
+            POINTER(structs.RoutedStruct),
+        ),
+    ),
     "ap_sample": (
         c_int32,
         (c_void_p, _POINTER, c_int32, c_int32, POINTER(step_structs.SamplingStruct), _POINTER),

@@ -1,4 +1,4 @@
-"""The structs of the C ABI that describe a model, as in src/appliance_cpu.h and mixers.h.
+"""The structs of the C ABI that describe a model, as in src/appliance_cpu.h and its parts.
 
 Imports nothing of ours.
 """
@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 12  # AP_ABI
+ABI = 13  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -253,6 +253,18 @@ class GatingStruct(Structure):
     _fields_ = (("activation", c_int32), ("limit", c_float), ("alpha", c_float))
 
 
+class RoutedStruct(Structure):
+    """ap_routed."""
+
+    _fields_ = (
+        ("rows", c_int32),
+        ("hidden", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+    )
+
+
 class TokenInputStruct(Structure):
     """ap_token_input."""
 
@@ -348,6 +360,7 @@ MODEL_STRUCTS: dict[str, type[ctypes.Structure]] = {
     "ap_router": RouterStruct,
     "ap_experts": ExpertsStruct,
     "ap_gating": GatingStruct,
+    "ap_routed": RoutedStruct,
     "ap_token_input": TokenInputStruct,
     "ap_token_inputs": TokenInputsStruct,
     "ap_filters": FiltersStruct,

@@ -37,6 +37,7 @@ int64_t ap_struct_bytes(const char *name) {
     STRUCT(ap_router);
     STRUCT(ap_experts);
     STRUCT(ap_gating);
+    STRUCT(ap_routed);
     STRUCT(ap_token_input);
     STRUCT(ap_token_inputs);
     STRUCT(ap_filters);
@@ -198,6 +199,11 @@ int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
 int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
                 float *logits) {
     return chosen()->head(engine, model, hidden, rows, logits);
+}
+
+int32_t ap_run_experts(ap_engine *engine, const ap_experts *experts, const ap_gating *gating,
+                       const ap_routed *routed) {
+    return chosen()->experts(engine, experts, gating, routed);
 }
 
 int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,

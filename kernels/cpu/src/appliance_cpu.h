@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 12 /* changes with every change of a struct or a signature below */
+#define AP_ABI 13 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -89,45 +89,7 @@ typedef struct {
 } ap_attention;
 
 #include "mixers.h"
-
-/* The function of a router's logits: over all experts, of each alone, or over the chosen. */
-typedef enum {
-    AP_SOFTMAX = 0,
-    AP_SIGMOID = 1,
-    AP_SOFTMAX_OF_CHOSEN = 2, /* logits choose; weights are a softmax of the chosen */
-} ap_scoring;
-
-/* The rules by which a row chooses experts and their weights: see kernels/routing.py. */
-typedef struct {
-    int32_t num_experts;
-    int32_t top_k;
-    int32_t scoring;     /* ap_scoring */
-    int32_t renormalize; /* weights are divided by their sum + epsilon */
-    int32_t num_groups;
-    int32_t top_groups;
-    int32_t best_of_group; /* 1 or 2: a group's score is the sum of so many best */
-    float scale;
-    float epsilon;
-    const float *selection_bias; /* (num_experts,), or NULL */
-    const float *expert_scale;   /* (num_experts,), multiplies the weights, or NULL */
-} ap_router;
-
-/* MLPs of equal shape, of which a row runs through those that it chooses.
- *
- * With norms of their own, router and experts read the stream instead of the input of the layer's
- * MLP; the outputs of that MLP and of the experts are normed before they are added. */
-typedef struct {
-    ap_router router;
-    ap_linear logits;      /* hidden -> num_experts, of a float format */
-    ap_linear shared_gate; /* hidden -> 1, of a float format; codes NULL: none */
-    const ap_linear *gate; /* (num_experts,); without gates this is up */
-    const ap_linear *up;   /* NULL without gates */
-    const ap_linear *down;
-    ap_norm router_norm; /* of the stream; this and the next three: all or none */
-    ap_norm input_norm;  /* of the stream, for the experts */
-    ap_norm shared_norm; /* of the output of the layer's MLP */
-    ap_norm output_norm; /* of the experts' output */
-} ap_experts;
+#include "routed.h"
 
 /* The token's own addition to the stream at the end of a layer:
  * norm(up(act(gate(stream)) * input)), where the input is the layer's part of ap_token_inputs. */
@@ -355,6 +317,11 @@ int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
 /* Logits (rows, vocab_size) of hidden states (rows, hidden_size) that a step gave. */
 int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
                 float *logits);
+
+/* The experts of one layer alone, where the rest of the model is somewhere else. Of `experts` the
+ * router's num_experts and top_k count, gate, up and down; no row depends on the others. */
+int32_t ap_run_experts(ap_engine *engine, const ap_experts *experts, const ap_gating *gating,
+                       const ap_routed *routed);
 
 /* Choose a token per row; logits (num_rows, vocab_size) are not changed.
  * tokens (num_rows,): the id, -1 if the row holds NaN or no finite value, -2 if it holds +inf. */

@@ -40,6 +40,7 @@ typedef struct {
     ap_status (*step)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *, float *,
                       float *);
     ap_status (*head)(ap_engine *, const ap_model *, const float *, int32_t, float *);
+    ap_status (*experts)(ap_engine *, const ap_experts *, const ap_gating *, const ap_routed *);
     ap_status (*sample)(ap_engine *, const float *, int32_t, int32_t, const ap_sampling *,
                         int64_t *);
     ap_status (*score)(ap_engine *, const float *, int32_t, int32_t, const int64_t *, int32_t,

@@ -208,12 +208,11 @@ static void combine_row(void *context, int32_t row) {
     add_row(added, normed, width);
 }
 
-/* Expects the router's logits, and the shared expert's output in `added`. */
-static void run_experts(step_state *s) {
+/* Expects each row's experts and their weights in `chosen`. */
+static void run_chosen(step_state *s) {
     const ap_experts *experts = s->layer->experts;
     chosen_experts *c = &s->chosen;
     int32_t pairs = s->rows * experts->router.top_k;
-    for_rows(s->engine, route_row, s, s->rows);
     sort_pairs(c, &experts->router, s->rows);
     place_inputs(s, experts->gate, experts->up, s->normed, c->row_of);
     for_rows(s->engine, gather_pair, s, pairs);
@@ -236,6 +235,47 @@ static void run_experts(step_state *s) {
     };
     run_expert_linears(&outward);
     for_rows(s->engine, combine_row, s, s->rows);
+}
+
+/* Expects the router's logits, and the shared expert's output in `added`. */
+static void run_experts(step_state *s) {
+    for_rows(s->engine, route_row, s, s->rows);
+    run_chosen(s);
+}
+
+/* ---- for a caller who has the rest of the model ---- */
+
+static bool routed_fits(const ap_experts *experts, const ap_routed *routed) {
+    int32_t top_k = experts->router.top_k, count = experts->router.num_experts;
+    if (routed->rows < 0 || top_k < 1 || top_k > count || count > AP_MOST_EXPERTS) return false;
+    if ((int64_t)routed->rows * top_k > INT32_MAX) return false;
+    for (int64_t i = 0; i < (int64_t)routed->rows * top_k; i++)
+        if (routed->ids[i] < 0 || routed->ids[i] >= count) return false;
+    return experts->gate->in_features == experts->down->out_features &&
+           experts->gate->out_features == experts->down->in_features;
+}
+
+static ap_status run_routed(ap_engine *engine, const ap_experts *experts, const ap_gating *gating,
+                            const ap_routed *routed) {
+    if (!routed_fits(experts, routed)) return AP_BAD_ARGUMENT;
+    if (!routed->rows) return AP_OK;
+    ap_model model = {.hidden_size = experts->gate->in_features};
+    ap_layer layer = {.experts = experts, .gating = *gating};
+    step_state s = {.engine = engine, .model = &model, .rows = routed->rows, .layer = &layer};
+    step_widths w = {0};
+    widen_for_experts(&w, &model, experts, s.rows);
+    claim claims[EXPERT_CLAIMS];
+    int32_t count = expert_claims(&s, &w, claims);
+    if (claim_all(engine, claims, count)) return AP_NO_MEMORY;
+    /* read, or written to only with a norm of what the experts say */
+    s.normed = (float *)routed->hidden;
+    s.stream = s.added = s.part = routed->out;
+    int64_t pairs = (int64_t)s.rows * experts->router.top_k;
+    for (int64_t i = 0; i < pairs; i++) s.chosen.ids[i] = (int32_t)routed->ids[i];
+    memcpy(s.chosen.weights, routed->weights, (size_t)pairs * sizeof(float));
+    run_chosen(&s);
+    ap_advance(engine);
+    return AP_OK;
 }
 
 /* True if all experts have the shapes that the buffers are made for. */

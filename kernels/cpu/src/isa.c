@@ -15,6 +15,7 @@
 const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .step = step,
     .head = head,
+    .experts = run_routed,
     .sample = sample,
     .score = score,
 };

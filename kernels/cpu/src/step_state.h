@@ -296,17 +296,60 @@ static void find_spans(step_state *s) {
     }
 }
 
+/* A buffer of the workspace. */
+typedef struct {
+    void *buffer; /* address of the pointer to it */
+    int64_t bytes;
+} claim;
+
+#define EXPERT_CLAIMS 15
+
+/* What experts work in; returns how many claims that are. */
+static int32_t expert_claims(step_state *s, const step_widths *w, claim *claims) {
+    const int64_t real = sizeof(float), whole = sizeof(int32_t);
+    chosen_experts *c = &s->chosen;
+    const claim all[EXPERT_CLAIMS] = {
+        {&s->gate, w->middle * real},
+        {&s->up, w->middle * real},
+        {&c->used, w->used * whole},
+        {&c->first, (w->used + 1) * whole},
+        {&c->first_chunk, (w->used + 1) * whole},
+        {&c->inputs, w->used * (int64_t)sizeof(input)},
+        {&c->row_of, w->pairs * whole},
+        {&c->place_in, w->pairs * whole},
+        {&c->pair_of, w->pairs * whole},
+        {&c->ids, w->pairs * whole},
+        {&c->counts, w->experts * whole},
+        {&c->weights, w->pairs * real},
+        {&c->logits, w->logits * real},
+        {&c->out, w->pairs * s->model->hidden_size * real},
+        {&c->codes, w->expert_codes},
+    };
+    memcpy(claims, all, sizeof all);
+    return EXPERT_CLAIMS;
+}
+
+static ap_status claim_all(ap_engine *engine, const claim *claims, int32_t count) {
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < count; i++) bytes += ap_claim_bytes(claims[i].bytes);
+    if (ap_reserve(engine, bytes)) return AP_NO_MEMORY;
+    for (int32_t i = 0; i < count; i++) {
+        void *claimed = ap_claim(engine, claims[i].bytes);
+        memcpy(claims[i].buffer, &claimed, sizeof claimed);
+    }
+    return AP_OK;
+}
+
 static ap_status claim_buffers(step_state *s) {
     const ap_model *model = s->model;
     step_widths w = widest(s->engine, model, s->cache, s->batch);
-    chosen_experts *c = &s->chosen;
     int64_t rows = s->rows, hidden = rows * model->hidden_size;
     bool selects = s->batch->rows != NULL;
     const int64_t real = sizeof(float), whole = sizeof(int32_t);
     int64_t full = w.sealed ? s->batch->num_seqs * whole : 0;
     bool joins = has_join(model);
     int64_t angles = model->num_ropes * rows * w.rotary * real;
-    struct { void *buffer; int64_t bytes; } claims[] = {
+    const claim own[] = {
         {&s->stream, hidden * real},
         {&s->normed, hidden * real},
         {&s->added, w.added ? hidden * real : 0},
@@ -314,8 +357,6 @@ static ap_status claim_buffers(step_state *s) {
         {&s->inputs, rows * w.inputs * real},
         {&s->mixed, rows * w.mixed * real},
         {&s->selected, selects ? rows * w.mixed * real : 0},
-        {&s->gate, w.middle * real},
-        {&s->up, w.middle * real},
         {&s->cosines, angles},
         {&s->sines, angles},
         {&s->token_inputs, w.token_inputs * real},
@@ -331,29 +372,13 @@ static ap_status claim_buffers(step_state *s) {
         {&s->adapter_of, w.adapted ? rows * whole : 0},
         {&s->adapted.spans, w.adapted ? rows * (int64_t)sizeof(adapter_span) : 0},
         {&s->adapted.shrunk, rows * w.ranks * real},
-        {&c->used, w.used * whole},
-        {&c->first, (w.used + 1) * whole},
-        {&c->first_chunk, (w.used + 1) * whole},
-        {&c->inputs, w.used * (int64_t)sizeof(input)},
-        {&c->row_of, w.pairs * whole},
-        {&c->place_in, w.pairs * whole},
-        {&c->pair_of, w.pairs * whole},
-        {&c->ids, w.pairs * whole},
-        {&c->counts, w.experts * whole},
-        {&c->weights, w.pairs * real},
-        {&c->logits, w.logits * real},
-        {&c->shared_gate, w.pairs ? rows * real : 0},
-        {&c->out, w.pairs * model->hidden_size * real},
-        {&c->codes, w.expert_codes},
+        {&s->chosen.shared_gate, w.pairs ? rows * real : 0},
     };
-    const size_t count = sizeof claims / sizeof *claims;
-    int64_t bytes = 0;
-    for (size_t i = 0; i < count; i++) bytes += ap_claim_bytes(claims[i].bytes);
-    if (ap_reserve(s->engine, bytes)) return AP_NO_MEMORY;
-    for (size_t i = 0; i < count; i++) {
-        void *claimed = ap_claim(s->engine, claims[i].bytes);
-        memcpy(claims[i].buffer, &claimed, sizeof claimed);
-    }
+    const int32_t count = sizeof own / sizeof *own;
+    claim claims[sizeof own / sizeof *own + EXPERT_CLAIMS];
+    memcpy(claims, own, sizeof own);
+    if (claim_all(s->engine, claims, count + expert_claims(s, &w, claims + count)))
+        return AP_NO_MEMORY;
     if (w.sealed) find_open_slots(s);
     if (w.recurrent) find_spans(s);
     s->adapted.stride = (int32_t)w.ranks;

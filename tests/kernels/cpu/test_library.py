@@ -110,7 +110,7 @@ def test_a_library_without_one_of_the_functions_is_refused(tmp_path: Path, name:
 
 
 def header_text() -> str:
-    names = ("appliance_cpu.h", "formats.h", "mixers.h")
+    names = ("appliance_cpu.h", "formats.h", "mixers.h", "routed.h")
     return "".join((build.SOURCES / name).read_text() for name in names)
 
 

@@ -1,0 +1,170 @@
+"""One layer's experts alone, for a caller whose router chose: against float32, row by row."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fp4_weights import random_fp4
+from native_models import ISAS, LIBRARY
+from torch import Tensor
+
+from appliance.kernels.cpu.arena import Arena
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.structs import (
+    ExpertsStruct,
+    GatingStruct,
+    LinearStruct,
+    RoutedStruct,
+    RouterStruct,
+    Status,
+)
+from appliance.kernels.cpu.weights import WeightPacker
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weight import Weight, dense
+
+HIDDEN, MIDDLE, COUNT, TOP_K = 128, 96, 7, 3
+CLAMPED_SWIGLU, RELU_SQUARED = GatingStruct(2, 1.5, 1.7), GatingStruct(3)
+ROWS = (1, 2, 5, 16, 33, 64, 300)
+
+
+def weight_of(form: str, out_features: int, in_features: int, seed: int) -> Weight:
+    random = torch.Generator().manual_seed(seed)
+    if form == "mxfp4":
+        return random_fp4(out_features, in_features, torch.float8_e8m0fnu)
+    if form != "int4":
+        spread = torch.randn(out_features, in_features, generator=random)
+        dtype = torch.float32 if form == "float32" else torch.bfloat16
+        return (spread / math.sqrt(in_features)).to(dtype)
+    codes = torch.randint(
+        0, 256, (out_features, in_features // 2), dtype=torch.uint8, generator=random
+    )
+    scale = torch.rand(out_features, in_features // 32, generator=random) * 0.02
+    middle = torch.full_like(scale, 8)
+    return PackedWeight(codes, scale, middle, OffsetKind.ZERO_POINT, 4, 32)
+
+
+@dataclass
+class Experts:
+    """Experts in the library, and as dense float32 weights with their biases."""
+
+    engine: NativeEngine
+    arena: Arena
+    struct: ExpertsStruct
+    gating: GatingStruct
+    linears: list[list[tuple[Tensor, Tensor] | None]]
+
+    @classmethod
+    def of(cls, engine: NativeEngine, form: str, gating: GatingStruct, *, gated: bool) -> Experts:
+        arena = Arena()
+        packer = WeightPacker(engine, arena, torch.float32 if form == "int4" else torch.bfloat16)
+        if form == "float32":
+            packer = WeightPacker(engine, arena, torch.float32)
+        shapes = [(MIDDLE, HIDDEN), (MIDDLE, HIDDEN) if gated else None, (HIDDEN, MIDDLE)]
+        structs: list[list[LinearStruct]] = [[], [], []]
+        linears: list[list[tuple[Tensor, Tensor] | None]] = []
+        for expert in range(COUNT):
+            linears.append([])
+            for place, shape in enumerate(shapes):
+                if shape is None:
+                    linears[-1].append(None)
+                    continue
+                seed = 10 * expert + place
+                weight = weight_of(form, *shape, seed=seed)
+                bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(seed))
+                structs[place].append(packer.linear(weight, bias))
+                linears[-1].append((dense(weight, "float32"), bias))
+        gate, up, down = (packer.structs(LinearStruct, each) if each else None for each in structs)
+        router = RouterStruct(num_experts=COUNT, top_k=TOP_K)
+        struct = ExpertsStruct(router=router, gate=gate, up=up, down=down)
+        return cls(engine, arena, struct, gating, linears)
+
+    def run(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> tuple[int, Tensor]:
+        out = torch.full((len(hidden) + 1, HIDDEN), 7.0)
+        routed = RoutedStruct(
+            len(hidden), hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+        )
+        status = self.engine.library.ap_run_experts(
+            self.engine.handle,
+            ctypes.byref(self.struct),
+            ctypes.byref(self.gating),
+            ctypes.byref(routed),
+        )
+        assert torch.all(out[-1] == 7)  # nothing beyond is written
+        return status, out[:-1]
+
+    def expected(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden)
+        for row in range(len(hidden)):
+            for expert, weight in zip(ids[row].tolist(), weights[row], strict=True):
+                total[row] += weight * self._one(hidden[row], expert)
+        return total
+
+    def _one(self, x: Tensor, expert: int) -> Tensor:
+        gate, up, down = self.linears[expert]
+        assert gate is not None
+        assert down is not None
+        g = gate[0] @ x + gate[1]
+        if up is None:
+            middle = g.relu().square()
+        else:
+            u = up[0] @ x + up[1]
+            g, u = g.clamp(max=1.5), u.clamp(-1.5, 1.5)
+            middle = g * (1.7 * g).sigmoid() * (u + 1)
+        return down[0] @ middle + down[1]
+
+
+def choices(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, HIDDEN, generator=random)
+    ids = torch.rand(rows, COUNT, generator=random).topk(TOP_K).indices
+    return hidden, ids, torch.rand(rows, TOP_K, generator=random)
+
+
+@pytest.fixture(params=ISAS, ids=lambda isa: isa.name.lower())
+def engine(request: pytest.FixtureRequest) -> Iterator[NativeEngine]:
+    """Two threads, with each instruction set in turn."""
+    before = LIBRARY.ap_current_isa()
+    assert LIBRARY.ap_use_isa(request.param) == Status.OK
+    yield NativeEngine(LIBRARY, 2)
+    LIBRARY.ap_use_isa(before)
+
+
+@pytest.mark.parametrize(
+    ("form", "most"), [("float32", 1e-5), ("bfloat16", 1e-5), ("int4", 0.03), ("mxfp4", 0.03)]
+)
+@pytest.mark.parametrize("gated", [True, False], ids=["clamped", "relu2"])
+def test_rows_are_what_their_experts_say_whatever_is_beside_them(
+    engine: NativeEngine, form: str, most: float, gated: bool
+) -> None:
+    gating = CLAMPED_SWIGLU if gated else RELU_SQUARED
+    experts = Experts.of(engine, form, gating, gated=gated)
+    hidden, ids, weights = choices(ROWS[-1])
+    status, whole = experts.run(hidden, ids, weights)
+    assert status == Status.OK
+    expected = experts.expected(hidden, ids, weights)
+    assert float((whole - expected).norm() / expected.norm()) < most
+    for rows in ROWS:
+        status, some = experts.run(hidden[-rows:], ids[-rows:], weights[-rows:])
+        assert status == Status.OK
+        assert torch.equal(some, whole[-rows:]), rows
+
+
+def test_an_expert_that_is_not_there_is_refused() -> None:
+    experts = Experts.of(NativeEngine(LIBRARY, 1), "float32", RELU_SQUARED, gated=False)
+    hidden, ids, weights = choices(2)
+    for wrong in (-1, COUNT):
+        ids[1, 2] = wrong
+        status, out = experts.run(hidden, ids, weights)
+        assert status == Status.BAD_ARGUMENT
+        assert torch.all(out == 7)
+
+
+def test_no_rows_are_no_work() -> None:
+    experts = Experts.of(NativeEngine(LIBRARY, 1), "float32", RELU_SQUARED, gated=False)
+    status, out = experts.run(*choices(0))
+    assert (status, len(out)) == (Status.OK, 0)
