@@ -47,7 +47,7 @@ class Decoder:
         ropes: the distinct kinds of RoPE, in the order of the layers' indices.
         first_norm: of the embedding, before the first layer; None: the stream as it is.
         positions: embeddings of positions, which are added to those of tokens.
-        weight_bytes: bytes of the weights as laid out.
+        weight_bytes: bytes of the weights as laid out, without those in host memory.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
         on_layer: called after each layer, to show progress in a long step.
     """
@@ -71,7 +71,7 @@ class Decoder:
     def is_enqueued(self) -> bool:
         """See `Executor`."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
-        return all(mlp.grouped is not None for mlp in layers)
+        return all(mlp.is_enqueued for mlp in layers)
 
     @torch.inference_mode()
     def forward(

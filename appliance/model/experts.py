@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import linear
 
 from appliance.kernels.expert_routing import route
+from appliance.model.host_experts import HostExperts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, RoutedMLPs
@@ -31,8 +35,8 @@ class Experts:
         selection_bias: (num_experts,) float32.
         shared_gate: (1, hidden_size) float32.
         expert_scale: (num_experts,) float32.
-        grouped: all experts as one operation; without it `experts` has them one by one, and the
-            host waits to know which are chosen.
+        grouped: all experts as one operation, here or in host memory; without it `experts` has them
+            one by one, and the host waits to know which are chosen.
         norms: the experts' own; see `ExpertsSpec`.
     """
 
@@ -40,13 +44,18 @@ class Experts:
     router_weight: Tensor
     router_bias: Tensor | None
     selection_bias: Tensor | None
-    grouped: RoutedMLPs | None
+    grouped: RoutedMLPs | HostExperts | None
     experts: tuple[MLP, ...]
     shared: MLP | None
     shared_gate: Tensor | None
     expert_scale: Tensor | None
     norms: ExpertNorms | None
     backend: Backend
+
+    @property
+    def is_enqueued(self) -> bool:
+        """True if the host waits for nothing."""
+        return self.grouped is not None and not isinstance(self.grouped, HostExperts)
 
     def __call__(
         self, hidden: Tensor, stream: Tensor, adapters: LayerAdapters | None = None
@@ -56,22 +65,33 @@ class Experts:
         `stream` is what hidden is a norm of.
         """
         if self.norms is None:
+            chosen = self._begin_chosen(hidden, hidden)
             shared = self._shared(hidden, adapters)
-            return (self._chosen(hidden, hidden) + shared).to(hidden.dtype)
+            return (chosen() + shared).to(hidden.dtype)
         norms = self.norms
-        chosen = self._chosen(self._norm(stream, norms.router), self._norm(stream, norms.input))
+        chosen = self._begin_chosen(
+            self._norm(stream, norms.router), self._norm(stream, norms.input)
+        )
         shared = self._norm(self._shared(hidden, adapters).to(hidden.dtype), norms.shared)
-        return shared + self._norm(chosen.to(hidden.dtype), norms.output)
+        return shared + self._norm(chosen().to(hidden.dtype), norms.output)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm.of(x, self.backend)
 
-    def _chosen(self, routed: Tensor, hidden: Tensor) -> Tensor:
-        """Sum what each row's experts say of hidden; float32. The router reads `routed`."""
+    def _begin_chosen(self, routed: Tensor, hidden: Tensor) -> Callable[[], Tensor]:
+        """Sum what each row's experts say of hidden; float32. The router reads `routed`.
+
+        Experts in host memory begin here and are waited for in the call of what this returns.
+        """
         logits = linear(routed.float(), self.router_weight, self.router_bias)
         ids, weights = route(logits, self.router, self.selection_bias, self.expert_scale)
+        if isinstance(self.grouped, HostExperts):
+            return self.grouped.begin(hidden, ids, weights)
         if self.grouped is not None:
-            return self.grouped(hidden, ids, weights)
+            return partial(self.grouped, hidden, ids, weights)
+        return partial(self._one_by_one, hidden, ids, weights)
+
+    def _one_by_one(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for expert in ids.unique().tolist():
             tokens, places = torch.where(ids == expert)

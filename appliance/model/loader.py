@@ -6,6 +6,7 @@ model and one layer.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -37,13 +38,14 @@ from appliance.model.stacked_experts import stack_experts
 from appliance.model.token_input import LayerInput, TokenInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import torch
 
     from appliance.kernels.activation import Gating
     from appliance.kernels.backend import Backend, Linear, RoutedMLPs
     from appliance.kernels.weight import Weight
+    from appliance.model.host_experts import HostExperts, HostSide
     from appliance.model.layer_weights import (
         ExpertsWeights,
         LayerInputWeights,
@@ -67,6 +69,8 @@ def load_decoder(
     on_progress: Callable[[str, int, int], None] | None = None,
     *,
     context_length: int | None = None,
+    host: HostSide | None = None,
+    host_layers: Collection[int] = (),
 ) -> Decoder:
     """Read all weights and lay them out.
 
@@ -77,12 +81,15 @@ def load_decoder(
         on_progress: called with a stage, the number of parts done, and their total.
         context_length: most tokens of a sequence; the model's own by default. Some models rotate
             differently if it exceeds their training context.
+        host: multiplies the experts that stay in host memory.
+        host_layers: their layers.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
         UnsupportedModelError: a weight that is not packed has a type of less than 16 bits.
     """
     reader = ModelReader(source, device, dtype)
+    for_host = reader.for_host()
     report = on_progress or (lambda stage, done, total: None)
     spec = source.spec
     ropes = distinct_ropes(spec)
@@ -95,7 +102,13 @@ def load_decoder(
         next_norm = reader.first_norm(index + 1)
         assert next_norm is not None, "only the first layer may have none"
         next_norm = builder.counted(next_norm)
-        layers.append(builder.layer(index, reader.layer(index), layer_spec, next_norm))
+        in_host = None
+        if index in host_layers:
+            assert host is not None
+            assert isinstance(layer_spec.mlp, ExpertsSpec)
+            in_host = host.lay_out(partial(for_host.expert, index), layer_spec.mlp)
+        weights = reader.layer(index)
+        layers.append(builder.layer(index, weights, layer_spec, next_norm, in_host))
         report("weights", index + 1, total)
     token_inputs = builder.token_inputs(reader.token_input())
     positions = builder.positions(reader.positions())
@@ -136,7 +149,12 @@ class LayerBuilder:
         self._places = spec.cache_places
 
     def layer(
-        self, index: int, weights: LayerWeights, spec: LayerSpec, next_norm: Norm
+        self,
+        index: int,
+        weights: LayerWeights,
+        spec: LayerSpec,
+        next_norm: Norm,
+        in_host: HostExperts | None = None,
     ) -> DecoderLayer:
         return DecoderLayer(
             backend=self._backend,
@@ -145,7 +163,7 @@ class LayerBuilder:
             else self._mixer(weights.mixer, spec.mixer),
             mlp=None
             if weights.mlp is None or spec.mlp is None
-            else self._mlp_or_experts(weights.mlp, spec.mlp),
+            else self._mlp_or_experts(weights.mlp, spec.mlp, in_host),
             mlp_norm=self.optional(weights.mlp_norm),
             next_norm=next_norm,
             mixer_post_norm=self.optional(weights.mixer_post_norm),
@@ -289,12 +307,15 @@ class LayerBuilder:
         )
 
     def _mlp_or_experts(
-        self, weights: MLPWeights | ExpertsWeights, spec: MLPSpec | ExpertsSpec
+        self,
+        weights: MLPWeights | ExpertsWeights,
+        spec: MLPSpec | ExpertsSpec,
+        in_host: HostExperts | None,
     ) -> MLP | Experts:
         if isinstance(weights, MLPWeights):
             return self._mlp(weights, spec)
         assert isinstance(spec, ExpertsSpec)
-        return self._experts(weights, spec)
+        return self._experts(weights, spec, in_host)
 
     def _mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
         """Build an MLP, or one expert."""
@@ -304,7 +325,9 @@ class LayerBuilder:
         assert isinstance(spec.activation, Activation), "a clamp has a gate"
         return MLP(ActivatedLinear(spec.activation, self._linear(weights.gate_up)), down)
 
-    def _experts(self, weights: ExpertsWeights, spec: ExpertsSpec) -> Experts:
+    def _experts(
+        self, weights: ExpertsWeights, spec: ExpertsSpec, in_host: HostExperts | None
+    ) -> Experts:
         shared = None
         if weights.shared is not None:
             assert spec.shared is not None
@@ -316,7 +339,8 @@ class LayerBuilder:
             weights.shared_gate,
         )
         self.nbytes += sum(tensor.nbytes for tensor in others if tensor is not None)
-        grouped, numbers = self._grouped(weights, spec), range(spec.router.num_experts)
+        grouped = self._grouped(weights, spec) if in_host is None else in_host
+        numbers = range(spec.router.num_experts)
         return Experts(
             router=spec.router,
             router_weight=weights.router,

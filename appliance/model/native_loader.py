@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.structs import (
     AttentionStruct,
-    GatingStruct,
     JoinStruct,
     LayerStruct,
     LinearStruct,
@@ -24,7 +22,12 @@ from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, Late
 from appliance.model.linear import stack_neighbours
 from appliance.model.native import NativeDecoder, NativeLinear
 from appliance.model.native_latent import lay_out_latent
-from appliance.model.native_mlp import lay_out_experts, lay_out_mlp
+from appliance.model.native_mlp import (
+    ACTIVATIONS,
+    gating_struct,
+    lay_out_experts,
+    lay_out_mlp,
+)
 from appliance.model.native_recurrent import lay_out_recurrent
 from appliance.model.reader import ModelReader
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
@@ -37,7 +40,6 @@ from appliance.model.tensors import Role
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from appliance.kernels.activation import Gating
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.model.layer_weights import (
         LayerInputWeights,
@@ -51,14 +53,6 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec, MixerSpec, MLPSpec, RopeSpec
 
-_ACTIVATIONS = {
-    Activation.SILU: 0,
-    Activation.GELU_TANH: 1,
-    Activation.RELU_SQUARED: 3,
-    Activation.RELU: 4,
-    Activation.GELU: 5,
-}
-_CLAMPED_SWIGLU = 2
 HEAD_WIDTH_STEP = 16  # the library's vectors
 MOST_HEAD_WIDTH = 512
 MOST_LATENT = 1024
@@ -271,13 +265,7 @@ def _lay_out_mlp(
     if of_all is not None:
         linears = lay_out_mlp(packer, of_all, gated=spec.gated)
         struct.gate, struct.up, struct.down = linears
-    struct.gating = _gating(spec.activation)
-
-
-def _gating(gating: Gating) -> GatingStruct:
-    if isinstance(gating, ClampedSwiGLU):
-        return GatingStruct(_CLAMPED_SWIGLU, gating.limit, gating.alpha)
-    return GatingStruct(_ACTIVATIONS[gating])
+    struct.gating = gating_struct(spec.activation)
 
 
 def _attention(
@@ -323,7 +311,7 @@ def _token_inputs(
         return TokenInputsStruct()
     return TokenInputsStruct(
         width=of_tokens.width,
-        activation=_ACTIVATIONS[of_tokens.activation],
+        activation=ACTIVATIONS[of_tokens.activation],
         embedding=packer.linear(weights.embedding),
         projection=packer.linear(weights.projection.weight),
         norm=_norm(packer, weights.norm),

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.kernels.cpu.structs import ExpertsStruct, LinearStruct, RouterStruct, ScoringCode
+from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.cpu.structs import (
+    ExpertsStruct,
+    GatingStruct,
+    LinearStruct,
+    RouterStruct,
+    ScoringCode,
+)
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.routing import Scoring
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.kernels.activation import Gating
     from appliance.model.layer_weights import ExpertsWeights, MLPWeights
     from appliance.model.linear import LinearPart
     from appliance.model.spec import ExpertsSpec
 
+ACTIVATIONS = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.RELU_SQUARED: 3,
+    Activation.RELU: 4,
+    Activation.GELU: 5,
+}
+_CLAMPED_SWIGLU = 2
 _SCORINGS = {scoring: ScoringCode[scoring.name] for scoring in Scoring}
 
 
@@ -35,10 +53,7 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
         The address of their struct, in the arena.
     """
     router = spec.router
-    linears = [
-        lay_out_mlp(packer, weights.expert(i), gated=spec.gated) for i in range(router.num_experts)
-    ]
-    gates, ups, downs = zip(*linears, strict=True)
+    gate, up, down = lay_out_each(packer, weights.expert, spec)
     # Routers decide, so theirs are the only weights that are never rounded.
     exact = WeightPacker(packer.engine, packer.arena, "float32")
     bias, scale, norms = weights.selection_bias, weights.expert_scale, weights.norms
@@ -60,15 +75,39 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
         shared_gate=LinearStruct()
         if weights.shared_gate is None
         else exact.linear(weights.shared_gate),
-        gate=packer.structs(LinearStruct, gates),
-        up=packer.structs(LinearStruct, ups) if spec.gated else None,
-        down=packer.structs(LinearStruct, downs),
+        gate=gate,
+        up=up,
+        down=down,
     )
     if norms is not None:
         for name in ("router", "input", "shared", "output"):
             norm = getattr(norms, name)
             setattr(struct, f"{name}_norm", packer.norm(norm.weight, norm.eps))
     return packer.structs(ExpertsStruct, [struct])
+
+
+def lay_out_each(
+    packer: WeightPacker, expert: Callable[[int], MLPWeights], spec: ExpertsSpec
+) -> tuple[int, int | None, int]:
+    """Lay out all experts, one at a time.
+
+    Returns:
+        The addresses of the structs of their gates, ups and downs, as `lay_out_mlp` has them.
+    """
+    numbers = range(spec.router.num_experts)
+    linears = [lay_out_mlp(packer, expert(number), gated=spec.gated) for number in numbers]
+    gates, ups, downs = zip(*linears, strict=True)
+    return (
+        packer.structs(LinearStruct, gates),
+        packer.structs(LinearStruct, ups) if spec.gated else None,
+        packer.structs(LinearStruct, downs),
+    )
+
+
+def gating_struct(gating: Gating) -> GatingStruct:
+    if isinstance(gating, ClampedSwiGLU):
+        return GatingStruct(_CLAMPED_SWIGLU, gating.limit, gating.alpha)
+    return GatingStruct(ACTIVATIONS[gating])
 
 
 def _gate_and_up(parts: list[LinearPart]) -> tuple[LinearPart, LinearPart]:

@@ -5,12 +5,12 @@ Knows no family and no file format.
 
 from __future__ import annotations
 
-from collections import Counter
+from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.gguf.loss import Loss
 from appliance.kernels import arrays
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.weight import dense
@@ -33,7 +33,7 @@ from appliance.model.norm import Norm
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from appliance.model.row_orders import attention_rows, delta_rate_rows, delta_rows
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
-from appliance.model.weight_format import format_of, formats_in_words
+from appliance.model.weight_format import FormatCounts, format_of
 
 if TYPE_CHECKING:
     import torch
@@ -69,9 +69,13 @@ class ModelReader:
         self._device = device
         self._dtype = dtype
         self._native = native
-        self._layer_formats: Counter[str] = Counter()  # bytes by format
-        self._head_format = ""
-        self._widened: dict[str, Loss] = {}  # by the type that it was
+        self._formats = FormatCounts()
+
+    def for_host(self) -> ModelReader:
+        """Return one that leaves weights in host memory for the CPU library, and counts here."""
+        reader = copy(self)
+        reader._device, reader._native = None, True
+        return reader
 
     def layer(self, index: int) -> LayerWeights:
         spec, names = self._source.spec.layers[index], self._names
@@ -127,7 +131,7 @@ class ModelReader:
             )
             embedding, head = (dense(matrix, "float32") for matrix in (embedding, head))
             embedding, head = dense(embedding @ into.T, self._dtype), dense(head @ out, self._dtype)
-        self._head_format = self._format(head)
+        self._formats.set_head(self._format(head))
         return embedding, head
 
     def join(self, names: JoinNames) -> tuple[Norm, Norm, Weight | None]:
@@ -146,12 +150,7 @@ class ModelReader:
 
     def weight_format(self) -> str:
         """Describe the formats of the weights read: layers by frequency, then the head."""
-        formats = [name for name, _ in self._layer_formats.most_common()]
-        widened = ", ".join(
-            f"{name} with an error of {loss.relative:.2%}" for name, loss in self._widened.items()
-        )
-        words = formats_in_words(formats, self._head_format)
-        return f"{words}; widened from {widened}" if widened else words
+        return self._formats.in_words()
 
     def _mixer(self, index: int, spec: MixerSpec) -> MixerWeights:
         match spec:
@@ -285,26 +284,24 @@ class ModelReader:
         )
 
     def _experts(self, index: int, spec: ExpertsSpec) -> ExpertsWeights:
-        names = self._names.experts
-
-        def full(part: str) -> Tensor:
-            return self._exact(index, part)
-
-        def expert(number: int) -> MLPWeights:
-            gate_up = tuple(part.format(number) for part in names.gate_up)
-            return self._mlp(index, gate_up, names.down.format(number), spec.bias)
-
+        names, full = self._names.experts, partial(self._exact, index)
         shared, of_all = spec.shared, (names.shared_gate_up, names.shared_down)
         return ExpertsWeights(
             router=full(f"{names.router}.weight"),
             router_bias=full(f"{names.router}.bias") if spec.router.bias else None,
             selection_bias=full(names.selection_bias) if spec.router.selection_bias else None,
-            expert=expert,
+            expert=partial(self.expert, index),
             shared=None if shared is None else self._mlp(index, *of_all, shared.bias),
             shared_gate=full(f"{names.shared_gate}.weight") if spec.shared_gate else None,
             expert_scale=full(names.expert_scale) if spec.router.expert_scale else None,
             norms=self._expert_norms(index) if spec.own_norms else None,
         )
+
+    def expert(self, index: int, number: int) -> MLPWeights:
+        names, spec = self._names.experts, self._source.spec.layers[index].mlp
+        assert isinstance(spec, ExpertsSpec)
+        gate_up = tuple(part.format(number) for part in names.gate_up)
+        return self._mlp(index, gate_up, names.down.format(number), spec.bias)
 
     def _expert_norms(self, index: int) -> ExpertNorms:
         names, spec = self._names.experts, self._source.spec.layers[index].norm
@@ -347,7 +344,7 @@ class ModelReader:
             name = self._names.in_layer(index, source)
             weight = self._load(f"{name}.weight")
             parts.append(LinearPart(weight, self._dense(f"{name}.bias") if bias else None))
-            self._layer_formats[self._format(weight)] += weight.nbytes
+            self._formats.add(self._format(weight), weight.nbytes)
         return parts
 
     def _head_norm(self, index: int, part: str, spec: NormSpec | None) -> Norm | None:
@@ -392,7 +389,7 @@ class ModelReader:
         from appliance.gguf.converted import widen
 
         packed, loss = widen(weight)
-        self._widened[weight.type_name] = self._widened.get(weight.type_name, Loss()) + loss
+        self._formats.add_loss(weight.type_name, loss)
         return packed
 
     def _format(self, weight: Weight) -> str:

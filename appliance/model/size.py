@@ -33,7 +33,14 @@ _ALIGNMENT = 64  # of the library's tensors
 
 
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
-    """Estimate the bytes of all weights, rounded up where the backend chooses the layout.
+    """Estimate the bytes of all weights, rounded up where the backend chooses the layout."""
+    return math.ceil(sum(slot_bytes(source, slot, device, dtype) for slot in source.slots()))
+
+
+def slot_bytes(
+    source: ModelSource, slot: TensorSlot, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Estimate the bytes of one tensor.
 
     On a GPU packed and FP8 weights stay so, unless activations are float32; all other matrices have
     the activations' type, and a packed embedding stays packed too.
@@ -41,22 +48,20 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
     stay_packed = (
         {4, 8} if device.type != "cpu" and arrays.dtype_name(dtype) != "float32" else set[int]()
     )
-    total = 0.0
-    for slot in source.slots():
-        count = math.prod(slot.shape)
-        bits = source.weights.packed_bits(slot.name)
-        float_bits = source.weights.float_bits(slot.name)
-        if len(slot.shape) != 2:  # norms, biases and filters
-            total += 4 * count
-        elif float_bits in stay_packed:
-            total += count * (float_bits / 8 + _FLOAT_SCALE_BYTES_PER_WEIGHT[float_bits])
-        elif bits in stay_packed:
-            total += count * (bits / 8 + _PARAMS_BYTES_PER_WEIGHT)
-        else:
-            total += count * dtype.itemsize
-        if slot.role is Role.EMBEDDING and bits is not None:
-            total += count * bits / 8 * 1.25
-    return math.ceil(total)
+    count = math.prod(slot.shape)
+    bits = source.weights.packed_bits(slot.name)
+    float_bits = source.weights.float_bits(slot.name)
+    if len(slot.shape) != 2:  # norms, biases and filters
+        total = 4.0 * count
+    elif float_bits in stay_packed:
+        total = count * (float_bits / 8 + _FLOAT_SCALE_BYTES_PER_WEIGHT[float_bits])
+    elif bits in stay_packed:
+        total = count * (bits / 8 + _PARAMS_BYTES_PER_WEIGHT)
+    else:
+        total = count * dtype.itemsize
+    if slot.role is Role.EMBEDDING and bits is not None:
+        total += count * bits / 8 * 1.25
+    return total
 
 
 def estimate_native_bytes(
@@ -64,26 +69,28 @@ def estimate_native_bytes(
 ) -> int:
     """Estimate the bytes of all weights in the CPU library, rounded up; a tied matrix counts once.
 
-    FP8 weights are counted in `dtype`, the most that they take. `copies` returns how often a
-    tensor is held.
+    `copies` returns how often a tensor is held.
     """
-    total = 0.0
-    for slot in source.slots():
-        count = math.prod(slot.shape) * copies(slot)
-        bits, float_bits = (
-            source.weights.packed_bits(slot.name),
-            source.weights.float_bits(slot.name),
-        )
-        weights = source.weights
-        if len(slot.shape) != 2:  # norms, biases and filters
-            total += 4 * count
-        elif isinstance(weights, GGUFWeights) and (bits or float_bits):
-            total += count * weights.held_bytes(slot.name)
-        elif float_bits == 4:
-            total += count * (float_bits / 8 + _SCALE_BYTES_PER_WEIGHT)
-        elif bits is not None and float_bits is None:
-            total += count * (bits / 8 + _SCALE_BYTES_PER_WEIGHT)
-        else:
-            total += count * dtype.itemsize
-        total += _ALIGNMENT
-    return math.ceil(total)
+    slots = source.slots()
+    return math.ceil(sum(native_slot_bytes(source, slot, dtype, copies(slot)) for slot in slots))
+
+
+def native_slot_bytes(source: ModelSource, slot: TensorSlot, dtype: Any, copies: int = 1) -> float:
+    """Estimate the bytes of one tensor in the CPU library.
+
+    FP8 weights are counted in `dtype`, the most that they take.
+    """
+    count = math.prod(slot.shape) * copies
+    weights = source.weights
+    bits, float_bits = weights.packed_bits(slot.name), weights.float_bits(slot.name)
+    if len(slot.shape) != 2:  # norms, biases and filters
+        total = 4.0 * count
+    elif isinstance(weights, GGUFWeights) and (bits or float_bits):
+        total = count * weights.held_bytes(slot.name)
+    elif float_bits == 4:
+        total = count * (float_bits / 8 + _SCALE_BYTES_PER_WEIGHT)
+    elif bits is not None and float_bits is None:
+        total = count * (bits / 8 + _SCALE_BYTES_PER_WEIGHT)
+    else:
+        total = count * dtype.itemsize
+    return total + _ALIGNMENT

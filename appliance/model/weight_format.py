@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from appliance.gguf.loss import Loss
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
@@ -46,7 +48,33 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
     return name if is_held or native else f"{name} (held as {dense})"
 
 
-def formats_in_words(formats: Sequence[str], head: str) -> str:
+class FormatCounts:
+    """Counts what is read of a model: bytes by format, and what was lost by another form."""
+
+    def __init__(self) -> None:
+        self._layers: Counter[str] = Counter()
+        self._head = ""
+        self._widened: dict[str, Loss] = {}  # by the type that it was
+
+    def add(self, format: str, nbytes: int) -> None:
+        self._layers[format] += nbytes
+
+    def set_head(self, format: str) -> None:
+        self._head = format
+
+    def add_loss(self, type_name: str, loss: Loss) -> None:
+        self._widened[type_name] = self._widened.get(type_name, Loss()) + loss
+
+    def in_words(self) -> str:
+        """Describe layers by frequency, then the head."""
+        words = _joined([name for name, _ in self._layers.most_common()], self._head)
+        widened = ", ".join(
+            f"{name} with an error of {loss.relative:.2%}" for name, loss in self._widened.items()
+        )
+        return f"{words}; widened from {widened}" if widened else words
+
+
+def _joined(formats: Sequence[str], head: str) -> str:
     """Join the formats of layers, the most frequent first, and that of the head, if any."""
     if not head:
         return " + ".join(formats)

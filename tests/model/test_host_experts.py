@@ -1,0 +1,145 @@
+"""Experts in host memory beside a decoder of torch, against the decoder that has them all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from expert_models import EXPERTS
+from native_models import LIBRARY
+from recurrent_models import RECURRENT
+from teacher_forcing import logits_of
+
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.model.experts import Experts
+from appliance.model.host_experts import HostExperts, HostSide
+from appliance.model.layers import MLP
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.model.spec import ExpertsSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from appliance.model.decoder import Decoder
+    from appliance.model.source import ModelSource
+
+DEVICE = torch.device("cpu")
+SIZES = {"head_dim": 16, "hidden_size": 64}
+# Biases and clamps; norms of their own and scales; a shared expert with and without a gate; groups;
+# no gate; dense layers between.
+FAMILIES = {
+    name: (EXPERTS | RECURRENT)[name]
+    for name in ("gpt_oss", "gemma4", "qwen2_moe", "glm4_moe", "qwen3_moe", "nemotron_h")
+}
+
+
+def layers_with_experts(source: ModelSource) -> list[int]:
+    return [i for i, layer in enumerate(source.spec.layers) if isinstance(layer.mlp, ExpertsSpec)]
+
+
+def split(
+    source: ModelSource, layers: Collection[int], dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Load a decoder whose experts of some layers are on the host."""
+    side = HostSide(NativeEngine(LIBRARY, 2), DEVICE, dtype)
+    return load_decoder(source, REFERENCE, DEVICE, dtype, host=side, host_layers=layers)
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(
+    request: pytest.FixtureRequest, make_model: Callable[..., Any], save: Callable[[Any], Path]
+) -> Path:
+    model_type, settings = FAMILIES[request.param]
+    if request.param == "nemotron_h":
+        settings = settings | {"num_hidden_layers": 7}
+    return save(make_model(model_type, **SIZES | settings))
+
+
+def test_logits_are_those_of_the_decoder_that_has_all_experts(
+    folder: Path, token_ids: list[int]
+) -> None:
+    source = open_model(folder)
+    numbers = layers_with_experts(source)
+    whole = load_decoder(source, REFERENCE, DEVICE, torch.float32)
+    expected = logits_of(whole, token_ids)
+    for layers in (numbers, numbers[-1:]):
+        decoder = split(source, layers)
+        found = logits_of(decoder, token_ids)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        assert torch.equal(found.argmax(1), expected.argmax(1))
+        for chunks in ([7, 1, 9, 20, 1, 1, 6], [1] * 45):
+            cut = logits_of(decoder, token_ids, chunks=chunks)
+            torch.testing.assert_close(cut, expected, atol=1e-4, rtol=0)
+
+
+def test_the_device_holds_no_weight_of_them(folder: Path) -> None:
+    source = open_model(folder)
+    numbers = layers_with_experts(source)
+    whole = load_decoder(source, REFERENCE, DEVICE, torch.float32)
+    decoder = split(source, numbers[:1])
+    experts = decoder.layers[numbers[0]].mlp
+    assert isinstance(experts, Experts)
+    assert isinstance(experts.grouped, HostExperts)
+    of_layer = sum(
+        4 * torch.Size(slot.shape).numel()
+        for slot in source.slots()
+        if slot.layer == numbers[0] and slot.expert is not None
+    )
+    if whole.layers[numbers[0]].mlp.experts[0].down.bias is None:  # type: ignore[union-attr]
+        assert whole.weight_bytes - decoder.weight_bytes == of_layer
+    assert of_layer <= experts.grouped.nbytes < 1.6 * of_layer  # tiles of 16 outputs
+    assert decoder.weight_format == whole.weight_format
+    assert not decoder.is_enqueued
+
+
+def test_the_shared_expert_runs_between_sending_rows_and_waiting_for_sums(
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model_type, settings = EXPERTS["glm4_moe"]
+    source = open_model(save(make_model(model_type, **SIZES | settings)))
+    numbers = layers_with_experts(source)
+    decoder = split(source, numbers)
+    calls: list[str] = []
+
+    def noted(kind: type, name: str, word: str) -> None:
+        function = getattr(kind, name)
+
+        def run(self: Any, *arguments: Any) -> Any:
+            calls.append(word)
+            return function(self, *arguments)
+
+        monkeypatch.setattr(kind, name, run)
+
+    noted(HostExperts, "begin", "begin")
+    noted(HostExperts, "_multiply", "host")
+    noted(MLP, "__call__", "device")
+    logits_of(decoder, token_ids)
+    dense = len(source.spec.layers) - len(numbers)
+    assert calls == ["device"] * dense + ["begin", "device", "host"] * len(numbers)
+
+
+def test_half_precision_crosses_as_it_is_and_sums_come_back_in_float32(
+    make_model: Callable[..., Any], save: Callable[[Any], Path]
+) -> None:
+    model_type, settings = EXPERTS["gpt_oss"]
+    source = open_model(save(make_model(model_type, **SIZES | settings)))
+    whole = load_decoder(source, REFERENCE, DEVICE, torch.bfloat16)
+    decoder = split(source, [1], torch.bfloat16)
+    ours, theirs = decoder.layers[1].mlp, whole.layers[1].mlp
+    assert isinstance(ours, Experts)
+    assert isinstance(theirs, Experts)
+    assert isinstance(ours.grouped, HostExperts)
+    random = torch.Generator().manual_seed(3)
+    for rows in (1, 2, 5, 16, 33, 64, 3, 0):
+        hidden = torch.randn(rows, 64, generator=random).bfloat16()
+        said, expected = ours(hidden, hidden), theirs(hidden, hidden)
+        assert said.dtype == torch.bfloat16
+        # torch rounds between two linears, the library does not
+        torch.testing.assert_close(said, expected, atol=0.05, rtol=0.05)
