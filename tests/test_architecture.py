@@ -87,7 +87,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": set(),
     "service": {"config"},
     "fit": {
-        "bench", "config", "engine.memory_plan", "engine.memory_request", "gguf", "hub", "model",
+        "bench", "config", "engine.memory_plan", "engine.memory_request",
+        "engine.expert_placement", "gguf", "hub", "model",
     },
     "doctor": {
         "config", "api_keys", "hub", "jobs", "progress", "kernels.cpu", "kernels.packed_matmul",
@@ -129,7 +130,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
         "engine.load_speculation", "engine.admission", "engine.memory_request",
         "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.memory_refusal",
-        "engine.workspace",
+        "engine.workspace", "engine.expert_placement",
     },
     "engine": {
         "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.load_encoder",

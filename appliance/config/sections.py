@@ -143,6 +143,16 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         int | None,
         Setting("CPU threads.", Group.COMPUTE, low=1, high=1024, default_is="the physical cores"),
     ] = None
+    experts_on_cpu: Annotated[
+        int | None,
+        Setting(
+            "Layers whose experts stay in host memory, where the CPU multiplies them for the GPU.",
+            Group.COMPUTE,
+            low=0,
+            high=1024,
+            default_is="as few as the GPU's memory allows",
+        ),
+    ] = None
     prefix_caching: Annotated[
         bool, Setting("Reuse the KV cache of prefixes that prompts share.", Group.KV)
     ] = True

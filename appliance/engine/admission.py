@@ -59,7 +59,9 @@ class Admission:
 
 def total_bytes(plan: MemoryPlan, request: MemoryRequest) -> int:
     """Return the bytes of a plan that lie in the memory it divides."""
-    host_bytes = plan.kv_host_bytes if request.host_budget_bytes is None else 0
+    host_bytes = 0
+    if request.host_budget_bytes is None:
+        host_bytes = plan.kv_host_bytes + plan.host_experts.num_bytes
     return (
         plan.process_bytes
         + plan.weight_bytes

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.execution.execution import Processor
-    from appliance.engine.memory_plan import MemoryPlan
+    from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.run.device import Device
     from appliance.engine.runner_setup import RunnerParts
     from appliance.model.source import ModelSource
@@ -72,15 +72,32 @@ def describe(
 
 
 def notes_on(
-    source: ModelSource, device: Device, plan: MemoryPlan, *, is_enqueued: bool
+    source: ModelSource,
+    device: Device,
+    plan: MemoryPlan,
+    request: MemoryRequest,
+    *,
+    is_enqueued: bool,
 ) -> tuple[str, ...]:
     """Return what a user should know of a model's weights, of a GPU's kernels and of the memory.
 
     Args:
+        request: that the plan answers.
         is_enqueued: whether no layer waits to know which experts it needs.
     """
-    on_device = _torch_notes(source, device, is_enqueued=is_enqueued)
-    return (*source.weights.notes(), *on_device, *_host_notes(plan))
+    on_host = bool(plan.host_experts.layers)
+    split = (_split_note(source, device, plan, request),) if on_host else ()
+    on_device = _torch_notes(source, device, is_enqueued=is_enqueued or on_host)
+    return (*source.weights.notes(), *split, *on_device, *_host_notes(plan))
+
+
+def _split_note(
+    source: ModelSource, device: Device, plan: MemoryPlan, request: MemoryRequest
+) -> str:
+    from appliance.engine.expert_placement.prediction import split_in_words
+
+    name = device_name(device.torch_device, 1)
+    return split_in_words(source, plan, request.kv_bytes_per_token, name)
 
 
 def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> tuple[str, ...]:

@@ -20,12 +20,13 @@ from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.draft_source import HeadDraft, open_draft
 from appliance.engine.engine_info import describe, notes_on
 from appliance.engine.execution.choice import choose_execution
+from appliance.engine.execution.native_engine import native_engine
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import in_words
 from appliance.engine.load_speculation import load_speculator
 from appliance.engine.load_tiers import load_tiers
-from appliance.engine.memory_plan import plan_memory
+from appliance.engine.memory_plan import plan_memory, settled_by_estimate
 from appliance.engine.memory_request import choose_precision, memory_of, num_open_of
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.rates import Rates
@@ -92,6 +93,7 @@ def load_parts(
     source = source or open_model(Path(config.model), in_torch=False)
     opened = _open(config, source, device)
     request, plan = _plan(config, opened, admission or Admission())
+    opened = _with_host(config, opened, plan)
     stages.append(("header and plan", time.monotonic()))
     executor = opened.execution.load(source, on_progress, plan.context_length, beacon)
     release_unused()  # memory that reading the weights took
@@ -134,7 +136,7 @@ def load_parts(
         config, blocks, moves, states, rates, info, opened.precision, plan.kv_host_bytes
     )
     stages.append(("KV cache", time.monotonic()))
-    own_notes = notes_on(source, opened.device, plan, is_enqueued=executor.is_enqueued)
+    own_notes = notes_on(source, opened.device, plan, request, is_enqueued=executor.is_enqueued)
     of_ranks = executor.notes() if isinstance(executor, RankedDecoder) else ()
     notes = (*opened.notes, *of_ranks, *own_notes, *tier_notes)
     info = msgspec.structs.replace(info, notes=notes, stages=tuple(stages))
@@ -199,15 +201,32 @@ def _plan(
     measured = opened.device.is_asynchronous
     chosen = (opened.source, opened.precision, opened.execution, opened.num_open, opened.draft)
     request = admission.plan(partial(memory_of, config, *chosen), measured=measured)
+    if not measured:
+        return request, plan_memory(request)
+    request = settled_by_estimate(request)
     # Where the workspace is measured later, refuse only what cannot fit at all.
-    return request, plan_memory(replace(request, workspace_bytes=0) if measured else request)
+    return request, plan_memory(replace(request, workspace_bytes=0))
+
+
+def _with_host(config: EngineConfig, opened: _Opened, plan: MemoryPlan) -> _Opened:
+    """Start what multiplies the experts that stay in host memory."""
+    layers = plan.host_experts.layers
+    if not layers:
+        return opened
+    from appliance.engine.execution.torch_execution import HostPart, TorchExecution
+
+    assert isinstance(opened.execution, TorchExecution)
+    engine, isa = native_engine(config, opened.threads)
+    host = HostPart(layers, engine, isa.name)
+    return replace(opened, execution=replace(opened.execution, host=host))
 
 
 def _process_bytes(plan: MemoryPlan, executor: Executor[Any]) -> int:
     """Return the process's bytes without the model; more of the libraries is in use than before."""
     if not plan.process_bytes:
         return 0
-    return max(plan.process_bytes, resident_bytes() - executor.weight_bytes)
+    weight_bytes = executor.weight_bytes + plan.host_experts.num_bytes
+    return max(plan.process_bytes, resident_bytes() - weight_bytes)
 
 
 def _runner_parts(

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.engine.expert_placement.split import NONE_ON_HOST, settle, with_on_host
 from appliance.engine.memory_refusal import as_size, refusal
 from appliance.engine.state_memory import NO_STATES, StateMemory, needed_states, planned_states
 from appliance.engine.workspace import workspace_bytes
 from appliance.errors import ConfigError, MemoryPlanError
 
 if TYPE_CHECKING:
+    from appliance.engine.expert_placement.split import ExpertChoice, ExpertsOnHost
     from appliance.model.spec import DecoderSpec
 
 # On a CPU, whose memory other programs want too, a cache for this many whole contexts is enough for
@@ -43,6 +45,7 @@ class MemoryPlan:
     states: StateMemory = NO_STATES
     adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
     draft_bytes: int = 0  # of what drafts, without its part of the cache
+    host_experts: ExpertsOnHost = NONE_ON_HOST  # beside `weight_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class MemoryRequest:
     adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
     draft_bytes: int = 0  # of what drafts, without its part of the cache
     state_copies: int = 1  # of a recurrent state, which every rank keeps whole
+    experts: ExpertChoice | None = None  # still to be decided; `weight_bytes` has them all
+    host_experts: ExpertsOnHost = NONE_ON_HOST  # decided, beside `weight_bytes`
 
     @property
     def host_share(self) -> int:
@@ -86,6 +91,33 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         MemoryPlanError: one whole context does not fit beside the weights, or there is less host
             memory than requested.
     """
+    return _divide(settle_experts(request))
+
+
+def settle_experts(request: MemoryRequest) -> MemoryRequest:
+    """Decide which layers' experts stay in host memory, so that the rest fits.
+
+    Raises:
+        MemoryPlanError: as `plan_memory`.
+    """
+    return settle(request, _divide)
+
+
+def settled_by_estimate(request: MemoryRequest) -> MemoryRequest:
+    """Decide the same before the workspace is measured, which an estimate is rarely below.
+
+    Where even all experts in host memory would not do by the estimate, they may by the measure.
+    """
+    try:
+        return settle_experts(request)
+    except MemoryPlanError:
+        choice = request.experts
+        if choice is None:
+            return request
+        return with_on_host(request, len(choice.layers) if choice.asked is None else choice.asked)
+
+
+def _divide(request: MemoryRequest) -> MemoryPlan:
     context = request.max_model_len or request.spec.context_length
     if context > request.spec.context_length:
         raise ConfigError(
@@ -96,6 +128,9 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     block_bytes = request.kv_bytes_per_token * request.block_size
     taken = request.process_bytes + request.weight_bytes + workspace + request.host_share
     taken += needed_states(request).num_bytes + request.adapter_bytes + request.draft_bytes
+    _check_host_experts(request)
+    if request.host_budget_bytes is None:
+        taken += request.host_experts.num_bytes
     for_kv = request.budget_bytes - taken
     least = -(-context // request.block_size)
     sure = max(least * block_bytes, request.kv_cache_memory or 0)
@@ -125,6 +160,19 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         states=states,
         adapter_bytes=request.adapter_bytes,
         draft_bytes=request.draft_bytes,
+        host_experts=request.host_experts,
+    )
+
+
+def _check_host_experts(request: MemoryRequest) -> None:
+    """Refuse experts that do not fit the memory beside a GPU, whose budget is without them."""
+    on_host, left = request.host_experts, request.host_budget_bytes
+    if not on_host.layers or left is None or left >= 0:
+        return
+    raise MemoryPlanError(
+        f"this does not fit: the experts of {len(on_host.layers)} layers (--experts-on-cpu) need"
+        f" {as_size(on_host.num_bytes)} of host memory and"
+        f" {as_size(max(left + on_host.num_bytes, 0))} may be used"
     )
 
 

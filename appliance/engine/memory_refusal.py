@@ -34,11 +34,13 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     slots = request.adapter_bytes
     adapters = f", {as_size(slots)} of adapters (--max-loras, --max-lora-rank)" if slots else ""
     draft = f", {as_size(own)} of what drafts" if (own := request.draft_bytes) else ""
+    on_host = len(request.host_experts.layers)
+    experts = f" without the experts of {on_host} layers" if on_host else ""
     numbers = (
         f"{wish}one context of {context:,} tokens needs {as_size(needed)} of KV cache"
         f" ({request.kv_format})"
-        f" beside {as_size(request.weight_bytes)} of weights{itself}{recurrent}{adapters}{draft}"
-        f" and {as_size(workspace)} of"
+        f" beside {as_size(request.weight_bytes)} of weights{experts}{itself}{recurrent}{adapters}"
+        f"{draft} and {as_size(workspace)} of"
         f" workspace{swapped}; {as_size(request.budget_bytes)} may be used"
     )
     usable = for_kv if asked is None else min(for_kv, asked)

@@ -10,6 +10,7 @@ from appliance.engine.draft_source import open_draft
 from appliance.engine.execution.choice import choose_execution, why_not_native
 from appliance.engine.execution.execution import Processor
 from appliance.engine.execution.native_execution import NativeExecution
+from appliance.engine.expert_placement.choice import expert_choice
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.errors import ConfigError
@@ -163,6 +164,7 @@ def memory_of(
         adapter_bytes=copies * of_adapters,
         state_copies=copies,
         host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
+        experts=expert_choice(config, source, execution),
     )
     return request if draft is None else draft.added_to(request)
 

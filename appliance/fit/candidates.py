@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.expert_placement.prediction import token_time
+from appliance.engine.expert_placement.split import LayerExperts
 from appliance.engine.memory_plan import plan_memory
 from appliance.engine.memory_request import request_memory
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.model.spec import ExpertsSpec
-from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.config import EngineConfig
+    from appliance.engine.expert_placement.split import ExpertChoice
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.fit.place import ModelPlace
     from appliance.model.source import ModelSource
@@ -40,7 +41,7 @@ class FitRow:
         streams: whole contexts that fit at once.
         plan: of memory; None if it does not fit.
         refusal: why not, with the nearest that does.
-        rate: most tokens/s of one stream, bytes over bandwidth; None without a bandwidth.
+        rate: most tokens/s of one stream, see `token_time`; None without a bandwidth.
     """
 
     weights: str
@@ -53,8 +54,13 @@ class FitRow:
     rate: float | None = None
 
     @property
+    def experts_on_cpu(self) -> int:
+        """Number of layers whose experts stay in host memory."""
+        return 0 if self.plan is None else len(self.plan.host_experts.layers)
+
+    @property
     def total_bytes(self) -> int:
-        """All that is planned; 0 if it does not fit."""
+        """All that is planned, without experts in host memory; 0 if it does not fit."""
         if self.plan is None:
             return 0
         plan = self.plan
@@ -73,7 +79,8 @@ def candidates(
     """List the ways to serve, the best first.
 
     Those that fit come first; among them those that are fast enough to read along, then those that
-    change the model least, then the faster. Weights as they are come before weights to be made.
+    leave all experts where the rest is, then those that change the model least, then the faster.
+    Weights as they are come before weights to be made.
 
     Args:
         source: the model.
@@ -106,7 +113,8 @@ def candidates(
                 saved = _saved_bytes(source, bits)
                 if saved is None:
                     continue
-                sized = replace(request, weight_bytes=request.weight_bytes - saved)
+                left, experts = request.weight_bytes - saved, _quantized(request.experts, bits)
+                sized = replace(request, weight_bytes=left, experts=experts)
             found.append(_candidate(source, sized, place, weights, kv, wanted, streams))
     return sorted(found, key=_rank)
 
@@ -141,7 +149,7 @@ def _candidate(
             streams,
             plan,
             refusal,
-            _rate(source, asked, place, context),
+            _rate(source, plan, asked, place, context),
         )
     return FitRow(weights, kv, request.kv_format, wanted, streams, None, refusal)
 
@@ -169,24 +177,26 @@ def _saved_bytes(source: ModelSource, bits: float) -> int | None:
 
 
 def _rate(
-    source: ModelSource, request: MemoryRequest, place: ModelPlace, context: int
+    source: ModelSource, plan: MemoryPlan, request: MemoryRequest, place: ModelPlace, context: int
 ) -> float | None:
-    """Return bandwidth over the bytes that a step of one stream reads, at half of its context."""
+    """Return most tokens/s of one stream, at half of its context."""
     if place.bandwidth is None:
         return None
-    total, active = 0, 0.0
-    for slot in source.slots():
-        count = math.prod(slot.shape)
-        mlp = None if slot.layer is None else source.spec.layers[slot.layer].mlp
-        share = 1.0
-        if slot.expert is not None and isinstance(mlp, ExpertsSpec):
-            share = mlp.router.top_k / mlp.router.num_experts
-        if slot.role is Role.EMBEDDING and not source.spec.tied_head:
-            share = 0.0
-        total += count
-        active += count * share
-    read = request.weight_bytes * active / total + request.kv_bytes_per_token * context / 2
-    return place.bandwidth * 1e9 / read
+    kv_bytes = request.kv_bytes_per_token * context / 2
+    time = token_time(source, plan.weight_bytes, kv_bytes, plan.host_experts, place.bandwidth)
+    return time.per_second
+
+
+def _quantized(choice: ExpertChoice | None, bits: float) -> ExpertChoice | None:
+    """Return what may leave the device, in so many bits instead of 16."""
+    if choice is None:
+        return None
+    share = bits / 16
+    layers = (
+        LayerExperts(one.layer, int(one.device_bytes * share), math.ceil(one.host_bytes * share))
+        for one in choice.layers
+    )
+    return replace(choice, layers=tuple(layers))
 
 
 def _rank(one: FitRow) -> tuple[float, ...]:
@@ -196,6 +206,7 @@ def _rank(one: FitRow) -> tuple[float, ...]:
         one.plan is None,
         is_slow,
         -one.context_length,
+        one.experts_on_cpu > 0,
         order.index(one.weights),
         KV_WORDS.index(one.kv),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.engine.expert_placement.gpus import GIB, gpu_named
 from appliance.engine.memory_request import has_gpu
 from appliance.errors import ConfigError
-from appliance.fit.gpus import GIB, gpu_named
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from appliance.engine.expert_placement.prediction import HOST_GB_PER_SECOND
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,6 +43,11 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
         "memory: weights, KV cache, the largest step, and the engine's process. quality: mean KL"
         " divergence of the KV cache on SmolLM2-135M; other models differ."
     )
+    if any(one.experts_on_cpu for one in found):
+        lines.append(
+            "on the CPU: the experts of so many layers stay in host memory and are multiplied there"
+            f" (--experts-on-cpu); {HOST_GB_PER_SECOND:,.0f} GB/s are assumed of it."
+        )
     if card is not None:
         lines.append(f"these weights, by their card: {card}")
     if any(one.weights != "as it is" and one.plan for one in found):
@@ -65,6 +72,7 @@ def as_data(found: Sequence[FitRow], place: ModelPlace) -> dict[str, Any]:
                 "context_length": one.context_length,
                 "streams": one.streams,
                 "fits": one.plan is not None,
+                "experts_on_cpu": one.experts_on_cpu,
                 "refusal": one.refusal,
                 "tokens_per_second_at_most": None if one.rate is None else round(one.rate, 1),
                 "bytes": None
@@ -88,7 +96,7 @@ def _row(number: int, one: FitRow) -> tuple[str, ...]:
     memory = f"{one.total_bytes / 2**30:.2f} GiB" if one.plan else "does not fit"
     return (
         str(number),
-        one.weights,
+        one.weights + (f", {layers} on the CPU" if (layers := one.experts_on_cpu) else ""),
         one.kv_format,
         f"{one.context_length:,}",
         str(one.streams),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from memory_requests import MIB
+from memory_requests import memory_request as request
 
 from appliance.engine.admission import Admission
 from appliance.engine.memory_plan import plan_memory
 from appliance.errors import MemoryPlanError
-from tests.engine.test_memory_plan import MIB, request
 
 
 def test_alone_it_plans_with_what_is_free() -> None:

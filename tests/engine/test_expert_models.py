@@ -103,6 +103,24 @@ def by_transformers(model: Any, prompt: list[int], tokens: int) -> list[int]:
     return answer
 
 
+def test_answers_are_the_same_with_experts_in_host_memory(model: Any) -> None:
+    folder, _ = model
+    whole = load(folder, kernels="torch")
+    if not whole.info.num_experts:
+        with pytest.raises(ConfigError, match=f"{folder.name} has no experts; leave it out"):
+            load(folder, kernels="torch", experts_on_cpu=1)
+        return
+    prompts = [[3 + (7 * i + j) % 90 for j in range(5 + 60 * i)] for i in (0, 1)]
+    split = load(folder, kernels="torch", experts_on_cpu=1)
+    assert run(split, prompts, TOKENS) == run(whole, prompts, TOKENS)
+    assert split.info.weight_bytes < whole.info.weight_bytes
+    assert "cpu library" in split.info.backend
+    assert split.info.fingerprint != whole.info.fingerprint
+    (note,) = (note for note in split.info.notes if "stay in host memory" in note)
+    assert note.startswith("experts of 1 of ")
+    assert "as --experts-on-cpu asks" in note
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
     model: Any, kernels: str

@@ -4,52 +4,12 @@ import re
 from dataclasses import replace
 
 import pytest
+from memory_requests import MIB
+from memory_requests import memory_request as request
 
 from appliance.engine.memory_plan import MemoryRequest, plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.kernels.activation import Activation
 from appliance.model.recurrent_spec import ShortConvSpec
-from appliance.model.spec import (
-    AttentionSpec,
-    DecoderSpec,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-    RopeSpec,
-)
-
-MIB = 2**20
-
-
-def request(**changes: object) -> MemoryRequest:
-    attention = AttentionSpec(
-        num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, rope=RopeSpec(1e4, 64)
-    )
-    layer = LayerSpec(attention, MLPSpec(512, Activation.SILU), NormSpec(1e-6))
-    spec = DecoderSpec(
-        architecture="llama",
-        hidden_size=256,
-        vocab_size=1000,
-        context_length=8192,
-        layers=(layer,) * 4,
-        final_norm=NormSpec(1e-6),
-        tied_head=True,
-    )
-    base = MemoryRequest(
-        spec=spec,
-        weight_bytes=100 * MIB,
-        kv_bytes_per_token=4 * 2 * 2 * 64 * 2,
-        kv_format="bf16",
-        block_size=16,
-        activation_bytes=2,
-        budget_bytes=300 * MIB,
-        max_num_seqs=32,
-        max_num_batched_tokens=512,
-        max_model_len=None,
-        kv_cache_memory=None,
-        fill=False,
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def test_a_cpu_gets_four_contexts_and_a_gpu_all_that_is_left() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expert_models import save_experts
 from large_model import write_large_model
 
 from appliance.config import EngineConfig
 from appliance.errors import ConfigError
 from appliance.fit.candidates import candidates
-from appliance.fit.gpus import gpu_named
 from appliance.fit.place import ModelPlace, place_of
 from appliance.fit.table import as_data, as_table
 from appliance.model.source import open_model
@@ -114,6 +114,26 @@ def test_a_gpu_that_is_not_here(dense: Path) -> None:
     assert json.dumps(as_data(on_8_gib, HERE))
 
 
+def test_a_card_that_is_too_small_leaves_experts_in_host_memory(tmp_path: Path) -> None:
+    save_experts("qwen3_moe", tmp_path / "model")
+    source, config = open_model(tmp_path / "model"), EngineConfig(max_num_batched_tokens=32)
+    (whole, *_) = candidates(source, config, ModelPlace("roomy", 900.0, 2**30))
+    assert whole.plan is not None
+    assert whole.experts_on_cpu == 0
+    short = int((whole.total_bytes - 2**10) / config.gpu_memory_utilization)
+    found = candidates(source, config, ModelPlace("small", 900.0, short))
+    split = next(one for one in found if (one.weights, one.kv) == ("as it is", "auto"))
+    assert split.plan is not None
+    assert split.plan.host_experts.layers == (2,)
+    assert split.rate is not None
+    assert whole.rate is not None
+    assert split.rate < whole.rate
+    text = as_table(found, HERE, None, "routed")
+    assert "as it is, 1 on the CPU" in text
+    assert "40 GB/s are assumed" in text
+    assert 1 in [one["experts_on_cpu"] for one in as_data(found, HERE)["candidates"]]
+
+
 def test_more_at_once_takes_more_memory_and_a_shorter_context_is_found(dense: Path) -> None:
     source, place = open_model(dense), place_of("RTX 3090", EngineConfig())
     one, many = (
@@ -128,13 +148,3 @@ def test_more_at_once_takes_more_memory_and_a_shorter_context_is_found(dense: Pa
     assert all("Nearest settings" in one.refusal for one in shorter)
     with pytest.raises(ConfigError, match="2,048 tokens"):
         candidates(source, EngineConfig(), place, context_length=4096)
-
-
-@pytest.mark.parametrize("name", ["RTX 3090", "NVIDIA GeForce RTX 3090", "rtx3090"])
-def test_a_name_may_be_written_in_any_way(name: str) -> None:
-    assert gpu_named(name).bandwidth == 936
-
-
-def test_an_unknown_gpu_has_a_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'RTX 4090'"):
-        gpu_named("RTX 4091")

@@ -12,6 +12,7 @@ from appliance.kernels.sampling import batched
 from appliance.kernels.token_mask import reference as masks_by_torch
 from appliance.kernels.token_scores import reference as scores_by_torch
 from appliance.model.executor import heads_of
+from appliance.model.host_experts import HostSide
 from appliance.model.loader import load_decoder
 from appliance.model.size import estimate_weight_bytes
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from appliance.engine.execution.execution import Precision
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.backend import Backend
+    from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.interface import MaskTokens
     from appliance.kernels.token_scores.interface import ScoreTokens
@@ -33,11 +35,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPart:
+    """The layers whose experts the CPU library multiplies, and its threads."""
+
+    layers: tuple[int, ...]
+    engine: NativeEngine
+    isa: str
+
+
+@dataclass(frozen=True, slots=True)
 class TorchExecution:
     """The torch decoder with one backend's kernels."""
 
     precision: Precision
     backend: Backend
+    host: HostPart | None = None
 
     @property
     def _device(self) -> torch.device:
@@ -45,7 +57,10 @@ class TorchExecution:
 
     @property
     def name(self) -> str:
-        return self.backend.name
+        if self.host is None:
+            return self.backend.name
+        count = len(self.host.layers)
+        return f"{self.backend.name}, cpu library ({self.host.isa}) for experts of {count} layers"
 
     @property
     def uses_triton(self) -> bool:
@@ -85,7 +100,12 @@ class TorchExecution:
         context_length: int,
         beacon: Beacon | None = None,
     ) -> Executor[Any]:
-        """Load the weights in the backend's layout."""
+        """Load the weights in the backend's layout, and experts for the host in the library's."""
+        host = None
+        if self.host is not None:
+            host = HostSide(self.host.engine, self._device, self.precision.dtype)
+            if beacon is not None:
+                self.host.engine.watch(beacon.address)
         decoder = load_decoder(
             source,
             self.backend,
@@ -93,6 +113,8 @@ class TorchExecution:
             self.precision.dtype,
             on_progress,
             context_length=context_length,
+            host=host,
+            host_layers=() if self.host is None else self.host.layers,
         )
         return decoder if beacon is None else replace(decoder, on_layer=beacon.advance)
 

@@ -1,0 +1,80 @@
+"""Lists the layers whose experts may stay in host memory, as settings, model and machine allow."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, cast
+
+from appliance.engine.execution.native_execution import NativeExecution
+from appliance.engine.expert_placement.split import ExpertChoice, LayerExperts
+from appliance.errors import ConfigError
+from appliance.kernels.cpu.library import LibraryError, load_library
+from appliance.model.size import native_slot_bytes, slot_bytes
+from appliance.model.spec import ExpertsSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from appliance.config import EngineConfig
+    from appliance.engine.execution.execution import Execution, Precision
+    from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
+
+
+def expert_choice(
+    config: EngineConfig, source: ModelSource, execution: Execution
+) -> ExpertChoice | None:
+    """Return what may stay in host memory; None: nothing leaves the device.
+
+    The last layer leaves first: of a prompt it has to compute only the rows that sample.
+
+    Raises:
+        ConfigError: the settings ask for what this model or machine does not have.
+    """
+    asked = config.experts_on_cpu
+    on_gpu = execution.precision.device.type == "cuda"
+    if asked == 0 or (asked is None and not (on_gpu and source.spec.has_experts)):
+        return None
+    numbers = [i for i, one in enumerate(source.spec.layers) if isinstance(one.mlp, ExpertsSpec)]
+    reason = _why_not(source, execution, len(numbers))
+    if reason is None and asked is not None and asked > len(numbers):
+        reason = f"{source.path.name} has experts in {len(numbers)} layers; ask for that or fewer"
+    if reason is not None:
+        if asked is None:
+            return None
+        raise ConfigError(f"--experts-on-cpu {asked} cannot be had: {reason}")
+    layers = _layers(source, execution.precision)
+    return ExpertChoice(tuple(layers[i] for i in reversed(numbers)), asked)
+
+
+def _why_not(source: ModelSource, execution: Execution, count: int) -> str | None:
+    if not count:
+        return f"{source.path.name} has no experts; leave it out"
+    if isinstance(execution, NativeExecution):
+        return "this engine runs on the CPU, where all experts are already; leave it out"
+    try:
+        load_library()
+    except LibraryError as error:
+        return str(error)
+    return None
+
+
+def _layers(source: ModelSource, precision: Precision) -> dict[int, LayerExperts]:
+    device = cast("torch.device", precision.device)
+    measures: list[Callable[[TensorSlot], float]] = [
+        partial(slot_bytes, source, device=device, dtype=precision.dtype),
+        partial(native_slot_bytes, source, dtype=precision.dtype),
+    ]
+    totals: dict[int, list[float]] = {}
+    for slot in source.slots():
+        if slot.expert is not None and slot.layer is not None:
+            sums = totals.setdefault(slot.layer, [0.0, 0.0])
+            for place, measure in enumerate(measures):
+                sums[place] += measure(slot)
+    return {
+        layer: LayerExperts(layer, int(on_device), ceil(on_host))
+        for layer, (on_device, on_host) in totals.items()
+    }
