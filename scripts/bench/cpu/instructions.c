@@ -4,7 +4,7 @@
 
 #include "appliance_cpu.h"
 
-enum { IN = 576, GROUP = 32, MOST = 256 }; /* inputs, outputs of a scale, outputs there is room for */
+enum { IN = 576, GROUP = 32, MOST = 256 }; /* inputs, inputs of a scale, most outputs */
 
 static void *room(size_t bytes) { return memset(aligned_alloc(64, bytes), 1, bytes); }
 
