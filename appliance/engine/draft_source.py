@@ -188,6 +188,11 @@ def _check(asked: str, draft: ModelSource, source: ModelSource, config: EngineCo
             f" context has {context:,}; take another one, or --max-model-len"
             f" {draft.spec.context_length}"
         )
+    if draft.fallback is not None:
+        raise ConfigError(
+            f"{asked}: transformers' modules would execute the draft model, {draft.fallback.name};"
+            " take one of a native family"
+        )
     if draft.spec.recurrent_layers:
         raise ConfigError(
             f"{asked}: the draft model has recurrent layers, whose state cannot go back to before"

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, cast
 from appliance.engine.adapters.loader import planned_bytes, wants_adapters
 from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.draft_source import open_draft
-from appliance.engine.execution.choice import choose_execution, why_not_native
+from appliance.engine.execution.choice import (
+    choose_execution,
+    why_no_library,
+    why_not_native,
+)
 from appliance.engine.execution.execution import Processor
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.expert_placement.choice import expert_choice
@@ -43,18 +47,22 @@ def request_memory(
     Raises:
         ConfigError: the settings ask for something that the device cannot do.
     """
+    execution: Execution
     if gpu_bytes is None:
         precision, _ = choose_precision(config, source)
         execution, _ = choose_execution(config, precision, source, config.threads or 1)
     else:
         import torch
 
+        from appliance.engine.execution.fallback_execution import FallbackExecution
         from appliance.engine.execution.torch_execution import TorchExecution
         from appliance.kernels.backend import select_backend
 
         gpu = torch.device("cuda")
         precision, _ = choose_kv(config, source, gpu, torch.bfloat16, native=False)
         execution = TorchExecution(precision, select_backend(gpu))
+        if source.fallback is not None:
+            execution = FallbackExecution(execution)
     num_open = num_open_of(config, source, precision, precision.device.type == "cuda")
     draft = open_draft(config, source, execution)
     return execution, memory_of(config, source, precision, execution, num_open, draft, gpu_bytes)
@@ -70,9 +78,14 @@ def choose_precision(
     """
     device = choose_device(config)
     name = "bfloat16" if config.dtype == "auto" else config.dtype
-    if device.type == "cpu" and config.kernels == "auto" and why_not_native(config, source) is None:
+    in_library = device.type == "cpu" and config.kernels == "auto"
+    if in_library and why_not_native(config, source) is None:
         return choose_kv(config, source, device, numpy_dtype(name), native=True)
     import torch
+
+    if in_library and source.fallback is not None and why_no_library(config, source) is None:
+        dtype = getattr(torch, name)
+        return choose_kv(config, source, torch.device("cpu"), dtype, native=True)
 
     if device.type == "cuda" and config.dtype == "auto":
         name = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"

@@ -91,8 +91,7 @@ def plan_measured(
         )
 
     with _refusals(limits):
-        if parts.execution.uses_triton:
-            assert isinstance(executor, Decoder)
+        if parts.execution.uses_triton and isinstance(executor, Decoder):
             compile_kernels(executor, parts.kv_layers, first_steps, on_progress)
         taken = first_steps(executor, parts.kv_layers)
     logger.info("the largest step takes %.0f MiB at its peak", taken.largest / 2**20)

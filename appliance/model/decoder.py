@@ -159,25 +159,48 @@ class Decoder:
         num_states: int = 0,
     ) -> KVCache:
         """Allocate blocks, open blocks and state slots; see `Executor.allocate_cache`."""
-        heads = heads_of(self.spec)
-        size = (num_states, self.spec.state_bytes)
-        states = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return KVCache(
-            tuple(
-                allocate_layer(
-                    self.backend.allocate_cache,
-                    precision,
-                    num_blocks=num_blocks,
-                    block_size=block_size,
-                    num_open=num_open,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    device=self.device,
-                )
-                for (num_kv_heads, head_dim), precision in zip(
-                    heads, precisions(format, len(heads)), strict=True
-                )
-            ),
-            states=states,
-            recurrent=state_views(self.spec, states),
+        return allocate_cache(
+            self.backend,
+            self.spec,
+            self.device,
+            format,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_open=num_open,
+            num_states=num_states,
         )
+
+
+def allocate_cache(
+    backend: Backend,
+    spec: DecoderSpec,
+    device: torch.device,
+    format: KVFormat | Sequence[LayerPrecision],
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_open: int = 0,
+    num_states: int = 0,
+) -> KVCache:
+    """Allocate a backend's cache of a decoder; see `Executor.allocate_cache`."""
+    heads = heads_of(spec)
+    states = torch.zeros((num_states, spec.state_bytes), dtype=torch.uint8, device=device)
+    return KVCache(
+        tuple(
+            allocate_layer(
+                backend.allocate_cache,
+                precision,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_open=num_open,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                device=device,
+            )
+            for (num_kv_heads, head_dim), precision in zip(
+                heads, precisions(format, len(heads)), strict=True
+            )
+        ),
+        states=states,
+        recurrent=state_views(spec, states),
+    )

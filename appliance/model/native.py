@@ -256,27 +256,12 @@ class NativeDecoder:
         recorded: Tensor | None = None,
     ) -> None:
         numbers = (ctypes.c_int32 * len(layers))(*layers) if layers else None
-        struct = BatchStruct(
-            num_tokens=len(token_ids),
-            num_seqs=batch.num_seqs,
-            table_width=batch.block_tables.shape[1],
-            num_rows=len(token_ids) if rows is None else len(rows),
-            token_ids=token_ids.data_ptr(),
-            positions=positions.data_ptr(),
-            slot_mapping=batch.slot_mapping.data_ptr(),
-            query_start=batch.query_start.data_ptr(),
-            context_lens=batch.context_lens.data_ptr(),
-            block_tables=batch.block_tables.data_ptr(),
-            # An empty tensor has no address, and no address means all rows.
-            rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
-            open_blocks=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
-            state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
-            given=None if given is None else given.data_ptr(),
-            streams=None if streams is None else streams.data_ptr(),
-            recorded_layers=None if numbers is None else ctypes.addressof(numbers),
-            recorded=None if recorded is None else recorded.data_ptr(),
-            num_recorded=len(layers),
-        )
+        struct = batch_struct(token_ids, positions, batch, rows)
+        struct.given = None if given is None else given.data_ptr()
+        struct.streams = None if streams is None else streams.data_ptr()
+        struct.recorded_layers = None if numbers is None else ctypes.addressof(numbers)
+        struct.recorded = None if recorded is None else recorded.data_ptr()
+        struct.num_recorded = len(layers)
         if batch.adapters is not None:
             slots = cast("NativeAdapterSlots", batch.adapters.table)
             table = slots.table
@@ -292,3 +277,25 @@ class NativeDecoder:
                 None if logits is None else logits.data_ptr(),
             )
         )
+
+
+def batch_struct(
+    token_ids: Tensor, positions: Tensor, batch: RaggedBatch, rows: Tensor | None
+) -> BatchStruct:
+    """Describe a step's rows to the library, without adapters; the arguments must outlive it."""
+    return BatchStruct(
+        num_tokens=len(token_ids),
+        num_seqs=batch.num_seqs,
+        table_width=batch.block_tables.shape[1],
+        num_rows=len(token_ids) if rows is None else len(rows),
+        token_ids=token_ids.data_ptr(),
+        positions=positions.data_ptr(),
+        slot_mapping=batch.slot_mapping.data_ptr(),
+        query_start=batch.query_start.data_ptr(),
+        context_lens=batch.context_lens.data_ptr(),
+        block_tables=batch.block_tables.data_ptr(),
+        # An empty tensor has no address, and no address means all rows.
+        rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
+        open_blocks=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
+        state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),
+    )

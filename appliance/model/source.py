@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.gguf import GGUFFile
 from appliance.model.deciding_settings import deciding_settings
 from appliance.model.expert_tensors import separate_experts
 from appliance.model.families.limits import check_quantization
 from appliance.model.families.registry import (
-    family_of_config,
     family_of_gguf,
     family_of_text,
+    find_family,
+    unsupported,
 )
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.spec import ExpertsSpec
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Set
     from pathlib import Path
 
+    from appliance.model.fallback.description import FallbackModel
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
 
@@ -42,6 +44,7 @@ class ModelSource:
         family: the names of its tensors.
         config: its Hugging Face config; for a GGUF file, the equivalent one.
         weights: tensors by their Hugging Face names, packed ones in their own codes.
+        fallback: transformers' model, where no family of ours covers it; None: one does.
     """
 
     path: Path
@@ -49,9 +52,12 @@ class ModelSource:
     config: dict[str, Any]
     spec: DecoderSpec
     weights: WeightReader
+    fallback: FallbackModel | None = None
 
     def slots(self) -> list[TensorSlot]:
         """List every tensor that the decoder reads, by its Hugging Face name."""
+        if self.fallback is not None:
+            return list(self.fallback.slots)
         return tensor_slots(self.spec, self.family.names)
 
 
@@ -80,19 +86,39 @@ def _open_folder(path: Path, in_torch: bool) -> ModelSource:
     folder = SafetensorsFolder(path, in_torch=in_torch)
     config, origin = text_settings(folder.config), str(path / CONFIG_NAME)
     is_part = has_other_parts(folder.config)
-    family = family_of_text(config) if is_part else family_of_config(config)
+    family = family_of_text(config) if is_part else find_family(config)
+    if family is None:
+        return _open_fallback(folder, config, origin)
     config |= {"architectures": list(family.architectures[:1])} if is_part else {}
     spec = family.spec(config, origin)
-    quantization = config.get("quantization_config")
-    if is_read(quantization):
-        check_quantization(quantization, origin)
-    weights = open_weights(folder)
+    weights = _open_weights(folder, config, origin)
     family = replace(family, names=names_in(weights, family.names, family.other_names))
     if spec.has_experts:
         weights = separate_experts(weights, spec, family.names, path.name)
     if is_part:
         weights = TextPart(weights, family.names)
     return ModelSource(path, family, config, spec, weights)
+
+
+def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> WeightReader:
+    quantization = config.get("quantization_config")
+    if is_read(quantization):
+        check_quantization(quantization, origin)
+    return open_weights(folder)
+
+
+def _open_fallback(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> ModelSource:
+    """Open a model that transformers describes; loads torch and transformers."""
+    from appliance.model.fallback.description import describe
+    from appliance.model.fallback.renamed import RenamedWeights
+
+    weights = _open_weights(folder, config, origin)
+    try:
+        fallback, spec = describe(config, origin, weights.tensor_names())
+    except UnsupportedModelError as error:
+        raise unsupported(config, str(error)) from error
+    weights = RenamedWeights(weights, fallback.stored)
+    return ModelSource(folder.path, fallback.family, config, spec, weights, fallback)
 
 
 def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
@@ -115,6 +141,8 @@ def _check(source: ModelSource) -> None:
     if source.spec.tied_head:
         present.discard(f"{source.family.names.head}.weight")  # a copy of the embedding
     unused = (*_draft_layers(source), *_unread_keys(source))
+    if source.fallback is not None:
+        present = {name for name in present if not source.fallback.is_ignored(name)}
     for name in sorted(present):
         if not name.endswith(UNUSED_SUFFIXES) and not name.startswith(unused):
             raise CheckpointError(
@@ -146,14 +174,19 @@ def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[s
 
 def _named(source: ModelSource, slot: TensorSlot) -> str:
     """Name the settings that a shape comes from; a GGUF file has them under other names."""
-    if source.path.is_file():
+    if source.path.is_file() or source.fallback is not None:
         return ""
     settings = deciding_settings(source.family, source.config, slot)
     return f" with {settings} in {CONFIG_NAME}" if settings else ""
 
 
 def _asked_for(source: ModelSource, slot: TensorSlot) -> str:
-    """Say why an expert's tensor should be there."""
+    """Say why a tensor should be there."""
+    if source.fallback is not None:
+        return (
+            f", which {source.fallback.name} of transformers reads; the checkpoint may have a form"
+            " that is not read here"
+        )
     if slot.expert is None or slot.layer is None:
         return ""
     mlp = source.spec.layers[slot.layer].mlp

@@ -59,6 +59,21 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             POINTER(structs.RoutedStruct),
         ),
     ),
+    "ap_attend": (
+        c_int32,
+        (
+            *(c_void_p, POINTER(structs.AttentionStruct), POINTER(step_structs.CacheStruct)),
+            *(c_int32, POINTER(step_structs.BatchStruct), _POINTER, _POINTER),
+        ),
+    ),
+    "ap_multiply": (
+        c_int32,
+        (c_void_p, POINTER(structs.LinearStruct), _POINTER, c_int32, _POINTER),
+    ),
+    "ap_rows": (
+        c_int32,
+        (c_void_p, POINTER(structs.LinearStruct), _POINTER, c_int32, _POINTER),
+    ),
     "ap_sample": (
         c_int32,
         (c_void_p, _POINTER, c_int32, c_int32, POINTER(step_structs.SamplingStruct), _POINTER),

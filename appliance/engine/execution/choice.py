@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.execution.execution import Execution, Precision
+    from appliance.engine.execution.torch_execution import TorchExecution
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
 
@@ -36,6 +37,11 @@ SCALAR_NOTE = (
 TORCH_NOTE = (
     "torch executes the model, not the CPU library: slower, with dense weights, and a seeded "
     "answer may change with what else is in the batch"
+)
+# Attention and matrices are ours, all between them transformers'.
+FALLBACK_NOTE = (
+    "transformers' modules execute {}, of which no family here is: slower than a native family, "
+    "without adapters, draft models and --tensor-parallel"
 )
 
 
@@ -55,6 +61,8 @@ def choose_execution(
     num_layers = len(source.spec.cache_layers)
     _check_block_size(precision, num_layers)
     _check_latents(source.spec, precision)
+    if source.fallback is not None:
+        return choose_fallback(config, precision, source, threads)
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = why_not_native(config, source)
         if reason is None:
@@ -72,6 +80,41 @@ def choose_execution(
         notes.append(f"{TORCH_NOTE}: {reason}")
     elif precision.device.type == "cpu":
         notes.append(TORCH_NOTE)
+    return _torch_execution(config, precision, source), tuple(notes)
+
+
+def choose_fallback(
+    config: EngineConfig, precision: Precision, source: ModelSource, threads: int
+) -> tuple[Execution, tuple[str, ...]]:
+    """Choose what transformers' modules get their linears and attention from."""
+    from appliance.engine.execution.fallback_execution import FallbackExecution
+
+    assert source.fallback is not None
+    if wants_adapters(config):
+        raise ConfigError(
+            f"{source.fallback.name} is executed by transformers' modules, to which no adapter is "
+            "added; leave out --lora and --lora-dir, or merge the adapter into the model"
+        )
+    notes = [FALLBACK_NOTE.format(source.fallback.name)]
+    inner: NativeExecution | TorchExecution
+    reason = why_no_library(config, source)
+    if precision.device.type == "cpu" and config.kernels == "auto" and reason is None:
+        engine, isa = native_engine(config, threads)
+        inner = NativeExecution(precision, engine, isa.name)
+    else:
+        without = reason or f"it goes to {precision.device}, with --kernels {config.kernels}"
+        if config.cpu_isa != "auto":
+            raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {without}")
+        if precision.device.type == "cpu":
+            notes.append(f"{TORCH_NOTE}: {without}")
+        inner = _torch_execution(config, precision, source)
+    return FallbackExecution(inner), tuple(notes)
+
+
+def _torch_execution(
+    config: EngineConfig, precision: Precision, source: ModelSource
+) -> TorchExecution:
+    num_layers = len(source.spec.cache_layers)
     on_pages = not all(layer.format.has_elements for layer in precision.kv_of(num_layers))
     if on_pages and precision.block_size != PAGE_TOKENS:
         raise ConfigError(
@@ -87,7 +130,7 @@ def choose_execution(
         _check_kernels(source.spec, precision)
     if wants_adapters(config):  # which change what a fused gate has gated
         backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
-    return TorchExecution(precision, backend), tuple(notes)
+    return TorchExecution(precision, backend)
 
 
 def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
@@ -147,6 +190,13 @@ def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
 
 def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
     """Say why the CPU library cannot execute a model on this machine; None if it can."""
+    if source.fallback is not None:
+        return f"transformers executes {source.fallback.name}, of which no family here is"
+    return why_no_library(config, source)
+
+
+def why_no_library(config: EngineConfig, source: ModelSource) -> str | None:
+    """Say why the CPU library cannot hold a model's weights and cache; None if it can."""
     if config.block_size is not None and config.block_size % 16:
         return f"its blocks hold a multiple of 16 tokens, not {config.block_size}"
     try:

@@ -75,8 +75,19 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     Raises:
         UnsupportedModelError: no family covers it.
     """
-    named = config.get("architectures")
-    architectures = named if isinstance(named, list) else []
+    family = find_family(config)
+    if family is None:
+        raise unsupported(config)
+    return family
+
+
+def find_family(config: Mapping[str, Any]) -> Family | None:
+    """Find the family of a Hugging Face config; None if none covers it.
+
+    Raises:
+        UnsupportedModelError: it is an encoder.
+    """
+    architectures = _architectures(config)
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
@@ -86,9 +97,26 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
             "text: `appliance serve` serves its embeddings and ranking, and nothing else can be "
             "done with it here"
         )
+    return None
+
+
+def unsupported(config: Mapping[str, Any], reason: str = "") -> UnsupportedModelError:
+    """Build the error for a config that no family covers, with the families that there are.
+
+    Args:
+        reason: why transformers' modules cannot serve it either.
+    """
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    what = ", ".join(map(str, architectures)) or "(config.json names none)"
-    raise UnsupportedModelError(f"architecture {what} is not supported; supported are {supported}")
+    what = ", ".join(map(str, _architectures(config))) or "(config.json names none)"
+    why = f" by transformers' modules: {reason}" if reason else ""
+    return UnsupportedModelError(
+        f"architecture {what} is not supported{why}; supported are {supported}"
+    )
+
+
+def _architectures(config: Mapping[str, Any]) -> list[Any]:
+    named = config.get("architectures")
+    return named if isinstance(named, list) else []
 
 
 def family_of_text(config: Mapping[str, Any]) -> Family:

@@ -1,5 +1,6 @@
 /* The C ABI: picks the kernels of one instruction set and owns the workspace. */
 #include "engine.h"
+#include "parts_api.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -204,6 +205,21 @@ int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, i
 int32_t ap_run_experts(ap_engine *engine, const ap_experts *experts, const ap_gating *gating,
                        const ap_routed *routed) {
     return chosen()->experts(engine, experts, gating, routed);
+}
+
+int32_t ap_attend(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                  int32_t layer, const ap_batch *batch, const float *qkv, float *out) {
+    return chosen()->attend(engine, attention, cache, layer, batch, qkv, out);
+}
+
+int32_t ap_multiply(ap_engine *engine, const ap_linear *linear, const float *x, int32_t rows,
+                    float *out) {
+    return chosen()->multiply(engine, linear, x, rows, out);
+}
+
+int32_t ap_rows(ap_engine *engine, const ap_linear *linear, const int64_t *ids, int32_t count,
+                float *out) {
+    return chosen()->find_rows(engine, linear, ids, count, out);
 }
 
 int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,

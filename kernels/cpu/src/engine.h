@@ -41,6 +41,10 @@ typedef struct {
                       float *);
     ap_status (*head)(ap_engine *, const ap_model *, const float *, int32_t, float *);
     ap_status (*experts)(ap_engine *, const ap_experts *, const ap_gating *, const ap_routed *);
+    ap_status (*attend)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
+                        const ap_batch *, const float *, float *);
+    ap_status (*multiply)(ap_engine *, const ap_linear *, const float *, int32_t, float *);
+    ap_status (*find_rows)(ap_engine *, const ap_linear *, const int64_t *, int32_t, float *);
     ap_status (*sample)(ap_engine *, const float *, int32_t, int32_t, const ap_sampling *,
                         int64_t *);
     ap_status (*score)(ap_engine *, const float *, int32_t, int32_t, const int64_t *, int32_t,

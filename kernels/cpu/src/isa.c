@@ -8,6 +8,7 @@
 #include "sample.h"
 #include "score.h"
 #include "step.h"
+#include "parts.h"
 
 #define AP_JOIN_(a, b) a##b
 #define AP_JOIN(a, b) AP_JOIN_(a, b)
@@ -16,6 +17,9 @@ const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .step = step,
     .head = head,
     .experts = run_routed,
+    .attend = attend_layer,
+    .multiply = multiply_rows,
+    .find_rows = find_rows,
     .sample = sample,
     .score = score,
 };

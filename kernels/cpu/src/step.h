@@ -89,22 +89,29 @@ static bool records_fit(const ap_model *model, const ap_batch *batch) {
     return true;
 }
 
-static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
+/* Whether a step's rows and what they see lie in blocks that there are. */
+static bool places_fit(const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
+    for (int32_t i = 0; i < batch->num_tokens; i++)
+        if (batch->slot_mapping[i] < 0 || batch->slot_mapping[i] >= slots) return false;
+    for (int32_t i = 0; i < batch->num_seqs; i++) {
+        int32_t blocks = ceil_div(batch->context_lens[i], cache->block_size);
+        if (blocks > batch->table_width) return false;
+        for (int32_t j = 0; j < blocks; j++) {
+            int32_t block = batch->block_tables[(int64_t)i * batch->table_width + j];
+            if (block < 0 || block >= cache->num_blocks) return false;
+        }
+    }
+    return true;
+}
+
+static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
     int64_t tokens = has_join(model) ? model->embedding.out_features : model->vocab_size;
     for (int32_t i = 0; i < batch->num_tokens; i++) {
         if (batch->token_ids[i] < 0 || batch->token_ids[i] >= tokens) return AP_BAD_ARGUMENT;
         if (!position_fits(model, batch->positions[i])) return AP_BAD_ARGUMENT;
-        if (batch->slot_mapping[i] < 0 || batch->slot_mapping[i] >= slots) return AP_BAD_ARGUMENT;
     }
-    for (int32_t i = 0; i < batch->num_seqs; i++) {
-        int32_t blocks = ceil_div(batch->context_lens[i], cache->block_size);
-        if (blocks > batch->table_width) return AP_BAD_ARGUMENT;
-        for (int32_t j = 0; j < blocks; j++) {
-            int32_t block = batch->block_tables[(int64_t)i * batch->table_width + j];
-            if (block < 0 || block >= cache->num_blocks) return AP_BAD_ARGUMENT;
-        }
-    }
+    if (!places_fit(cache, batch)) return AP_BAD_ARGUMENT;
     for (int32_t i = 0; i < model->num_layers; i++) {
         const ap_layer *layer = &model->layers[i];
         if (!mixer_supported(model, cache, batch, layer)) return AP_BAD_ARGUMENT;

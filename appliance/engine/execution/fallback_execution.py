@@ -1,0 +1,100 @@
+"""Transformers' modules execute the model, with the linears and attention of another execution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+from appliance.engine.execution.native_execution import NativeExecution
+from appliance.model.fallback.loader import load_fallback
+from appliance.model.fallback.operations import LibraryOperations, TorchOperations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from appliance.engine.beacon import Beacon
+    from appliance.engine.execution.execution import Precision
+    from appliance.engine.execution.torch_execution import TorchExecution
+    from appliance.engine.run.sampler import SampleTokens
+    from appliance.kernels.penalties.rows import Penalize
+    from appliance.kernels.token_mask.interface import MaskTokens
+    from appliance.kernels.token_scores.interface import ScoreTokens
+    from appliance.model.executor import Executor
+    from appliance.model.fallback.operations import Operations
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackExecution:
+    """Facts of another execution, which holds weights and cache and samples."""
+
+    inner: NativeExecution | TorchExecution
+
+    @property
+    def precision(self) -> Precision:
+        return self.inner.precision
+
+    @property
+    def name(self) -> str:
+        """Name with what transformers runs on."""
+        return f"transformers on {self.inner.name}"
+
+    @property
+    def uses_triton(self) -> bool:
+        return self.inner.uses_triton
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.inner.activation_bytes
+
+    def weight_bytes(self, source: ModelSource) -> int:
+        """Count as the other execution, and matrices that are no linears as activations."""
+        assert source.fallback is not None
+        wider = self.activation_bytes - int(self.precision.dtype.itemsize)
+        between = source.fallback.between
+        counts = (prod(slot.shape) for slot in source.slots() if slot.name in between)
+        return self.inner.weight_bytes(source) + wider * sum(counts)
+
+    def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
+        return self.inner.kv_bytes_per_token(spec)
+
+    def open_block_bytes(self, spec: DecoderSpec) -> int:
+        return self.inner.open_block_bytes(spec)
+
+    def load(
+        self,
+        source: ModelSource,
+        on_progress: Callable[[str, int, int], None],
+        context_length: int,
+        beacon: Beacon | None = None,
+    ) -> Executor[Any]:
+        """Load the weights into transformers' modules."""
+        advance = (lambda: None) if beacon is None else beacon.advance
+        dtype = cast("torch.dtype", self.precision.dtype)
+        return load_fallback(source, self._operations(), dtype, on_progress, advance)
+
+    def _operations(self) -> Operations:
+        inner = self.inner
+        if isinstance(inner, NativeExecution):
+            return LibraryOperations(inner.engine, inner.precision.dtype)
+        device = cast("torch.device", inner.precision.device)
+        return TorchOperations(inner.backend, device, inner.precision.dtype)
+
+    def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
+        return self.inner.sample_tokens(spec, max_rows)
+
+    @property
+    def penalize(self) -> Penalize:
+        return self.inner.penalize
+
+    @property
+    def mask_tokens(self) -> MaskTokens:
+        return self.inner.mask_tokens
+
+    @property
+    def score_tokens(self) -> ScoreTokens:
+        return self.inner.score_tokens

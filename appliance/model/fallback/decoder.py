@@ -1,0 +1,143 @@
+"""The executor that runs transformers' modules, with the engine's cache, attention and linears."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.errors import ConfigError
+from appliance.model.fallback.attention import running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from appliance.kernels.kv_format import KVFormat, LayerPrecision
+    from appliance.kernels.ragged import RaggedBatch
+    from appliance.model.adapters.slots import AdapterSlots
+    from appliance.model.adapters.targets import AdapterTarget
+    from appliance.model.fallback.operations import Attend, Operations
+    from appliance.model.spec import AttentionSpec, DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An `AttentionStep` over the cache."""
+
+    places: Mapping[nn.Module, tuple[int, AttentionSpec]]
+    attention: Attend
+    on_layer: Callable[[], None]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        settings: dict[str, Any],
+    ) -> Tensor:
+        layer, spec = self.places[module]
+        qkv = torch.cat([heads[0].transpose(0, 1) for heads in (query, key, value)], dim=1)
+        attended = self.attention(layer, spec, qkv, settings.get("s_aux"))
+        self.on_layer()
+        return attended.unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackDecoder:
+    """A model of transformers whose weights are laid out; it holds no cache.
+
+    Attributes:
+        body: all up to the head.
+        head: the model itself, with what it is given in the place of its body.
+        places: layer of the cache, and arithmetic, of each module that attends.
+        weight_bytes: bytes of the weights as laid out.
+        weight_format: in words.
+        on_layer: called in each layer, to show progress in a long step.
+    """
+
+    spec: DecoderSpec
+    operations: Operations
+    body: nn.Module
+    head: nn.Module
+    places: Mapping[nn.Module, tuple[int, AttentionSpec]]
+    weight_bytes: int
+    weight_format: str
+    on_layer: Callable[[], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.operations.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.operations.device
+
+    @property
+    def is_enqueued(self) -> bool:
+        """False: its modules may look at numbers, which no captured graph could."""
+        return False
+
+    def adapter_slots(
+        self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int
+    ) -> AdapterSlots:
+        raise ConfigError(
+            f"no adapters can be had with {self.spec.architecture}: leave out --lora and --lora-dir"
+        )
+
+    def allocate_cache(
+        self,
+        format: KVFormat | Sequence[LayerPrecision],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_open: int = 0,
+        num_states: int = 0,
+    ) -> Any:
+        return self.operations.allocate_cache(
+            self.spec, format, num_blocks=num_blocks, block_size=block_size, num_open=num_open
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: Any,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step; see `Executor.forward`."""
+        return self.logits(self.hidden(token_ids, positions, batch, cache, rows))
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: Any,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step up to the head: all rows as one sequence, which only attention divides."""
+        attention = self.operations.begin(token_ids, positions, batch, cache)
+        with running(_Step(self.places, attention, self.on_layer)):
+            output = self.body(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden if rows is None else hidden[rows]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Run the head; see `Executor.logits`."""
+        if not hidden.shape[0]:
+            return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+        output = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        logits: Tensor = output.logits[0].float()
+        return logits.contiguous()

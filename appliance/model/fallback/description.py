@@ -1,0 +1,313 @@
+"""Finds a model that transformers knows and we do not, and describes it to the engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.activation import Activation
+from appliance.model.fallback.attention import SERVING, register
+from appliance.model.fallback.experts import (
+    IMPLEMENTATION,
+    are_apart,
+    expert_slots,
+    has_experts,
+)
+from appliance.model.fallback.experts import register as register_experts
+from appliance.model.fallback.probe import Probed, probe
+from appliance.model.fallback.renamed import names_in_model
+from appliance.model.families.family import Family
+from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
+from appliance.model.names import TensorNames
+from appliance.model.spec import DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from appliance.model.tensors import Role, TensorSlot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Set
+
+    from appliance.model.families.reader import ConfigReader
+
+_LAYER = re.compile(r"^(.*?\.)(\d+)\.")
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# What would let a checkpoint choose code, or what we read ourselves.
+_NOT_FOR_TRANSFORMERS = {
+    *("quantization_config", "auto_map", "attn_implementation", "experts_implementation"),
+}
+_OWN_ROPES = {"dynamic", "longrope"}  # whose angles depend on the longest sequence of a step
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackModel:
+    """A model as transformers knows it.
+
+    Attributes:
+        name: its class.
+        config: transformers' own.
+        attention: modules that attend, in the order of the layers.
+        family: names of its ends and layers, for what asks a family.
+        slots: tensors that its checkpoint must hold.
+        between: names of matrices that are no linears, which have the type of activations.
+        stored: names in the checkpoint by those of the model.
+        ignored: patterns of tensors in checkpoints that it does not read.
+    """
+
+    name: str
+    config: Any
+    attention: tuple[str, ...]
+    family: Family
+    slots: tuple[TensorSlot, ...]
+    between: frozenset[str]
+    stored: dict[str, str]
+    ignored: tuple[str, ...]
+
+    def build(self) -> Any:
+        """Build its modules without memory, on the device `meta`."""
+        return build_empty(self.name, self.config)
+
+    def is_ignored(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
+
+def class_of(config: Mapping[str, Any]) -> str | None:
+    """Return the class by which transformers serves a config as a causal language model.
+
+    Without code from the checkpoint; None if there is none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = config.get("architectures")
+    architectures = named if isinstance(named, list) else []
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    return found if isinstance(found, str) and found in architectures else None
+
+
+def describe(
+    config: Mapping[str, Any], origin: str, stored: list[str]
+) -> tuple[FallbackModel, DecoderSpec]:
+    """Describe the model of a Hugging Face config.
+
+    Args:
+        origin: the settings' file, for messages.
+        stored: names of the checkpoint's tensors.
+
+    Raises:
+        CheckpointError: a setting is out of range.
+        UnsupportedModelError: transformers has no class for it, or the engine cannot serve it so.
+    """
+    name = class_of(config)
+    if name is None:
+        raise UnsupportedModelError(_why_unknown(config))
+    _check_numbers(config, origin)
+    _check_settings(config)
+    settings = _config_of(config, origin)
+    model = build_empty(name, settings)
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError("it has recurrent layers")
+    probed = probe(model)
+    fallback, spec = _described(name, settings, model, probed, names_in_model(model, stored))
+    check_spec(spec, origin)
+    return fallback, spec
+
+
+def build_empty(name: str, config: Any) -> Any:
+    """Build a model whose parameters take no memory; its buffers are empty as well."""
+    import transformers
+
+    register()
+    register_experts()
+    config._attn_implementation = SERVING
+    config._experts_implementation = IMPLEMENTATION
+    with torch.device("meta"):
+        return getattr(transformers, name)(config).eval()
+
+
+def _why_unknown(config: Mapping[str, Any]) -> str:
+    if "auto_map" in config:
+        return (
+            "transformers knows no class of its own for it, and code that comes with a checkpoint"
+            " (auto_map) is never run"
+        )
+    model_type = config.get("model_type")
+    return f"transformers knows no causal language model of model_type {model_type!r} by that name"
+
+
+def _check_numbers(config: Mapping[str, Any], origin: str) -> None:
+    """Check the numbers that decide how much is built."""
+    for key, value in config.items():
+        usual = RANGES.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if usual is not None and is_number and value and value not in usual:
+            raise wrong(origin, key, value, f"a number {in_words(usual)}")
+
+
+def _check_settings(config: Mapping[str, Any]) -> None:
+    """Refuse by name what no paged attention over one decoder's blocks is."""
+    for key in ("is_encoder_decoder", "add_cross_attention", "alibi", "attention_chunk_size"):
+        if config.get(key):
+            raise UnsupportedModelError(f"{key} = {config[key]!r} is not honoured")
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("it attends in both directions (is_causal)")
+    kinds = config.get("layer_types")
+    for kind in kinds if isinstance(kinds, list) else []:
+        if kind not in _KNOWN_LAYERS:
+            raise UnsupportedModelError(
+                f"layer_types has {kind!r}: only layers of attention alone are served so,"
+                " no recurrent or chunked ones"
+            )
+    for key in ("rope_parameters", "rope_scaling"):
+        section = config.get(key)
+        parts = section.values() if isinstance(section, dict) else ()
+        for part in (section, *parts):
+            kind = part.get("rope_type", part.get("type")) if isinstance(part, dict) else None
+            if kind in _OWN_ROPES:
+                raise UnsupportedModelError(
+                    f"{key}.rope_type = {kind!r} turns all sequences of a step by the longest one"
+                )
+
+
+def _config_of(config: Mapping[str, Any], origin: str) -> Any:
+    from transformers import AutoConfig
+
+    settings = {
+        key: value
+        for key, value in config.items()
+        if key not in _NOT_FOR_TRANSFORMERS and not key.startswith("_")
+    }
+    try:
+        return AutoConfig.for_model(**settings)
+    except Exception as error:  # its classes raise what they like for settings that are wrong
+        raise UnsupportedModelError(f"transformers refuses {origin}: {error}") from error
+
+
+def _described(
+    name: str, config: Any, model: Any, probed: Probed, stored: dict[str, str]
+) -> tuple[FallbackModel, DecoderSpec]:
+    attention = probed.attention
+    num_layers = config.num_hidden_layers
+    if len(attention) != num_layers:
+        raise UnsupportedModelError(
+            f"{len(attention)} of its {num_layers} layers (num_hidden_layers) ask for attention;"
+            " the others are recurrent, or attend in a way of their own"
+        )
+    places = [_LAYER.match(part) for part in attention]
+    if [int(place[2]) for place in places if place] != list(range(num_layers)):
+        raise UnsupportedModelError("its layers do not attend one after another")
+    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
+    if convolutions:
+        raise UnsupportedModelError("it has convolutions over positions (Conv1d)")
+    head = model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    slots, between = _slots(model, stored.keys())
+    widest = max(max(slot.shape) for slot in slots if slot.layer is not None)
+    layers = tuple(
+        LayerSpec(
+            mixer=mixer,
+            # Of its MLPs only the memory plan reads, and only the width.
+            mlp=MLPSpec(intermediate_size=widest, activation=Activation.SILU),
+            norm=NormSpec(eps=1e-6),
+        )
+        for mixer in attention.values()
+    )
+    spec = DecoderSpec(
+        architecture=f"{name} of transformers",
+        hidden_size=probed.hidden_size,
+        vocab_size=probed.vocab_size,
+        context_length=_context(config),
+        layers=layers,
+        final_norm=NormSpec(eps=1e-6),
+        tied_head=tied,
+    )
+    ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    family = _family(name, model, next(iter(attention)))
+    return FallbackModel(
+        name, config, tuple(attention), family, slots, between, stored, ignored
+    ), spec
+
+
+def _family(name: str, model: Any, attention: str) -> Family:
+    """Name the model's ends and layers, from the name of the first module that attends."""
+    names = {id(module): found for found, module in model.named_modules()}
+    place = _LAYER.match(attention)
+    assert place is not None
+    return Family(
+        name=name,
+        model_type=model.config.model_type,
+        architectures=(name,),
+        read=_described_already,
+        names=TensorNames(
+            embedding=names[id(model.get_input_embeddings())],
+            head=names[id(model.get_output_embeddings())],
+            layer=f"{place[1]}{{}}.",
+        ),
+    )
+
+
+def _described_already(reader: ConfigReader) -> DecoderSpec:
+    raise AssertionError(f"transformers described {reader.origin}")
+
+
+def _context(config: Any) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 2:
+        raise UnsupportedModelError("config.json has no max_position_embeddings")
+    return length
+
+
+def _slots(model: Any, stored: Set[str]) -> tuple[tuple[TensorSlot, ...], frozenset[str]]:
+    """List the tensors of a checkpoint: parameters, a tied one once, and buffers that are kept.
+
+    Returns:
+        The tensors, and the names of matrices that are neither linears nor embeddings.
+    """
+    state = dict(model.named_parameters())
+    saved = model.state_dict().keys()
+    state |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    modules = dict(model.named_modules())
+    ends = {
+        id(model.get_input_embeddings()): Role.EMBEDDING,
+        id(model.get_output_embeddings()): Role.HEAD,
+    }
+    found: list[TensorSlot] = []
+    between = set()
+    apart: set[str] = set()
+    for name, tensor in state.items():
+        owner_name = name.rpartition(".")[0]
+        owner, place = modules[owner_name], _LAYER.match(name)
+        layer = int(place[2]) if place else None
+        if has_experts(owner) and are_apart(owner_name, stored):
+            if owner_name not in apart:
+                found += expert_slots(owner_name, owner, layer)
+            apart.add(owner_name)
+            continue
+        role = ends.get(id(owner), Role.UP if type(owner) is nn.Linear else Role.ROUTER)
+        if tensor.dim() == 1:
+            role = Role.NORM
+        elif not (is_linear(owner) or is_embedding(owner) or has_experts(owner)):
+            between.add(name)
+        found.append(TensorSlot(name, tuple(tensor.shape), role, layer))
+    return tuple(found), frozenset(between)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return True for what multiplies its input by a matrix and does nothing else."""
+    return type(module) is nn.Linear or has_inputs_first(module)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Return True for what looks rows up, and multiplies them by a number at most."""
+    is_scaled = isinstance(module, nn.Embedding) and isinstance(
+        getattr(module, "embed_scale", None), torch.Tensor
+    )
+    return type(module) is nn.Embedding or is_scaled
+
+
+def has_inputs_first(module: nn.Module) -> bool:
+    """Return True for GPT-2's linears, whose matrices are (in_features, out_features)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D

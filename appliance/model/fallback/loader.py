@@ -1,0 +1,257 @@
+"""Lays a checkpoint out in transformers' modules: linears and embeddings in the engine's form."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels import arrays
+from appliance.kernels.weight import dense
+from appliance.model.checked import load_checked
+from appliance.model.fallback.decoder import FallbackDecoder
+from appliance.model.fallback.description import has_inputs_first, is_embedding, is_linear
+from appliance.model.fallback.experts import (
+    DOWN,
+    GATE,
+    UP,
+    LaidOutExperts,
+    are_apart,
+    has_experts,
+    stacked_parts,
+)
+from appliance.model.fallback.modules import Given, LaidOutEmbedding, LaidOutLinear
+from appliance.model.linear import LinearPart, SideBySide, stack_neighbours
+from appliance.model.weight_format import FormatCounts, format_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from appliance.kernels.backend import Linear
+    from appliance.kernels.weight import Weight
+    from appliance.model.fallback.operations import Operations
+    from appliance.model.source import ModelSource
+
+
+def _ignore() -> None:
+    pass
+
+
+def load_fallback(
+    source: ModelSource,
+    operations: Operations,
+    dtype: torch.dtype,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    on_layer: Callable[[], None] = _ignore,
+) -> FallbackDecoder:
+    """Read all weights and lay them out.
+
+    Args:
+        source: an opened and checked model, described by transformers.
+        operations: hold the weights, and later attend.
+        dtype: of weights that are not packed.
+        on_progress: called with a stage, the number of parts done, and their total.
+        on_layer: called in each layer of a step.
+
+    Raises:
+        CheckpointError: a weight holds NaN or infinity.
+        UnsupportedModelError: a buffer that no checkpoint holds has no value.
+    """
+    assert source.fallback is not None
+    model = source.fallback.build()
+    _fill_buffers(model, operations.device)
+    layout = _Layout(source, operations, dtype, on_progress or (lambda stage, done, total: None))
+    layout.lay_out(model)
+    modules = dict(model.named_modules())
+    names = zip(source.fallback.attention, itertools.count())
+    places = {modules[name]: (i, source.spec.attention_layers[i]) for name, i in names}
+    body = getattr(model, model.base_model_prefix)
+    setattr(model, model.base_model_prefix, Given())
+    return FallbackDecoder(
+        spec=source.spec,
+        operations=operations,
+        body=body,
+        head=model,
+        places=places,
+        weight_bytes=layout.nbytes,
+        weight_format=layout.weight_format(),
+        on_layer=on_layer,
+    )
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Compute what no checkpoint holds, such as rotary frequencies, as transformers does."""
+    saved = model.state_dict().keys()
+    for prefix, module in model.named_modules():
+        own = dict(module.named_buffers(prefix, recurse=False))
+        names = [name for name in own if name not in saved]
+        for name in names:
+            empty = torch.empty_like(own[name], device=device)
+            _set(module, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty)
+        if not names:
+            continue
+        with torch.no_grad():
+            model._init_weights(module)
+        filled = dict(module.named_buffers(prefix, recurse=False))
+        for name in names:
+            if not bool(torch.isfinite(filled[name].to(device)).all()):
+                raise UnsupportedModelError(
+                    f"{name} is in no checkpoint, and transformers does not compute it"
+                )
+
+
+def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+    module._buffers[name.rpartition(".")[2]] = tensor
+
+
+class _Layout:
+    """Reads tensors one after another and puts them where they belong."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        operations: Operations,
+        dtype: torch.dtype,
+        report: Callable[[str, int, int], None],
+    ) -> None:
+        self.nbytes = 0
+        self._source = source
+        self._operations = operations
+        self._dtype = dtype
+        self._report = report
+        self._formats = FormatCounts()
+
+    def lay_out(self, model: Any) -> None:
+        """Fill a model without weights."""
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        owners = list(model.named_modules())
+        shared = None
+        if head.weight is embedding.weight:
+            name = self._source.family.names.embedding
+            shared = self._linear(name, head, is_head=True)
+        for done, (name, module) in enumerate(owners):
+            self._report("weights", done, len(owners))
+            if module is head and shared is not None:
+                _put(model, name, shared)
+            elif is_linear(module):
+                _put(model, name, self._linear(name, module, is_head=module is head))
+            elif has_experts(module):
+                _put(model, name, self._experts(name, module))
+            elif is_embedding(module):
+                own = shared if module is embedding else None
+                _put(model, name, self._embedding(name, module, own))
+            else:
+                self._parameters(name, module)
+        self._report("weights", len(owners), len(owners))
+
+    def weight_format(self) -> str:
+        """Describe the formats of layers by frequency, then that of the head."""
+        return self._formats.in_words()
+
+    def _linear(self, name: str, module: Any, *, is_head: bool) -> LaidOutLinear:
+        weight = self._load(f"{name}.weight")
+        if has_inputs_first(module):
+            weight = dense(weight, self._dtype).T.contiguous()
+        bias = None if module.bias is None else self._dense(f"{name}.bias", self._dtype)
+        linear = self._operations.linear(weight, bias)
+        if is_head:
+            device = self._operations.device
+            self._formats.set_head(format_of(weight, self._dtype, device, native=False))
+            self.nbytes += linear.nbytes
+        else:
+            self._count(weight, linear)
+        return LaidOutLinear(linear)
+
+    def _experts(self, name: str, module: Any) -> LaidOutExperts:
+        into, out = stacked_parts(module)
+        count = module.down_proj.shape[0]
+        if are_apart(name, set(self._source.weights.tensor_names())):
+            sides = self._apart(name, module, count)
+        else:
+            sides = self._stacked(name, module, into), self._stacked(name, module, out)
+        return LaidOutExperts(*sides, module._apply_gate if module.has_gate else module.act_fn)
+
+    def _apart(self, name: str, module: Any, count: int) -> tuple[list[Linear], list[Linear]]:
+        """Lay out experts that are stored one by one."""
+        inputs, outputs = [], []
+        for expert in range(count):
+            parts = [
+                self._part(f"{name}.{expert}.{part}.weight")
+                for part in ((GATE, UP) if module.has_gate else (UP,))
+            ]
+            sides = [stack_neighbours(parts), [self._part(f"{name}.{expert}.{DOWN}.weight")]]
+            into, out = (self._fused(side) for side in sides)
+            inputs.append(into)
+            outputs.append(out)
+        return inputs, outputs
+
+    def _part(self, name: str) -> LinearPart:
+        return LinearPart(self._load(name), None)
+
+    def _stacked(self, name: str, module: Any, part: str) -> list[Linear]:
+        """Lay out one side of experts that are stored in one tensor."""
+        weights = dense(self._load(f"{name}.{part}"), self._dtype)
+        biases = [None] * len(weights)
+        if module.has_bias:
+            biases = list(dense(self._load(f"{name}.{part}_bias"), self._dtype))
+        if module.is_transposed:
+            weights = weights.transpose(1, 2)
+        each = zip(weights, biases, strict=True)
+        return [self._fused([LinearPart(weight.contiguous(), bias)]) for weight, bias in each]
+
+    def _fused(self, parts: list[LinearPart]) -> Linear:
+        """Lay out parts that follow each other in one output."""
+        linears = []
+        for part in parts:
+            linear = self._operations.linear(part.weight, part.bias)
+            self._count(part.weight, linear)
+            linears.append(linear)
+        return linears[0] if len(linears) == 1 else SideBySide(linears)
+
+    def _count(self, weight: Weight, linear: Linear) -> None:
+        format = format_of(weight, self._dtype, self._operations.device, native=False)
+        self._formats.add(format, linear.nbytes)
+        self.nbytes += linear.nbytes
+
+    def _embedding(self, name: str, module: Any, shared: LaidOutLinear | None) -> LaidOutEmbedding:
+        weight = self._load(f"{name}.weight")
+        if shared is None:
+            self.nbytes += _bytes_in(weight, self._dtype)
+        linear = None if shared is None else shared.linear
+        scale = getattr(module, "embed_scale", 1.0)
+        return LaidOutEmbedding(self._operations.look_up(weight, linear), scale)
+
+    def _parameters(self, prefix: str, module: nn.Module) -> None:
+        """Load what is neither a linear nor an embedding: norms, sinks, kept buffers."""
+        dot, dtype = f"{prefix}." if prefix else "", self._operations.dtype
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                value = self._dense(dot + name, dtype)
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[name] = self._dense(dot + name, buffer.dtype)
+
+    def _dense(self, name: str, dtype: torch.dtype) -> Tensor:
+        value: Tensor = dense(self._load(name), dtype)
+        self.nbytes += value.nbytes
+        return value
+
+    def _load(self, name: str) -> Weight:
+        return load_checked(self._source, name, self._operations.device)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _bytes_in(weight: Weight, dtype: torch.dtype) -> int:
+    if arrays.is_array(weight):
+        return int(weight.numel() * dtype.itemsize)
+    return int(weight.nbytes)

@@ -1,0 +1,66 @@
+"""Modules that stand in transformers' models in place of torch's linears and embeddings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from appliance.kernels.backend import Linear
+
+
+class LaidOutLinear(nn.Module):
+    """A linear in the engine's layout."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., in_features) to (..., out_features)."""
+        rows = self.linear(x.reshape(-1, self.in_features))
+        return rows.view(*x.shape[:-1], self.out_features)
+
+
+class LaidOutEmbedding(nn.Module):
+    """An embedding in the engine's layout, whose rows may be multiplied by a number."""
+
+    def __init__(self, look_up: Callable[[Tensor], Tensor], scale: Tensor | float) -> None:
+        super().__init__()
+        self.look_up = look_up
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids of any shape to their rows."""
+        rows = self.look_up(ids.reshape(-1))
+        if not isinstance(self.scale, float):
+            rows = rows * self.scale.to(rows.dtype)
+        return rows.view(*ids.shape, rows.shape[-1])
+
+
+class _Output:
+    """An output of any class of transformers', of which only hidden states are there."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Given(nn.Module):
+    """Stands where a model's layers were: its output is what it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
+        """Return hidden states as the layers would."""
+        return _Output(inputs_embeds)

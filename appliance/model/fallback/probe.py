@@ -1,0 +1,163 @@
+"""Runs a model without weights once, to learn what each layer asks of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.errors import UnsupportedModelError
+from appliance.model.fallback.attention import PROBING, SeenPositions, register, running
+from appliance.model.spec import AttentionSpec, NormSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_ROWS = 5
+# Arguments that attention honours, and those that change nothing without training or outputs of
+# attention's weights, or that say again what the rows' positions say.
+_READ = {"scaling", "sliding_window", "softcap", "s_aux"}
+_HARMLESS = {
+    *("dropout", "position_ids", "cache_position", "use_cache", "position_embeddings"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("logits_to_keep", "is_causal", "num_items_in_batch", "layer_idx"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Findings of a run without weights.
+
+    Attributes:
+        attention: of each module that attends, by its name, in the order of the calls.
+        hidden_size: of what the head reads.
+        vocab_size: logits of a row.
+    """
+
+    attention: dict[str, AttentionSpec]
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass
+class _Recorder:
+    """An `AttentionStep` that writes down what it is asked for."""
+
+    names: dict[nn.Module, str]
+    found: dict[str, AttentionSpec] = field(default_factory=dict)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        settings: dict[str, Any],
+    ) -> Tensor:
+        name = self.names[module]
+        if name in self.found:
+            raise UnsupportedModelError(f"{name} attends more than once in a step")
+        self.found[name] = _spec_of(name, module, query, key, value, mask, settings)
+        return query.transpose(1, 2).contiguous()
+
+
+def probe(model: Any) -> Probed:
+    """Run a model whose parameters are on the device `meta`.
+
+    Raises:
+        UnsupportedModelError: it asks for something that the engine's attention cannot do.
+    """
+    register()
+    recorder = _Recorder({module: name for name, module in model.named_modules()})
+    before = model.config._attn_implementation
+    rows = torch.zeros((1, _ROWS), dtype=torch.int64, device="meta")
+    try:
+        model.config._attn_implementation = PROBING
+        with torch.inference_mode(), running(recorder):
+            output = model(
+                input_ids=rows,
+                position_ids=rows,
+                attention_mask=torch.ones_like(rows),
+                use_cache=False,
+            )
+    except (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"a run without weights failed in its modules ({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        model.config._attn_implementation = before
+    head = model.get_output_embeddings()
+    return Probed(recorder.found, head.in_features, int(output.logits.shape[-1]))
+
+
+def _spec_of(
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    settings: dict[str, Any],
+) -> AttentionSpec:
+    """Describe one layer's attention, or refuse it by the name of the argument."""
+    unknown = {key for key, given in settings.items() if given is not None} - _READ - _HARMLESS
+    if unknown:
+        raise UnsupportedModelError(f"{name} attends with {min(unknown)}, which is not honoured")
+    if not isinstance(mask, SeenPositions):
+        raise UnsupportedModelError(
+            f"{name} attends with an attention_mask of its own ({type(mask).__name__}), such as a "
+            "bias of positions, which is not honoured"
+        )
+    if settings.get("is_causal") is False or key.shape[2] != query.shape[2]:
+        raise UnsupportedModelError(
+            f"{name} attends in both directions or to another sequence (is_causal, cross attention)"
+        )
+    if key.shape != value.shape or key.shape[3] != query.shape[3]:
+        raise UnsupportedModelError(
+            f"{name} has keys of {key.shape[1]} heads of {key.shape[3]} elements, and values of "
+            f"{value.shape[1]} heads of {value.shape[3]}: its head_dim and v_head_dim must be equal"
+        )
+    sinks = settings.get("s_aux")
+    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+        raise UnsupportedModelError(f"{name} has sinks (s_aux) of shape {tuple(sinks.shape)}")
+    head_dim = int(query.shape[3])
+    return AttentionSpec(
+        num_heads=int(query.shape[1]),
+        num_kv_heads=int(key.shape[1]),
+        head_dim=head_dim,
+        scale=_number(name, "scaling", settings.get("scaling"), head_dim**-0.5),
+        rope=RopeSpec(theta=10000.0, rotary_dim=head_dim),  # not read: heads come rotated
+        window=_window(name, mask, settings.get("sliding_window")),
+        softcap=_number(name, "softcap", settings.get("softcap"), None),
+        qkv_bias=any(getattr(part, "bias", None) is not None for part in module.children()),
+        qk_norm=_head_norm(module),
+        sinks=sinks is not None,
+    )
+
+
+def _number(name: str, setting: str, value: Any, default: Any) -> Any:
+    """Return a positive number that a module gives, or the default in place of None."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UnsupportedModelError(
+            f"{name} attends with {setting} = {value!r}, but only a positive number is honoured"
+        )
+    return float(value)
+
+
+def _window(name: str, mask: SeenPositions, given: object) -> int | None:
+    """Return the mask's window; where the module names one as well, they must agree."""
+    if mask.window is not None and given is not None and given != mask.window:
+        raise UnsupportedModelError(
+            f"{name} attends with sliding_window = {given!r}, and its mask shows {mask.window}"
+        )
+    return mask.window
+
+
+def _head_norm(module: nn.Module) -> NormSpec | None:
+    """Say whether heads are normed, by the names of classes."""
+    has_norm = any("Norm" in type(part).__name__ for part in module.children())
+    return NormSpec(eps=1e-6) if has_norm else None

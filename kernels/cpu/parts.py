@@ -1,0 +1,102 @@
+"""Parts of a step in the library, for models whose other arithmetic torch does."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.cpu.engine import check
+from appliance.kernels.cpu.weights import linear_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.cpu.cache import NativeCache
+    from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.cpu.step_structs import BatchStruct
+    from appliance.kernels.cpu.structs import AttentionStruct, LinearStruct
+
+
+class NativeLinear:
+    """A weight in the library's tiles, which outlive it.
+
+    Args:
+        struct: points to the tiles.
+    """
+
+    def __init__(self, engine: NativeEngine, struct: LinearStruct) -> None:
+        self.in_features = int(struct.in_features)
+        self.out_features = int(struct.out_features)
+        self.nbytes = linear_bytes(struct) + (4 * self.out_features if struct.bias else 0)
+        self._engine = engine
+        self._struct = struct
+        self._address = ctypes.byref(struct)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply x (num_rows, in_features): (num_rows, out_features) float32.
+
+        Raises:
+            MemoryError: the rows need more workspace than there is.
+        """
+        x = x.float().contiguous()
+        assert x.shape[1] == self.in_features, (x.shape, self.in_features)
+        out = torch.empty((len(x), self.out_features))
+        engine = self._engine
+        check(
+            engine.library.ap_multiply(
+                engine.handle, self._address, x.data_ptr(), len(x), out.data_ptr()
+            )
+        )
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows of the weight, ids (count,) int64: (count, in_features) float32."""
+        ids = ids.contiguous()
+        out = torch.empty((len(ids), self.in_features))
+        engine = self._engine
+        check(
+            engine.library.ap_rows(
+                engine.handle, self._address, ids.data_ptr(), len(ids), out.data_ptr()
+            )
+        )
+        return out
+
+
+def attend_layer(
+    engine: NativeEngine,
+    attention: AttentionStruct,
+    cache: NativeCache,
+    layer: int,
+    batch: BatchStruct,
+    qkv: Tensor,
+) -> Tensor:
+    """Write one layer's keys and values to the cache and attend.
+
+    Args:
+        layer: of the cache.
+        batch: says where the step's rows lie.
+        qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim) float32, rotated.
+
+    Returns:
+        (num_tokens, num_heads, head_dim) float32.
+
+    Raises:
+        MemoryError: the step needs more workspace than there is.
+    """
+    assert qkv.is_contiguous(), qkv.stride()
+    assert qkv.dtype == torch.float32, qkv.dtype
+    out = torch.empty((qkv.shape[0], attention.num_heads, attention.head_dim))
+    check(
+        engine.library.ap_attend(
+            engine.handle,
+            ctypes.byref(attention),
+            ctypes.byref(cache.struct),
+            layer,
+            ctypes.byref(batch),
+            qkv.data_ptr(),
+            out.data_ptr(),
+        )
+    )
+    return out

@@ -1,0 +1,128 @@
+"""Whole answers of models that transformers' modules execute: those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fallback_models import FALLBACKS
+from sure_models import write_sure_model
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
+from appliance.errors import ConfigError, MemoryPlanError
+
+TOKENS = 24
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module", params=["gemma2-caps", "stablelm"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model_type, settings = FALLBACKS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_sure_model(model_type, folder, **SIZES | settings), folder
+
+
+def load(folder: Path, **options: Any) -> LLMEngine:
+    usual: dict[str, Any] = {
+        "model": str(folder),
+        "threads": 1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 48,
+        "dtype": "float32",
+        "kv_cache_dtype": "fp32",
+    }
+    return LLMEngine.load(
+        EngineConfig(**usual | options),
+        eos_token_ids=(),
+        metadata=None,
+        on_progress=lambda stage, done, total: None,
+    )
+
+
+def run(engine: LLMEngine, prompts: list[list[int]]) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.submit(
+            Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling)
+        )
+    answers: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            answers[int(delta.request_id)].extend(delta.token_ids)
+    return answers
+
+
+def by_transformers(model: Any, prompt: list[int]) -> list[int]:
+    found = model.generate(
+        torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
+    )
+    answer: list[int] = found[0, len(prompt) :].tolist()
+    return answer
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
+    model: Any, kernels: str
+) -> None:
+    made, folder = model
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 97, (40 + 7 * i,), generator=generator).tolist() for i in range(4)]
+    wanted = [by_transformers(made, prompt) for prompt in prompts]
+    assert len({token for answer in wanted for token in answer}) > 3
+    roomy = load(folder, kernels=kernels)
+    assert run(roomy, prompts) == wanted  # prompts longer than a step, beside each other
+    hits = roomy.stats().prefix_hits_total
+    assert run(roomy, prompts[3:]) == wanted[3:]
+    assert roomy.stats().prefix_hits_total > hits
+    small = load(
+        folder,
+        kernels=kernels,
+        kv_cache_memory=14 * (roomy.info.kv_bytes // roomy.info.num_blocks),
+        prefix_caching=False,
+        max_model_len=128,
+    )
+    assert run(small, prompts) == wanted
+    assert small.stats().preemptions_total > 0
+
+
+def test_it_says_that_transformers_executes_the_model(model: Any) -> None:
+    made, folder = model
+    name = type(made).__name__
+    info = load(folder).info
+    assert info.architecture == f"{name} of transformers"
+    assert info.backend.startswith("transformers on cpu library")
+    assert any(note.startswith(f"transformers' modules execute {name}") for note in info.notes)
+    counted = sum(parameter.nbytes for parameter in made.parameters())
+    assert counted <= info.weight_bytes < 1.3 * counted + 65536
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tensor_parallel": 2}, "--tensor-parallel 2 needs the CPU library: transformers"),
+        ({"lora_dir": "adapters"}, "leave out --lora and --lora-dir"),
+        ({"speculate": "draft=self"}, "--speculate draft=self needs the CPU library"),
+    ],
+)
+def test_what_only_native_families_have_is_refused_by_name(
+    model: Any, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(model[1], **options)
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_taken(model: Any) -> None:
+    with pytest.raises(MemoryPlanError, match="this does not fit"):
+        load(model[1], kv_cache_memory=32 << 10)

@@ -1,0 +1,106 @@
+"""Parts of the library's step alone: a linear, rows of an embedding, a layer's attention."""
+
+from __future__ import annotations
+
+import torch
+from native_models import LIBRARY
+
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cpu.arena import Arena
+from appliance.kernels.cpu.cache import NativeCache
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.parts import NativeLinear, attend_layer
+from appliance.kernels.cpu.structs import AttentionStruct
+from appliance.kernels.cpu.weights import WeightPacker
+from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.packed import PackedWeight
+from appliance.kernels.ragged import RaggedBatch
+from appliance.model.native import batch_struct
+from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.methods.rtn import quantize
+
+ENGINE = NativeEngine(LIBRARY, 2)
+BLOCK_SIZE = 32
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> NativeLinear:
+    packer = WeightPacker(ENGINE, Arena(), torch.float32)
+    made = NativeLinear(ENGINE, packer.linear(weight, bias))
+    _ARENAS.append(packer.arena)
+    return made
+
+
+_ARENAS: list[Arena] = []
+
+
+def test_a_linear_multiplies_and_adds_its_bias() -> None:
+    weight, bias, x = random(37, 64), random(37, seed=1), random(9, 64, seed=2)
+    made = linear(weight, bias)
+    assert (made.in_features, made.out_features) == (64, 37)
+    torch.testing.assert_close(made(x), x @ weight.T + bias, atol=1e-4, rtol=0)
+    assert made(x[:0]).shape == (0, 37)
+
+
+def test_a_packed_linear_is_near_its_weight_and_the_same_in_each_row() -> None:
+    weight, x = random(48, 128), random(9, 128, seed=2)
+    packed = quantize(weight, WeightScheme(bits=8, group_size=32))
+    made = linear(packed)
+    wanted = x @ packed.dequantize(torch.float32).T
+    torch.testing.assert_close(made(x), wanted, atol=0.02 * float(wanted.std()), rtol=0)
+    assert torch.equal(torch.cat([made(row[None]) for row in x]), made(x))
+
+
+def test_rows_of_a_weight_are_those_of_its_matrix() -> None:
+    weight, ids = random(37, 64), torch.tensor([36, 0, 5, 5])
+    assert torch.equal(linear(weight).rows(ids), weight[ids])
+
+
+def test_attention_of_one_layer_equals_the_reference() -> None:
+    """Two sequences over two steps, with a window, a soft cap and sinks."""
+    heads, kv_heads, dim, lens = 4, 2, 16, [40, 7]
+    sinks = random(heads, seed=9)
+    struct = AttentionStruct(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        window=11,
+        scale=0.3,
+        softcap=2.0,
+        sinks=sinks.data_ptr(),
+    )
+    tables = [(3, 1), (0,)]
+    native = NativeCache(
+        LIBRARY, KVFormat.FP32, [(1, 32), (kv_heads, dim)], num_blocks=4, block_size=BLOCK_SIZE
+    )
+    plain = REFERENCE.allocate_cache(
+        KVFormat.FP32,
+        num_blocks=4,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        device=torch.device("cpu"),
+    )
+    for rows, ends in (([33, 6], [33, 6]), ([7, 1], lens)):
+        batch = RaggedBatch.of(
+            rows, ends, tables, block_size=BLOCK_SIZE, device=torch.device("cpu")
+        )
+        qkv = random(sum(rows), heads + 2 * kv_heads, dim, seed=sum(ends))
+        tokens = torch.zeros(sum(rows), dtype=torch.int64)
+        places = batch_struct(tokens, tokens, batch, None)
+        found = attend_layer(ENGINE, struct, native, 1, places, qkv)
+        query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        REFERENCE.write_kv(key, value, plain, batch.slot_mapping)
+        wanted = REFERENCE.paged_attention(
+            query,
+            plain,
+            REFERENCE.plan_attention(batch, BLOCK_SIZE),
+            scale=0.3,
+            window=11,
+            softcap=2.0,
+            sinks=sinks,
+        )
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)

@@ -1,0 +1,113 @@
+"""Models of no family of ours: transformers' modules over our cache give its own logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fallback_models import FALLBACKS
+from native_models import LIBRARY
+from teacher_forcing import BLOCK_SIZE, logits_of
+
+from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.ragged import RaggedBatch
+from appliance.model.fallback.loader import load_fallback
+from appliance.model.fallback.operations import LibraryOperations, TorchOperations
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from appliance.model.fallback.decoder import FallbackDecoder
+
+CPU_DEVICE = torch.device("cpu")
+
+
+def in_library(folder: Path) -> FallbackDecoder:
+    operations = LibraryOperations(NativeEngine(LIBRARY, 1), torch.float32)
+    return load_fallback(open_model(folder), operations, torch.float32)
+
+
+def in_torch(folder: Path, backend: Any = CPU) -> FallbackDecoder:
+    operations = TorchOperations(backend, CPU_DEVICE, torch.float32)
+    return load_fallback(open_model(folder), operations, torch.float32)
+
+
+def expected(model: Any, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    assert float(logits.std()) > 0.2  # a model that says something
+    return logits
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_logits_equal_transformers_however_a_prompt_is_cut(
+    case: str,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    model_type, settings = FALLBACKS[case]
+    model = make_model(model_type, **settings)
+    folder, wanted = save(model), expected(model, token_ids)
+    tolerance = 1e-4 * max(1.0, float(wanted.std()))
+    for decoder in (in_library(folder), in_torch(folder)):
+        for chunks in (None, [16, 16, 13], [1] * 45):
+            found = logits_of(decoder, token_ids, chunks=chunks, block_table=(5, 2, 7))
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.INT4_SEALED])
+def test_a_quantized_cache_gives_the_same_bits_however_a_prompt_is_cut(
+    format: KVFormat,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    model_type, settings = FALLBACKS["gemma2-caps"]
+    model = make_model(model_type, **settings)
+    decoder, wanted = in_library(save(model)), expected(model, token_ids)
+    whole = logits_of(decoder, token_ids, format=format)
+    cut = logits_of(decoder, token_ids, chunks=[7, 1, 9, 20, 1, 1, 6], format=format)
+    torch.testing.assert_close(cut, whole, atol=1e-5, rtol=0)
+    error = float((whole - wanted).abs().mean() / wanted.std())
+    assert 0 < error < (0.05 if format is KVFormat.INT8 else 0.2)
+
+
+def test_sequences_of_unlike_lengths_stand_side_by_side_without_padding(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    """A step of a decode row and two prompts: each sees its own sequence alone."""
+    model_type, settings = FALLBACKS["cohere2-window"]
+    model = make_model(model_type, **settings)
+    folder = save(model)
+    texts = [token_ids[:20], token_ids[5:12], token_ids[20:45]]
+    wanted = torch.stack([expected(model, text)[-1] for text in texts])
+    for decoder in (in_library(folder), in_torch(folder), in_torch(folder, REFERENCE)):
+        cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=4, block_size=BLOCK_SIZE)
+        _last_logits(decoder, cache, texts[:1], [0], [19])
+        found = _last_logits(decoder, cache, texts, [19, 0, 0], [20, 7, 25])
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+def _last_logits(
+    decoder: FallbackDecoder, cache: Any, texts: list[list[int]], starts: list[int], ends: list[int]
+) -> torch.Tensor:
+    """Run tokens of several texts in one step; each text has the block of its number."""
+    spans = list(zip(texts, starts, ends, strict=False))
+    rows = [end - start for _, start, end in spans]
+    batch = RaggedBatch.of(
+        rows,
+        [end for *_, end in spans],
+        [(number,) for number, _ in enumerate(spans)],
+        block_size=BLOCK_SIZE,
+        device=decoder.device,
+    )
+    tokens = [token for text, start, end in spans for token in text[start:end]]
+    positions = [position for _, start, end in spans for position in range(start, end)]
+    last = torch.tensor(rows).cumsum(0) - 1
+    return decoder.forward(torch.tensor(tokens), torch.tensor(positions), batch, cache, last)

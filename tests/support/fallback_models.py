@@ -1,0 +1,52 @@
+"""Tiny settings of models that transformers knows and no family of ours covers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+}
+_ALL_HEADS = _SIZES | {"num_key_value_heads": 4}
+# Each with what few others have: biases, LayerNorm, parallel parts, partial rotation, norms of
+# heads, windows, soft caps, sinks, scaled logits, layers without positions.
+FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("stablelm", _SIZES | {"use_qkv_bias": True, "qk_layernorm": True}),
+    "gpt_neox": ("gpt_neox", _ALL_HEADS | {"use_parallel_residual": True}),
+    "cohere": ("cohere", _SIZES | {"logit_scale": 0.5, "use_qk_norm": True}),
+    "cohere2-window": (
+        "cohere2",
+        _SIZES
+        | {
+            "sliding_window": 7,
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+        },
+    ),
+    "starcoder2-window": ("starcoder2", _SIZES | {"sliding_window": 7, "use_bias": True}),
+    "olmo2": ("olmo2", _SIZES),
+    "gemma2-caps": (
+        "gemma2",
+        _SIZES
+        | {
+            "sliding_window": 7,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+    "phi": ("phi", _SIZES | {"partial_rotary_factor": 0.5}),
+    "glm4": ("glm4", _SIZES | {"attention_bias": True}),
+    "smollm3": ("smollm3", _SIZES | {"no_rope_layers": [1, 0, 1]}),
+    "persimmon": ("persimmon", _ALL_HEADS),
+    "helium": ("helium", _SIZES),
+    "exaone4": ("exaone4", _SIZES | {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "granite_swa-sinks": ("granite_swa", _SIZES | {"sliding_window": 7}),
+    "olmoe": ("olmoe", _SIZES | {"num_experts": 5, "num_experts_per_tok": 2}),
+    "gpt2": ("gpt2", {"hidden_size": 64, "num_attention_heads": 4, "n_inner": 96}),
+}
