@@ -44,6 +44,7 @@ from appliance.quant.quality.stored_size import stored_size
 from appliance.quant.quality.weight_sets import scheme_of
 from appliance.quant.run.plan import stored_dtype
 from appliance.quant.text.held_out import HeldOutText
+from appliance.quant.walk.places import check_walked
 from appliance.tokenizer import Tokenizer
 from appliance.version import __version__
 
@@ -100,6 +101,7 @@ def make_card(
     started, cpu_started = time.monotonic(), _cpu_seconds()
     memory = PeakMemory(options.device)
     candidate = open_model(model)
+    check_walked(candidate, "no quality card of it")
     original = None if base is None else open_model(base)
     tokenizer = Tokenizer.from_path(model)
     notes: list[str] = []

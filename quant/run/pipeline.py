@@ -45,7 +45,7 @@ from appliance.quant.run.staging import StagingFolders, check_destination, locke
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows, save_rows
-from appliance.quant.walk.places import is_plain
+from appliance.quant.walk.places import check_walked, is_plain
 from appliance.quant.walk.stream import stream_bytes
 from appliance.quantize_events import Done, RunFailed, Start, StepStarted, Written, ignore_event
 
@@ -188,6 +188,10 @@ def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
         "experts": spec.has_experts,
         "layers that are not attention and an MLP with gates": not all(map(is_plain, spec.layers)),
     }
+    for what in (what for what, is_asked in asked.items() if is_asked):
+        check_walked(source, f"no {what} of it: use --method rtn, int8 or fp8, with --no-card")
+    if options.card_tokens:
+        check_walked(source, "no quality card of it: add --no-card")
     lacks = {"--mixed": kinds | of_heads | of_linears, "--kv-bits": kinds | of_heads}
     for what, is_asked in asked.items():
         found = [kind for kind, is_there in lacks.get(what, kinds).items() if is_there]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.errors import QuantizeError
 from appliance.model.attention import Attention
 from appliance.model.experts import Experts
 from appliance.model.latent_attention import LatentAttention
@@ -19,6 +20,7 @@ from appliance.quant.walk.block import ObservedLinear
 if TYPE_CHECKING:
     from appliance.model.layers import DecoderLayer
     from appliance.model.names import TensorNames
+    from appliance.model.source import ModelSource
     from appliance.model.spec import LayerSpec
     from appliance.model.tensors import TensorSlot
 
@@ -85,3 +87,19 @@ def _makes_heads(slot: TensorSlot, names: TensorNames) -> bool:
 def _observed(linear: object) -> ObservedLinear:
     assert isinstance(linear, ObservedLinear), linear
     return linear
+
+
+def check_walked(source: ModelSource, lost: str) -> None:
+    """Refuse a model whose layers no code here runs one by one.
+
+    Args:
+        lost: what there cannot be.
+
+    Raises:
+        QuantizeError: transformers' modules execute it.
+    """
+    if source.fallback is not None:
+        raise QuantizeError(
+            f"{source.path.name}: transformers' modules execute {source.fallback.name}, and no"
+            f" code here runs its layers one by one, so there is {lost}"
+        )
