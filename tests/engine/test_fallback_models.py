@@ -16,7 +16,7 @@ from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError, MemoryPlanError
 
-TOKENS = 24
+TOKENS = 50
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "num_hidden_layers": 3,
