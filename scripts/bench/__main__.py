@@ -21,6 +21,7 @@ BENCHMARKS = {
     "adapters": "engine.adapters",
     "cluster": "engine.cluster",
     "decode": "engine.decode",
+    "fallback": "engine.fallback",
     "host_step": "engine.host_step",
     "kernel_compile": "engine.kernel_compile",
     "published_schemas": "engine.published_schemas",
