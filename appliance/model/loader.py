@@ -107,8 +107,8 @@ def load_decoder(
             assert host is not None
             assert isinstance(layer_spec.mlp, ExpertsSpec)
             in_host = host.lay_out(partial(for_host.expert, index), layer_spec.mlp)
-        weights = reader.layer(index)
-        layers.append(builder.layer(index, weights, layer_spec, next_norm, in_host))
+        # No name holds the weights that were read while the next layer's are.
+        layers.append(builder.layer(index, reader.layer(index), layer_spec, next_norm, in_host))
         report("weights", index + 1, total)
     token_inputs = builder.token_inputs(reader.token_input())
     positions = builder.positions(reader.positions())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.structs import AttentionStruct, LinearStruct
 
 
-class NativeLinear:
+class LibraryLinear:
     """A weight in the library's tiles, which outlive it.
 
     Args:

@@ -34,12 +34,13 @@ def test_a_long_prompt_outlives_the_server(smollm2_gguf: Path, tmp_path: Path) -
     first = Server(tmp_path / "log1", *arguments)
     before = ask(first)
     assert ask(first)["choices"] == before["choices"]
-    # Told to end right away: what is not written yet is written now.
+    # Told to end right away: what is not written yet is written now, for two seconds at most.
     assert first.stop() == 0
     assert str(tmp_path / "kv") in first.log
     assert ON_DISK in first.log
     kept = list((tmp_path / "kv").rglob("*.kv"))
-    assert len(kept) == 399 // 16
+    whole = 399 // 16
+    assert 0 < len(kept) <= whole
     size = sum(file.stat().st_size for file in kept) / 2**20
     said = first.log.splitlines()[-1]
     assert re.match(rf"stopped; \d requests? served; {size:.1f} MiB of prompts and answers ", said)
@@ -48,7 +49,8 @@ def test_a_long_prompt_outlives_the_server(smollm2_gguf: Path, tmp_path: Path) -
     try:
         after = ask(second)
         assert after["choices"] == before["choices"]
-        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+        cached = after["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == 16 * whole if len(kept) == whole else cached <= 16 * len(kept)
         assert second.gauge("appliance_kv_disk_writing") == 1
     finally:
         assert second.stop() == 0

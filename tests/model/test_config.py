@@ -10,8 +10,9 @@ import pytest
 
 import appliance
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.model.families.registry import FAMILIES, family_of_config, family_of_gguf
+from appliance.model.families.registry import FAMILIES, family_of_gguf
 from appliance.model.spec import DecoderSpec, RopeScaling
+from bench.lib.families import family_of_config
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

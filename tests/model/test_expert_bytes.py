@@ -15,11 +15,11 @@ from appliance.kernels.cpu.library import load_library
 from appliance.kernels.cpu.structs import ExpertsStruct, LinearStruct
 from appliance.kernels.cpu.weights import linear_bytes
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.model.families.registry import family_of_config
 from appliance.model.native import NativeDecoder
 from appliance.model.native_loader import load_native
 from appliance.model.source import ModelSource
 from appliance.model.tensors import TensorSlot, tensor_slots
+from bench.lib.families import family_of_config
 
 PR_SET_THP_DISABLE, PR_GET_THP_DISABLE = 41, 42
 CLEAR_REFS = Path("/proc/self/clear_refs")

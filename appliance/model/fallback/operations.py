@@ -12,7 +12,7 @@ import torch
 
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.cache import NativeCache
-from appliance.kernels.cpu.parts import NativeLinear, attend_layer
+from appliance.kernels.cpu.parts import LibraryLinear, attend_layer
 from appliance.kernels.cpu.structs import AttentionStruct
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.packed_matmul.reference import DenseLinear
@@ -150,11 +150,11 @@ class LibraryOperations:
         self._packer = WeightPacker(engine, Arena(), dtype)
         self._structs: dict[AttentionSpec, AttentionStruct] = {}
 
-    def linear(self, weight: Weight, bias: Tensor | None) -> NativeLinear:
-        return NativeLinear(self._engine, self._packer.linear(weight, bias))
+    def linear(self, weight: Weight, bias: Tensor | None) -> LibraryLinear:
+        return LibraryLinear(self._engine, self._packer.linear(weight, bias))
 
     def look_up(self, weight: Weight, shared: Linear | None) -> Callable[[Tensor], Tensor]:
-        tiles = shared if isinstance(shared, NativeLinear) else self.linear(weight, None)
+        tiles = shared if isinstance(shared, LibraryLinear) else self.linear(weight, None)
         return tiles.rows
 
     def allocate_cache(

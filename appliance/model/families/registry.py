@@ -69,18 +69,6 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def family_of_config(config: Mapping[str, Any]) -> Family:
-    """Find the family of a Hugging Face config by its `architectures`.
-
-    Raises:
-        UnsupportedModelError: no family covers it.
-    """
-    family = find_family(config)
-    if family is None:
-        raise unsupported(config)
-    return family
-
-
 def find_family(config: Mapping[str, Any]) -> Family | None:
     """Find the family of a Hugging Face config; None if none covers it.
 

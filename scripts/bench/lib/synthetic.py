@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.model.families.registry import family_of_config
 from appliance.model.source import ModelSource
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
+from bench.lib.families import family_of_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,10 +13,10 @@ import torch
 
 from appliance.checkpoint import write_safetensors
 from appliance.kernels.packed import PackedWeight
-from appliance.model.families.registry import family_of_config
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 from appliance.quant.formats.compressed_tensors import encode
 from appliance.quant.formats.compressed_tensors_config import quantization_config
+from bench.lib.families import family_of_config
 from bench.lib.synthetic import Schemes, random_weight
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 from ggml_models import blocks_of
 
-from appliance.model.families.registry import family_of_config
 from appliance.model.tensors import Role, tensor_slots
+from bench.lib.families import family_of_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+
+import pytest
 import torch
-from native_models import LIBRARY
 
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.cache import NativeCache
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.cpu.parts import NativeLinear, attend_layer
+from appliance.kernels.cpu.parts import LibraryLinear, attend_layer
 from appliance.kernels.cpu.structs import AttentionStruct
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.kv_format import KVFormat
@@ -19,7 +22,6 @@ from appliance.model.native import batch_struct
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
 
-ENGINE = NativeEngine(LIBRARY, 2)
 BLOCK_SIZE = 32
 
 
@@ -27,39 +29,49 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def linear(weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> NativeLinear:
-    packer = WeightPacker(ENGINE, Arena(), torch.float32)
-    made = NativeLinear(ENGINE, packer.linear(weight, bias))
-    _ARENAS.append(packer.arena)
-    return made
+class Parts:
+    """An engine, and the memory of the linears that it is given."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.engine = NativeEngine(library, 2)
+        self._packer = WeightPacker(self.engine, Arena(), torch.float32)
+
+    def linear(
+        self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+    ) -> LibraryLinear:
+        return LibraryLinear(self.engine, self._packer.linear(weight, bias))
 
 
-_ARENAS: list[Arena] = []
+@pytest.fixture
+def parts(loaded: ctypes.CDLL) -> Iterator[Parts]:
+    made = Parts(loaded)
+    yield made
+    made.engine.close()
 
 
-def test_a_linear_multiplies_and_adds_its_bias() -> None:
+def test_a_linear_multiplies_and_adds_its_bias(parts: Parts) -> None:
     weight, bias, x = random(37, 64), random(37, seed=1), random(9, 64, seed=2)
-    made = linear(weight, bias)
+    made = parts.linear(weight, bias)
     assert (made.in_features, made.out_features) == (64, 37)
     torch.testing.assert_close(made(x), x @ weight.T + bias, atol=1e-4, rtol=0)
     assert made(x[:0]).shape == (0, 37)
 
 
-def test_a_packed_linear_is_near_its_weight_and_the_same_in_each_row() -> None:
+def test_a_packed_linear_is_near_its_weight_and_the_same_in_each_row(parts: Parts) -> None:
     weight, x = random(48, 128), random(9, 128, seed=2)
     packed = quantize(weight, WeightScheme(bits=8, group_size=32))
-    made = linear(packed)
+    made = parts.linear(packed)
     wanted = x @ packed.dequantize(torch.float32).T
     torch.testing.assert_close(made(x), wanted, atol=0.02 * float(wanted.std()), rtol=0)
     assert torch.equal(torch.cat([made(row[None]) for row in x]), made(x))
 
 
-def test_rows_of_a_weight_are_those_of_its_matrix() -> None:
+def test_rows_of_a_weight_are_those_of_its_matrix(parts: Parts) -> None:
     weight, ids = random(37, 64), torch.tensor([36, 0, 5, 5])
-    assert torch.equal(linear(weight).rows(ids), weight[ids])
+    assert torch.equal(parts.linear(weight).rows(ids), weight[ids])
 
 
-def test_attention_of_one_layer_equals_the_reference() -> None:
+def test_attention_of_one_layer_equals_the_reference(parts: Parts) -> None:
     """Two sequences over two steps, with a window, a soft cap and sinks."""
     heads, kv_heads, dim, lens = 4, 2, 16, [40, 7]
     sinks = random(heads, seed=9)
@@ -74,7 +86,11 @@ def test_attention_of_one_layer_equals_the_reference() -> None:
     )
     tables = [(3, 1), (0,)]
     native = NativeCache(
-        LIBRARY, KVFormat.FP32, [(1, 32), (kv_heads, dim)], num_blocks=4, block_size=BLOCK_SIZE
+        parts.engine.library,
+        KVFormat.FP32,
+        [(1, 32), (kv_heads, dim)],
+        num_blocks=4,
+        block_size=BLOCK_SIZE,
     )
     plain = REFERENCE.allocate_cache(
         KVFormat.FP32,
@@ -91,7 +107,7 @@ def test_attention_of_one_layer_equals_the_reference() -> None:
         qkv = random(sum(rows), heads + 2 * kv_heads, dim, seed=sum(ends))
         tokens = torch.zeros(sum(rows), dtype=torch.int64)
         places = batch_struct(tokens, tokens, batch, None)
-        found = attend_layer(ENGINE, struct, native, 1, places, qkv)
+        found = attend_layer(parts.engine, struct, native, 1, places, qkv)
         query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
         REFERENCE.write_kv(key, value, plain, batch.slot_mapping)
         wanted = REFERENCE.paged_attention(

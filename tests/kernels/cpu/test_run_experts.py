@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from fp4_weights import random_fp4
-from native_models import ISAS, LIBRARY
 from torch import Tensor
 
 from appliance.kernels.cpu.arena import Arena
@@ -125,13 +124,12 @@ def choices(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, ids, torch.rand(rows, TOP_K, generator=random)
 
 
-@pytest.fixture(params=ISAS, ids=lambda isa: isa.name.lower())
-def engine(request: pytest.FixtureRequest) -> Iterator[NativeEngine]:
-    """Two threads, with each instruction set in turn."""
-    before = LIBRARY.ap_current_isa()
-    assert LIBRARY.ap_use_isa(request.param) == Status.OK
-    yield NativeEngine(LIBRARY, 2)
-    LIBRARY.ap_use_isa(before)
+@pytest.fixture
+def two_threads(library: ctypes.CDLL) -> Iterator[NativeEngine]:
+    """An engine, with each instruction set in turn."""
+    made = NativeEngine(library, 2)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -139,10 +137,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[NativeEngine]:
 )
 @pytest.mark.parametrize("gated", [True, False], ids=["clamped", "relu2"])
 def test_rows_are_what_their_experts_say_whatever_is_beside_them(
-    engine: NativeEngine, form: str, most: float, gated: bool
+    two_threads: NativeEngine, form: str, most: float, gated: bool
 ) -> None:
     gating = CLAMPED_SWIGLU if gated else RELU_SQUARED
-    experts = Experts.of(engine, form, gating, gated=gated)
+    experts = Experts.of(two_threads, form, gating, gated=gated)
     hidden, ids, weights = choices(ROWS[-1])
     status, whole = experts.run(hidden, ids, weights)
     assert status == Status.OK
@@ -154,8 +152,8 @@ def test_rows_are_what_their_experts_say_whatever_is_beside_them(
         assert torch.equal(some, whole[-rows:]), rows
 
 
-def test_an_expert_that_is_not_there_is_refused() -> None:
-    experts = Experts.of(NativeEngine(LIBRARY, 1), "float32", RELU_SQUARED, gated=False)
+def test_an_expert_that_is_not_there_is_refused(loaded: ctypes.CDLL) -> None:
+    experts = Experts.of(NativeEngine(loaded, 1), "float32", RELU_SQUARED, gated=False)
     hidden, ids, weights = choices(2)
     for wrong in (-1, COUNT):
         ids[1, 2] = wrong
@@ -164,7 +162,7 @@ def test_an_expert_that_is_not_there_is_refused() -> None:
         assert torch.all(out == 7)
 
 
-def test_no_rows_are_no_work() -> None:
-    experts = Experts.of(NativeEngine(LIBRARY, 1), "float32", RELU_SQUARED, gated=False)
+def test_no_rows_are_no_work(loaded: ctypes.CDLL) -> None:
+    experts = Experts.of(NativeEngine(loaded, 1), "float32", RELU_SQUARED, gated=False)
     status, out = experts.run(*choices(0))
     assert (status, len(out)) == (Status.OK, 0)
