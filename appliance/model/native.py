@@ -34,37 +34,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class NativeLinear:
-    """A linear without a bias in the library's layout: the head of a model, or one by itself.
-
-    Attributes:
-        model: `head`, and `vocab_size` outputs; points into `arena`.
-    """
-
-    engine: NativeEngine
-    model: ModelStruct
-    arena: Arena
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply float32 rows (num_rows, inputs); return (num_rows, outputs) float32.
-
-        Raises:
-            MemoryError: so many rows need more workspace than there is.
-        """
-        made: Tensor = arrays.empty((len(rows), self.model.vocab_size), "float32", rows)
-        check(
-            self.engine.library.ap_head(
-                self.engine.handle,
-                ctypes.byref(self.model),
-                rows.data_ptr(),
-                len(rows),
-                made.data_ptr(),
-            )
-        )
-        return made
-
-
-@dataclass(frozen=True, slots=True)
 class NativeDecoder:
     """A model in the library's layout; activations are float32 throughout.
 
@@ -234,7 +203,17 @@ class NativeDecoder:
         Raises:
             MemoryError: so many rows need more workspace than there is.
         """
-        return NativeLinear(self.engine, self.model, self.arena)(hidden)
+        logits: Tensor = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)
+        check(
+            self.engine.library.ap_head(
+                self.engine.handle,
+                ctypes.byref(self.model),
+                hidden.data_ptr(),
+                len(hidden),
+                logits.data_ptr(),
+            )
+        )
+        return logits
 
     @staticmethod
     def _rows(token_ids: Tensor, rows: Tensor | None, width: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.cpu.arena import Arena
+from appliance.kernels.cpu.parts import LibraryLinear
 from appliance.kernels.cpu.structs import (
     AttentionStruct,
     JoinStruct,
@@ -20,7 +21,7 @@ from appliance.kernels.cpu.weights import WeightPacker
 from appliance.model.checked import load_checked
 from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, LatentWeights
 from appliance.model.linear import stack_neighbours
-from appliance.model.native import NativeDecoder, NativeLinear
+from appliance.model.native import NativeDecoder
 from appliance.model.native_latent import lay_out_latent
 from appliance.model.native_mlp import (
     ACTIVATIONS,
@@ -196,19 +197,16 @@ def _join(packer: WeightPacker, reader: ModelReader, names: JoinNames | None) ->
     )
 
 
-def load_linear(source: ModelSource, name: str, engine: NativeEngine, dtype: Any) -> NativeLinear:
+def load_linear(source: ModelSource, name: str, engine: NativeEngine, dtype: Any) -> LibraryLinear:
     """Lay out one linear without a bias, by its full name without `.weight`.
 
     Raises:
         CheckpointError: it holds NaN or infinity.
         MemoryError: the system has too little memory for it.
     """
-    arena = Arena()
-    linear = WeightPacker(engine, arena, dtype).linear(load_checked(source, f"{name}.weight", None))
-    model = ModelStruct(
-        hidden_size=linear.in_features, vocab_size=linear.out_features, head=linear, logit_scale=1.0
-    )
-    return NativeLinear(engine, model, arena)
+    packer = WeightPacker(engine, Arena(), dtype)
+    linear = packer.linear(load_checked(source, f"{name}.weight", None))
+    return LibraryLinear(engine, linear, packer.arena)
 
 
 def _layer(

@@ -1,18 +1,18 @@
-"""Parts of a step in the library, for models whose other arithmetic torch does."""
+"""Parts of a step in the library, for models whose other arithmetic is done elsewhere."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import TYPE_CHECKING
 
-import torch
-
+from appliance.kernels import arrays
 from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.weights import linear_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.cpu.arena import Arena
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.step_structs import BatchStruct
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 
 class LibraryLinear:
-    """A weight in the library's tiles, which outlive it.
+    """A weight in the library's tiles.
 
     Args:
         struct: points to the tiles.
+        arena: holds them.
     """
 
-    def __init__(self, engine: NativeEngine, struct: LinearStruct) -> None:
+    def __init__(self, engine: NativeEngine, struct: LinearStruct, arena: Arena) -> None:
         self.in_features = int(struct.in_features)
         self.out_features = int(struct.out_features)
         self.nbytes = linear_bytes(struct) + (4 * self.out_features if struct.bias else 0)
         self._engine = engine
-        self._struct = struct
+        self.arena = arena  # held as long as the weight is
         self._address = ctypes.byref(struct)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class LibraryLinear:
         """
         x = x.float().contiguous()
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
-        out = torch.empty((len(x), self.out_features))
+        out: Tensor = arrays.empty((len(x), self.out_features), "float32", x)
         engine = self._engine
         check(
             engine.library.ap_multiply(
@@ -54,7 +55,7 @@ class LibraryLinear:
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows of the weight, ids (count,) int64: (count, in_features) float32."""
         ids = ids.contiguous()
-        out = torch.empty((len(ids), self.in_features))
+        out: Tensor = arrays.empty((len(ids), self.in_features), "float32", ids)
         engine = self._engine
         check(
             engine.library.ap_rows(
@@ -86,8 +87,9 @@ def attend_layer(
         MemoryError: the step needs more workspace than there is.
     """
     assert qkv.is_contiguous(), qkv.stride()
-    assert qkv.dtype == torch.float32, qkv.dtype
-    out = torch.empty((qkv.shape[0], attention.num_heads, attention.head_dim))
+    assert arrays.dtype_name(qkv.dtype) == "float32", qkv.dtype
+    shape = (qkv.shape[0], attention.num_heads, attention.head_dim)
+    out: Tensor = arrays.empty(shape, "float32", qkv)
     check(
         engine.library.ap_attend(
             engine.handle,

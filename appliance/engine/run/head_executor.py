@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.engine.speculation.draft_model import DraftRows
     from appliance.kernels.cpu.cache import NativeCache
+    from appliance.kernels.cpu.parts import LibraryLinear
     from appliance.kernels.ragged import RaggedBatch
-    from appliance.model.native import NativeDecoder, NativeLinear
+    from appliance.model.native import NativeDecoder
 
 
 class HeadExecutor(DraftExecutor):
@@ -49,7 +50,7 @@ class HeadExecutor(DraftExecutor):
         sample_tokens: SampleTokens,
         kept: HiddenRows,
         *,
-        fuse: NativeLinear | None,
+        fuse: LibraryLinear | None,
         chains_normed: bool,
         names: Tensor | None,
     ) -> None:

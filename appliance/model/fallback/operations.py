@@ -151,7 +151,7 @@ class LibraryOperations:
         self._structs: dict[AttentionSpec, AttentionStruct] = {}
 
     def linear(self, weight: Weight, bias: Tensor | None) -> LibraryLinear:
-        return LibraryLinear(self._engine, self._packer.linear(weight, bias))
+        return LibraryLinear(self._engine, self._packer.linear(weight, bias), self._packer.arena)
 
     def look_up(self, weight: Weight, shared: Linear | None) -> Callable[[Tensor], Tensor]:
         tiles = shared if isinstance(shared, LibraryLinear) else self.linear(weight, None)

@@ -39,7 +39,7 @@ class Parts:
     def linear(
         self, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
     ) -> LibraryLinear:
-        return LibraryLinear(self.engine, self._packer.linear(weight, bias))
+        return LibraryLinear(self.engine, self._packer.linear(weight, bias), self._packer.arena)
 
 
 @pytest.fixture
