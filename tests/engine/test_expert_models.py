@@ -9,12 +9,11 @@ import pytest
 import torch
 from centered_models import CENTERED
 from expert_models import EXPERTS
+from greedy_answers import by_transformers, run
 from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError
 
 TOKENS = 50
@@ -80,27 +79,6 @@ def load(folder: Path, **options: Any) -> LLMEngine:
         metadata=None,
         on_progress=lambda stage, done, total: None,
     )
-
-
-def run(engine: LLMEngine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        engine.submit(
-            Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling)
-        )
-    answers: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for delta in engine.step().deltas:
-            answers[int(delta.request_id)].extend(delta.token_ids)
-    return answers
-
-
-def by_transformers(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    found = model.generate(
-        torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-    )
-    answer: list[int] = found[0, len(prompt) :].tolist()
-    return answer
 
 
 def test_answers_are_the_same_with_experts_in_host_memory(model: Any) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from fallback_models import FALLBACKS
+from greedy_answers import by_transformers, run
 from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request
-from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError, MemoryPlanError
 
 TOKENS = 50
@@ -51,27 +50,6 @@ def load(folder: Path, **options: Any) -> LLMEngine:
     )
 
 
-def run(engine: LLMEngine, prompts: list[list[int]]) -> list[list[int]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        engine.submit(
-            Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling)
-        )
-    answers: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for delta in engine.step().deltas:
-            answers[int(delta.request_id)].extend(delta.token_ids)
-    return answers
-
-
-def by_transformers(model: Any, prompt: list[int]) -> list[int]:
-    found = model.generate(
-        torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
-    )
-    answer: list[int] = found[0, len(prompt) :].tolist()
-    return answer
-
-
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
     model: Any, kernels: str
@@ -79,12 +57,12 @@ def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
     made, folder = model
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 97, (40 + 7 * i,), generator=generator).tolist() for i in range(4)]
-    wanted = [by_transformers(made, prompt) for prompt in prompts]
+    wanted = [by_transformers(made, prompt, TOKENS) for prompt in prompts]
     assert len({token for answer in wanted for token in answer}) > 3
     roomy = load(folder, kernels=kernels)
-    assert run(roomy, prompts) == wanted  # prompts longer than a step, beside each other
+    assert run(roomy, prompts, TOKENS) == wanted  # prompts longer than a step, beside each other
     hits = roomy.stats().prefix_hits_total
-    assert run(roomy, prompts[3:]) == wanted[3:]
+    assert run(roomy, prompts[3:], TOKENS) == wanted[3:]
     assert roomy.stats().prefix_hits_total > hits
     small = load(
         folder,
@@ -93,7 +71,7 @@ def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
         prefix_caching=False,
         max_model_len=128,
     )
-    assert run(small, prompts) == wanted
+    assert run(small, prompts, TOKENS) == wanted
     assert small.stats().preemptions_total > 0
 
 
