@@ -19,7 +19,7 @@ from appliance.kernels.grouped_matmul.launch import SortedPairs, sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from torch import Tensor
 
@@ -35,15 +35,16 @@ def plan_adapters(row_slots: Tensor, num_slots: int) -> AdapterWork:
     return sort_pairs(row_slots.to(torch.int64).unsqueeze(1), num_slots)
 
 
-def run_every_kernel(places: Iterable[StackedFactors]) -> None:
+def run_every_kernel(places: Collection[StackedFactors], num_slots: int) -> None:
     """Launch, for rows without an adapter, each kernel that steps of any size need."""
-    for factors in places:
-        num_slots, _, _, in_features = factors.shrink.shape
-        last = max(piece.first_output + piece.num_rows for piece in factors.pieces)
-        x, out = (factors.shrink.new_zeros(1, width) for width in (in_features, last))
-        for tile in TILES:
-            none = factors.ranks.new_full((num_slots * tile.max_rows,), -1)
-            add_adapters(out, x, factors, plan_adapters(none, num_slots))
+    device = next(iter(places)).shrink.device
+    for tile in TILES:
+        none = torch.full((num_slots * tile.max_rows,), -1, device=device)
+        work = plan_adapters(none, num_slots)
+        for factors in places:
+            last = max(piece.first_output + piece.num_rows for piece in factors.pieces)
+            x, out = (factors.shrink.new_zeros(1, n) for n in (factors.shrink.shape[3], last))
+            add_adapters(out, x, factors, work)
 
 
 def add_adapters(out: Tensor, x: Tensor, factors: StackedFactors, work: AdapterWork) -> None:

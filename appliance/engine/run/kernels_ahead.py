@@ -44,7 +44,7 @@ def compile_adapters(
     from appliance.kernels.compile_ahead import compiled_ahead
 
     with compiled_ahead(lambda done, total: on_progress("kernels", done, total)):
-        run_every_kernel(slots.places())
+        run_every_kernel(slots.places(), slots.count)
 
 
 def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> list[int]:

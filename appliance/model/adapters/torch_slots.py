@@ -10,7 +10,7 @@ import torch
 from appliance.kernels.adapters.factors import OutputRun, StackedFactors, blocks_of, padded_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -120,7 +120,7 @@ class TorchAdapterSlots:
         """Return the factors of a place; None where no adapter changes anything."""
         return self._stacked.get((layer, place))
 
-    def places(self) -> Iterable[StackedFactors]:
+    def places(self) -> Collection[StackedFactors]:
         """Return the factors of all places."""
         return self._stacked.values()
 
