@@ -1,6 +1,6 @@
 """`appliance top`: follows a running server over HTTP and shows its KV cache live.
 
-Loads neither torch nor the engine: everything it knows comes through a feed.
+It loads neither torch nor the engine; everything it knows comes through a feed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 FRAMES_PER_SECOND = 5
 TABLE_SECONDS = 1.0
 MESSAGE_SECONDS = 6.0
-# Each has a mode of its own.
+# Textual calls these modes.
 SCREENS: dict[str, type[DashboardScreen]] = {
     "overview": OverviewScreen, "map": MapScreen, "requests": RequestsScreen, "model": ModelScreen,
     "log": LogScreen,
@@ -73,7 +73,7 @@ class DashboardApp(App[None]):
     """Follows one feed and paints its state at a limited rate.
 
     Args:
-        controls: of the same server; None if nothing can be asked, as in a recording.
+        controls: commands for the same server; None for a recording.
         recorder: writes the feed to a file.
 
     Attributes:
@@ -118,12 +118,12 @@ class DashboardApp(App[None]):
         self._use_scheme(display.theme)
 
     def get_driver_class(self) -> type[Driver]:
-        """Return Textual's driver, but one that sends only changes to a terminal."""
+        """Replace Textual's terminal driver by one that sends only changes."""
         chosen = super().get_driver_class()
         return ThriftyDriver if chosen is LinuxDriver else chosen
 
     def get_line_filters(self) -> list[LineFilter]:
-        """Return the filters of everything drawn; ours replace Textual's filter for no colours."""
+        """Return the filters of all output; ours replace Textual's filter for no colours."""
         textuals = super().get_line_filters()
         return [*(one for one in textuals if isinstance(one, ANSIToTruecolor)), *self._own_filters]
 
@@ -137,12 +137,12 @@ class DashboardApp(App[None]):
         self.set_interval(1 / FRAMES_PER_SECOND, self._frame)
 
     def _follow(self) -> None:
-        """Follow the feed, instead of the connection before."""
+        """Follow the feed; a second call replaces the first connection."""
         following = self._feed.follow(self.take)
         self.run_worker(following, name="feed", group="feed", exclusive=True)
 
     def action_next_replica(self) -> None:
-        """Turn to the blocks and sequences of the model's next replica."""
+        """Show the blocks and sequences of the model's next replica."""
         state = self.session.state
         count = 0 if state.stats is None else len(state.stats.replicas)
         if count < 2 or state.info is None:
@@ -154,7 +154,7 @@ class DashboardApp(App[None]):
             self._follow()
 
     def on_key(self, event: Key) -> None:
-        """Insert keys typed before the input field had the focus."""
+        """Insert keys typed before the input field got the focus."""
         if isinstance(self.focused, Input) and event.is_printable and event.character:
             self.focused.insert_text_at_cursor(event.character)
             event.prevent_default()
@@ -163,7 +163,7 @@ class DashboardApp(App[None]):
         self.session.close()
 
     def take(self, item: FeedItem) -> None:
-        """Take one item of the feed; several between two frames are painted once.
+        """Take one item of the feed; the next frame paints it.
 
         Raises:
             ValueError: the item is invalid.
@@ -177,7 +177,7 @@ class DashboardApp(App[None]):
             screen.paint(self.session.view(), panels=panels, terminal=self.terminal)
 
     def _frame(self) -> None:
-        """Paint a frame: numbers once a second, or at once after an important change."""
+        """Paint the map each frame, and numbers once a second or after an important change."""
         if not (self.is_running and self.screen_stack):
             return  # a timer's last tick may come after the last screen is gone
         now, state = time.monotonic(), self.session.state
@@ -199,7 +199,7 @@ class DashboardApp(App[None]):
             try:
                 self.take(await controls.block_table(SequenceKey.of(focused)))
             except ControlError:
-                # It just ended, or the server is too old: the panel falls back to the map's data.
+                # The sequence just ended, or the server is too old: the panel uses the map's data.
                 continue
 
     def _use_scheme(self, name: str) -> None:
@@ -223,7 +223,6 @@ class DashboardApp(App[None]):
             widget.refresh()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """List the entries of the command palette."""
         for name in SCREENS:
             yield SystemCommand(f"Screen: {name}", "turn to it", partial(self.switch_mode, name))
         for mode in ColorMode:

@@ -1,4 +1,4 @@
-"""The dashboard's block map: a 32-bit word per block, never changed in place.
+"""The dashboard's immutable block map: one 32-bit word per block.
 
 Knows the words of `appliance.events`, nothing of screens or networks.
 """
@@ -25,7 +25,7 @@ _HELD = np.array([state not in _NOT_HELD for state in range(16)])
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Number of blocks in each state; shared and written ones are active too."""
+    """Number of blocks in each state; `active` includes shared and written ones."""
 
     free: int = 0
     cached: int = 0
@@ -46,14 +46,14 @@ class Blocks:
 
     @classmethod
     def of(cls, snapshot: Snapshot, now: float = 0.0) -> Blocks:
-        """Build the map that a snapshot describes.
+        """Build the map from a snapshot.
 
         Args:
-            snapshot: all blocks; without ages they start now.
+            snapshot: all blocks; ages start at `now` if it has none.
             now: seconds of the clock that counts ages.
 
         Raises:
-            ValueError: its cells or ages do not match its geometry.
+            ValueError: cells or ages do not match the snapshot's geometry.
         """
         cells = np.frombuffer(snapshot.words(), dtype="<u4").astype(np.uint32)
         changed = np.full(cells.size, now, dtype=np.float32)
@@ -79,38 +79,37 @@ class Blocks:
         return replace(self, cells=_frozen(cells), changed=_frozen(changed))
 
     def aged_like(self, before: Blocks) -> Blocks:
-        """Return this map with the ages of an earlier one for blocks that are unchanged."""
+        """Copy the ages of an earlier map for blocks that did not change."""
         same = self.cells == before.cells
         return replace(self, changed=_frozen(np.where(same, before.changed, self.changed)))
 
     def part(self, span: range) -> Blocks:
-        """Return the map of some neighbouring blocks; it shares memory with this one."""
+        """Return a range of blocks as a map that shares memory with this one."""
         within = slice(span.start, span.stop)
         return replace(self, cells=self.cells[within], changed=self.changed[within])
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the cache, in any state."""
         return self.cells.size
 
     @property
     def states(self) -> NDArray[np.uint32]:
-        """A `BlockState` value per block."""
+        """`BlockState` value of each block."""
         return self.cells & np.uint32(0xF)
 
     @property
     def references(self) -> NDArray[np.uint32]:
-        """Reference count per block; stays at 255."""
+        """Reference count of each block; saturates at 255."""
         return self.cells >> np.uint32(8) & np.uint32(0xFF)
 
     @property
     def precisions(self) -> NDArray[np.uint32]:
-        """Index into `Info.precisions` per block."""
+        """Index into `Info.precisions` of each block."""
         return self.cells >> np.uint32(4) & np.uint32(0xF)
 
     @property
     def owners(self) -> NDArray[np.uint32]:
-        """Slot of the owning sequence, or `NO_OWNER`, per block."""
+        """Slot of each block's owning sequence, or `NO_OWNER`."""
         return self.cells >> np.uint32(16)
 
     def counts(self) -> BlockCounts:

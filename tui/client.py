@@ -1,4 +1,4 @@
-"""Follows the event feed of a server: connects, reads, and reconnects after every failure.
+"""Follows a server's event feed; reconnects after every failure.
 
 Publishes `Event`s and `ConnectionChange`s; knows nothing of drawing.
 """
@@ -33,14 +33,14 @@ METRICS_PATH = "/metrics"
 METRICS_SECONDS = 1.0
 FIRST_RETRY = 0.5  # seconds; doubles with every failure in a row
 LAST_RETRY = 8.0
-SILENCE_TIMEOUT = 20.0  # stats come every second, and comments while there are none
+SILENCE_TIMEOUT = 20.0  # stats come every second, comments while there are none
 MAX_LATENESS = 10.0  # seconds; a connection with more delay is dropped
-MAX_STRAY_DELTAS = 10  # of an epoch that no snapshot announced, before the feed is read again
+MAX_STRAY_DELTAS = 10  # of an epoch without a snapshot, before reconnecting
 _HEADERS = {"Accept": "text/event-stream"}
 
 
 class FeedError(Exception):
-    """The feed ended or never began; `phase` says what that means."""
+    """The feed ended or never began; `phase` tells which."""
 
     def __init__(self, phase: ConnectionPhase, reason: str) -> None:
         super().__init__(reason)
@@ -49,16 +49,16 @@ class FeedError(Exception):
 
 
 class Lateness:
-    """Measures how much later than the quickest ones a connection's latest numbers arrive.
+    """Measures a connection's delay against its own fastest message.
 
-    The server stops sending when nobody reads, but a tunnel or a proxy may read ahead.
+    The server stops sending when nobody reads, but a tunnel or proxy may buffer.
     """
 
     def __init__(self) -> None:
         self._least = math.inf
 
     def of(self, stats: Stats, now: float) -> float:
-        """Return the delay in seconds; the two clocks need not agree.
+        """Return the delay in seconds; the two clocks may differ.
 
         `now` is in Unix seconds.
         """
@@ -68,13 +68,13 @@ class Lateness:
 
 
 class EventFeed:
-    """One server's feed.
+    """The feed of one server.
 
     Args:
         first_retry: seconds before the first new attempt.
 
     Attributes:
-        replica: the one whose blocks and sequences the next connection brings.
+        replica: replica whose blocks and sequences the next connection sends.
     """
 
     def __init__(self, server: Server, *, first_retry: float = FIRST_RETRY) -> None:
@@ -87,8 +87,8 @@ class EventFeed:
         """Publish the server's events and every change of the connection, until cancelled.
 
         Args:
-            publish: called in order; may raise ValueError for an invalid event, after which the
-                feed is read again.
+            publish: called in order; if it raises ValueError for an invalid event, the feed
+                reconnects.
         """
         async with self.server.client(SILENCE_TIMEOUT) as client:
             while True:
@@ -107,7 +107,7 @@ class EventFeed:
         """Connect once and publish until the feed ends.
 
         Raises:
-            FeedError: always, in the end.
+            FeedError: always, when the feed ends.
             msgspec.MsgspecError: an event does not match its name.
             ValueError: a frame is too large, or `publish` refused its event.
         """
@@ -156,11 +156,11 @@ class EventFeed:
     async def _read_metrics(
         self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]
     ) -> None:
-        """Publish the metrics of another make of server; return if it has none that are known.
+        """Publish another server's metrics; return if none of them are known.
 
         Raises:
-            FeedError: its metrics ended.
-            httpx.RequestError: likewise.
+            FeedError: the metrics ended.
+            httpx.RequestError: the server does not answer.
         """
         reader = MetricsReader()
         while True:

@@ -1,4 +1,4 @@
-"""The console that Textual renders with: its colours, and tracebacks without local values."""
+"""The console that Textual renders with, whose tracebacks show no local values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PrivateConsole(Console):
-    """Hides local values in tracebacks, since a prompt or a key may be among them."""
+    """Hides local values in tracebacks: they may hold a prompt or a key."""
 
     def __init__(self, system: ColorSystem) -> None:
         (name,) = (name for name, one in COLOR_SYSTEMS.items() if one is system)
@@ -30,7 +30,6 @@ class PrivateConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render as usual, but tracebacks without local values."""
         if isinstance(renderable, Traceback):
             _drop_locals(renderable.trace)
         return super().render(renderable, options)

@@ -1,4 +1,4 @@
-"""Requests of the dashboard to a server: a sequence's block table, and the end of a request."""
+"""Commands of the dashboard to a server: fetch a block table, abort a request."""
 
 from __future__ import annotations
 
@@ -22,25 +22,19 @@ class ControlError(Exception):
 
 
 class Controls:
-    """Sends one HTTP request per call to a server."""
-
     def __init__(self, server: Server) -> None:
         self._server = server
 
     async def abort(self, request_id: str) -> None:
-        """End a request in any phase.
+        """Abort a request in any phase.
 
         Raises:
-            ControlError: it was not ended, with the reason.
+            ControlError: the server did not abort it; the message says why.
         """
         await self._ask("POST", f"/admin/v1/requests/{quote(request_id, safe='')}/abort")
 
     async def block_table(self, key: SequenceKey) -> BlockTable:
-        """Fetch the block table of a sequence.
-
-        Raises:
-            ControlError: it is not available, with the reason.
-        """
+        """Raises ControlError if the server does not send the table; the message says why."""
         path = f"/admin/v1/sequences/{quote(key.request_id, safe='')}/{key.choice}/blocks"
         answer = await self._ask("GET", path)
         try:

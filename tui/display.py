@@ -1,4 +1,4 @@
-"""Abilities of the terminal: number of colours, and whether it shows more than ASCII."""
+"""Abilities of the terminal: number of colours, and Unicode or only ASCII."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SYSTEMS = {
 
 @dataclass(frozen=True, slots=True)
 class DisplaySettings:
-    """Display settings.
+    """Colours, characters and theme to draw with.
 
     Attributes:
         colors: number of colours; AUTO asks the terminal's environment.
@@ -61,10 +61,10 @@ class DisplaySettings:
 
     @property
     def system(self) -> ColorSystem | None:
-        """The colours to send; None leaves it to the terminal's environment."""
+        """Colours to send; None if the terminal's environment decides."""
         return _SYSTEMS.get(self.colors)
 
 
 def locale_is_utf8() -> bool:
-    """Return True if the locale is UTF-8; Python's own UTF-8 mode does not matter."""
+    """Return True if the locale is UTF-8, ignoring Python's own UTF-8 mode."""
     return locale.nl_langinfo(locale.CODESET).upper().replace("-", "") == "UTF8"

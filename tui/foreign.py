@@ -1,6 +1,6 @@
-"""Reads the metrics of other servers that use vLLM's names.
+"""Turns the metrics of servers that use vLLM's names into events.
 
-Text in, events out; knows nothing of networks.
+Knows nothing of networks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WINDOW = 60.0  # seconds that quantiles cover
 _LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_BLOCKS = 1000  # a server that tells only a share is shown with this many
+_BLOCKS = 1000  # blocks shown for a server that reports only a share
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ Samples = dict[str, list[Sample]]
 
 
 def parse(text: str) -> Samples:
-    """Parse samples by name, with labels unescaped; skip other lines."""
+    """Parse samples by name, with unescaped labels; skip other lines."""
     samples: Samples = {}
     for line in text.splitlines():
         match = None if line.startswith("#") else _LINE.match(line)
@@ -57,7 +57,7 @@ class MetricsReader:
     """Turns successive scrapes into events.
 
     Attributes:
-        scrapes: number of scrapes with a known name.
+        scrapes: scrapes so far that had a known name.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class MetricsReader:
         self._past: deque[tuple[float, Samples]] = deque()
 
     def read(self, text: str, now: float) -> list[Event]:
-        """Return the events of one scrape; none if it has no known name.
+        """Return the events of one scrape, or none if it has no known name.
 
         `text` is the body of GET /metrics, `now` in Unix seconds.
         """
@@ -140,7 +140,7 @@ def _info(samples: Samples) -> Info:
 
 
 def _total(samples: Samples, *names: str) -> float:
-    """Sum the first name that is present over all its labels; 0 for none."""
+    """Sum the first metric that is present over all its labels; 0 if none is."""
     for name in names:
         if name in samples:
             total = sum(sample.value for sample in samples[name])
@@ -160,7 +160,7 @@ def _buckets(samples: Samples, name: str) -> dict[float, float]:
 
 
 def _quantiles(now: Samples, then: Samples, name: str) -> Quantiles:
-    """Compute quantiles of a histogram's counts between two scrapes, linear within a bucket."""
+    """Compute quantiles of a histogram between two scrapes, linear within a bucket."""
     before = _buckets(then, name)
     counts = [
         (limit, count - before.get(limit, 0.0)) for limit, count in _buckets(now, name).items()

@@ -1,7 +1,7 @@
-"""Maps blocks to the pixels of the block map, so that the whole area is used.
+"""Maps blocks to the pixels of the block map, filling its whole area.
 
-With more blocks than pixels each pixel stands for a bucket of neighbours; bucket sizes differ by at
-most one block. With fewer, each block is a tile of a grid that wastes few pixels.
+With more blocks than pixels, each pixel shows a bucket of neighbours; bucket sizes differ by at
+most one. With fewer, each block is a tile of a grid that wastes few pixels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 NO_BLOCK = -1
 _PLACE_BITS = 20
-_MAX_PLACE = 2**_PLACE_BITS - 1  # of a block in its bucket; later ones share the last place
-_STRETCH = 1.6  # largest deviation of a tile from a square, if that leaves fewer empty pixels
+_MAX_PLACE = 2**_PLACE_BITS - 1  # of a block in its bucket; later blocks share the last
+_STRETCH = 1.6  # largest deviation from square tiles, to leave fewer empty pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,17 @@ class Grid:
 
     @property
     def dense(self) -> bool:
-        """True if a pixel stands for one block or more."""
+        """True if each pixel shows at least one block."""
         return self.num_blocks >= self.num_pixels
 
     @property
     def blocks_per_pixel(self) -> float:
-        """Mean size of a bucket; below one when blocks are tiles."""
+        """Mean size of a bucket; below one if blocks are tiles."""
         return self.num_blocks / self.num_pixels if self.num_pixels else 0.0
 
     @property
     def tile_columns(self) -> int:
-        """Tiles in a row, when blocks are tiles."""
+        """Tiles in a row, if blocks are tiles."""
         return _tile_counts(self)[0] if self.num_blocks and self.num_pixels else 1
 
     def blocks_at(self, x: int, y: int) -> range:
@@ -60,7 +60,7 @@ class Grid:
         return range(0) if block == NO_BLOCK else range(block, block + 1)
 
     def pixel_of(self, block: int) -> tuple[int, int]:
-        """Return row and column of the pixel above a block, or of its tile's corner."""
+        """Return (row, column) of a block's pixel, or of its tile's corner."""
         if self.dense:
             pixel = int(np.searchsorted(_bucket_starts(self), block, side="right")) - 1
             return divmod(pixel, self.width)
@@ -68,7 +68,7 @@ class Grid:
         return int(rows[0]), int(columns[0])
 
     def corners(self) -> NDArray[np.bool_]:
-        """Return (height, width) bool: pixels where a block begins, or its tile's corner."""
+        """Return (height, width) bool: pixels where a block or its tile begins."""
         if self.dense:
             return np.ones((self.height, self.width), dtype=np.bool_)
         tiles = _tiles(self)
@@ -79,7 +79,7 @@ class Grid:
         return first
 
     def shown(self, ranks: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """Return the block shown at each pixel: the first of its bucket with the highest rank.
+        """Return the block shown at each pixel: the first of the highest rank in its bucket.
 
         Args:
             ranks: (num_blocks,) importance of each block, below 2**12.
@@ -90,7 +90,7 @@ class Grid:
         assert ranks.shape == (self.num_blocks,)
         if not self.dense or not self.num_pixels:
             return _tiles(self)
-        # One maximum per bucket also finds the block: its place is in the low bits, reversed.
+        # The low bits hold the block's place, reversed, so the maximum also finds the block.
         starts, backwards = _bucket_starts(self), _backwards(self)
         best = np.maximum.reduceat(ranks << np.uint32(_PLACE_BITS) | backwards, starts)
         blocks = starts + _MAX_PLACE - (best & np.uint32(_MAX_PLACE))
@@ -100,13 +100,13 @@ class Grid:
 
 @lru_cache(maxsize=4)
 def _bucket_starts(grid: Grid) -> NDArray[np.int64]:
-    """Return (num_pixels,) the first block of each bucket, strictly increasing."""
+    """Return the first block of each bucket, (num_pixels,), strictly increasing."""
     return np.arange(grid.num_pixels, dtype=np.int64) * grid.num_blocks // grid.num_pixels
 
 
 @lru_cache(maxsize=4)
 def _backwards(grid: Grid) -> NDArray[np.uint32]:
-    """Return (num_blocks,) `_MAX_PLACE` minus the place of each block in its bucket."""
+    """Return `_MAX_PLACE` minus each block's place in its bucket, (num_blocks,)."""
     starts = _bucket_starts(grid)
     sizes = np.diff(starts, append=grid.num_blocks)
     places = np.arange(grid.num_blocks) - np.repeat(starts, sizes)
@@ -116,7 +116,7 @@ def _backwards(grid: Grid) -> NDArray[np.uint32]:
 
 @lru_cache(maxsize=4)
 def _tiles(grid: Grid) -> NDArray[np.int64]:
-    """Return (height, width) the block of each pixel, or `NO_BLOCK` past the last one."""
+    """Return the block of each pixel, (height, width), `NO_BLOCK` past the last one."""
     if not grid.num_blocks or not grid.num_pixels:
         return np.full((grid.height, grid.width), NO_BLOCK, dtype=np.int64)
     columns, rows = _tile_counts(grid)
@@ -127,7 +127,7 @@ def _tiles(grid: Grid) -> NDArray[np.int64]:
 
 
 def _tile_counts(grid: Grid) -> tuple[int, int]:
-    """Choose columns and rows: nearly square tiles, few of them empty."""
+    """Choose columns and rows for nearly square tiles, few of them empty."""
     ideal = sqrt(grid.num_blocks * grid.height / grid.width)  # rows of square tiles
     best: tuple[float, int, int] | None = None
     for rows in range(1, grid.height + 1):

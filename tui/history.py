@@ -1,4 +1,4 @@
-"""Keeps the last values of one number, for sparklines."""
+"""The last values of one number, for sparklines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ CAPACITY = 600  # ten minutes at one value a second
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A ring of values, oldest first; pushing returns a new one.
+    """An immutable ring of values.
 
     Attributes:
-        values: the latest.
+        values: oldest first, at most `CAPACITY`.
         pushed: number of values ever pushed.
     """
 
@@ -20,19 +20,15 @@ class History:
     pushed: int = 0
 
     def push(self, value: float) -> History:
-        """Return this history with one more value; a full ring drops its oldest."""
+        """Return the history with one more value; a full ring drops its oldest."""
         return History((*self.values[-(CAPACITY - 1) :], value), self.pushed + 1)
 
     def columns(self, width: int, span: int) -> list[float]:
-        """Average neighbours, so that `span` values fill `width` columns of a graph.
+        """Average neighbours so that `span` values fill `width` columns of a graph.
 
-        Neighbours are grouped at fixed places: a full column stays as it is and moves as a whole,
-        so that a graph changes rarely. Before there are `span` values, columns stand for fewer:
-        one, two, four and so on.
-
-        Args:
-            width: most columns.
-            span: values they should cover.
+        Groups have fixed boundaries: a full column never changes and moves as a whole, so a graph
+        repaints little. With fewer than `span` values, each column averages one, two, four and so
+        on.
         """
         if width <= 0:
             return []

@@ -1,4 +1,4 @@
-"""The user's view settings: one value that every screen shares."""
+"""The user's view settings, shared by all screens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BRIEF = 40  # letters
 
 @dataclass(frozen=True, slots=True)
 class SequenceKey:
-    """Identifies a sequence over its whole life; slots are reused."""
+    """Identifies a sequence over its whole life, since slots are reused."""
 
     request_id: str
     choice: int
@@ -34,7 +34,7 @@ class SequenceKey:
 
 
 class Sort(Enum):
-    """Order of the request table; numbers start with the largest."""
+    """Sort column of the request table; numbers sort largest first."""
 
     AGE = "age"
     REQUEST = "request"
@@ -73,15 +73,15 @@ class Look:
     Attributes:
         mode: meaning of the block map's colours.
         focus: the highlighted sequence.
-        ended: the one highlighted until it ended, if no other was chosen since.
+        ended: the sequence that had the focus until it ended.
         held: the paused picture.
         level: zoom into the map, 0 for all of it.
         cursor: physical block under the cursor.
         sort: order of the request table.
         ascending: reverse that order.
-        query: words that lines of that table must contain.
-        log_back: lines that the log is scrolled back.
-        facts_down: lines that the model screen's facts are scrolled down.
+        query: words that a table line must contain.
+        log_back: lines the log is scrolled back.
+        facts_down: lines the model screen is scrolled down.
     """
 
     mode: ColorMode = ColorMode.OWNER

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class SequenceChosen(Message):
-    """The user clicked a sequence, or something that belongs to none."""
+    """The user clicked a sequence; `key` is None for a click on something without one."""
 
     key: SequenceKey | None
 
 
 @dataclass
 class BlockChosen(Message):
-    """The user clicked a block: the first one under the mouse."""
+    """The user clicked a cell; `block` is the first block in it."""
 
     block: int
 

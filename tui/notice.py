@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def notice(view: View) -> list[str]:
-    """Return the lines to show, the first as a heading; empty when there is a map to show."""
+    """Return the notice's lines, the first as a heading; empty if there is a map."""
     connection, info = view.latest.connection, view.state.info
     if view.state.blocks is not None and (info is None or info.state not in ("failed", "asleep")):
         return []

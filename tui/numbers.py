@@ -1,4 +1,4 @@
-"""Formats numbers for the dashboard: short, with significant digits only."""
+"""Formats numbers for the dashboard: short, without insignificant digits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def count(number: int) -> str:
-    """Format a whole number with thousands separators; shorten it from a million on."""
+    """Format a whole number with thousands separators, from a million on in M or G."""
     if abs(number) < 1_000_000:
         return f"{number:,}"
     if abs(number) < 1_000_000_000:
@@ -15,22 +15,22 @@ def count(number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number of things, with a plural unless it is one."""
+    """Format a count with its noun in singular or plural."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def rate(per_second: float) -> str:
-    """Format a rate per second, without the unit."""
+    """Format a rate without its unit."""
     return f"{per_second:,.1f}" if per_second < 1000 else f"{per_second:,.0f}"
 
 
 def percent(share: float) -> str:
-    """Format a share of one as a percentage."""
+    """Format a share of one in percent."""
     return f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """Format a latency: three digits and a unit."""
+    """Format a latency with three digits and a unit."""
     if seconds < 0.00995:
         return f"{1e3 * seconds:.2f} ms"
     if seconds < 0.0995:
@@ -54,7 +54,7 @@ def clock(seconds: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Format bytes in the largest unit that leaves a digit before the point."""
+    """Format bytes in the largest unit that gives at least 1."""
     amount = float(num_bytes)
     for unit in _BYTE_UNITS[:-1]:
         if amount < 1000:

@@ -1,7 +1,7 @@
 """The dashboard's colours: states differ in luminance, owners in hue.
 
-Owner hues are those of Okabe and Ito without black and grey. Colours of one mode are at least 16
-apart (CIE76) for people with each kind of colour deficiency; a test simulates and measures it.
+Owner hues are those of Okabe and Ito without black and grey. Within a mode, colours are at least 16
+apart (CIE76) under each kind of colour blindness; a test simulates and measures it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MUTED = "#8494a8"
 NOTE = "#5d6c80"
 FAINT = "#3a4657"
 BRIGHT = "#ffffff"
-# Slightly off the owners' hues, so that themes can tell them apart.
+# Slightly different from the owners' hues, so that themes can replace them separately.
 ACCENT = "#58b5ea"
 GOOD = "#3fb68b"
 WARNING = "#e7a002"
@@ -66,11 +66,11 @@ def _theme(
 
 
 def theme_name(name: str) -> str:
-    """Return Textual's name of a theme."""
+    """Return Textual's name for one of our themes."""
     return f"appliance-{name}"
 
 
-# For what Textual draws itself, such as the command palette; see `scheme` for the rest.
+# For what Textual draws, such as the command palette; `scheme` replaces our own colours.
 THEMES = (
     _theme(theme_name("dark")),
     _theme(theme_name("black"), background="#000000"),
@@ -79,16 +79,16 @@ THEMES = (
 
 
 def owner_hue(slot: int) -> str:
-    """Return the hue of a sequence; hues repeat, so focus tells sequences apart."""
+    """Return the hue of a sequence; hues repeat."""
     return OWNER_HUES[slot % len(OWNER_HUES)]
 
 
 def mix(color: str, other: str, share: float) -> str:
-    """Replace a `share` of `color`, 0 to 1, by `other`; both are #rrggbb."""
+    """Blend two #rrggbb colours; `share`, 0 to 1, is the part of `other`."""
     pairs = ((int(color[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
 def dimmed(color: str) -> str:
-    """Return the colour faded into the background."""
+    """Fade a colour into the background."""
     return mix(color, BACKGROUND, 0.72)

@@ -1,6 +1,6 @@
-"""Colours each pixel of the block map in each mode.
+"""Colours the pixels of the block map.
 
-Pure functions on arrays; the widget only turns the result into terminal cells.
+Pure functions on arrays; the widget turns their result into terminal cells.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ColorMode(Enum):
         return modes[(modes.index(self) + 1) % len(modes)]
 
 
-# Indices into PAINT, in the order in which a bucket prefers them.
+# Indices into PAINT, from the least to the most important in a bucket.
 NONE, FREE, CACHED, LOADING, ACTIVE, WRITING, SHARED = range(7)
 OWNER = 7
 REFERENCE = OWNER + len(palette.OWNER_HUES)
@@ -60,18 +60,18 @@ _BRIGHT = (
     *palette.AGE_STEPS,
     palette.CURSOR,
 )
-DIMMED = len(_BRIGHT)  # added to an index, gives the dimmed form of that colour
+DIMMED = len(_BRIGHT)  # offset from a colour's index to its dimmed form
 PAINT = (*_BRIGHT, *(palette.dimmed(color) for color in _BRIGHT))
-# One letter each, for maps with one block per cell and terminals without colours.
+# One letter per index, for one block per cell and for terminals without colours.
 _STEPS = "".join(map(str, range(1, 1 + len(palette.REFERENCE_STEPS))))
 LETTERS = " .:s#w*" + "#" * len(palette.OWNER_HUES) + _STEPS + _STEPS[::-1] + "X"
 LETTERS += " .:" + "-" * (DIMMED - 3)
 _LETTER_OF = np.array([ord(letter) for letter in LETTERS], dtype=np.uint32)
 _DIGITS = np.array([ord(digit) for digit in "0123456789ABCDEF"], dtype=np.uint32)
 
-AGE_LIMITS = (1.0, 10.0, 60.0, 600.0)  # seconds where the next step of `palette.AGE_STEPS` begins
+AGE_LIMITS = (1.0, 10.0, 60.0, 600.0)  # seconds; where the next of `palette.AGE_STEPS` begins
 _STEP_OF_REFERENCES = np.array([0, 0, 1, 2, 2, 3, 3, 3, 3] + [4] * 247, dtype=np.uint8)
-_HOLDS_TOKENS = CACHED  # the first of the looks that hold tokens
+_HOLDS_TOKENS = CACHED  # this index and those after it hold tokens
 _NO_ADAPTERS: Mapping[int, int] = MappingProxyType({})
 
 
@@ -80,9 +80,9 @@ class Emphasis:
     """The part of a map to highlight.
 
     Attributes:
-        slot: owner slot of the focused sequence, all others dimmed; None highlights all.
-        table: its physical blocks where they are known, shared ones included.
-        stale: the map is not current; all of it is dimmed.
+        slot: slot of the focused sequence; all others are dimmed. None highlights all.
+        table: its physical blocks, shared ones included; empty if unknown.
+        stale: dims the whole map, which is not current.
     """
 
     slot: int | None = None
@@ -95,7 +95,7 @@ class Emphasis:
 
 
 def _looks_table() -> NDArray[np.uint8]:
-    """Return (2**16,) looks by the lower half of a cell; an unknown state counts as active."""
+    """Return FREE to SHARED by the lower half of a cell, (2**16,); unknown states are ACTIVE."""
     cells = np.arange(2**16, dtype=np.uint32)
     of_state = np.full(16, ACTIVE, dtype=np.uint8)
     of_state[BlockState.FREE] = FREE
@@ -133,14 +133,14 @@ def pixels(
         mode: meaning of the colours.
         emphasis: the part to highlight.
         now: seconds of the clock of `blocks.changed`.
-        adapters: number of the adapter of each owner slot that has one.
+        adapters: number of the adapter, by owner slot.
 
     Returns:
         (grid.height, grid.width) indices into `PAINT`.
     """
     if not blocks.num_blocks:
         return np.full((grid.height, grid.width), NONE, dtype=np.uint8)
-    # In a bucket the focused sequence wins, then the block most in use.
+    # The focused sequence wins in its bucket, then the block most in use.
     ranks = _RANKS[blocks.cells & np.uint32(0xFFFF)]
     focused = _focused(blocks, emphasis)
     if focused is not None:
@@ -157,9 +157,9 @@ def pixels(
 def letters(
     picture: NDArray[np.uint8], blocks: Blocks, grid: Grid, mode: ColorMode
 ) -> NDArray[np.uint32]:
-    """Return a letter for each pixel, for maps without half blocks; of owners and adapters, a-z.
+    """Return a letter for each pixel; a-z for owners and adapters.
 
-    `picture` is (grid.height, grid.width) indices into `PAINT`, of these blocks.
+    `picture` is (grid.height, grid.width) indices into `PAINT`, as `pixels` returns.
 
     Returns:
         (grid.height, grid.width) code points.
@@ -182,12 +182,12 @@ def letters(
 
 
 def letter_of(slot: int) -> str:
-    """Return the letter of a slot's blocks, for terminals without colours."""
+    """Return the letter of a slot, for terminals without colours."""
     return chr(ord("a") + slot % 26)
 
 
 def _focused(blocks: Blocks, emphasis: Emphasis) -> NDArray[np.bool_] | None:
-    """Return (num_blocks,) bool: blocks of the focused sequence; None without one."""
+    """Return the blocks of the focused sequence as (num_blocks,) bool; None without one."""
     if emphasis.slot is None:
         return None
     owned: NDArray[np.bool_] = (blocks.owners == emphasis.slot) & (

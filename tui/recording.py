@@ -1,7 +1,7 @@
 """Records a feed to a file (`--record`) and plays it back (`--replay`).
 
-The first line describes the file; each further one is one item of the feed as JSON, with the
-seconds since the beginning.
+The first line describes the file. Each further line is one item of the feed as JSON, with the
+seconds since the recording began.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _ConnectionLine(msgspec.Struct, frozen=True):
 
 
 class RecordingLine(msgspec.Struct, frozen=True):
-    """Any other line of a recording."""
+    """A recorded item."""
 
     t: float  # seconds since the beginning
     name: str
@@ -53,7 +53,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_item(item: FeedItem, at: float) -> bytes:
-    """Encode one line, without its newline."""
+    """Encode one item as a line without its newline."""
     match item:
         case ConnectionChange():
             name, data = (
@@ -68,10 +68,10 @@ def encode_item(item: FeedItem, at: float) -> bytes:
 
 
 def decode_item(line: bytes) -> tuple[float, FeedItem | None]:
-    """Decode a line's time and item; None for an unknown kind of item.
+    """Decode a line's time and item; None for an unknown kind.
 
     Raises:
-        msgspec.MsgspecError: it is not a line of a recording.
+        msgspec.MsgspecError: the line is no recorded item.
     """
     decoded = _line_decoder.decode(line)
     match decoded.name:
@@ -92,10 +92,10 @@ class Recorder:
 
     Args:
         path: a new file; an existing one is not overwritten.
-        source: the server that is watched.
+        source: URL of the server.
 
     Attributes:
-        failure: why writing stopped; empty while all is well.
+        failure: why writing stopped; empty while it works.
 
     Raises:
         ConfigError: the file cannot be created.
@@ -106,7 +106,7 @@ class Recorder:
         self._next_flush = self._begin
         self.failure = ""
         try:
-            # It contains requests, so only its owner may read it.
+            # It contains requests: only its owner may read it.
             self._file = open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")  # noqa: SIM115
         except FileExistsError as error:
             raise ConfigError(f"--record {path}: the file exists; name a new one") from error
@@ -116,7 +116,7 @@ class Recorder:
         self._file.write(_encoder.encode(header) + b"\n")
 
     def write(self, item: FeedItem) -> None:
-        """Append an item; after a failure nothing more is written."""
+        """Append an item; does nothing after a failure."""
         if self.failure:
             return
         now = time.monotonic()
@@ -139,10 +139,10 @@ class ReplayFeed:
     """Plays a recording as if its server were running.
 
     Args:
-        speed: factor on the original speed; infinite does not wait.
+        speed: factor on the original speed; infinity does not wait.
 
     Raises:
-        ConfigError: it cannot be read, or is no recording.
+        ConfigError: the file cannot be read, or is no recording.
     """
 
     def __init__(self, path: Path, speed: float = 1.0) -> None:
@@ -159,7 +159,7 @@ class ReplayFeed:
         self._path, self._speed = path, speed
 
     async def follow(self, publish: Callable[[FeedItem], None]) -> None:
-        """Publish all items at their times, then the end."""
+        """Publish all items at their recorded times, then the end."""
         begin = time.monotonic()
         reason = "the recording is over"
         with self._path.open("rb") as file:
@@ -173,7 +173,7 @@ class ReplayFeed:
                     await asyncio.sleep(max(0.0, begin + at / self._speed - time.monotonic()))
                     publish(item)
                 except (msgspec.MsgspecError, ValueError) as error:
-                    # An incomplete line, of a recording that was cut short.
+                    # The recording was cut off within a line.
                     reason = f"line {number} of the recording cannot be read: {error}"
                     break
         publish(ConnectionChange(ConnectionPhase.ENDED, reason))

@@ -1,4 +1,4 @@
-"""Runs the dashboard on its terminal and restores the terminal afterwards."""
+"""Runs the dashboard and restores the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TopOptions:
     """Options of `appliance top` besides the server.
 
     Attributes:
-        record: file to write the feed to.
+        record: file to record the feed to.
         replay: recording to play instead of following a server.
-        colors: see `appliance.tui.display.Colors`.
-        theme: see `appliance.tui.scheme.SCHEMES`.
-        ca_file: certificates to trust over HTTPS; None means those that Python trusts.
+        colors: value of a `display.Colors`.
+        theme: key of `scheme.SCHEMES`.
+        ca_file: certificates to trust over HTTPS; None for Python's defaults.
     """
 
     record: Path | None = None
@@ -52,29 +52,25 @@ def run_dashboard(
     *,
     while_true: Callable[[], bool] | None = None,
 ) -> int:
-    """Show the dashboard of a server until the user quits.
+    """Show the dashboard until the user quits, and return the exit code.
 
     Args:
         url: the server, with or without scheme and `/v1`.
         api_key: the server's key, if it needs one.
-        options: everything else.
-        while_true: polled a few times a second; the dashboard ends when it returns False.
-
-    Returns:
-        The exit code for the process.
+        while_true: polled a few times a second; False ends the dashboard.
 
     Raises:
-        ConfigError: an option is invalid, or there is no terminal to draw on.
+        ConfigError: an option is invalid, or there is no terminal.
     """
     app = make_app(url, api_key, options or TopOptions())
     return asyncio.run(_show(app, while_true))
 
 
 def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp:
-    """Build the dashboard of a server or of a recording.
+    """Build the dashboard of a server or a recording.
 
     Raises:
-        ConfigError: an option is invalid, or there is no terminal to draw on.
+        ConfigError: an option is invalid, or there is no terminal.
     """
     display = DisplaySettings.of(options.colors, options.theme)
     if options.replay is not None:
@@ -91,12 +87,8 @@ def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp
 
 
 def require_terminal() -> None:
-    """Check that there is a terminal to draw on.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    # Textual draws on the error stream, so that one must be a terminal.
+    """Raise ConfigError if there is no terminal to draw on."""
+    # Textual draws on stderr.
     if sys.__stdin__ is None or sys.__stderr__ is None:
         raise ConfigError("appliance top needs a terminal")
     in_browser = constants.DRIVER is not None  # of textual-serve, which draws by itself
@@ -110,7 +102,7 @@ async def _show(app: DashboardApp, while_true: Callable[[], bool] | None) -> int
     """Run the app until the user quits or a signal ends it; return the exit code."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # Textual gives the terminal back when the app exits, but not when a signal ends it.
+        # Textual restores the terminal if the app exits, but not if a signal kills it.
         loop.add_signal_handler(number, partial(app.exit, return_code=128 + number))
     watching = None if while_true is None else asyncio.create_task(_leave(app, while_true))
     await app.run_async()

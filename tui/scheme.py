@@ -1,4 +1,4 @@
-"""Replaces the palette's colours: themes, sixteen colours, none, and ASCII only.
+"""Replaces the palette's colours: by a theme's, by sixteen, or by none; and Unicode by ASCII.
 
 Widgets draw in the palette's colours and in Unicode; filters replace both on output.
 """
@@ -85,11 +85,11 @@ SIXTEEN = {
 
 
 class Recolor(LineFilter):
-    """Replaces known colours; unknown ones stay.
+    """Replaces the colours of a mapping and keeps all others.
 
     Args:
         mapping: from #rrggbb to any colour that Rich knows.
-        dim: replaces the dimmed forms of known colours that the mapping lacks.
+        dim: colour for dimmed forms of known colours that the mapping lacks.
     """
 
     def __init__(self, mapping: dict[str, str], *, dim: str = "") -> None:
@@ -120,10 +120,9 @@ class Recolor(LineFilter):
 
 
 class Colorless(LineFilter):
-    """Removes colours but keeps bold and the like; highlighted backgrounds become reversed."""
+    """Removes colours and keeps bold, italic and underline; reverses highlighted backgrounds."""
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
-        """Remove the segments' colours."""
         return [
             Segment(text, None if style is None else _colorless(style), control)
             for text, style, control in segments
@@ -155,7 +154,6 @@ class OnlyAscii(LineFilter):
     """Replaces each non-ASCII character by a similar one, or by a question mark."""
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
-        """Convert the segments to ASCII."""
         return [
             Segment(text if text.isascii() else _plain(text), style, control)
             for text, style, control in segments

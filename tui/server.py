@@ -1,4 +1,4 @@
-"""A server's address and credentials, as the dashboard uses them."""
+"""A server's address and credentials."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def server_url(text: str) -> httpx.URL:
     """Parse a server's address, with or without scheme, slash or `/v1`.
 
     Raises:
-        ConfigError: it is no http address.
+        ConfigError: the text is no http address.
     """
     try:
         url = httpx.URL(text if "://" in text else f"http://{text}")
@@ -31,12 +31,12 @@ def server_url(text: str) -> httpx.URL:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server.
+    """Address and credentials of one server.
 
     Attributes:
-        url: its root, see `server_url`.
-        headers: that go with every request; the key is among them.
-        ca_file: certificates to trust over HTTPS; None means those that Python trusts.
+        url: root of the server, see `server_url`.
+        headers: sent with every request; they include the key.
+        ca_file: certificates to trust over HTTPS; None for Python's defaults.
     """
 
     url: httpx.URL
@@ -45,10 +45,11 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None, ca_file: str | None = None) -> Server:
-        """The server at an address.
+        """Build a server from an address and a key.
 
         Raises:
-            ConfigError: the address is none, or the key cannot be sent, or the file cannot be read.
+            ConfigError: the address is invalid, the key is not printable ASCII, or the file is
+                unreadable.
         """
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("the API key may hold printable ASCII characters only")
@@ -62,7 +63,7 @@ class Server:
         return self.url.copy_with(raw_path=(self.url.path.rstrip("/") + path).encode("ascii"))
 
     def client(self, read_timeout: float) -> httpx.AsyncClient:
-        """Open a client for the server; close it after use."""
+        """Open a client for the server; the caller closes it."""
         return httpx.AsyncClient(
             headers=self.headers,
             timeout=httpx.Timeout(CONNECT_TIMEOUT, read=read_timeout),
@@ -72,15 +73,14 @@ class Server:
         )
 
     def trusted(self) -> ssl.SSLContext | bool:
-        """Return the TLS context for this server.
+        """Return the TLS context, or True for Python's defaults.
 
-        On this machine's loopback nobody stands between, so the certificate there need not be in
-        the name of that address; it has to be one that is trusted all the same.
+        On loopback the certificate may be for another name, but must still be trusted.
         """
         if self.ca_file is None:
             return True
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own is enough
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusts the server's own
         context.check_hostname = not _is_loopback(self.url.host)
         try:
             context.load_verify_locations(self.ca_file)

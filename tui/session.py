@@ -31,16 +31,15 @@ _LOST = (
 
 
 class Session:
-    """Takes the feed and the user's choices.
+    """Takes the feed's items and the user's choices.
 
     Args:
-        url: the server, as it was given.
-        controls: of the same server; None if nothing can be asked, as in a recording.
-        lettered: the map must do without half blocks or without colours.
+        url: the server's address as the user typed it.
+        controls: commands for the same server; None for a recording.
+        lettered: draw the map with letters, without half blocks or colours.
         recorder: writes the feed to a file.
 
     Attributes:
-        controls: as given.
         state: the latest state of the server.
         timeline: earlier states.
         changed: called when the view settings change.
@@ -85,7 +84,7 @@ class Session:
             self._recorder.close()
 
     def view(self) -> View:
-        """Build the present view; a sequence that has ended loses the focus."""
+        """Build the current view; a sequence that has ended loses the focus."""
         view = View(
             url=self._url,
             latest=self.state,
@@ -110,7 +109,7 @@ class Session:
         self.change(held=held)
 
     def rewind(self, seconds: float) -> None:
-        """Go back in time, or forward with a negative number; resume at the end."""
+        """Go back in time; negative seconds go forward, and the end resumes."""
         now = time.monotonic()
         when = (now if self.look.held is None else self.look.held.at) - seconds
         if when >= now:
@@ -131,7 +130,7 @@ class Session:
             self.change(focus=keys[0] if step > 0 else keys[-1])
 
     def why_not_abort(self, sequence: SequenceView | None) -> str:
-        """Say why the focused sequence cannot be aborted, and what to do; "" if it can."""
+        """Say why the focused sequence cannot be aborted and what to do; "" if it can."""
         if self.controls is None:
             return "A recording: nothing can be aborted in it."
         if self.state.reduced:

@@ -1,4 +1,4 @@
-"""Decodes server-sent events from a byte stream, however the network splits it."""
+"""Decodes server-sent events from a byte stream in pieces of any size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024  # a snapshot of ten million blocks is smalle
 class EventDecoder:
     """Collects bytes until frames are complete.
 
-    Only `event` and `data` fields are read; comments and other fields are skipped.
+    It reads only `event` and `data` fields.
     """
 
     _rest: bytes = b""
@@ -28,7 +28,7 @@ class EventDecoder:
         """Add bytes; return (event name, data) of each frame they complete.
 
         Raises:
-            ValueError: a frame is larger than any of ours can be.
+            ValueError: a frame is larger than `MAX_FRAME_BYTES`.
         """
         self._size += len(received)
         *lines, self._rest = (self._rest + received).split(b"\n")

@@ -1,4 +1,4 @@
-"""The dashboard's state, and how each arriving item changes it: pure functions.
+"""The dashboard's state, and a pure function that applies an item of the feed to it.
 
 Knows nothing of networks or widgets.
 """
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 
 class ConnectionPhase(Enum):
-    """State of the connection to the server."""
-
     CONNECTING = "connecting"
     LIVE = "live"
     LOST = "lost"  # refused, cut, or silent
@@ -47,8 +45,7 @@ class ConnectionChange:
     """One change of the connection.
 
     Attributes:
-        phase: the new phase.
-        reason: why it is not live.
+        reason: why the connection is not live.
         retry_at: time of the next attempt, in seconds of the monotonic clock.
     """
 
@@ -63,7 +60,7 @@ MAX_LOG_LINES = 500
 
 @dataclass(frozen=True, slots=True)
 class Histories:
-    """One value per `Stats` event in each history."""
+    """Histories of numbers; each `Stats` event adds one value to each."""
 
     prompt_rate: History = field(default_factory=History)  # tokens per second
     generation_rate: History = field(default_factory=History)
@@ -95,7 +92,7 @@ class Histories:
             prefill_rows=self.prefill_rows.push(_mean(step.prefill_tokens for step in ran)),
             decode_rows=self.decode_rows.push(_mean(step.decode_tokens for step in ran)),
             waiting=self.waiting.push(stats.requests_waiting),
-            # Counters restart with another engine; without lookups there is no new value.
+            # A new engine restarts the counters; without lookups there is no new value.
             hit_rate=self.hit_rate.push(
                 hits / looked_up if looked_up > 0 <= hits else self.hit_rate.latest
             ),
@@ -104,14 +101,14 @@ class Histories:
 
 
 def _mean(values: Iterable[int]) -> float:
-    """Average a second's steps; 0 for a second without steps."""
+    """Return the mean over a second's steps; 0 if it had none."""
     kept = list(values)
     return sum(kept) / len(kept) if kept else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DashboardState:
-    """Everything shown; None until the server has sent it."""
+    """Everything shown; None until the server sends it."""
 
     connection: ConnectionChange = ConnectionChange(ConnectionPhase.CONNECTING)
     info: Info | None = None
@@ -121,16 +118,16 @@ class DashboardState:
     history: Histories = field(default_factory=Histories)
     log: tuple[LogLine, ...] = ()  # oldest first, at most `MAX_LOG_LINES`
     jobs: tuple[Job, ...] = ()  # unfinished, in the order of their first event
-    table: BlockTable | None = None  # of the sequence focused last
+    table: BlockTable | None = None  # of the most recently focused sequence
 
     @property
     def reduced(self) -> bool:
-        """True if the server is another make and sends only its metrics."""
+        """True if the server is of another make and sends only metrics."""
         return self.info is not None and self.info.protocol == 0
 
     @property
     def current(self) -> bool:
-        """True if the map shows the engine's present state."""
+        """True if the map shows the engine's current state."""
         ready = self.info is None or self.info.state == "ready"
         return self.connection.phase is ConnectionPhase.LIVE and ready
 
@@ -145,7 +142,7 @@ def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> Dashboard
     """
     match item:
         case ConnectionChange():
-            # Each connection sends the log from its beginning, and the unfinished jobs.
+            # Each connection sends the whole log and the unfinished jobs again.
             if item.phase is ConnectionPhase.LIVE:
                 state = replace(state, log=(), jobs=())
             return replace(state, connection=item)
@@ -179,7 +176,7 @@ def _with_job(jobs: tuple[Job, ...], job: Job) -> tuple[Job, ...]:
 
 
 def _map_of(snapshot: Snapshot, before: Blocks | None, now: float) -> Blocks:
-    """Build a snapshot's map; without ages, unchanged blocks keep theirs."""
+    """Build a snapshot's map; if it has no ages, unchanged blocks keep theirs."""
     blocks = Blocks.of(snapshot, now)
     if snapshot.ages or before is None or before.num_blocks != blocks.num_blocks:
         return blocks
@@ -187,7 +184,7 @@ def _map_of(snapshot: Snapshot, before: Blocks | None, now: float) -> Blocks:
 
 
 def is_running(sequence: SequenceView) -> bool:
-    """Return True if the sequence holds blocks, so that its slot is valid."""
+    """Return True if the sequence runs: only then is its slot valid."""
     return sequence.status == "running"
 
 

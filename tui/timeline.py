@@ -1,6 +1,6 @@
-"""Keeps the last minutes of the feed for scrolling back: full states, and the items between.
+"""The last minutes of the feed, for going back: full states and the items between.
 
-Memory is bounded: the oldest segments beyond the budget are dropped.
+It drops the oldest segments beyond its byte budget.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Segment:
     Attributes:
         begin: time of the state, in seconds of the caller's clock.
         state: the state before the items.
-        lines: the items, while more may come.
-        open_bytes: their size.
-        packed: the items compressed, once complete.
-        size: rough size in bytes, once complete.
+        lines: the encoded items of an open segment.
+        open_bytes: bytes of `lines`.
+        packed: the items of a closed segment, compressed.
+        size: rough bytes of a closed segment.
     """
 
     begin: float
@@ -42,7 +42,7 @@ class Segment:
     size: int = 0
 
     def close(self) -> None:
-        """Compress the items: no more will come."""
+        """Compress the items."""
         self.packed = zlib.compress(b"\n".join(self.lines), level=1)
         self.lines, self.open_bytes = [], 0
         self.size = len(self.packed) + _size_of(self.state)
@@ -54,26 +54,26 @@ class Segment:
 
 
 class Timeline:
-    """Recalls the state at any recent time.
+    """Returns the state at any recent time.
 
     Args:
-        budget: rough number of bytes to keep at most.
+        budget: rough limit in bytes.
     """
 
     def __init__(self, budget: int = BUDGET_BYTES) -> None:
         self._budget = budget
-        self._most_open = budget // 8  # of one segment, as when a recording is played fast
+        self._most_open = budget // 8  # bytes of one segment; a recording played fast fills it
         self._segments: deque[Segment] = deque()
         self._closed_bytes = 0
 
     @property
     def begin(self) -> float | None:
-        """The earliest time that can be recalled."""
+        """The earliest time kept."""
         return self._segments[0].begin if self._segments else None
 
     @property
     def num_bytes(self) -> int:
-        """Rough size of everything kept."""
+        """Rough bytes of everything kept."""
         last = self._segments[-1] if self._segments else None
         return self._closed_bytes + (last.open_bytes if last else 0)
 
@@ -91,7 +91,7 @@ class Timeline:
         self._segments[-1].open_bytes += len(line)
 
     def state_at(self, when: float) -> DashboardState | None:
-        """Return the state at a time; None before the first one kept."""
+        """Return the state at a time; None if the time is before the first one kept."""
         segment = next((one for one in reversed(self._segments) if one.begin <= when), None)
         if segment is None:
             return None

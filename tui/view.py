@@ -1,4 +1,4 @@
-"""Everything one paint shows: the state of the server and the user's view settings."""
+"""All that one frame shows: the server's state and the user's view settings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Everything a widget may read when it draws.
+    """All that a widget may read when it draws.
 
     Attributes:
-        url: the server, as it was given.
+        url: the server's address as the user typed it.
         latest: the latest state of the server.
-        look: the user's view settings.
         now: monotonic seconds.
-        lettered: the map must do without half blocks or without colours.
+        lettered: draw the map with letters, without half blocks or colours.
         recording: the feed is being written to a file.
     """
 
@@ -52,27 +51,24 @@ class View:
 
     @property
     def paused(self) -> bool:
-        """True while the user has paused the picture."""
         return self.look.held is not None
 
     @property
     def mode(self) -> ColorMode:
-        """Meaning of the block map's colours."""
         return self.look.mode
 
     @property
     def focus(self) -> SequenceKey | None:
-        """Key of the focused sequence."""
         return self.look.focus
 
     @cached_property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters of live sequences, in the order of their hues."""
+        """Names of live sequences' adapters, in the order of their hues."""
         return tuple(sorted({one.adapter for one in self.state.sequences if one.adapter}))
 
     @cached_property
     def adapter_of_slot(self) -> dict[int, int]:
-        """Place in `adapters` by the owner slot of each running sequence that has one."""
+        """Index into `adapters` by owner slot of the running sequences that have one."""
         return {
             one.slot: self.adapters.index(one.adapter)
             for one in self.state.sequences
@@ -80,7 +76,7 @@ class View:
         }
 
     def whole(self) -> View:
-        """Return the view with the whole block map and without a cursor."""
+        """Return the view with the whole block map and no cursor."""
         return replace(self, look=replace(self.look, level=0, cursor=None))
 
     @cached_property
@@ -93,7 +89,7 @@ class View:
 
     @property
     def table(self) -> BlockTable | None:
-        """The block table of the focused sequence, once it has arrived."""
+        """Block table of the focused sequence, once it has arrived."""
         table, focus = self.state.table, self.focus
         if table is None or focus is None:
             return None
@@ -111,7 +107,7 @@ class View:
 
     @cached_property
     def listed(self) -> tuple[SequenceView, ...]:
-        """The sequences of the table, in its order."""
+        """The sequences that match the filter, sorted."""
         words = self.look.query.casefold().split()
         kept = (
             one for one in self.state.sequences if all(word in _searchable(one) for word in words)
@@ -123,7 +119,7 @@ class View:
         return tuple(sorted(kept, key=key, reverse=largest_first is not self.look.ascending))
 
     def swatch(self, sequence: SequenceView) -> tuple[str, str]:
-        """Return the mark beside a sequence's name, as on the map, and its colour."""
+        """Return a sequence's mark on the map, and its colour."""
         if not is_running(sequence):
             return " " if self.lettered else "■", palette.FAINT
         letter = letter_of(sequence.slot) if self.lettered else "■"
@@ -131,13 +127,12 @@ class View:
 
     @property
     def retry_words(self) -> str:
-        """Time until the next attempt to connect, in words."""
+        """Time until the next connection attempt."""
         seconds = round(self.latest.connection.retry_at - self.now)
         return f"retrying in {seconds} s" if seconds > 0 else "retrying now"
 
     @property
     def connection_words(self) -> str:
-        """State of the connection, in a few words."""
         match self.latest.connection.phase:
             case ConnectionPhase.CONNECTING:
                 return "connecting"

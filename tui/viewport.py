@@ -15,7 +15,7 @@ class Viewport:
 
     Attributes:
         span: the visible blocks.
-        lettered: one pixel with a letter per cell, instead of two pixels.
+        lettered: each cell is one pixel with a letter instead of two pixels.
         level: 0 shows all blocks; the last level is lettered.
     """
 
@@ -31,21 +31,20 @@ class Viewport:
         cls, num_blocks: int, columns: int, rows: int, *, level: int, cursor: int | None,
         lettered: bool = False,
     ) -> Viewport:  # fmt: skip
-        """The window at a level of the zoom around a block.
+        """Place the window around the cursor.
 
         Args:
-            num_blocks: all there are.
             columns: cells of the area.
             rows: cells of the area.
-            level: see `levels`; too large a one is the last.
-            cursor: block to keep in sight; None for the first.
+            level: index into `levels`, limited to the last.
+            cursor: block to keep visible; None for the first.
             lettered: draw letters at every level, for terminals without half blocks or colours.
         """
         counts = levels(num_blocks, columns, rows, lettered=lettered)
         level = min(level, len(counts) - 1)
         count = counts[level]
         draw_letters = lettered or (level > 0 and level == len(counts) - 1)
-        # The window moves by quarters: then most cursor steps repaint only two cells.
+        # The window moves by quarters, so most cursor steps repaint only two cells.
         quarter = max(1, count // 4)
         first = ((cursor or 0) - count // 2 + quarter // 2) // quarter * quarter
         first = min(max(first, 0), num_blocks - count)
@@ -53,7 +52,7 @@ class Viewport:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the blocks of `span`, counted from its first."""
+        """Grid of the visible blocks, counted from the first."""
         return Grid(len(self.span), self.columns, self.rows * (1 if self.lettered else 2))
 
     @property
@@ -72,12 +71,12 @@ class Viewport:
         held = [blocks for blocks in under if blocks]
         if not held:
             return range(0)
-        # The two halves are a line apart: in a cell of many blocks the upper one counts.
+        # The halves of a cell are a line of pixels apart: the upper one counts.
         first = held[0]
         return range(self.span.start + first.start, self.span.start + first.stop)
 
     def line_of_blocks(self) -> int:
-        """Return the distance in blocks to the pixel below."""
+        """Return the distance in blocks from a pixel to the one below."""
         grid = self.grid
         if grid.dense:
             return max(1, round(grid.blocks_per_pixel * self.columns))
@@ -85,7 +84,7 @@ class Viewport:
 
 
 def levels(num_blocks: int, columns: int, rows: int, *, lettered: bool = False) -> list[int]:
-    """Return the number of visible blocks at each zoom level, from all to one per cell."""
+    """Return the number of visible blocks per zoom level, from all to one per cell."""
     cells = columns * rows
     finest = 1 if lettered else 2  # pixels a cell
     counts = [num_blocks]

@@ -1,8 +1,7 @@
 """Sends a terminal only the cells that change, to save bytes over SSH.
 
-Textual repaints changed regions as a whole and names both colours for every run of cells. This
-driver remembers the terminal's content, drops what is already there, and sends only the differences
-between styles.
+Textual repaints whole regions and names both colours for every run of cells. This driver remembers
+the terminal's content, skips what is already there, and sends only differences between styles.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 Codes = tuple[str, str, str]  # attributes, colour, background; "" is the terminal's default
 _PLAIN: Codes = ("", "", "")
 _RESET = "\x1b[0m"
-# An update of the screen consists of these: a style or a cursor position, and text.
+# A screen update is a series of these: a style or a cursor position, then text.
 _PIECE = re.compile(r"\x1b\[([\d;]*)([mH])([^\x1b]*)")
 _ONE_CELL_EACH = re.compile(r"[ -~·°─-▟■●○◆▸▲▼‖…←-↓]*")
 _SYNCHRONIZED = ("\x1b[?2026h", "\x1b[?2026l")  # around each update; they change no cell
@@ -33,10 +32,10 @@ _MAX_STYLES = 50_000
 
 
 class TerminalMemory:
-    """The content of a terminal, as far as it is known from what was written."""
+    """A terminal's content, as far as the bytes written to it tell."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[str, str]] = {}  # letters, and a letter for the style of each
+        self._rows: dict[int, tuple[str, str]] = {}  # letters, and the style of each
         self._styles: dict[str, str] = {}
         self._cursor: tuple[int, int] | None = None
 
@@ -46,7 +45,7 @@ class TerminalMemory:
         self._cursor = None
 
     def needed(self, written: str) -> str:
-        """Return the shortest equivalent of an update; anything else stays as it is."""
+        """Return the shortest equivalent of an update; anything else is returned unchanged."""
         if written in _SYNCHRONIZED:
             return written
         pieces = _PIECE.findall(written)
@@ -70,9 +69,9 @@ class TerminalMemory:
         return pen.finish(y, x, codes(parameters))
 
     def _write(self, pen: _Pen, y: int, x: int, text: str, parameters: str) -> int:
-        """Send the cells of a run that differ; return the column after it."""
+        """Send the cells of a run that differ; return the column after the run."""
         if _ONE_CELL_EACH.fullmatch(text) is None:
-            # Terminals disagree on its width: it is always sent, and never relied on.
+            # Terminals disagree on this text's width: always send it, never rely on it.
             pen.draw(y, x, text, codes(parameters))
             pen.cursor = None
             end = x + cell_len(text)
@@ -109,7 +108,7 @@ class TerminalMemory:
 
 
 def _changed(before: str, text: str, styled: str, mark: str) -> Iterator[tuple[int, int]]:
-    """Yield first cell and end of each part that differs, joining near ones."""
+    """Yield (first cell, end) of each part that differs, joining near ones."""
     first = last = -_NEAR - 1
     for at, (old, new, style) in enumerate(zip(before, text, styled, strict=True)):
         if old == new and style == mark:
@@ -123,7 +122,7 @@ def _changed(before: str, text: str, styled: str, mark: str) -> Iterator[tuple[i
 
 
 class _Pen:
-    """Writes for a terminal, tracking its cursor and style."""
+    """Builds an update, tracking the terminal's cursor and style."""
 
     def __init__(self, cursor: tuple[int, int] | None) -> None:
         self.cursor = cursor
@@ -139,7 +138,7 @@ class _Pen:
         self.cursor = y, x + len(text)
 
     def finish(self, y: int, x: int, style: Codes) -> str:
-        """Return everything written, and leave cursor and style as requested."""
+        """Return the update, which ends with this cursor and style."""
         self._out.append(transition(self._codes, style))
         self._move(y, x)
         return "".join(self._out)
@@ -151,7 +150,7 @@ class _Pen:
 
 @lru_cache(maxsize=4096)
 def codes(parameters: str) -> Codes:
-    """Split the parameters of a style's escape sequence into its parts."""
+    """Split a style's escape parameters into attributes, colour and background."""
     attributes, color, ground = [], "", ""
     left = [one for one in parameters.split(";") if one]
     while left:
@@ -175,7 +174,7 @@ def transition(before: Codes, after: Codes) -> str:
     if after == _PLAIN:
         return _RESET
     changed = [new for old, new in zip(before, after, strict=True) if new and new != old]
-    # A single attribute cannot be switched off reliably, so switch off all.
+    # Terminals do not reliably switch off one attribute: switch off all.
     if any(old and not new for old, new in zip(before, after, strict=True)) or (
         before[0] and before[0] != after[0]
     ):
@@ -184,10 +183,7 @@ def transition(before: Codes, after: Codes) -> str:
 
 
 class ThriftyDriver(LinuxDriver):
-    """A Textual driver that sends only what its memory lacks.
-
-    `TEXTUAL_DRIVER` names drivers by module and class, so this one can be subclassed.
-    """
+    """A Textual driver that sends only what changes."""
 
     def __init__(self, app: DashboardApp, **options: Any) -> None:
         super().__init__(app, **options)
@@ -196,7 +192,7 @@ class ThriftyDriver(LinuxDriver):
         self._memory = TerminalMemory()
 
     def write(self, data: str) -> None:
-        """Send what changes; a resized terminal may have moved its content."""
+        """Send what changes; forget everything if the terminal was resized."""
         try:
             size = os.get_terminal_size(self.fileno)
         except OSError:  # the terminal is gone

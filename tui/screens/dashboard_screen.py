@@ -32,11 +32,7 @@ MIN_WIDTH, MIN_HEIGHT = 40, 10
 
 
 class DashboardScreen(Screen[None]):
-    """A screen between which the number keys switch; subclasses define its body.
-
-    Args:
-        session: the state and the user's view of it.
-    """
+    """Base of the screens that the number keys show; subclasses define the body."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "app.quit", "Quit", key_display="q"),
@@ -89,19 +85,18 @@ class DashboardScreen(Screen[None]):
         yield Footer(show_command_palette=False)
 
     def body(self) -> ComposeResult:
-        """Yield the widgets of this screen."""
         raise NotImplementedError
 
     def on_screen_resume(self) -> None:
-        """Paint changes that happened while another screen was shown."""
+        """Paint what changed while another screen was shown."""
         self.call_after_refresh(lambda: self.paint(self.session.view()))
 
     def framed(self, view: View) -> View:
-        """Adapt a view to this screen, and the screen to the view."""
+        """Adapt the view to this screen, and the screen to the view."""
         return view
 
     def entitle(self, selector: str, title: str) -> None:
-        """Set the border title of a panel, if it changed: each change repaints the panel."""
+        """Set a panel's title if it differs, since each assignment repaints the panel."""
         for panel in self.query(selector):
             if panel.border_title != title:
                 panel.border_title = title
@@ -109,17 +104,16 @@ class DashboardScreen(Screen[None]):
     def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
         """Show another view.
 
-        `terminal` is set if it may be written to past Textual.
+        `terminal` is the driver if widgets may write past Textual.
         """
         if self.app.screen is not self or self.query("Toast"):
             terminal = None  # something lies over the screen
         view = self.framed(view)
-        # A query, since a frame may fall due before the widgets exist and after they are gone.
+        # A frame may come before the widgets exist or after they are gone; a query finds none then.
         for widget in self.query(Lines if panels else BlockMap):
             widget.present(view, terminal)
 
     def say(self, message: str) -> None:
-        """Show a message for a few seconds."""
         self.notify(message, severity="warning", markup=False)
 
     def action_next_mode(self) -> None:
@@ -129,7 +123,7 @@ class DashboardScreen(Screen[None]):
         self.session.pause()
 
     def action_rewind(self, seconds: int) -> None:
-        """Go back in time, or forward with a negative number."""
+        """Go back in time; negative seconds go forward."""
         self.session.rewind(seconds)
 
     def action_focus_sequence(self, step: int) -> None:
@@ -171,7 +165,7 @@ class DashboardScreen(Screen[None]):
             self.notify(f"Aborted {key.brief}", markup=False)
 
     def on_sequence_chosen(self, message: SequenceChosen) -> None:
-        """Focus the clicked sequence, or all if it was focused."""
+        """Focus the clicked sequence; a second click shows all."""
         again = message.key == self.session.look.focus
         self.session.change(focus=None if again else message.key)
 
@@ -179,7 +173,7 @@ class DashboardScreen(Screen[None]):
         self.session.change(cursor=message.block)
 
     def on_sort_chosen(self, message: SortChosen) -> None:
-        """Sort by that column, or reverse the order if it is sorted by it."""
+        """Sort by the clicked column; a second click reverses the order."""
         look = self.session.look
         same = message.sort is look.sort
         self.session.change(sort=message.sort, ascending=same and not look.ascending)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class ModelScreen(DashboardScreen):
-    """Shows the model and its memory."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "next_mode", "Colours", show=False),
         Binding("tab", "focus_sequence(1)", "Next", show=False),
@@ -40,7 +38,7 @@ class ModelScreen(DashboardScreen):
             yield MemoryPanel()
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll down, or up with a negative number."""
+        """Scroll down; negative lines scroll up."""
         most = max(panel.hidden for panel in self.query(LongPanel))
         self.session.change(facts_down=min(max(self.session.look.facts_down + lines, 0), most))
 
@@ -60,6 +58,6 @@ class LogScreen(DashboardScreen):
         yield LogPanel()
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll back, or forward with a negative number."""
+        """Scroll back; negative lines scroll forward."""
         most = max(0, len(self.session.view().state.log) - 1)
         self.session.change(log_back=min(max(self.session.look.log_back + lines, 0), most))

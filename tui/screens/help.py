@@ -53,7 +53,7 @@ _COLORS = (
 
 
 class HelpScreen(ModalScreen[None]):
-    """A box over the dashboard; each of its keys closes it."""
+    """A box over the dashboard."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,question_mark,enter,q", "dismiss", "Close"),

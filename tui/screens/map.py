@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class MapScreen(DashboardScreen):
-    """Shows single blocks."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("plus,equals_sign", "zoom(1)", "Zoom", key_display="+ -"),
         Binding("minus", "zoom(-1)", "Farther", show=False),
@@ -35,7 +33,7 @@ class MapScreen(DashboardScreen):
         Binding("right,l", "move(1, 0)", "Right", show=False),
         Binding("up,k", "move(0, -1)", "Up", show=False),
         Binding("down,j", "move(0, 1)", "Down", show=False),
-        # Not shown here: narrow terminals have no room for all.
+        # Not in the footer: narrow terminals have no room for all keys.
         Binding("left_square_bracket", "rewind(5)", "Back", show=False),
         Binding("enter", "focus_owner", "Focus owner", show=False),
     ]
@@ -55,7 +53,6 @@ class MapScreen(DashboardScreen):
     """
 
     def body(self) -> ComposeResult:
-        """Lay out the map with its lines, and the block table."""
         with Horizontal(id="body"):
             with Vertical(id="map-panel"):
                 yield BlockMap()
@@ -67,7 +64,7 @@ class MapScreen(DashboardScreen):
             yield BlockTablePanel()
 
     def framed(self, view: View) -> View:
-        """Show the visible range of blocks in the title."""
+        """Name the visible range of blocks in the title."""
         blocks, title = view.state.blocks, f"KV blocks by {view.mode.value}"
         for block_map in self.query(BlockMap):
             port = block_map.viewport(view)
@@ -77,7 +74,7 @@ class MapScreen(DashboardScreen):
         return view
 
     def action_zoom(self, step: int) -> None:
-        """Zoom in, or out with a negative number."""
+        """Zoom in; negative steps zoom out."""
         view = self.session.view()
         blocks, size = view.state.blocks, self.query_one(BlockMap).size
         if blocks is None or not blocks.num_blocks:
@@ -105,7 +102,6 @@ class MapScreen(DashboardScreen):
         self.session.change(cursor=min(max(moved, 0), blocks.num_blocks - 1))
 
     def action_focus_owner(self) -> None:
-        """Focus the sequence that owns the block under the cursor."""
         view = self.session.view()
         blocks, cursor = view.state.blocks, view.look.cursor
         if blocks is None or cursor is None or cursor >= blocks.num_blocks:
@@ -115,7 +111,7 @@ class MapScreen(DashboardScreen):
         self.session.change(focus=keys[0] if keys else None)
 
     def action_show_all(self) -> None:
-        """Show all sequences; if all are shown, leave zoom and cursor."""
+        """Show all sequences; if all are shown, reset zoom and cursor."""
         if self.session.look.focus is not None:
             super().action_show_all()
         else:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class OverviewScreen(DashboardScreen):
-    """Shows everything at a glance; on a small terminal only the map and two lines."""
+    """Shows everything at a glance; a small terminal has only the map and two lines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "focus_sequence(1)", "Next", show=False),
@@ -62,7 +62,6 @@ class OverviewScreen(DashboardScreen):
     """
 
     def body(self) -> ComposeResult:
-        """Lay out map and numbers side by side, sequences below."""
         with Horizontal(id="body"):
             with Vertical(id="map-panel"):
                 yield BlockMap()

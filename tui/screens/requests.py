@@ -46,7 +46,7 @@ class RequestsScreen(DashboardScreen):
         Binding("r", "reverse_sort", "Reverse", show=False),
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("x", "abort", "Abort"),
-        # Not shown here: narrow terminals have no room for all.
+        # Not in the footer: narrow terminals have no room for all keys.
         Binding("c", "next_mode", "Colours", show=False),
         Binding("tab", "focus_sequence(1)", "Next", show=False),
         Binding("left_square_bracket", "rewind(5)", "Back", show=False),
@@ -71,7 +71,6 @@ class RequestsScreen(DashboardScreen):
     """
 
     def body(self) -> ComposeResult:
-        """Lay out the table, the details beside or below it, and the filter."""
         with Horizontal(id="body"):
             with Vertical():
                 yield RequestTable()
@@ -79,18 +78,17 @@ class RequestsScreen(DashboardScreen):
             yield RequestDetail()
 
     def framed(self, view: View) -> View:
-        """Show details on a narrow terminal only with a focused sequence."""
+        """On a narrow terminal, show details only of a focused sequence."""
         self.set_class(view.focused is not None, "-focused")
         return view
 
     def action_filter(self) -> None:
-        """Open the filter line and focus it."""
         field = self.query_one(Filter)
         field.add_class("-used")
         self.set_focus(field)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Show only requests that contain all words."""
+        """Filter the table by the words typed."""
         self.session.change(query=event.value)
 
     def action_show_all(self) -> None:
@@ -101,7 +99,6 @@ class RequestsScreen(DashboardScreen):
             self.query_one(Filter).action_clear()
 
     def action_next_sort(self) -> None:
-        """Sort the table by the next column."""
         self.session.change(sort=self.session.look.sort.next)
 
     def action_reverse_sort(self) -> None:

@@ -1,4 +1,4 @@
-"""The block map: two pixels per cell, repainting only what changed."""
+"""The block map: two pixels per cell; repaints only what changed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from appliance.tui.view import View
 
-# Changed spans this close are painted as one: moving the cursor costs as much as the gap.
+# Cells between changed spans that are painted as one: moving the cursor costs as much.
 _MERGE_GAP = 1
 _UPPER_HALF = "▀"
 _COLORS = tuple(Color.parse(color) for color in PAINT)
 _PAPER = Color.parse(palette.BACKGROUND)
 _REVERSED = Style(reverse=True)
 _INKED = 1 << 12  # flag of a letter drawn on the colour of its block
-# A cell is a code: letter << 16 | upper pixel << 8 | lower pixel. No letter is a half block.
+# A cell's code is letter << 16 | upper pixel << 8 | lower pixel; letter 0 is a half block.
 
 
 class BlockMap(Lines):
@@ -45,13 +45,13 @@ class BlockMap(Lines):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._codes = np.zeros((0, 0), dtype=np.uint32)
-        self._notice: list[str] = []  # instead of the picture
-        self._lines: dict[int, Strip] = {}  # of the picture, as far as they were requested
+        self._notice: list[str] = []  # lines shown instead of the picture
+        self._lines: dict[int, Strip] = {}  # of the picture, filled on request
         self._glyphs: dict[int, tuple[str, Style]] = {}
 
     def reads(self, view: View) -> tuple[object, ...]:
         look = view.look
-        # Ages change by themselves, but no step of theirs is shorter than a second.
+        # Ages advance with time, but no age step is shorter than a second.
         moment = int(view.clock / AGE_LIMITS[0]) if look.mode is ColorMode.AGE else 0
         return (
             view.state.blocks, look.mode, view.emphasis, look.level, look.cursor, view.lettered,
@@ -59,7 +59,7 @@ class BlockMap(Lines):
         )  # fmt: skip
 
     def redraw(self, view: View, terminal: Driver | None) -> None:
-        """Repaint only the cells that changed, past Textual where possible."""
+        """Repaint only the cells that changed, past Textual if possible."""
         words = [line for part in notice(view) for line in _lines_of(part, self.size.width)]
         before, self._codes = self._codes, self._paint(view, self.size)
         if words != self._notice or before.shape != self._codes.shape:
@@ -73,8 +73,7 @@ class BlockMap(Lines):
         if terminal is None and regions:
             self.refresh(*regions)
         elif terminal is not None and regions:
-            # Textual paints a changed span from the left edge of its widget, which is most of the
-            # map for each of many spans.
+            # Textual would repaint from the widget's left edge to each span: most of the map.
             terminal.write(self._sequence(regions))
 
     def render_line(self, y: int) -> Strip:
@@ -89,7 +88,7 @@ class BlockMap(Lines):
         return self._lines[y]
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Render the present lines: Textual would reuse some that were painted past it."""
+        """Render current lines: Textual would reuse some that were painted past it."""
         lines = [self.render_line(y).crop(crop.x, crop.right) for y in crop.line_range]
         return self._filtered(lines)
 
@@ -108,7 +107,6 @@ class BlockMap(Lines):
         )
 
     def viewport(self, view: View) -> Viewport:
-        """Return the visible part of the map."""
         blocks, look = view.state.blocks, view.look
         return Viewport.at(
             blocks.num_blocks if blocks else 0, self.size.width, self.size.height,
@@ -143,7 +141,7 @@ class BlockMap(Lines):
         return Strip(segments, codes.size)
 
     def _paint(self, view: View, size: Size) -> NDArray[np.uint32]:
-        """Return (height, width) codes of cells."""
+        """Return the code of each cell, (height, width)."""
         blocks, look = view.state.blocks, view.look
         if blocks is None:
             return np.full((size.height, size.width), NONE << 8 | NONE, dtype=np.uint32)
@@ -154,7 +152,7 @@ class BlockMap(Lines):
         if port.lettered:
             drawn = letters(picture, part, grid, look.mode)
             if not view.lettered:
-                # On the colour of its block, once in each.
+                # One letter per block, on the block's colour.
                 drawn = np.where(grid.corners(), drawn, np.uint32(ord(" "))) | np.uint32(_INKED)
             codes = drawn << np.uint32(16) | picture.astype(np.uint32) * np.uint32(0x101)
         else:
@@ -178,7 +176,7 @@ class BlockMap(Lines):
                     style += _REVERSED
                 known = chr(letter & ~_INKED), style
             elif upper == lower:
-                # Equal halves need no glyph, so no seam shows between cells.
+                # Equal halves need no glyph, which could leave a seam.
                 known = " ", Style.from_color(None, _COLORS[lower])
             else:
                 known = _UPPER_HALF, Style.from_color(_COLORS[upper], _COLORS[lower])
@@ -199,12 +197,12 @@ def _ink_on(color: str) -> Color:
 
 
 def _lines_of(words: str, width: int) -> list[str]:
-    """Wrap words to `width` cells; no words give an empty line."""
+    """Wrap words to `width` cells; "" gives one empty line."""
     return [line.plain for line in wrapped(words, width, palette.TEXT)] or [""]
 
 
 def changed_regions(before: NDArray[np.uint32], after: NDArray[np.uint32]) -> list[Region]:
-    """Return the spans of lines in which two pictures differ, merging near ones."""
+    """Return the spans in which two pictures differ, merging near ones."""
     rows, columns = np.nonzero(before != after)
     if not rows.size:
         return []

@@ -24,7 +24,6 @@ class BlockTablePanel(Panel):
     TITLE = "Sequence in focus"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The focused sequence and its table; without a table, the block map."""
         blocks = view.state.blocks if view.table is None else None
         cursor = view.look.cursor
         return view.focused, view.table, blocks, cursor, view.latest.reduced
@@ -72,7 +71,7 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
     for place in range(first, min(len(table.blocks), first + room)):
         entry = table.blocks[place]
         index = entry.precision
-        # The server sends hashes of full blocks only to those who may know the prompts.
+        # The server sends hashes of full blocks only to users who may know the prompts.
         known = entry.hash[:8] or ("hidden" if place < num_full else "open")
         color = palette.SHARED if entry.references > 1 else palette.TEXT
         line = Text(
@@ -88,7 +87,7 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
 
 
 def _elsewhere(sequence: SequenceView, width: int) -> list[Text]:
-    """Draw where a sequence without blocks keeps its content, and what it waits for."""
+    """Draw a waiting sequence's blocks in host memory and its reason to wait."""
     held = []
     if sequence.host_blocks:
         held = [pair("blocks in host memory", numbers.count(sequence.host_blocks), width)]
@@ -97,12 +96,12 @@ def _elsewhere(sequence: SequenceView, width: int) -> list[Text]:
 
 
 def _short(precision: str) -> str:
-    """Shorten a precision to its column; the legend has the whole name."""
+    """Shorten a precision to its column; the legend has the full name."""
     return "mixed" if "," in precision else precision.replace("-", " ").split(" ")[0]
 
 
 def _from_map(view: View, sequence: SequenceView, room: int) -> list[Text]:
-    """Draw the sequence's blocks in physical order, if no table was sent."""
+    """Draw the sequence's blocks in physical order, if there is no table."""
     blocks = view.state.blocks
     if blocks is None or view.emphasis.slot is None:
         return []

@@ -1,4 +1,4 @@
-"""The KV cache's use, and the savings by sharing."""
+"""The KV cache's use, and the blocks saved by sharing."""
 
 from __future__ import annotations
 

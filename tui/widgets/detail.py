@@ -26,7 +26,7 @@ _STATES = {
 
 
 class Detail(Lines):
-    """Everything known about one block."""
+    """One line of facts about one block."""
 
     DEFAULT_CSS = "Detail { height: 1; }"
 
@@ -47,7 +47,7 @@ class Detail(Lines):
 
 
 def block_facts(view: View, blocks: Blocks, block: int) -> list[str]:
-    """List facts about a block, the most important first."""
+    """List facts about a block, most important first."""
     one = blocks.part(range(block, block + 1))
     state, references = int(one.states[0]), int(one.references[0])
     facts = [_STATES.get(BlockState(state), "") if state in set(BlockState) else f"state {state}"]

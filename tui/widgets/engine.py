@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class EnginePanel(Panel):
-    """Shows steps and totals."""
-
     TITLE = "Engine"
     DEFAULT_CSS = "EnginePanel { height: 7; }"
 

@@ -42,7 +42,7 @@ class Header(Lines):
         )  # fmt: skip
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw name and model on the left, connection on the right."""
+        """Draw the model on the left, the connection on the right."""
         right = _connection(view, with_url=width >= 120)
         line = Text.assemble((_NAME, f"bold {palette.ACCENT}"))
         if view.state.info is not None:
@@ -57,7 +57,7 @@ class Header(Lines):
 
 
 def _replicas(view: View) -> tuple[tuple[str, str], ...]:
-    """Say which replica is shown, and how many are ready, where there are several."""
+    """Return the shown replica and the number ready; empty for a single engine process."""
     stats, info = view.state.stats, view.state.info
     if stats is None or info is None or not stats.replicas:
         return ()

@@ -1,4 +1,4 @@
-"""The blocks in host memory, in one line below the block map."""
+"""One line below the block map for the blocks in host memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MIN_BAR = 12  # cells; narrower terminals show only words
 
 
 class HostStrip(Lines):
-    """All blocks that fit into host memory, on their own scale.
+    """Blocks in host memory, on their own scale.
 
-    Unlike cache blocks they have no fixed place there, so the line shows only their number.
+    Blocks have no fixed place there, so the line shows only their number.
     """
 
     DEFAULT_CSS = """
@@ -32,7 +32,7 @@ class HostStrip(Lines):
     """
 
     def present(self, view: View, terminal: Driver | None = None) -> None:
-        """Show another view; hide the line where there is no such tier."""
+        """Show another view; hide the line if there is no such tier."""
         stats = view.state.stats
         there = stats is not None and stats.engine.kv_host_capacity > 0
         if there is not self.has_class("-there"):
@@ -45,7 +45,7 @@ class HostStrip(Lines):
         return engine, view.focused, view.lettered, view.latest.current
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw swapped and cached blocks and free space, then their numbers."""
+        """Draw swapped, cached and free blocks to scale, then their numbers."""
         stats = view.state.stats
         if stats is None or not stats.engine.kv_host_capacity:
             return []  # e.g. while the server restarts
@@ -69,7 +69,7 @@ def _words(engine: EngineStats, focused: int | None) -> str:
 
 
 def _bar(view: View, engine: EngineStats, width: int) -> Text:
-    """Draw to scale, but give every nonzero part a cell."""
+    """Draw to scale; every nonzero part gets a cell."""
     focused = min(view.focused.host_blocks, engine.kv_host_swapped) if view.focused else 0
     dims = view.focused is not None or not view.latest.current
     parts = (

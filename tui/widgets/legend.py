@@ -1,4 +1,4 @@
-"""The line under the block map: its colours and the number of blocks of each."""
+"""The line under the block map: its colours and the number of blocks per colour."""
 
 from __future__ import annotations
 
@@ -32,22 +32,19 @@ assert len(_AGES) == len(AGE_LIMITS) + 1
 
 
 class Legend(Lines):
-    """One line of swatches."""
-
     DEFAULT_CSS = "Legend { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The block map, the mode and the names of precisions and adapters."""
         precisions = view.state.info.precisions if view.state.info else ()
         names = precisions, view.adapters, view.adapter_of_slot
         return view.state.blocks, view.mode, *names, self._lettered(view), _swapped(view)
 
     def _lettered(self, view: View) -> bool:
-        """Return True if the map above has letters, even in a terminal with colours."""
+        """Return True if the map shows letters, be it zoomed in or without colours."""
         return view.lettered or self.screen.query_one(BlockMap).viewport(view).lettered
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw swatches on the left and the number of blocks on the right, if it fits."""
+        """Draw swatches on the left, and the number of blocks on the right if it fits."""
         blocks = view.state.blocks
         if blocks is None:
             return []
@@ -101,7 +98,7 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
 
 
 def _swapped(view: View) -> int:
-    """Return the number of waiting sequences' blocks in host memory, which the map lacks."""
+    """Return the blocks of swapped sequences in host memory, which the map lacks."""
     return view.state.stats.engine.kv_host_swapped if view.state.stats is not None else 0
 
 
@@ -117,7 +114,7 @@ def _steps(title: str, colors: tuple[str, ...], names: tuple[str, ...], entry: _
 
 
 def _precisions(view: View, blocks: Blocks, counts: BlockCounts, entry: _Entry) -> list[Text]:
-    """List the formats of blocks, the most frequent first."""
+    """List the formats of blocks, most frequent first."""
     names = view.state.info.precisions if view.state.info else ()
     held = appearance(blocks.cells) != FREE
     per_index = np.bincount(blocks.precisions[held], minlength=1).tolist()
@@ -134,7 +131,7 @@ def _precisions(view: View, blocks: Blocks, counts: BlockCounts, entry: _Entry) 
 
 
 def _adapters(view: View, blocks: Blocks, entry: _Entry, *, lettered: bool) -> list[Text]:
-    """List what runs on the model itself, then the adapters, with the blocks that each holds."""
+    """List the blocks held without an adapter, then those of each adapter."""
     owners = blocks.owners[appearance(blocks.cells) >= ACTIVE]
     per_slot = np.bincount(owners, minlength=1)
     counts = [0] * len(view.adapters)

@@ -1,4 +1,4 @@
-"""A widget made of whole lines, which repaints only those that changed."""
+"""A widget of whole lines; repaints only lines that changed."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ class Lines(Widget):
         self._strips: list[Strip] = []
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """Return the inputs of the lines: while they are equal, nothing is drawn."""
+        """Return the inputs of the lines; while they are equal, nothing is drawn."""
         raise NotImplementedError
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw the lines from the top; missing ones are blank, extra ones are cut off."""
+        """Draw from the top; missing lines are blank, extra ones are cut off."""
         raise NotImplementedError
 
     def present(self, view: View, terminal: Driver | None = None) -> None:
         """Show another view.
 
-        `terminal` is set if it may be written to directly, since nothing lies over the screen.
+        `terminal` is the driver if nothing lies over the screen, so that it may be written to
+        directly.
         """
         self._view = view
         if not self.size:
@@ -51,7 +52,7 @@ class Lines(Widget):
             self.redraw(view, terminal)
 
     def redraw(self, view: View, terminal: Driver | None) -> None:
-        """Update the strips that Textual asks for, and tell it which changed."""
+        """Draw the lines, and tell Textual which changed."""
         width, height = self.size
         base, console = self.rich_style, self.app.console
         lines = self.draw(view, width, height)[:height]
@@ -65,7 +66,7 @@ class Lines(Widget):
             self.refresh(*changed)
 
     def get_line_filters(self) -> list[LineFilter]:
-        """Return our filters only: nothing here uses colours that only the terminal knows."""
+        """Drop Textual's conversion of ANSI colours, which no widget here uses."""
         filters = super().get_line_filters()
         return [one for one in filters if not isinstance(one, ANSIToTruecolor)]
 
@@ -87,7 +88,7 @@ def strip_of(line: Text, width: int, base: Style, console: Console) -> Strip:
         Segment(_printable(segment.text), ground + segment.style if segment.style else ground)
         for segment in line.render(console)
     ]
-    # Each change of style costs bytes, so equal neighbours are joined.
+    # Each change of style costs bytes: join equal neighbours.
     return Strip(segments).adjust_cell_length(width, base).simplify()
 
 

@@ -19,13 +19,12 @@ _MARGIN = 18  # cells for time and level
 
 
 class LogPanel(Panel):
-    """The newest line at the bottom; long ones are wrapped."""
+    """The newest line at the bottom; long lines wrap."""
 
     TITLE = "Warnings and errors"
     DEFAULT_CSS = "LogPanel { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The lines, and how far they are scrolled back."""
         return view.state.log, view.look.log_back, view.latest.reduced
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:

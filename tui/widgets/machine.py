@@ -1,4 +1,4 @@
-"""The machine's load: its GPUs, or without one the server's processor and memory."""
+"""The machine's load: its GPUs, or the server's processor and memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _FULL = 4  # lines of `gpu_lines`
 
 
 class MachinePanel(Panel):
-    """A few lines per GPU, or about the processor and memory."""
-
     TITLE = "Machine"
     DEFAULT_CSS = "MachinePanel { height: 6; }"
 
@@ -27,7 +25,7 @@ class MachinePanel(Panel):
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw GPUs if there are any, else processor and memory."""
+        """Draw GPUs, or processor and memory if there are none."""
         stats = view.state.stats
         if stats is None or stats.machine is None:
             return [pair("the server does not tell", "", width)]
@@ -40,7 +38,6 @@ class MachinePanel(Panel):
 
 
 def machine_lines(machine: Machine, width: int) -> list[Text]:
-    """Draw processor and memory."""
     cores = f"of {numbers.counted(machine.cpu_cores, 'core')}" if machine.cpu_cores else "cores"
     free = numbers.size(machine.memory_available_bytes)
     total = f"of {numbers.size(machine.memory_total_bytes)}"
@@ -53,7 +50,7 @@ def machine_lines(machine: Machine, width: int) -> list[Text]:
 
 
 def _short_lines(gpu: Gpu, width: int) -> list[Text]:
-    """Draw the main facts of one GPU, where several share the space."""
+    """Draw one GPU in two lines, if several share the space."""
     busy = "-" if gpu.utilization is None else f"{gpu.utilization:.0%}"
     held = ", ".join(gpu.throttled)
     facts = (
@@ -71,7 +68,7 @@ def _short_lines(gpu: Gpu, width: int) -> list[Text]:
 
 
 def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
-    """Draw the driver's facts about one GPU."""
+    """Draw all facts about one GPU."""
     busy = "-" if gpu.utilization is None else f"{gpu.utilization:.0%}"
     energy = "" if gpu.joules_per_token is None else f"{gpu.joules_per_token:.2f} J/token"
     lines = [pair(gpu.name, busy, width, note=energy, color=HEADLINE)]

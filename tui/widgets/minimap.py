@@ -1,4 +1,4 @@
-"""One line with all blocks, and above it the part that the block map shows."""
+"""One line of all blocks, which marks the part that the block map shows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class Minimap(Lines):
-    """The whole cache in a line; the visible part is marked above it."""
-
     DEFAULT_CSS = "Minimap { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
@@ -29,7 +27,7 @@ class Minimap(Lines):
         )  # fmt: skip
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw the line if part of the map is visible; else explain the zoom."""
+        """Draw the line if only part of the map is visible, else explain the zoom."""
         blocks = view.state.blocks
         if blocks is None or not blocks.num_blocks:
             return []

@@ -39,7 +39,7 @@ class ModelPanel(LongPanel):
         return view.state.info, view.state.jobs, replicas, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:
-        """Draw names and facts, the quality card, notes, and a long job if one is running."""
+        """Draw names and facts, the quality card, notes, and a running job."""
         info = view.state.info
         if info is None:
             return []
@@ -71,7 +71,7 @@ class ModelPanel(LongPanel):
 
 
 def _replicas(replicas: tuple[ReplicaView, ...], shown: int, width: int) -> list[Text]:
-    """Draw a line for each engine process of the model; the one that is shown stands out."""
+    """Draw a line per engine process of the model."""
     lines = [Text("replicas", f"bold {palette.TEXT}")]
     for place, one in enumerate(replicas):
         facts = [
@@ -89,7 +89,7 @@ def _replicas(replicas: tuple[ReplicaView, ...], shown: int, width: int) -> list
 
 
 def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:
-    """Draw the quality card; the heading names the base of its figures."""
+    """Draw the quality card; the heading names what its figures compare with."""
     heading = Text("quality card", f"bold {palette.TEXT}")
     if note := next((fact.note for fact in facts if fact.note), ""):
         heading.append(f"  {note}", palette.NOTE)
@@ -127,7 +127,7 @@ class MemoryPanel(LongPanel):
         return view.state.info, view.state.stats, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:
-        """Draw the plan as a bar with its parts, the measurements, and the tiers below."""
+        """Draw the plan as a bar, the measurements, and the tiers below the KV cache."""
         info, stats = view.state.info, view.state.stats
         lines: list[Text] = []
         if info is not None and info.memory_bytes:

@@ -44,11 +44,10 @@ class LongPanel(Panel):
     hidden = 0
 
     def all_lines(self, view: View, width: int) -> list[Text]:
-        """Return all lines, however many."""
         raise NotImplementedError
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw as many as fit, from the scroll position on."""
+        """Draw the lines that fit, from the scroll position on."""
         lines = self.all_lines(view, width)
         self.hidden = max(0, len(lines) - height)
         start = min(view.look.facts_down, self.hidden)
@@ -74,12 +73,12 @@ def pair(name: str, value: str, width: int, *, note: str = "", color: str = pale
 
 
 def shortened(words: str, room: int) -> str:
-    """Cut words to so many cells, with an ellipsis at the end."""
+    """Cut words to `room` cells, with an ellipsis at the end."""
     return words if cell_len(words) <= room else f"{set_cell_size(words, max(0, room - 1))}…"
 
 
 def wrapped(words: str, width: int, color: str) -> list[Text]:
-    """Wrap words into lines of at most `width` cells, within words if necessary."""
+    """Wrap words into lines of at most `width` cells, breaking long words."""
     text = Text(" ".join(words.split()), color)
     lines = text.wrap(get_console(), max(1, width))
     for line in lines:

@@ -19,7 +19,7 @@ _WIDE = 70  # cells; enough for two columns
 
 
 class RequestDetail(Panel):
-    """Names and numbers; the prompt only if the server was started to show it."""
+    """Shows a prompt only if the server was started to send it."""
 
     TITLE = "Request"
 

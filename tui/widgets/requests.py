@@ -1,4 +1,4 @@
-"""The table of sequences: owner, progress and blocks of each."""
+"""The table of sequences: owner, progress and blocks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MIN_BAR = 16  # cells; narrower terminals have none
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: numbers end at the right edge, words begin at the left."""
+    """A column; numbers are right-aligned, words left-aligned."""
 
-    sort: Sort  # its heading and sort order
+    sort: Sort  # heading and sort order
     width: int
     right: bool = True
 
@@ -56,7 +56,7 @@ _DISPENSABLE = (
 
 
 def columns_for(width: int, *, adapted: bool = False) -> list[Column]:
-    """Return as many columns as fit; that of adapters only if some sequence has one."""
+    """Return the columns that fit; the adapters' only if a sequence has one."""
     columns = [column for column in _COLUMNS if adapted or column.sort is not Sort.ADAPTER]
     if _width_of(columns) > width:
         columns[0] = replace(columns[0], width=_SHORT_REQUEST)
@@ -72,7 +72,7 @@ def _width_of(columns: list[Column]) -> int:
 
 
 class RequestTable(Panel):
-    """One line per sequence; scrolls so that the focused one is visible."""
+    """One line per sequence; scrolls to the focused one."""
 
     TITLE = "Requests"
 
@@ -98,7 +98,7 @@ class RequestTable(Panel):
             self.post_message(SequenceChosen(SequenceKey.of(chosen)))
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw a heading, then as many sequences as fit."""
+        """Draw a heading, then the sequences that fit."""
         sequences = view.listed
         if not sequences:
             return [_heading(view, width), Text(_why_none(view), palette.MUTED)]
@@ -121,7 +121,7 @@ def _why_none(view: View) -> str:
 
 
 def _room(view: View, height: int) -> int:
-    """Return the lines for sequences: all below the heading, less one if more are hidden."""
+    """Return the number of lines for sequences; the last line counts hidden ones."""
     room = max(0, height - 1)
     return room if len(view.listed) <= room else max(0, room - 1)
 
@@ -190,13 +190,13 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
 
 
 def _named(sequence: SequenceView, room: int) -> str:
-    """Shorten the request id so that siblings can still be told apart."""
+    """Shorten the request id, but keep the index that tells siblings apart."""
     sibling = f" #{sequence.index}" if sequence.index else ""
     return shortened(sequence.request_id, room - len(sibling)) + sibling
 
 
 def _fitted(words: str, column: Column) -> str:
-    """Pad or cut to the column's width, with a space to its neighbour."""
+    """Pad or cut to the column's width, with a space to the next column."""
     words = shortened(words, column.width - 1)
     space = " " * (column.width - cell_len(words))
     return space + words if column.right else words + space

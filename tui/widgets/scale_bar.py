@@ -1,4 +1,4 @@
-"""A bar of parts, to scale, in the block map's colours."""
+"""A bar with parts to scale, in the block map's colours."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def scale_bar(
     view: View, parts: Iterable[tuple[int, str, str]], whole: int, width: int, free: str
 ) -> Text:
-    """Draw a bar; every nonzero part has a cell.
+    """Draw a bar; every nonzero part gets a cell.
 
     Args:
-        parts: number, color, and the letter for terminals without colors.
-        whole: the number that is as wide as the bar.
+        parts: (number, colour, letter for terminals without colours) of each.
+        whole: the number that fills the bar.
         width: cells.
-        free: color of what is left.
+        free: colour of the rest.
     """
     line = Text()
     for number, color, letter in parts:
@@ -35,7 +35,6 @@ def scale_bar(
 
 
 def shade(color: str, dims: bool) -> str:
-    """Return a color, or its dimmed twin."""
     return palette.dimmed(color) if dims else color
 
 

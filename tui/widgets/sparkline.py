@@ -13,13 +13,13 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int, height: int, top: float) -> list[str]:
-    """Draw the lines of a bar graph, the newest value at the right edge.
+    """Draw a bar graph as lines of text, the newest value at the right edge.
 
     Args:
         values: oldest first; only the last `width` are drawn.
         width: cells.
-        height: lines; each shows eight steps.
-        top: value of the full height. Anything above zero shows at least one step.
+        height: lines of eight steps each.
+        top: value of a full bar; any value above zero shows at least one step.
     """
     shown = values[max(0, len(values) - width) :] if width > 0 else ()
     steps = [_steps(value, 8 * height, top) for value in shown]
@@ -40,8 +40,8 @@ def stacked(
         lower: oldest first; only the last `width` are drawn.
         upper: the part on top of each.
         width: cells.
-        height: lines; each shows eight steps.
-        top: sum of the full height.
+        height: lines of eight steps each.
+        top: sum of a full bar.
         colors: of the lower and the upper part.
     """
     count = min(len(lower), len(upper), max(0, width))
@@ -55,7 +55,7 @@ def stacked(
             low, high = (min(max(step - 8 * line, 0), 8) for step in (first, last))
             if low == 0:
                 text.append(_EIGHTHS[high], colors[1])
-            elif high == 8:  # the parts meet here: one is drawn on the other
+            elif high == 8:  # the parts meet in this cell
                 text.append(_EIGHTHS[low], f"{colors[0]} on {colors[1]}")
             else:
                 text.append(_EIGHTHS[high], colors[0])

@@ -1,4 +1,4 @@
-"""The rows of recurrent state, in one line below the block map."""
+"""One line below the block map for the slots of recurrent state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIN_BAR = 12  # cells; narrower terminals show only words
 
 
 class StateStrip(Lines):
-    """State slots in use, cached checkpoints and free rows, for models with recurrent layers."""
+    """Used state slots, cached checkpoints and the rest, for models with recurrent layers."""
 
     DEFAULT_CSS = """
     StateStrip { height: 1; display: none; }
@@ -29,7 +29,7 @@ class StateStrip(Lines):
     """
 
     def present(self, view: View, terminal: Driver | None = None) -> None:
-        """Show another view; hide the line where the model has no state."""
+        """Show another view; hide the line if the model has no state."""
         stats = view.state.stats
         there = stats is not None and stats.engine.state_slots > 0
         if there is not self.has_class("-there"):
@@ -41,7 +41,7 @@ class StateStrip(Lines):
         return stats.engine if stats is not None else None, view.lettered, view.latest.current
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw used slots, cached checkpoints and free rows, then their numbers."""
+        """Draw used slots, cached checkpoints and the rest, then their numbers."""
         stats = view.state.stats
         if stats is None or not stats.engine.state_slots:
             return []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StatusLine(Lines):
-    """Load and cache in the first line; latency, or the focused sequence, in the second."""
+    """Load and cache in the first line; latency or the focused sequence in the second."""
 
     DEFAULT_CSS = "StatusLine { height: 2; padding: 0 1; }"
 

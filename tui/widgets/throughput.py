@@ -1,4 +1,4 @@
-"""Tokens per second out and in, now and over the last minutes."""
+"""Generated and prompt tokens per second, now and over the last minutes."""
 
 from __future__ import annotations
 

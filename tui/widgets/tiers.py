@@ -1,4 +1,4 @@
-"""Draws preemptions and the tiers below the KV cache: host memory and disk."""
+"""Draws preemptions, and the tiers below the KV cache: host memory and disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def tier_lines(engine: EngineStats, block_bytes: float, width: int) -> list[Text]:
     """Draw preemptions, and where evicted blocks are.
 
-    `block_bytes` is of a block in all layers, 0 if unknown.
+    `block_bytes` is the size of a block in all layers, 0 if unknown.
     """
     lines = [*_title("making room"), *_preemptions(engine, width)]
     if engine.state_slots:

@@ -1,4 +1,4 @@
-"""The notice in a terminal that is too small for the dashboard."""
+"""The notice in a terminal too small for the dashboard."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class TooSmall(Lines):
-    """Tells the required size."""
-
     DEFAULT_CSS = "TooSmall { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:

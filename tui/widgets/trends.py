@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class Trends(Panel):
-    """Graphs of the same minutes, one above the other."""
-
     TITLE = "Last five minutes"
     DEFAULT_CSS = "Trends { height: 1fr; }"
 
@@ -28,7 +26,7 @@ class Trends(Panel):
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw as many graphs as fit, each with a heading."""
+        """Draw the graphs that fit, each with a heading."""
         history = view.state.history
         graphs: list[tuple[str, History, str, Callable[[float], str], float | None]] = [
             ("first token, p50", history.first_token, palette.WARNING, numbers.duration, None),
