@@ -51,7 +51,7 @@ def test_it_answers_and_ends_with_its_process(tokenizer_folder: Path) -> None:
             asyncio.run(ask(own, "q", temperature=9))
     assert (answer.text, answer.finish_reason) == ("user\nhé", "stop")
     assert answer.prompt_tokens > 0
-    assert children() == before
+    assert children() <= before  # of other tests in this process
     assert threads() == []
 
 
@@ -82,7 +82,7 @@ def test_one_that_cannot_be_loaded_leaves_nothing(
     folder, error = (tokenizer_folder, MemoryPlanError) if knobs else (tmp_path, ModelError)
     with pytest.raises(error):
         own_model(folder, knobs)
-    assert children() == before
+    assert children() <= before  # of other tests in this process
     assert threads() == []
 
 
@@ -92,4 +92,4 @@ def test_one_without_a_chat_template_is_refused(tokenizer_folder: Path, tmp_path
     before = children()
     with pytest.raises(ModelError, match="has no chat template"):
         own_model(tmp_path)
-    assert children() == before
+    assert children() <= before  # of other tests in this process
