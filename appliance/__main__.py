@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main() -> NoReturn:
-    """Run the command line, in which a server's engine imports while its own process does."""
+    """Run the command line; `serve` starts the engine's process first, so both import at once."""
     with engine_ahead(sys.argv[1:]) as launched:
         from appliance import cli
 
@@ -23,7 +23,7 @@ def main() -> NoReturn:
 def engine_ahead(
     arguments: Sequence[str],
 ) -> AbstractContextManager[LaunchedProcess | None]:
-    """Start the engine's process, if these arguments will need one; it ends with the context."""
+    """Start the engine's process if these arguments need one; the context ends it."""
     if arguments[:1] != ["serve"] or {"--help", "-h", "--top"} & set(arguments):
         return nullcontext()
     from appliance.engine.process.launch import LaunchedProcess
@@ -32,7 +32,7 @@ def engine_ahead(
     try:
         return LaunchedProcess()
     except EngineError:
-        return nullcontext()  # the command tries again, and says why
+        return nullcontext()  # the command parses again and reports the error
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The names under which adapters are asked for, and the files that they stand for.
+"""Maps the adapter names that requests use to files.
 
-Files are looked at anew each time, so that a name always stands for what lies there now. Imports no
-torch.
+Looks at the files on each request, so a changed file takes effect at once. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from appliance.files import stamp_of
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
 
-CONFIG_NAME = "adapter_config.json"  # of a folder that PEFT saved
-NAME = re.compile(r"[\w-][\w.-]{0,127}")  # no path, and no hidden file
-_LATEST = ":latest"  # Ollama's clients add it
+CONFIG_NAME = "adapter_config.json"  # a folder that PEFT saved has it
+NAME = re.compile(r"[\w-][\w.-]{0,127}")  # neither a path nor a hidden file
+_LATEST = ":latest"  # Ollama's clients append it
 
 
 class AdapterRegistry:
-    """Names of adapters with their files.
+    """Names of adapters and their files.
 
     Args:
-        config: the settings of the engine.
-        model_id: of the model that adapters change.
+        config: the engine's settings.
+        model_id: the base model's id.
 
     Raises:
-        ConfigError: an adapter has the model's own name.
+        ConfigError: an adapter has the base model's name.
     """
 
     def __init__(self, config: EngineConfig, model_id: str) -> None:
@@ -40,17 +39,16 @@ class AdapterRegistry:
         self._paths = {
             name: Path(path).absolute() for name, path in named_paths(config.lora, "lora").items()
         }
-        self._unloaded: set[str] = set()  # of the folder
+        self._unloaded: set[str] = set()  # removed by request though the folder has them
         if model_id in self._paths:
             raise ConfigError(f"lora has an adapter {model_id!r}, which is the model's own name")
 
     @property
     def folder(self) -> Path | None:
-        """The only folder from which adapters are loaded by request."""
         return self._folder
 
     def names(self) -> list[str]:
-        """List all names: those given, then those of the folder."""
+        """List the adapters given by name, then those in the folder."""
         found = dict.fromkeys(self._paths)
         if self._folder is not None and self._folder.is_dir():
             for path in sorted(self._folder.iterdir()):
@@ -60,10 +58,10 @@ class AdapterRegistry:
         return list(found)
 
     def find(self, asked: str | None) -> AdapterRef | None:
-        """Return the adapter that a request names as its model; None if it names none.
+        """Return the adapter that a request names as its model, or None.
 
         Args:
-            asked: the adapter's name, alone or behind the model's and a colon.
+            asked: `ADAPTER` or `MODEL:ADAPTER`.
         """
         if asked is None or asked == self._model_id:
             return None
@@ -75,12 +73,11 @@ class AdapterRegistry:
         return None
 
     def add(self, name: str, path: Path) -> None:
-        """Serve an adapter under a name."""
         self._paths[name] = path
         self._unloaded.discard(name)
 
     def remove(self, name: str) -> None:
-        """Serve a name no more until it is added again."""
+        """Hide a name until it is added again."""
         self._paths.pop(name, None)
         self._unloaded.add(name)
 

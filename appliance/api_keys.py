@@ -1,8 +1,8 @@
-"""API keys by the names of their holders: parsing, reading and limits.
+"""Parses, reads and checks API keys and their holders' limits.
 
-An entry is a key, or `sha256:` and a key's digest, optionally followed by its holder's limits, such
-as `requests=60 tokens=100000 parallel=4 priority=5`. Names go into logs, metrics and dashboards;
-keys go nowhere, not even into error messages.
+An entry is a key, or `sha256:` and a key's digest, optionally followed by limits such as
+`requests=60 tokens=100000 parallel=4 priority=5`. Logs, metrics and dashboards show holders' names.
+Nothing shows a key, not even an error message.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pathlib import Path
 
 from appliance.errors import ConfigError
 
-BARE_NAME = "key"  # name of a key given without one
-NO_KEY = "none"  # owner in metrics if no key is needed
-MIN_LENGTH = 8  # characters; a shorter key is soon guessed, and NAME=KEY likely half a key
+BARE_NAME = "key"  # holder of a key given without a name
+NO_KEY = "none"  # holder in metrics if the server needs no key
+MIN_LENGTH = 8  # characters; a shorter key is easy to guess, and NAME=KEY is likely half a key
 MAX_FILE_BYTES = 2**20
 
 DIGEST = "sha256:"
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_KEY = re.compile(r"[\x21-\x7e]+")  # characters valid in a header and easy to paste
+_KEY = re.compile(r"[\x21-\x7e]+")  # valid in a header and easy to paste
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of a key's holder; None where there is none.
+    """Limits of a key's holder; None means no limit.
 
     Attributes:
-        requests: of the API, per minute.
-        tokens: read and written, per minute.
+        requests: API requests per minute.
+        tokens: prompt and generated tokens per minute.
         parallel: requests open at once.
-        priority: of its requests, lower is served earlier; they may ask for a higher number.
+        priority: default and minimum of its requests' priority; lower runs earlier.
     """
 
     requests: int | None = None
@@ -67,10 +67,12 @@ class ApiKey:
     def parse(cls, entry: str, what: str) -> ApiKey:
         """Parse an entry.
 
-        `what` names the entry in messages, which never contain the key.
+        Args:
+            entry: the key or its digest, and limits.
+            what: the entry's name in error messages, which never contain the key.
 
         Raises:
-            ConfigError: a part of it is invalid.
+            ConfigError: the key or a limit is invalid.
         """
         key, *words = entry.split(" ") if entry else [""]
         limits = _parse_limits([word for word in words if word], what)
@@ -84,13 +86,12 @@ class ApiKey:
 
 
 def new_entry(limits: KeyLimits) -> tuple[str, str]:
-    """Make a random key, and the entry with its digest."""
+    """Return a random key and the entry with its digest."""
     secret = f"sk-{secrets.token_urlsafe(24)}"
     return secret, f"{DIGEST}{digest_of(secret).hex()} {show_limits(limits)}".rstrip()
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest that identifies a key."""
     return hashlib.sha256(key.encode("latin-1")).digest()  # the encoding of headers
 
 
@@ -111,17 +112,13 @@ def _parse_limits(words: list[str], what: str) -> KeyLimits:
 
 
 def show_limits(limits: KeyLimits) -> str:
-    """Format limits as in an entry; empty if nothing is limited."""
+    """Format limits as in an entry; return "" if there are none."""
     pairs = [(one.name, getattr(limits, one.name), one.default) for one in fields(limits)]
     return " ".join(f"{name}={value}" for name, value, usual in pairs if value != usual)
 
 
 def check_key(key: str, what: str) -> None:
-    """Check that a key is usable and hard to guess.
-
-    Raises:
-        ConfigError: it is not; the message has its length, and never the key.
-    """
+    """Raise ConfigError, with the key's length only, if a key is unusable or easy to guess."""
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{what} must be printable ASCII without spaces")
     if len(key) < MIN_LENGTH:
@@ -132,11 +129,7 @@ def check_key(key: str, what: str) -> None:
 
 
 def check_private(path: Path, mode: int) -> None:
-    """Check that no other user may read a file that holds keys.
-
-    Raises:
-        ConfigError: it is open to others; the message has the command that fixes it.
-    """
+    """Raise ConfigError, with the command that fixes it, if other users can read a file of keys."""
     if mode & 0o077:
         raise ConfigError(
             f"{path} holds API keys and is open to other users; run: "
@@ -148,7 +141,7 @@ def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, ApiKey]:
     """Parse all keys that a server accepts, by name; empty if it needs none.
 
     Args:
-        bare: entry of the key without a name; empty counts as none.
+        bare: entry of the key without a name, or empty.
         named: entries by name.
 
     Raises:
@@ -173,12 +166,11 @@ def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, ApiKey]:
 def read_keys(path: Path) -> dict[str, str]:
     """Read entries by name from a file with a line NAME=ENTRY for each.
 
-    Empty lines and those that begin with # are skipped; a line of one word without = is the key
-    without a name.
+    Skips empty lines and comments (#). A single word without = is the key without a name.
 
     Raises:
-        ConfigError: the file is unreadable, or has an invalid line; the message has the line's
-            number and never its content.
+        ConfigError: the file is unreadable or has an invalid line; the message gives the line's
+            number, never its content.
     """
     try:
         with path.open("rb") as file:

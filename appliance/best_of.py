@@ -1,6 +1,6 @@
-"""Selects the best of several answers: those with the highest log probability per token.
+"""Selects the answers with the highest mean log probability per token.
 
-The server and offline use share it, so that both select the same ones.
+The server and offline use share it, so both select the same ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Likelihood:
-    """Log probability of one answer, including the token that ends it."""
+    """Sum of an answer's log probabilities, its final token's included."""
 
     cumulative_logprob: float = 0.0
     num_tokens: int = 0
 
     def add(self, delta: SequenceDelta) -> None:
-        """Add a delta's log probabilities, if it reports any."""
         if delta.cumulative_logprob is not None:
             self.cumulative_logprob = delta.cumulative_logprob
         elif delta.logprobs is not None:
@@ -35,18 +34,18 @@ class Likelihood:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token; -inf for an answer that timed out before its first token."""
+        """Mean per token; -inf for an answer that timed out before its first token."""
         return self.cumulative_logprob / self.num_tokens if self.num_tokens else -math.inf
 
 
 def with_logprobs(sampling: SamplingParams) -> SamplingParams:
-    """Return the parameters with log probabilities reported, if best_of needs them."""
+    """Request log probabilities if best_of needs them."""
     if sampling.takes_best and sampling.logprobs is None:
         return msgspec.structs.replace(sampling, logprobs=0)
     return sampling
 
 
 def best(answers: Sequence[Likelihood], n: int) -> list[int]:
-    """Return the places of the best `n`, best first; ties go to the first."""
+    """Return the indices of the best `n`, best first; the earlier one wins a tie."""
     order = sorted(range(len(answers)), key=lambda place: -answers[place].mean_logprob)
     return order[:n]

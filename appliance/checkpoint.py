@@ -1,6 +1,6 @@
-"""Reads Hugging Face folders: config.json and safetensors, checked before use.
+"""Reads Hugging Face folders, config.json and safetensors, and checks them first.
 
-Nothing here unpickles or runs anything that a folder contains. Knows no model family.
+Never unpickles or runs anything that a folder contains. Knows no model family.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Place of one tensor; `start` counts from the beginning of the file."""
+    """One tensor's place in a file; `start` counts bytes from the beginning."""
 
     file: Path
     identity: FileIdentity
@@ -73,11 +73,11 @@ class SafetensorsFolder:
 
     Args:
         path: the folder.
-        in_torch: tensors are read as torch's; otherwise they are `HostArray`.
+        in_torch: return torch tensors; otherwise `HostArray`.
 
     Raises:
-        CheckpointError: a file is missing, cut or inconsistent, or the weights are pickled.
-        UnsupportedModelError: an unknown element type.
+        CheckpointError: a file is missing, truncated or inconsistent, or the weights are pickled.
+        UnsupportedModelError: an element type is unknown.
     """
 
     def __init__(self, path: Path, *, in_torch: bool = True) -> None:
@@ -99,14 +99,14 @@ class SafetensorsFolder:
         _check_index(path, self._entries)
 
     def tensor_names(self) -> list[str]:
-        """List all tensors, in the order of the files."""
+        """List all tensors in file order."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
     def dtype(self, name: str) -> str:
-        """Name a tensor's element type, such as "bfloat16"."""
+        """Return a tensor's element type, such as "bfloat16"."""
         return self._entries[name].dtype
 
     def load(self, name: str) -> Tensor:
@@ -153,7 +153,7 @@ def write_safetensors(
     """Write tensors to a safetensors file atomically.
 
     Raises:
-        CheckpointError: the file cannot be written, for example because the disk is full.
+        CheckpointError: writing failed, for example because the disk is full.
     """
     import safetensors
     from safetensors.torch import save_file

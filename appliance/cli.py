@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Commands(LazyGroup):
-    """Every command, with the line that --help shows: 57 characters at most."""
+    """Every command with its line in --help, at most 57 characters."""
 
     lines: ClassVar[Mapping[str, str]] = {
         "serve": "Serve a model behind an OpenAI-compatible endpoint.",
@@ -47,7 +47,7 @@ class Commands(LazyGroup):
 app = typer.Typer(
     name="appliance",
     cls=Commands,
-    rich_markup_mode=None,  # importing rich takes longer than all else that --help needs
+    rich_markup_mode=None,  # importing rich takes longer than the rest of --help
     help="A quantization-first LLM serving appliance for the home.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -56,10 +56,10 @@ app = typer.Typer(
 
 
 def main(launched: LaunchedProcess | None = None) -> NoReturn:
-    """Run the command line: an error the user can fix is one line and a non-zero exit.
+    """Run the command line; a user's error prints one line and exits non-zero.
 
     Args:
-        launched: an engine's process for `serve`, if it was started already.
+        launched: an engine process already started for `serve`.
     """
     try:
         app(obj=launched)
@@ -87,8 +87,8 @@ def before_any_command(
         ),
     ] = False,
 ) -> None:
-    """Warn of environment variables that are no settings."""
-    # Those two say it themselves.
+    """Warn of environment variables that look like settings but are none."""
+    # Those two warn themselves.
     if context.invoked_subcommand not in ("serve", "doctor"):
         from appliance.config import warn_of_unknown_variables
 

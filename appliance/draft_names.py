@@ -1,6 +1,6 @@
-"""Finds the model, or the head, that `--speculate` names, and compares a model's vocabulary.
+"""Finds the draft model or head that `--speculate` names, and compares vocabularies.
 
-The engine has no tokenizer, so this runs where the model is found. A head has none either.
+Runs where the model is found, because the engine has no tokenizer. Heads have none either.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 def resolve_draft(
     engine: EngineConfig, model: Path, *, progress: Callable[[str, int, int], None]
 ) -> EngineConfig:
-    """Return the settings with the place on this machine of what drafts.
+    """Replace the draft's name in the settings by its local path.
 
     Args:
         engine: the settings.
-        model: the folder or file of the model that is served.
-        progress: called with bytes downloaded.
+        model: folder or file of the served model.
+        progress: called with stage, bytes downloaded and total.
 
     Raises:
-        ConfigError: the draft model has another vocabulary.
-        ModelError: it is not there, or cannot be fetched.
+        ConfigError: the draft model's vocabulary differs.
+        ModelError: the draft model is missing or cannot be fetched.
     """
     name = engine.draft_model or engine.eagle_head
     if name in ("", SELF_DRAFT):
@@ -48,7 +48,7 @@ def resolve_draft(
 
 
 def _compare(name: str, draft: Tokenizer, served: Tokenizer) -> None:
-    """Refuse a draft model that has another token somewhere; one may have more at the end."""
+    """Refuse a draft model with a different token at some id; extra ids at the end are fine."""
     (drafted, _), (tokens, _) = draft.vocabulary(), served.vocabulary()
     pairs = zip(drafted, tokens, strict=False)
     for token_id, (own, other) in enumerate(pairs):

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 
 class ApplianceError(Exception):
-    """Root of the tree; `exit_code` is the command line's."""
+    """Root of the tree; the command line exits with `exit_code`."""
 
     exit_code = 1
 
@@ -42,7 +42,7 @@ class ConfigError(ApplianceError):
 
 
 class ModelError(ApplianceError):
-    """A model that cannot be used as it is."""
+    """The model cannot be used as it is."""
 
     exit_code = 3
 
@@ -52,11 +52,11 @@ class CheckpointError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """An architecture, tensor type or option that no code here covers."""
+    """No code here supports this architecture, tensor type or option."""
 
 
 class AdapterError(ModelError):
-    """An adapter that is damaged, belongs to another model, or asks for what is not supported."""
+    """The adapter is damaged, belongs to another model, or needs something unsupported."""
 
 
 class ChatTemplateError(ModelError):
@@ -74,22 +74,22 @@ class MemoryPlanError(ApplianceError):
 
 
 class QuantizeError(ApplianceError):
-    """Quantization stopped; nothing incomplete has the result's name."""
+    """Quantization stopped; no incomplete file has the result's name."""
 
     exit_code = 5
 
 
 class ChangedRunError(QuantizeError):
-    """A resumed run differs from the one that left the state."""
+    """A resumed run differs from the one that saved the state."""
 
 
 class RequestError(ApplianceError):
-    """A request that is refused, in the terms of the OpenAI error body.
+    """A refused request, in the terms of the OpenAI error body.
 
     Args:
-        message: one line that says what is wrong and what would be accepted.
+        message: one line with the error and the accepted values.
         param: the field at fault, if any.
-        code: a machine-readable word, if the API defines one.
+        code: the API's machine-readable word, if it defines one.
     """
 
     status = 400
@@ -103,14 +103,14 @@ class RequestError(ApplianceError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or prompt plus completion, is longer than the model's context."""
+    """The prompt, or prompt plus completion, exceeds the model's context."""
 
     def __init__(self, message: str, *, param: str | None = "messages") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
+    """The server does not serve the model that the request names."""
 
     status = 404
 
@@ -139,7 +139,7 @@ class RequestAbortedError(RequestError):
 
 
 class QuarantinedError(RequestError):
-    """Engines died while they worked on this request; it is refused for a while."""
+    """Engines died while they ran this request; the server refuses it for a while."""
 
     status = 500
     type = "server_error"
@@ -153,7 +153,7 @@ class QuarantinedError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests are waiting; `retry_after` is in seconds."""
+    """The queue is full; `retry_after` is in seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -164,7 +164,7 @@ class QueueFullError(RequestError):
 
 
 class QueueTimeoutError(RequestError):
-    """A request waited too long and was not started; `retry_after` is in seconds."""
+    """The request waited too long and never started; `retry_after` is in seconds."""
 
     status = 503
     type = "server_error"
@@ -181,11 +181,11 @@ class EngineError(ApplianceError):
 
 
 class EngineDiedError(EngineError):
-    """The engine process ended while it worked on this request.
+    """The engine process ended while it ran this request.
 
     Args:
-        message: how it ended.
-        by_itself: False if it was stopped or told to end.
+        message: the cause.
+        by_itself: False if someone stopped it.
     """
 
     def __init__(self, message: str, *, by_itself: bool = True) -> None:

@@ -1,18 +1,18 @@
 """Events of `GET /admin/v1/events`: the server encodes these structs, the dashboard decodes them.
 
-The feed is a stream of server-sent events. Each frame is `event: NAME`, then `data: JSON`, where
-the name is a key of `EVENTS` and the JSON is that struct:
+The feed is a stream of server-sent events. Each frame is `event: NAME`, then `data: JSON`: a key of
+`EVENTS` and its struct.
 
     info        at the start, and again when the engine is back or its state changes
     snapshot    every block at once; replaces the map
-    delta       blocks that changed since the last snapshot or delta of the same epoch
+    delta       blocks that changed since the epoch's last snapshot or delta
     stats       once a second
-    sequences   all live sequences, when they change, at most five times a second
+    sequences   all live sequences after a change, at most five times a second
     log         warnings and errors: the latest at the start, then each as it comes
     job         progress of a long task, such as a quantize run, and its end
 
-Lines that start with a colon are keep-alive comments. A delta whose epoch is not that of the last
-snapshot must be ignored. A leaf: imports neither torch nor numpy.
+Lines that start with a colon are keep-alive comments. Ignore a delta if its epoch is not the last
+snapshot's. A leaf: imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ MAX_SHOWN_AGE = 0xFFFF  # seconds
 
 
 class BlockState(IntEnum):
-    """State of a block; shared means active with more than one reference."""
+    """State of a block; a shared one is ACTIVE with more than one reference."""
 
-    FREE = 0  # nothing
-    CACHED = 1  # content kept for reuse, referenced by no sequence
-    ACTIVE = 2  # referenced by at least one sequence
-    WRITING = 3  # active, and the open last block of a sequence, which receives tokens
-    LOADING = 4  # active, while its content arrives from host memory or disk
+    FREE = 0  # no content
+    CACHED = 1  # no sequence refers to it; its content is kept for reuse
+    ACTIVE = 2  # at least one sequence refers to it
+    WRITING = 3  # active: the open last block of a sequence, which receives tokens
+    LOADING = 4  # active: its content is arriving from host memory or disk
 
 
 class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of the quality card: the cost of quantizing."""
+    """One figure of the quality card."""
 
     name: str  # such as kld_mean, see `appliance.commands.quality`
     value: float
-    note: str = ""  # the base of the comparison
+    note: str = ""  # the reference it is compared with
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the models of a server."""
+    """A model of the server."""
 
     name: str  # id in the API
     state: str  # as `Info.state`
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the engine processes that each serve the whole model."""
+    """One of several engine processes that each serve the whole model."""
 
     state: str  # as `Info.state`
     restarts: int = 0
     requests_running: int = 0
     requests_waiting: int = 0
     kv_usage: float = 0.0  # share of its blocks that sequences hold
-    prefix_hit_rate: float = 0.0  # of the prompt tokens that its process was given
+    prefix_hit_rate: float = 0.0  # of the prompt tokens routed to it
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that last until the engine restarts, and the engine's state."""
+    """The engine's state, and facts that hold until it restarts."""
 
     protocol: int = 1  # `PROTOCOL` of the server
     version: str  # of the appliance
     model: str  # id in the API
     state: str  # loading, ready, restarting, asleep, waking, failed
-    reason: str = ""  # of a failure
-    restarts: int = 0  # of the engine since the server started
+    reason: str = ""  # why it failed
+    restarts: int = 0  # engine restarts since the server started
     architecture: str = ""
     device: str = ""
     backend: str = ""
@@ -88,17 +88,17 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes: int = 0
     workspace_bytes: int = 0
-    process_bytes: int = 0  # of the engine besides, where all are in host memory
+    process_bytes: int = 0  # the rest of the engine's memory, if everything is in host memory
     memory_bytes: int = 0
     load_seconds: float = 0.0
-    precisions: tuple[str, ...] = ()  # by the cells' precision index
+    precisions: tuple[str, ...] = ()  # indexed by a cell's precision
     notes: tuple[str, ...] = ()  # fallbacks taken
-    quality: tuple[QualityFact, ...] = ()  # of the quality card beside the weights
-    chats: bool = True  # the model has a chat template; else it continues texts
-    sampling: dict[str, float] = {}  # defaults of requests
+    quality: tuple[QualityFact, ...] = ()  # from the quality card beside the weights
+    chats: bool = True  # the model has a chat template; otherwise it only continues text
+    sampling: dict[str, float] = {}  # default sampling
     prompts_shown: bool = False  # the server was started to show prompts
-    models: tuple[ModelView, ...] = ()  # all that are served, where there are several
-    replica: int = 0  # whose blocks and sequences are shown, as is all of this; see `Stats`
+    models: tuple[ModelView, ...] = ()  # all models of the server, if it has several
+    replica: int = 0  # the replica that this describes, see `Stats`
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,17 +107,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     num_blocks: int
     block_size: int
-    # base64 of zlib of num_blocks little-endian 32-bit words. Bits 0-3 of one are the `BlockState`,
-    # 4-7 the precision (an index into `Info.precisions`), 8-15 the reference count (stays at 255),
-    # 16-31 the slot of the owning sequence (`SequenceView.slot`) or `NO_OWNER`.
+    # Base64 of zlib of num_blocks little-endian 32-bit words. Bits 0-3 hold the `BlockState`, 4-7
+    # the precision (an index into `Info.precisions`), 8-15 the reference count (saturates at 255),
+    # 16-31 the owner's slot (`SequenceView.slot`) or `NO_OWNER`.
     cells: str
-    # The same of num_blocks little-endian 16-bit words: seconds since the block last changed hands,
-    # at most `MAX_SHOWN_AGE`. Empty if the server does not know.
+    # Likewise num_blocks little-endian 16-bit words: seconds since the block changed hands, at most
+    # `MAX_SHOWN_AGE`. Empty if unknown.
     ages: str = ""
 
     @classmethod
     def of(cls, epoch: int, block_size: int, words: bytes, ages: bytes = b"") -> Snapshot:
-        """Pack little-endian 32-bit words, and little-endian 16-bit ages if there are any."""
+        """Pack little-endian 32-bit words and, if present, little-endian 16-bit ages."""
         return cls(
             epoch=epoch,
             num_blocks=len(words) // 4,
@@ -130,15 +130,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         """Return the cells as `num_blocks` little-endian 32-bit words.
 
         Raises:
-            ValueError: they do not match the geometry.
+            ValueError: their length does not match the geometry.
         """
         return _inflate(self.cells, self.num_blocks * 4, "cells")
 
     def age_words(self) -> bytes:
-        """Return the ages as `num_blocks` little-endian 16-bit words; empty if there are none.
+        """Return the ages as `num_blocks` little-endian 16-bit words, or "" without ages.
 
         Raises:
-            ValueError: they do not match the geometry.
+            ValueError: their length does not match the geometry.
         """
         return _inflate(self.ages, self.num_blocks * 2, "ages") if self.ages else b""
 
@@ -158,7 +158,7 @@ def _inflate(packed: str, size: int, what: str) -> bytes:
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):
-    """`length` blocks from `start` on that all became `cell`; in JSON [start, length, cell]."""
+    """`length` blocks from `start` on that became `cell`; in JSON [start, length, cell]."""
 
     start: int
     length: int
@@ -173,7 +173,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantiles of one latency over the last minute, in seconds; zeros without measurements."""
+    """Quantiles of a latency over the last minute, in seconds; zeros without measurements."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -182,27 +182,27 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU at one moment; None where its driver reports nothing."""
+    """Readings of one GPU; None where its driver reports nothing."""
 
     name: str
-    utilization: float | None = None  # share of one
+    utilization: float | None = None  # 0 to 1
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
     temperature_celsius: float | None = None
     sm_clock_mhz: int | None = None
-    throttled: tuple[str, ...] = ()  # why its clocks are limited
+    throttled: tuple[str, ...] = ()  # reasons for lower clocks
     energy_joules: float | None = None  # since the driver was loaded
     joules_per_token: float | None = None  # over the last minute
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's load on its machine."""
+    """Load of the server and its machine."""
 
     cpu_cores: int = 0
     cpu_used: float = 0.0  # cores that the server's processes kept busy, 0 to `cpu_cores`
-    engine_cpu_seconds: float = 0.0  # since its process began; likewise the next
+    engine_cpu_seconds: float = 0.0  # since its process began, as the next
     api_cpu_seconds: float = 0.0
     engine_rss_bytes: int = 0
     api_rss_bytes: int = 0
@@ -229,7 +229,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     queue_wait: Quantiles = Quantiles()
     machine: Machine | None = None
     steps: tuple[StepView, ...] = ()  # since the previous stats event, at most the latest
-    replicas: tuple[ReplicaView, ...] = ()  # where there are several; all else is their sum
+    replicas: tuple[ReplicaView, ...] = ()  # if several; all other numbers are sums
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,10 +260,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One block of a block table; in JSON [block, hash, references, precision]."""
+    """A block of a block table; in JSON [block, hash, references, precision]."""
 
     block: int  # physical
-    hash: str  # hexadecimal, of all tokens up to its end; empty while it is not full
+    hash: str  # hexadecimal hash of all tokens up to its end; empty until it is full
     references: int
     precision: int  # index into `Info.precisions`
 
@@ -292,7 +292,6 @@ NAMES: dict[type[Event], str] = {kind: name for name, kind in EVENTS.items()}
 
 
 def encode_event(event: Event) -> bytes:
-    """Encode an event as one frame of the stream."""
     return b"event: %s\ndata: %s\n\n" % (
         NAMES[type(event)].encode("ascii"),
         msgspec.json.encode(event),
@@ -300,7 +299,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(name: str, data: bytes | str) -> Event | None:
-    """Decode the event of one frame; None for an unknown name.
+    """Decode the event of one frame; return None for an unknown name.
 
     Raises:
         msgspec.MsgspecError: the data is not that event.

@@ -1,4 +1,4 @@
-"""Reads files that others may cut or replace, and writes files atomically.
+"""Reads files that other processes may truncate or replace, and writes files atomically.
 
 A leaf: imports nothing of ours but errors.
 """
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Distinguishes versions of a file."""
-
     size: int
     modified_ns: int
     inode: int
 
     @classmethod
     def of(cls, file: Path | int) -> FileIdentity:
-        """Read the identity of a path or of an open file descriptor.
+        """Read the identity of a path or an open file descriptor.
 
         Raises:
             CheckpointError: the file does not exist or is unreadable.
@@ -43,10 +41,7 @@ class FileIdentity:
 
 
 def stamp_of(path: Path) -> str:
-    """Return what distinguishes versions of a file, or of all files in a folder.
-
-    Empty if there is nothing, or nothing that may be read.
-    """
+    """Return a stamp that changes with a file, or with any file in a folder; "" if unreadable."""
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         found = [(file.name, os.stat(file)) for file in files if file.is_file()]
@@ -58,10 +53,10 @@ def stamp_of(path: Path) -> str:
 def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryview) -> None:
     """Fill `buffer` with the bytes of `path` from `offset` on.
 
-    The file is not mapped: truncating a mapped file kills the process that reads it.
+    Does not map the file: truncating a mapped file kills the process that reads it.
 
     Raises:
-        CheckpointError: the file is gone, or is no longer the one that `identity` describes.
+        CheckpointError: the file is gone or no longer matches `identity`.
     """
     try:
         with path.open("rb") as file:
@@ -76,10 +71,10 @@ def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryvie
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that replaces it when the block succeeds.
+    """Yield a temporary path that replaces `path` when the block succeeds.
 
-    The content is flushed to disk before the rename. If the block raises, nothing of it stays and
-    an older `path` is untouched.
+    Flushes the content to disk before the rename. If the block raises, removes the temporary file
+    and leaves `path` alone.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
@@ -92,16 +87,16 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def check_private(folder: Path, *, inside: bool = False) -> None:
-    """Refuse a folder that another user has created or can write to.
+    """Refuse a folder that another user created or can write to.
 
-    Nothing is changed through a link: its author could make us open another folder.
+    Changes nothing through a link: its author could point us at another folder.
 
     Args:
-        inside: it is one of ours in a checked folder: it must not be a link, and is closed to
-            others if it is open.
+        inside: our own folder within a checked one; must not be a link, and is closed to other
+            users if open.
 
     Raises:
-        OSError: it is unusable; `strerror` says what to do.
+        OSError: the folder is unusable; `strerror` says what to do.
     """
     link, own = os.lstat(folder), os.geteuid()
     if stat.S_ISLNK(link.st_mode) and (inside or link.st_uid not in (0, own)):
@@ -124,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        CheckpointError: the file does not exist, or contains no JSON object.
+        CheckpointError: the file does not exist or contains no JSON object.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -143,7 +138,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write JSON to a file atomically.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: writing failed.
     """
     try:
         with replace_atomically(path) as temporary:

@@ -1,4 +1,4 @@
-"""Finds a model and what it needs beside its files, and fetches what is missing."""
+"""Finds a model, its adapters and its draft model; fetches missing ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def find_model_of(
     engine: EngineConfig, progress: Callable[[str, int, int], None] = ignore_progress
 ) -> tuple[ResolvedModel, EngineConfig]:
-    """Return the model that the settings name, and them with its adapters and its draft model.
+    """Find the model; return the settings with local paths of adapters and draft model.
 
     Args:
         engine: the settings.
         progress: called with stage, done, total.
 
     Raises:
-        ApplianceError: something is not there, does not fit together, or cannot be fetched.
+        ApplianceError: a file is missing or cannot be fetched, or the models do not fit together.
     """
     found = resolve_model(engine.model, cache_dir=cache_dir(), progress=progress)
     adapters = resolve_adapters(engine.lora, progress=progress)

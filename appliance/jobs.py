@@ -1,7 +1,7 @@
-"""Progress of long tasks in other processes, for dashboards on the same machine.
+"""Publishes progress of long tasks to dashboards on the same machine.
 
-Each task keeps a small file in a folder and a lock on another beside it; a server reads them only
-while it is watched. A file whose lock is free was left by a process that has ended.
+Each task keeps a small file in a folder, and a lock beside it. A server reads them only while
+someone watches. If the lock is free, the file's process has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from appliance.events import Job
 
-WRITE_SECONDS = 0.5  # between two versions of a file
+WRITE_SECONDS = 0.5  # between two writes
 MAX_BYTES = 2**16
 MAX_JOBS = 16
 
@@ -27,11 +27,11 @@ MAX_JOBS = 16
 class JobFile:
     """Publishes the progress of this process's task while it is open.
 
-    If the folder is not writable, nothing is published: the task must go on.
+    Publishes nothing if the folder is not writable: the task must go on.
 
     Args:
         folder: see `appliance.config.jobs_dir`; created if missing.
-        name: of the task, such as "quantize SmolLM2-135M".
+        name: such as "quantize SmolLM2-135M".
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -39,7 +39,7 @@ class JobFile:
         self._name = name
         self._lock: BinaryIO | None = None
         self._stage = ""
-        self._begin = (0.0, 0)  # time and done when the stage began
+        self._begin = (0.0, 0)  # time and `done` at the beginning of the stage
         self._next = 0.0
 
     def __enter__(self) -> JobFile:
@@ -78,11 +78,11 @@ class JobFile:
         """Publish the progress of a stage.
 
         Args:
-            stage: in words.
+            stage: a description.
             done: of `total`.
             total: 0 means unknown.
-            seconds_left: None computes it from the stage's pace.
-            part: the latest finished part, such as "layer 3".
+            seconds_left: None estimates it from the stage's pace.
+            part: the last finished part, such as "layer 3".
             parts_done: of `parts_total`.
             parts_total: 0 if there are no parts.
             loss: of that part, as a share of its outputs' energy.
@@ -114,7 +114,7 @@ class JobFile:
 
 
 def read_jobs(folder: Path) -> dict[str, Job]:
-    """Return all running tasks by the name of their file."""
+    """Return all running tasks by file name."""
     jobs: dict[str, Job] = {}
     for path in sorted(folder.glob("*.json"))[:MAX_JOBS]:
         if not _is_going_on(path):
@@ -127,7 +127,7 @@ def read_jobs(folder: Path) -> dict[str, Job]:
 
 
 def stale_jobs(folder: Path) -> list[Path]:
-    """List the files of tasks whose process is gone; the next task removes them."""
+    """List the files of ended processes, for the next task to remove."""
     return [path for path in sorted(folder.glob("*.json")) if not _is_going_on(path)]
 
 
@@ -141,7 +141,6 @@ def _remove(path: Path) -> None:
 
 
 def _is_going_on(path: Path) -> bool:
-    """Return True if the writing process still holds the lock."""
     try:
         with _lock_of(path).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -38,7 +38,7 @@ class CompletionOutput:
 
     Attributes:
         cumulative_logprob: natural logarithm of its probability under the model; None unless
-            `logprobs`, `best_of` or beam search asks for it.
+            `logprobs`, `best_of` or beam search needs it.
     """
 
     index: int
@@ -51,7 +51,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All answers to one prompt; with `best_of` or beam search, the best first."""
+    """All answers to one prompt; best first with `best_of` or beam search."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -66,12 +66,11 @@ class LLM:
         model: folder, .gguf file or hub id; empty means the settings' model, else the packaged
             default.
         options: any field of `config.EngineConfig`, such as `device` or `kv_cache_memory="2GiB"`.
-            They take precedence over the environment and the configuration file, like a server's
-            flags.
+            They override the environment and the configuration file, as a server's flags do.
 
     Attributes:
-        default_sampling: the makers' recommendation, 16 tokens; with `generation_config="off"` the
-            same as `SamplingParams()`.
+        default_sampling: the makers' recommendation with 16 tokens; equals `SamplingParams()` with
+            `generation_config="off"`.
 
     Raises:
         ApplianceError: the model cannot be found, read or fitted; the message says what to do.
@@ -117,17 +116,15 @@ class LLM:
         """Complete prompts, in the given order.
 
         Args:
-            prompts: one text, or texts and lists of token ids.
-            sampling_params: one for all, or one per prompt, used unchanged. None is
-                `default_sampling`.
-            adapter: name of an adapter that the options `lora` or `lora_dir` give; None is the
-                model itself.
-            progress: draw a bar with prompts done and tokens per second on stderr.
+            prompts: one text, or a list of texts and lists of token ids.
+            sampling_params: one for all, or one per prompt; None means `default_sampling`.
+            adapter: name of an adapter from the options `lora` or `lora_dir`; None means the base
+                model.
+            progress: show a bar on stderr with prompts done and tokens per second.
 
         Raises:
-            RequestError: a prompt is longer than the context, or no adapter has this name; none
-                was started.
-            EngineError: the engine could not finish one of them.
+            RequestError: a prompt exceeds the context, or the adapter is unknown; none was started.
+            EngineError: the engine could not finish a prompt.
         """
         batch: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -156,13 +153,13 @@ class LLM:
         adapter: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, in the model's own chat format.
+        """Answer one conversation, or several, in the model's chat format.
 
         Args:
             messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
-            sampling_params: for all of them; None is `default_sampling`.
-            adapter: as in `generate`, like the next.
-            progress: draw a bar.
+            sampling_params: one for all; None means `default_sampling`.
+            adapter: as in `generate`.
+            progress: as in `generate`.
 
         Raises:
             ChatTemplateError: the model has no chat template.
@@ -224,7 +221,7 @@ class LLM:
         if delta.error is not None:
             raise EngineError(delta.error)
         was_open = run.open
-        # What follows a stop string in the same step is no part of an answer.
+        # Drop tokens of the same step that follow a stop string.
         stopped = [run.take(one) for one in delta.one_by_one()]
         if any(stopped) and delta.finish_reason is None:
             self.engine.abort(delta.request_id, delta.index)
@@ -232,7 +229,7 @@ class LLM:
 
 
 class _Run:
-    """A running prompt: its answers, and the text state of each."""
+    """A running prompt: its answers and each one's text."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str) -> None:
         self._sampling = request.sampling
@@ -277,7 +274,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _bar(total: int, *, enabled: bool) -> Iterator[Callable[[bool, int], None]]:
-    """Draw a progress bar on stderr, or nothing; yield `advance(prompt_finished, new_tokens)`."""
+    """Draw a progress bar on stderr if enabled; yield `advance(prompt_finished, new_tokens)`."""
     if not enabled:
         yield lambda finished, tokens: None
         return
@@ -302,5 +299,4 @@ def _bar(total: int, *, enabled: bool) -> Iterator[Callable[[bool, int], None]]:
         yield advance
 
 
-def _ignore_progress(stage: str, done: int, total: int) -> None:
-    """Loading in a script is silent."""
+def _ignore_progress(stage: str, done: int, total: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Configures logging once for the command line; all other code only calls `getLogger(__name__)`."""
+"""Configures logging once for the command line; other code only calls `getLogger(__name__)`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class RecentWarnings(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.total = 0  # ever, so that a reader can tell how many are new
+        self.total = 0  # all time, so that a reader can count the new ones
         self.lines: deque[LogLine] = deque(maxlen=MAX_RECENT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
         self.add(
             LogLine(
                 time=record.created,
@@ -39,25 +38,25 @@ class RecentWarnings(logging.Handler):
         )
 
     def add(self, line: LogLine) -> None:
-        """Add a line of another process."""
+        """Add another process's line."""
         self.lines.append(line)
         self.total += 1
 
     def take(self) -> tuple[LogLine, ...]:
-        """Return all lines and forget them."""
+        """Return all lines and clear them."""
         lines = tuple(self.lines)
         self.lines.clear()
         return lines
 
 
 class Sparing(logging.Filter):
-    """Passes a warning of each kind once per interval; the next one tells how many were held back.
+    """Passes a warning of each kind once per interval, and counts the suppressed ones.
 
-    For loggers that outsiders can trigger: otherwise they would flood the log and push important
+    For loggers that outsiders can trigger: they would otherwise flood the log and push important
     warnings out of the recent ones. Errors always pass.
 
     Args:
-        seconds: between two of one kind.
+        seconds: minimum between two of one kind.
         clock: monotonic seconds.
     """
 
@@ -67,10 +66,9 @@ class Sparing(logging.Filter):
         super().__init__()
         self._seconds = seconds
         self._clock = clock
-        self._kinds: dict[object, tuple[float, int]] = {}  # when the latest passed, held back since
+        self._kinds: dict[object, tuple[float, int]] = {}  # time of the last one, suppressed since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if a record may pass."""
         if record.levelno >= logging.ERROR:
             return True
         now = self._clock()
@@ -87,10 +85,10 @@ class Sparing(logging.Filter):
 
 
 def configure(level: str = "info", form: str = "text") -> RecentWarnings:
-    """Send the project's log to stderr, one record per line; return the recent warnings.
+    """Log to stderr, one record per line; return the recent warnings.
 
     Args:
-        level: lowest level to log, see `log_level` of the settings.
+        level: lowest level to log.
         form: text or json.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -104,14 +102,14 @@ def configure(level: str = "info", form: str = "text") -> RecentWarnings:
 
 
 def configured() -> tuple[str, str]:
-    """Return level and format, to configure another process in the same way."""
+    """Return level and format, to configure another process alike."""
     root = logging.getLogger("appliance")
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     return logging.getLevelName(root.getEffectiveLevel()).lower(), "json" if is_json else "text"
 
 
 class _OneLineFormatter(logging.Formatter):
-    """Keeps a record on one line of the log, so that no message can forge another record."""
+    """Formats a record on one line, so that a message cannot forge another record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
         line = super().formatMessage(record)
@@ -119,7 +117,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object on one line, with its `fields` if it has some."""
+    """Formats a record as one line of JSON, with its `fields` if it has any."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

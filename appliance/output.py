@@ -1,6 +1,6 @@
-"""Converts token ids to text, one choice at a time: detokenizer and stop strings together.
+"""Converts token ids to text per choice: detokenizer and stop strings together.
 
-The server and offline use share it, so that both end an answer at the same character.
+The server and offline use share it, so both end an answer at the same character.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ChoiceText:
 
     Args:
         stop: strings that end it.
-        shown: control tokens to emit as text, for later parsers.
+        shown: control tokens to emit as text, for parsers.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class ChoiceText:
 
     @property
     def stopped_by(self) -> str:
-        """The stop string that ended the text; empty if none did."""
+        """The stop string that ended the text, or ""."""
         return self._matcher.matched
 
     def push(
         self, token_ids: tuple[int, ...], finish_reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:
-        """Add tokens; return the text that is now certain, and the finish reason or None.
+        """Add tokens; return the text that is final and the finish reason, if any.
 
-        Text that may begin a stop string is held back until it is decided.
+        Holds back text that may begin a stop string.
         """
         text, matched = self._matcher.push(self._decoder.push(token_ids))
         if not matched and finish_reason is not None:

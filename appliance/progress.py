@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-LINE_INTERVAL = 5.0  # seconds between lines where no bar can be drawn
+LINE_INTERVAL = 5.0  # seconds between lines without a bar
 
 
 class ProgressLine:
-    """Callable as progress(stage, done, total); draws on stderr and restores the terminal.
+    """Draws `progress(stage, done, total)` on stderr and restores the terminal.
 
-    Totals of a million and more are shown as MiB: they count bytes.
+    Shows totals of a million and more as MiB: they count bytes.
 
     Args:
-        say: receives lines instead, for a log; then there is no bar.
+        say: receives lines, for a log; replaces the bar.
     """
 
     def __init__(self, say: Callable[[str], object] | None = None) -> None:
@@ -53,7 +53,6 @@ class ProgressLine:
         self._stage = stage
 
     def close(self) -> None:
-        """End the line of a bar, if one was drawn."""
         if self._drawn:
             sys.stderr.write("\n")
             sys.stderr.flush()

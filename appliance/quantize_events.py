@@ -1,20 +1,20 @@
 """Events of a run of `appliance quantize`, for a display, script or dashboard.
 
-With `--json` each event is one line of JSON on standard output, and its field `event` says which:
+With `--json` each event is one line of JSON on standard output; its field `event` is one of:
 
     step      a longer piece of work begins, before there is a plan
     start     once, before any weight is quantized
-    plan      what will be done, and what memory, disk and time that takes; measured beforehand
-    unit      a layer, or a tensor outside the layers, is finished and on disk
+    plan      the work, and the memory, disk space and time it takes; measured beforehand
+    unit      a layer, or a tensor outside the layers, is is on disk
     written   all tensors are on disk
     done      the result has its name; later events do not change it
     measure   progress of measuring its quality
     card      its quality was measured; the last event, if a card was requested and possible
     error     the last event of a run that failed
 
-The same lines are in `events.jsonl` in the state folder of an unfinished run,
-`.OUT.partial/state`; the last one may be cut where the process was killed. A leaf: imports neither
-torch nor anything of ours.
+The same lines are in `events.jsonl` in the state folder of an unfinished run, `.OUT.partial/state`;
+the last one may be cut where the process was killed. A leaf: imports neither torch nor anything of
+ours.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="s
     method: str
     scheme: str
     units: int  # layers, and tensors outside the layers
-    units_done: int  # by an earlier run
+    units_done: int  # by earlier runs
     weight_bytes: int  # of the result
     max_ram: int | None = None  # bytes
     max_vram: int | None = None
 
 
 class StepStarted(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
-    """A longer piece of work begins."""
-
     what: str  # such as "choosing the precision of the KV cache"
 
 
@@ -59,11 +57,11 @@ class RunPlanned(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
 
     peak_ram: int  # bytes; of the whole process
     peak_vram: int
-    disk_bytes: int  # beside the result, until the end
+    disk_bytes: int  # beside the result, during the run
     seconds: float  # for the remaining work
-    measured: bool  # the largest layer was tried; else all of this is computed
+    measured: bool  # by running the largest layer; False if all of this is computed
     classes: tuple[TensorClass, ...]
-    notes: tuple[str, ...] = ()  # what the user should know before it begins
+    notes: tuple[str, ...] = ()  # warnings before the run begins
 
 
 class UnitFinished(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="unit"):
@@ -73,7 +71,7 @@ class UnitFinished(msgspec.Struct, frozen=True, kw_only=True, tag_field="event",
     done: int  # units
     total: int
     seconds: float
-    losses: dict[str, float]  # by weight, as a share of its outputs' energy; none by rounding
+    losses: dict[str, float]  # per weight, as a share of its outputs' energy; empty when rounding
     notes: tuple[str, ...] = ()
     bytes_done: int
     bytes_total: int
@@ -94,7 +92,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="do
     """The result is complete."""
 
     out: str
-    seconds: float  # of all runs it took
+    seconds: float  # of all runs
     weight_bytes: int
     bits_per_weight: float
     peak_ram: int
@@ -115,7 +113,7 @@ class CardWritten(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 
     path: str  # of the JSON
     kld_mean: float  # nats per token, from the model that was quantized
-    same_top_percent: float  # of places where both rank the same token first
+    same_top_percent: float  # share of positions where both rank the same token first
 
 
 class RunFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="error"):
@@ -140,12 +138,11 @@ OnEvent = Callable[[QuantizeEvent], None]
 
 
 def encode_event(event: QuantizeEvent) -> bytes:
-    """Encode an event as a line of JSON, without its newline."""
     return msgspec.json.encode(event)
 
 
 def decode_event(line: bytes | str) -> QuantizeEvent:
-    """Decode the event of one line.
+    """Decode one line.
 
     Raises:
         msgspec.MsgspecError: it is invalid or incomplete.
@@ -154,5 +151,4 @@ def decode_event(line: bytes | str) -> QuantizeEvent:
     return event
 
 
-def ignore_event(event: QuantizeEvent) -> None:
-    """Ignore an event."""
+def ignore_event(event: QuantizeEvent) -> None: ...

@@ -1,4 +1,4 @@
-"""Tells by a checkpoint's config.json whether it judges relevance with a head of its own."""
+"""Recognizes checkpoints with a classification head that judges relevance."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_RANKER = "ForSequenceClassification"  # how the name of an architecture with such a head ends
+_RANKER = "ForSequenceClassification"  # suffix of an architecture with such a head
 
 
 def is_ranker(config: Mapping[str, Any]) -> bool:
-    """Return True if `architectures` names a model with a head that gives a text one number."""
+    """Return True if config.json's `architectures` names one with a classification head."""
     named = config.get("architectures")
     return isinstance(named, list) and any(str(name).endswith(_RANKER) for name in named)

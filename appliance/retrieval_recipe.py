@@ -1,9 +1,8 @@
 """Reads from a checkpoint's files how it embeds texts and judges relevance.
 
-A folder says it in the files of sentence-transformers (`modules.json` and what that names) or in
-`config.json`; a GGUF file in `ARCHITECTURE.pooling_type`, as llama.cpp writes it. Most decoders say
-nothing; what then counts is the default here. An encoder must say it. All of it is untrusted and
-checked.
+A folder describes it in sentence-transformers' files (`modules.json` and the ones it names) or in
+`config.json`; a GGUF file in `ARCHITECTURE.pooling_type`, as llama.cpp writes it. Most decoders
+give nothing and use the default here; an encoder must give it. All of it is untrusted and checked.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 _MAX_MODULES = 16
-_MAX_README = 64 * 1024  # bytes that are looked at
+_MAX_README = 64 * 1024  # bytes to search
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
-# As the model cards of Qwen3-Reranker give it; the answer is "yes" or "no".
+# From the model cards of Qwen3-Reranker; the answer is "yes" or "no".
 QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -47,24 +46,24 @@ _OLD_POOLING = {
 }
 _POOLING = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}
 _ENCODER_POOLING = {**_POOLING, "cls": Pooling.CLS}
-# Values of model_type: models whose tokens look at all of a text.
+# Values of model_type with bidirectional attention.
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "modernbert"})
 _GGUF_NONE, _GGUF_MEAN, _GGUF_CLS, _GGUF_LAST, _GGUF_RANK = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRecipe:
-    """The steps from a text to its vector.
+    """Steps from a text to its vector.
 
     Attributes:
-        pooling: which hidden states stand for it. Where nothing says so, the last token's, as vLLM
-            has it: the prefix cache serves it, and of 16 paraphrases SmolLM2 finds 15 by it and 14
-            by the mean, Gemma 3 270M all by either.
+        pooling: the hidden states that make the vector. The default is the last token's, as in
+            vLLM: the prefix cache serves it, and it finds 15 of 16 paraphrases with SmolLM2 (the
+            mean 14), all with Gemma 3 270M (as does the mean).
         normalize: to length 1.
-        source: file that says so; empty if none does.
-        prompts: texts that come before others, by their names, such as query and document.
-        default_prompt: name of the one that comes before texts of which nothing else is said.
-        refused: why there are no vectors; empty if there are.
+        source: the file that defines it; empty for the default.
+        prompts: prefixes of texts by name, such as query and document.
+        default_prompt: name of the prefix of texts of no stated kind.
+        refused: why the model gives no vectors; empty if it does.
     """
 
     pooling: Pooling = Pooling.LAST
@@ -80,13 +79,12 @@ class RerankRecipe:
     """The prompt and tokens, or the head, that judge if a document answers a query.
 
     Attributes:
-        source: file that says so.
-        template: with `{query}` and `{document}`, perhaps `{instruction}`; empty for the chat
-            template, which knows both as roles.
-        labels: the token that means relevant and, if there is one, the token that does not: as
-            texts, or ids.
-        instruction: where a request gives none.
-        by_head: an encoder's head judges both texts as a pair; all else is empty.
+        source: the file that defines it.
+        template: has `{query}` and `{document}`, optionally `{instruction}`; empty for a chat
+            template with these two roles.
+        labels: the token for relevant and, optionally, the one for irrelevant; as text or id.
+        instruction: the default of requests.
+        by_head: an encoder's head judges both texts as a pair; all other fields are empty.
     """
 
     source: str
@@ -98,7 +96,7 @@ class RerankRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalRecipe:
-    """Both; without a way to rerank, vectors are compared."""
+    """Both recipes; without `rerank`, relevance compares vectors."""
 
     embedding: EmbeddingRecipe = field(default_factory=EmbeddingRecipe)
     rerank: RerankRecipe | None = None
@@ -108,11 +106,11 @@ NOTHING_SAID = RetrievalRecipe()
 
 
 def recipe_of_folder(path: Path) -> RetrievalRecipe:
-    """Read what a Hugging Face folder says.
+    """Read a Hugging Face folder.
 
     Raises:
         CheckpointError: a file is damaged, or an encoder's is missing.
-        UnsupportedModelError: an encoder that no code here can serve.
+        UnsupportedModelError: no code here supports the encoder.
     """
     config = _optional(path / "config.json")
     if config.get("model_type") in ENCODERS:
@@ -127,11 +125,11 @@ def recipe_of_folder(path: Path) -> RetrievalRecipe:
 
 
 def recipe_of_gguf(metadata: Mapping[str, Any], name: str) -> RetrievalRecipe:
-    """Read what a GGUF file says.
+    """Read a GGUF file.
 
     Args:
-        metadata: of its header.
-        name: of the file.
+        metadata: from its header.
+        name: the file's name.
     """
     architecture = metadata.get("general.architecture", "")
     if metadata.get(f"{architecture}.attention.causal") is False:
@@ -159,11 +157,11 @@ def _refusing(why: str) -> EmbeddingRecipe:
 
 
 def _of_encoder(path: Path, config: Mapping[str, Any]) -> RetrievalRecipe:
-    """Read what an encoder is for.
+    """Read an encoder's recipe.
 
     Raises:
-        CheckpointError: nothing says how its states become a vector.
-        UnsupportedModelError: something asks for a way that no code here has.
+        CheckpointError: no file defines the pooling.
+        UnsupportedModelError: no code here supports it.
     """
     if is_ranker(config):
         refused = "config.json makes a reranker of it, without vectors"
@@ -188,7 +186,7 @@ def _of_encoder(path: Path, config: Mapping[str, Any]) -> RetrievalRecipe:
 def _of_modules(
     path: Path, known: Mapping[str, Pooling] = _POOLING
 ) -> tuple[EmbeddingRecipe, RerankRecipe | None]:
-    """Read a chain of modules; the first one, the model itself, is what is served."""
+    """Read a chain of modules; the first one is the model itself."""
     modules = _modules(path / MODULES)
     if not modules:
         return EmbeddingRecipe(), None
@@ -213,7 +211,7 @@ def _of_modules(
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module."""
+    """Return each module's kind and folder."""
     if not file.is_file():
         return []
     try:
@@ -262,7 +260,7 @@ def _of_logits(config: Mapping[str, Any], recipe: EmbeddingRecipe) -> RerankReci
 
 
 def _of_readme(path: Path, config: Mapping[str, Any]) -> RerankRecipe | None:
-    """Recognize Qwen3-Reranker, of which at first nothing but the card said what it is."""
+    """Recognize Qwen3-Reranker by its model card, the only place that first described it."""
     file = path / "README.md"
     if config.get("model_type") != "qwen3" or not file.is_file():
         return None

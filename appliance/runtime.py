@@ -1,6 +1,6 @@
-"""Settings for processes and their C libraries: environment, memory, threads.
+"""Settings of processes and their C libraries: environment, memory, threads.
 
-A leaf; sets nothing by itself.
+A leaf; sets nothing when imported.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 # limit they took 7 to 16 and 3.4; without any spinning 13 and 10.
 OPENMP = {"GOMP_SPINCOUNT": "1000"}
 
-# A step's activations are freed and allocated again in the next. Returning them to the system in
+# A step frees its activations and the next allocates them again. Returning them to the system in
 # between costs page faults in every layer: up to four times the time of attention.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
-# Of free memory, left to the rest of the system, which shares it.
+# Share of free memory left to the rest of the system.
 HOST_RESERVE = 0.10
 
 # Indices or ids of the GPUs that CUDA shows a process.
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
-# For a server and its clients only.
+# Secrets of a server and its clients.
 SECRETS = frozenset({"APPLIANCE_API_KEY"})
 
 _PR_SET_PDEATHSIG = 1
@@ -37,21 +37,21 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def limit_spinning() -> None:
-    """Set `OPENMP` for this process; it only works before torch is imported."""
+    """Set `OPENMP` for this process; call it before torch is imported."""
     for name, value in OPENMP.items():
         os.environ.setdefault(name, value)
 
 
 def release_unused() -> None:
-    """Return memory that the C library holds in reserve to the system, where it can."""
-    import ctypes  # every command imports this file, and few need that
+    """Return the C library's unused memory to the system, where supported."""
+    import ctypes  # few commands need it, and all import this file
 
-    with contextlib.suppress(AttributeError):  # not every C library has it
+    with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the indices or ids of the GPUs that CUDA shows; None if it shows all."""
+    """Return the indices or ids of the GPUs that CUDA shows; None means all."""
     text = os.environ.get(VISIBLE_GPUS)
     if text is None:
         return None
@@ -60,24 +60,20 @@ def visible_gpus() -> list[str] | None:
 
 
 def see_one_gpu(gpu: str) -> None:
-    """Make CUDA show this process a single GPU; it only works before CUDA is used.
-
-    Args:
-        gpu: its index or id.
-    """
+    """Make CUDA show this process a single GPU, by index or id; call it before CUDA is used."""
     os.environ[VISIBLE_GPUS] = gpu
 
 
 def free_host_bytes() -> int:
-    """Return the host memory that may still be taken, below a container's limit as well."""
-    import psutil  # every command imports this file, and few need that
+    """Return the available host memory, within a container's limit."""
+    import psutil  # few commands need it, and all import this file
 
     available = psutil.virtual_memory().available
     return int(min(available, _cgroup_headroom()) * (1 - HOST_RESERVE))
 
 
 def _cgroup_headroom() -> int:
-    """Return the bytes below a container's limit; without one, more than any machine has."""
+    """Return the bytes below a container's limit, or a huge number without one."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()
@@ -88,9 +84,9 @@ def _cgroup_headroom() -> int:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory, its libraries' pages included: RES in `top`.
+    """Return this process's resident memory, shared libraries included: RES in `top`.
 
-    Unlike a proportional share it does not depend on other processes with the same libraries.
+    Unlike the proportional share, it does not depend on other processes.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -98,7 +94,7 @@ def resident_bytes() -> int:
 
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent dies."""
-    import ctypes  # every command imports this file, and few need that
+    import ctypes  # few commands need it, and all import this file
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

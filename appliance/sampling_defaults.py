@@ -1,6 +1,6 @@
-"""The sampling that a model's makers recommend, for requests that leave it open.
+"""Sampling that a model's makers recommend, for fields that requests leave open.
 
-A leaf: its input is untrusted, so each value is checked before use.
+A leaf. Its input is untrusted, so it checks each value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-# Fields of `SamplingParams` that a checkpoint may set, and what is accepted.
+# Fields of `SamplingParams` that a checkpoint may set, and their ranges.
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-6, 1.0),
@@ -25,11 +25,11 @@ _DIGITS = 6  # GGUF files hold 32-bit floats, whose 0.95 is 0.949999988
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Default sampling of requests; empty leaves it to `SamplingParams`.
+    """Default sampling of requests; an empty one leaves it to `SamplingParams`.
 
     Attributes:
-        values: by the name of the field.
-        source: their origin, for people.
+        values: by field name.
+        source: where they come from, for display.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -40,12 +40,11 @@ class SamplingDefaults:
         """Read the usable part of a checkpoint's recommendation; log the rest.
 
         Args:
-            recommended: fields by name, of `generation_config.json` or spelt as there; only those
-                in `RANGES` count.
-            source: for people.
+            recommended: fields as in `generation_config.json`; reads those in `RANGES`.
+            source: where they come from, for display.
         """
         values: dict[str, float] = {}
-        # Sampling is explicitly off: take the likeliest token, whatever else is written there.
+        # do_sample is false: greedy, despite any other value.
         if recommended.get("do_sample") is False:
             values["temperature"] = 0.0
             recommended = {"repetition_penalty": recommended.get("repetition_penalty")}
@@ -54,7 +53,7 @@ class SamplingDefaults:
             if value is None:
                 continue
             number = _number(value)
-            if name == "top_k" and number == -1:  # transformers' and vLLM's word for all
+            if name == "top_k" and number == -1:  # disables it in transformers and vLLM
                 number = 0.0
             if not low <= number <= high or (name == "top_k" and number % 1):
                 logger.warning(
@@ -66,11 +65,10 @@ class SamplingDefaults:
         return cls(values, source if values else "")
 
     def __bool__(self) -> bool:
-        """True if anything is recommended."""
         return bool(self.values)
 
     def __str__(self) -> str:
-        """Format the values, such as temperature 0.2, top_p 0.9."""
+        """Format the values, such as "temperature 0.2, top_p 0.9"."""
         return ", ".join(f"{name} {value:g}" for name, value in self.values.items())
 
 
@@ -80,12 +78,11 @@ NOTHING_RECOMMENDED = SamplingDefaults()
 def choose_defaults(
     setting: str, own: SamplingDefaults, known: SamplingDefaults
 ) -> SamplingDefaults:
-    """Choose the defaults to use."""
     return NOTHING_RECOMMENDED if setting == "off" else own or known
 
 
 def _number(value: object) -> float:
-    """Convert a value as it was meant; NaN, which is in no range, if it is no number."""
+    """Convert to a number; return NaN, which is in no range, for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

@@ -1,6 +1,6 @@
-"""The stages of a start and the seconds each took, over both processes.
+"""The stages of a start, over both processes, and their seconds.
 
-Times are of the system's monotonic clock, which all processes of a machine share. A leaf.
+Times are of the system's monotonic clock, which all processes share. A leaf.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import os
 import time
 from pathlib import Path
 
-Stage = tuple[str, float]  # its name, and the monotonic time at its end
+Stage = tuple[str, float]  # its name and monotonic end time
 
 
 def process_start() -> float:
-    """Return when this process began, in seconds of the monotonic clock, to 10 ms.
+    """Return the monotonic time at which this process began, to 10 ms.
 
-    Field 22 of /proc/self/stat, which counts from the system's start (`man 5 proc`).
+    Reads field 22 of /proc/self/stat, ticks since boot (`man 5 proc`).
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -23,7 +23,7 @@ def process_start() -> float:
 
 
 def durations(begin: float, stages: tuple[Stage, ...]) -> dict[str, float]:
-    """Return the seconds of each stage; those before `begin` took none."""
+    """Return the seconds of each stage; a stage that ended before `begin` took none."""
     found: dict[str, float] = {}
     for name, end in stages:
         found[name] = max(0.0, end - begin)
@@ -32,7 +32,7 @@ def durations(begin: float, stages: tuple[Stage, ...]) -> dict[str, float]:
 
 
 def in_words(begin: float, stages: tuple[Stage, ...]) -> str:
-    """Format the whole and its stages, such as "1.9 s: imports 1.1, weights 0.8"."""
+    """Format the total and its stages, such as "1.9 s: imports 1.10, weights 0.80"."""
     parts = durations(begin, stages)
     listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
     return f"{sum(parts.values()):.1f} s: {listed}"

@@ -11,23 +11,22 @@ COMPILE_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # bounds of co
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's numbers after a step.
+    """The engine's numbers after a step, in seconds, tokens or blocks.
 
-    Counters (`*_total`) only grow while one engine process lives. Everything else is an
-    instantaneous value. Times are in seconds.
+    Counters (`*_total`) only grow while the engine process lives. All else is instantaneous.
     """
 
     steps_total: int = 0
-    running: int = 0  # sequences that hold blocks
-    waiting: int = 0  # sequences that hold none yet
+    running: int = 0  # sequences with blocks
+    waiting: int = 0  # sequences without blocks
     prompt_tokens_total: int = 0  # prompt tokens accepted, cached ones included
     generation_tokens_total: int = 0
     prefix_queries_total: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits_total: int = 0  # of these, tokens found
     preemptions_total: int = 0
     aborted_total: int = 0
-    expired_total: int = 0  # requests past their deadline, in the queue or later
-    nan_logits_total: int = 0  # sequences that ended because their logits were not finite
+    expired_total: int = 0  # requests past their deadline, queued or running
+    nan_logits_total: int = 0  # sequences that ended on non-finite logits
     blocks_total: int = 0
     blocks_active: int = 0  # referenced by at least one sequence
     blocks_cached: int = 0  # unreferenced, content kept for reuse
@@ -37,15 +36,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int = 0  # slots of active blocks that hold a token
     step_prefill_tokens: int = 0  # rows of the last step that belong to prompts
     step_decode_tokens: int = 0  # rows of the last step that extend an answer
-    step_seconds: float = 0.0  # the last step, wall clock
-    model_seconds: float = 0.0  # of which inside the model and sampler
+    step_seconds: float = 0.0  # wall clock of the last step
+    model_seconds: float = 0.0  # its part in the model and sampler
     swapped_out_total: int = 0  # blocks moved to host memory
     swapped_in_total: int = 0
     swaps_total: int = 0  # preemptions that kept the blocks instead of recomputing them
     prefix_hits_host_total: int = 0  # of the prefix hits, tokens that came from host memory
     prefix_hits_disk_total: int = 0  # and from the disk
     swapped: int = 0  # waiting sequences whose blocks are kept
-    kv_host_blocks: int = 0  # in host memory: of preempted sequences, read ahead, or evicted
+    kv_host_blocks: int = 0  # in host memory: preempted, read ahead or evicted
     kv_host_swapped: int = 0  # of these, of preempted sequences
     kv_host_capacity: int = 0  # blocks
     kv_disk_writing: bool = False  # false without a disk tier, or while the disk refuses
@@ -58,38 +57,38 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_dropped_total: int = 0  # blocks that left the cache before they were written
     kv_disk_corrupt_total: int = 0  # files that were cut, damaged or foreign, and removed
     kv_disk_evicted_total: int = 0  # files removed for the cap
-    state_slots: int = 0  # of recurrent states, one for each sequence that runs; 0 without
+    state_slots: int = 0  # recurrent states, one per running sequence; 0 without
     state_slots_used: int = 0
-    state_checkpoints: int = 0  # rows for copies of states at block boundaries
-    state_checkpoints_cached: int = 0  # of these, rows with content
+    state_checkpoints: int = 0  # copies of states at block boundaries
+    state_checkpoints_cached: int = 0  # of these, used ones
     state_bytes: int = 0  # of one slot or checkpoint
-    state_saves_total: int = 0  # checkpoints made
-    state_restores_total: int = 0  # sequences that began from one
-    state_rewinds_total: int = 0  # sequences that went back to before rejected drafts
-    state_evictions_total: int = 0  # checkpoints that had to make room
-    grammar_requests_total: int = 0  # with a requested form of answer
-    grammar_cache_hits_total: int = 0  # of these, whose grammar was already compiled
-    grammar_compiles: tuple[int, ...] = ()  # of the others, by `COMPILE_SECONDS`, and those above
+    state_saves_total: int = 0  # checkpoints saved
+    state_restores_total: int = 0  # sequences that began from a checkpoint
+    state_rewinds_total: int = 0  # sequences rewound past rejected drafts
+    state_evictions_total: int = 0  # checkpoints evicted for others
+    grammar_requests_total: int = 0  # requests with a grammar
+    grammar_cache_hits_total: int = 0  # of these, with a compiled grammar in the cache
+    grammar_compiles: tuple[int, ...] = ()  # the others, in buckets of `COMPILE_SECONDS`
     grammar_compile_seconds_total: float = 0.0
-    drafts_total: int = 0  # sequences in a step whose next tokens were proposed; 0 while it is off
-    draft_tokens_total: int = 0  # proposed by speculative decoding
+    drafts_total: int = 0  # sequences in a step with drafts; 0 while speculation is off
+    draft_tokens_total: int = 0  # proposed
     accepted_tokens_total: int = 0  # of these, accepted
-    accepted_tokens_by_place: tuple[int, ...] = ()  # in a draft, from the first
+    accepted_tokens_by_place: tuple[int, ...] = ()  # by position in the draft
 
     @property
     def kv_usage(self) -> float:
-        """Share of all blocks that sequences hold, 0 to 1."""
+        """Share of blocks that sequences hold, 0 to 1."""
         return self.blocks_active / self.blocks_total if self.blocks_total else 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens looked up that the prefix cache had, 0 to 1."""
+        """Share of the prompt tokens looked up that the prefix cache held, 0 to 1."""
         queries = self.prefix_queries_total
         return self.prefix_hits_total / queries if queries else 0.0
 
     @property
     def kv_utilization(self) -> float:
-        """Share of allocated slots that hold tokens, 0 to 1; 1 when nothing is allocated."""
+        """Share of allocated slots that hold tokens, 0 to 1; 1 without allocated slots."""
         slots = self.blocks_active * self.block_size
         return self.kv_tokens / slots if slots else 1.0
 
@@ -98,8 +97,8 @@ class StepView(msgspec.Struct, frozen=True, array_like=True):
     """One finished step; in JSON [number, prefill, decode, sequences, seconds]."""
 
     number: int  # of the engine process, from 1
-    prefill_tokens: int  # rows of sequences that had more than one and no drafts
-    decode_tokens: int  # rows that extend an answer or end a prompt, with drafts
+    prefill_tokens: int  # rows of sequences with several rows and no drafts
+    decode_tokens: int  # rows that extend an answer or end a prompt, drafts included
     sequences: int  # in total
     seconds: float
 
@@ -125,7 +124,7 @@ SEQUENCE_STATES = {
 
 
 class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
-    """One live sequence as the dashboard shows it."""
+    """A live sequence in the dashboard."""
 
     request_id: str
     index: int
@@ -137,14 +136,14 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     blocks: int
     age_seconds: float
-    computed_tokens: int = 0  # in the cache; fewer than the prompt has while it is in prefill
+    computed_tokens: int = 0  # in the cache; fewer than the prompt's during prefill
     preemptions: int = 0
-    kept_tokens: int = 0  # while swapped: in kept blocks, in the cache or host memory
-    draft_tokens: int = 0  # proposed for its answer so far
+    kept_tokens: int = 0  # while swapped: tokens in kept blocks, in the cache or host memory
+    draft_tokens: int = 0  # drafted for its answer so far
     accepted_tokens: int = 0  # of these, accepted
-    host_blocks: int = 0  # of its blocks in host memory, preempted or read from the disk
-    tokens_per_second: float = 0.0  # generated, over the last second or two
+    host_blocks: int = 0  # its blocks in host memory, preempted or read from disk
+    tokens_per_second: float = 0.0  # over the last second or two
     model: str = ""
-    adapter: str = ""  # its name; empty on the model itself
-    prompt: str = ""  # its beginning, only if the server was started to show prompts
-    yours: bool = True  # the watching key may end it
+    adapter: str = ""  # empty for the base model
+    prompt: str = ""  # its beginning, only if the server shows prompts
+    yours: bool = True  # the watching key may abort it

@@ -1,4 +1,4 @@
-"""Builds the vocabulary that the engine, which has no tokenizer, needs for grammars."""
+"""Builds the vocabulary that grammars need in the engine, which has no tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.engine.messages import Vocabulary
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
-# Of the kind that schemas and tools determine: names, quotes, words and figures.
+# The kind of text that schemas and tools fix: names, quotes, words and figures.
 _SAMPLE = (
     '{"first_name": "Bob", "currentTemperature": 21, "is_raining": false, "HTTPServerError": null,'
     ' "name": "get_weather", "arguments": {"unit": "celsius or fahrenheit", "zip-code": [75002]}}'

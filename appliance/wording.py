@@ -1,4 +1,4 @@
-"""Formats words that depend on a number: counts, sizes, ages. Imports nothing of ours."""
+"""Formats counts, sizes and ages. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def size_in_words(count: int) -> str:
 
 
 def age_in_words(seconds: float) -> str:
-    """Format how long ago something was, in its largest whole unit, such as "3d ago"."""
+    """Format an age in its largest whole unit, such as "3d ago"."""
     for unit, one in (("w", 604800), ("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= one:
             return f"{seconds / one:.0f}{unit} ago"
