@@ -1,7 +1,6 @@
 """Reads a model's thoughts and tool calls by the marks of its chat template.
 
-Text comes in as the model makes it and goes out as parts: content, thought, calls. Nothing here
-knows a wire format, a tokenizer or the engine.
+Turns streamed text into parts: content, thoughts, calls. Knows no wire format, tokenizer or engine.
 """
 
 from appliance.dialects.dialect import Dialect

@@ -1,4 +1,4 @@
-"""Reads and writes a call as a JSON object with name and arguments, which several forms share."""
+"""Reads and writes a call as a JSON object with name and arguments; several forms share it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ARGUMENTS = ("arguments", "parameters")
 def read_call_object(
     source: Source, accepts: Callable[[str], bool] = lambda name: True
 ) -> Steps[None]:
-    """Read one call: its name first; a fault after that ends it.
+    """Read one call, its name first; an error after the name ends the call.
 
     Args:
         source: positioned at the object.
         accepts: returns True if a name may be a tool's.
 
     Raises:
-        MalformedCallError: it has no name, or not a tool's name.
+        MalformedCallError: there is no name, or not a tool's name.
     """
     begun = False
     try:
@@ -70,7 +70,7 @@ def read_call_object(
 
 
 def read_arguments(source: Source, emit: Callable[[str], None]) -> Steps[None]:
-    """Pass on an object, also one that is written as a string.
+    """Pass on an object, or one encoded as a JSON string.
 
     Raises:
         MalformedCallError: it is neither.
@@ -92,6 +92,6 @@ def call_object(name: str, arguments: str, key: str = "arguments") -> str:
     Args:
         name: the tool's name.
         arguments: JSON.
-        key: name of the field that holds the arguments.
+        key: the field that holds the arguments.
     """
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": {arguments}}}'

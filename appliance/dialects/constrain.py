@@ -1,4 +1,4 @@
-"""Grammars for answers that have to call a tool, or whose calls have to obey a schema."""
+"""Builds grammars for answers that must call a tool, or whose calls must obey a schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from appliance.dialects.dialect import Dialect
     from appliance.dialects.formats.form import Schemas
 
-MAX_CALLS = 8  # of an answer that must call: small models do not stop by themselves
+MAX_CALLS = 8  # per answer that must call: small models do not stop by themselves
 _SPACE = r"/[ \n]{0,4}/"
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties")
 
@@ -32,7 +32,7 @@ def must_call(
     Args:
         schemas: JSON Schema of the arguments of each tool that may be called, by name.
         control: ids of the control tokens among the dialect's marks.
-        one_call: at most one call is allowed.
+        one_call: allow a single call.
         thinking: the answer begins inside a thought.
     """
     lark, form = Lark(control), dialect.form
@@ -54,13 +54,13 @@ def may_call(
     """Build the grammar of answers that may call tools, with arguments that obey their schemas.
 
     Args:
-        schemas: JSON Schema of the arguments of all tools, by name.
+        schemas: JSON Schema of each tool's arguments, by name.
         control: ids of the control tokens among the dialect's marks.
         thinking: the answer begins inside a thought.
         content: JSON Schema of an answer without a call; None allows any text.
 
     Raises:
-        RequestError: such an answer could not be told from a call.
+        RequestError: such an answer looks like a call.
     """
     lark, form = Lark(control), dialect.form
     if content is not None and schemas and not form.opening:
@@ -82,13 +82,13 @@ def may_call(
 
 
 def _calls(dialect: Dialect, schemas: Schemas, lark: Lark) -> str:
-    """Return the grammar of calls to these tools, after the opening."""
+    """Return the grammar of calls to these tools, after the opening mark."""
     frames = [dialect.form.frame(name, _closed(one), lark) for name, one in schemas.items()]
     return lark.rule(" | ".join(frames))
 
 
 def _before(dialect: Dialect, lark: Lark, *, thinking: bool) -> str:
-    """Return the grammar of a thought, which may precede a call."""
+    """Return the grammar of an optional thought before a call."""
     form, marks = dialect.form, dialect.thought_marks
     if form.framed:
         return form.remarks(lark)
@@ -99,7 +99,7 @@ def _before(dialect: Dialect, lark: Lark, *, thinking: bool) -> str:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Forbid undescribed arguments: a small model would keep inventing them."""
+    """Forbid undescribed arguments: a small model keeps inventing them."""
     if "properties" not in schema or any(key in schema for key in _COMBINING):
         return schema
     return {**schema, "additionalProperties": False}

@@ -1,4 +1,4 @@
-"""The dialect of one model: its form of thoughts and calls, and readers of its answers."""
+"""One model's dialect: its form of thoughts and calls, and readers of its answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Dialect:
         form: how it writes calls.
         lists_tools: its template lists the tools.
         writes_calls: its template renders earlier calls and their results.
-        text_arguments: its template takes arguments as JSON text, not as an object.
+        text_arguments: its template takes arguments as JSON text instead of an object.
         takes_system: its template takes a system message.
-        thought_marks: around its thoughts; None without any, or if they belong to the form.
+        thought_marks: around its thoughts; None if there are none or the form has them.
     """
 
     form: CallForm
@@ -36,21 +36,20 @@ class Dialect:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that readers must see even if they are control tokens."""
+        """Texts that readers need to see even if they are control tokens."""
         return (*self.form.marks, *(self.thought_marks or ()))
 
     @property
     def splits_any(self) -> bool:
-        """True if answers must be read even without tools."""
+        """True if answers need a reader even without tools."""
         return self.form.framed or self.thought_marks is not None
 
     @property
     def budget_marks(self) -> ThoughtMarks | None:
-        """The marks around a thought that can be cut short."""
+        """The marks of a thought that a budget can cut short."""
         return self.form.thought_marks or self.thought_marks
 
     def begins_thinking(self, prompt_end: str) -> bool:
-        """Return True if the answer to a prompt with this end begins inside a thought."""
         marks = self.thought_marks
         return marks is not None and prompt_end.rstrip().endswith(marks.opening)
 
@@ -68,7 +67,7 @@ class Dialect:
             schemas: JSON Schema of the arguments of each tool; None if no tool may be called.
             thinking: the answer begins inside a thought.
             one_call: ignore everything after the first call.
-            must_call: the answer must be a call; a repeated call ends it.
+            must_call: the answer must be calls; a repeated one ends it.
         """
 
         def read(source: Source) -> Steps[None]:

@@ -1,4 +1,4 @@
-"""Reads JSON from text that arrives in pieces, and passes values on as written."""
+"""Reads JSON from streamed text and passes values on unchanged."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def read_string(source: Source) -> Steps[str]:
 
 
 def read_value(source: Source, emit: Callable[[str], None]) -> Steps[bool]:
-    """Pass on one value as written.
+    """Pass on one value unchanged.
 
-    Only brackets and strings are followed: errors inside them are passed on.
+    Follows only brackets and strings, and passes on errors inside them.
 
     Returns:
         True if it is complete.

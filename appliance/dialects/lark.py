@@ -1,4 +1,4 @@
-"""Builds a grammar in Lark's notation from the marks and schemas of calls."""
+"""Builds a Lark grammar from the marks and schemas of calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lark:
     """Collects rules.
 
     Args:
-        control: ids of control tokens by their text; they occur in no plain text.
+        control: ids of control tokens by text; plain text never contains one.
     """
 
     def __init__(self, control: Mapping[str, int]) -> None:
@@ -26,7 +26,7 @@ class Lark:
         self._rules: dict[str, str] = {}
 
     def rule(self, content: str, options: str = "") -> str:
-        """Return the name of a rule; equal content has one rule."""
+        """Add a rule and return its name; equal content shares one rule."""
         for name, known in self._rules.items():
             if known == f"{options}: {content}":
                 return name
@@ -35,39 +35,37 @@ class Lark:
         return name
 
     def mark(self, text: str) -> str:
-        """Return the terminal of a control token or of plain text; empty for no text."""
+        """Return the terminal of a control token or of plain text; "" for no text."""
         if text in self._control:
             return f"<[{self._control[text]}]>"
         return json.dumps(text) if text else ""
 
     def marks(self, *texts: str) -> str:
-        """Return the sequence of several marks."""
         return " ".join(filter(None, map(self.mark, texts)))
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """Return the rule of JSON under a schema."""
         return self.rule(embedded(schema))
 
     def until(self, mark: str) -> str:
-        """Return the expression of any text up to and including a mark."""
+        """Return an expression for any text up to and including a mark."""
         if mark in self._control:
             return f"{self.rule(ANY_TEXT)} {self.mark(mark)}"
         return self.rule(rf"/(.|\n)*{_pattern(mark)}/", "[lazy]")
 
     def without(self, mark: str) -> str:
-        """Return the rule of any text without a mark."""
+        """Return a rule for any text without a mark."""
         if mark in self._control:
             return self.rule(ANY_TEXT)
         return self._terminal(rf"/{_ANYTHING}/ & ~/{_ANYTHING}{_pattern(mark)}{_ANYTHING}/")
 
     def obeying(self, expressions: Iterable[str], mark: str) -> str:
-        """Return the expression of a text that matches all patterns, up to and with a mark."""
+        """Return an expression for a text that matches all patterns, up to and including a mark."""
         if mark in self._control:
             text = " & ".join(f"/{one}/" for one in expressions)
             return f"{self._terminal(text)} {self.mark(mark)}"
         end = _pattern(mark)
         text = " & ".join(f"/({one}){end}/" for one in expressions)
-        # Without "lazy" the text would match greedily, and take part of a mark.
+        # Without "lazy" the text matches greedily and takes part of a mark.
         return self.rule(f"{text} & ~/{_ANYTHING}{end}(.|\n)+/", "[lazy]")
 
     def _terminal(self, content: str) -> str:
@@ -79,7 +77,7 @@ class Lark:
         return name
 
     def members(self, rules: Mapping[str, str], required: Collection[str], separator: str) -> str:
-        """Return the expression of an object's members: the required ones, then any of the others.
+        """Return an expression for an object's members: the required ones, then any others.
 
         Args:
             rules: of the members, by key.
@@ -100,25 +98,19 @@ class Lark:
         return f"({' | '.join(choices)})?" if choices else ""
 
     def text(self, start: str) -> str:
-        """Return the grammar.
-
-        Args:
-            start: body of the start rule.
-        """
         rules = "\n".join(name + content for name, content in self._rules.items())
         return f"start: {start}\n{rules}\n"
 
 
 def _pattern(text: str) -> str:
-    """Return an expression that matches a text."""
     escaped = "".join(f"\\{c}" if c in _SPECIAL else c for c in text)
     return escaped.replace("\n", r"\n")
 
 
 def anywhere(pattern: str) -> str:
-    """Return an expression for whole texts that contain a pattern of JSON Schema.
+    """Return an expression for texts that contain a match of a JSON Schema pattern.
 
-    As in llguidance, an anchor counts at either end of the pattern only.
+    As in llguidance, an anchor counts only at the ends of the pattern.
     """
     begins = pattern.startswith("^")
     ends = pattern.endswith("$") and not pattern.endswith(r"\$")
@@ -127,5 +119,5 @@ def anywhere(pattern: str) -> str:
 
 
 def _unslashed(pattern: str) -> str:
-    """Escape slashes and line breaks, which would end an expression in Lark's notation."""
+    """Escape slashes and line breaks, which end an expression in Lark."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", pattern).replace("\n", r"\n")

@@ -1,4 +1,4 @@
-"""Learns a model's dialect from how its template renders a known call."""
+"""Learns a model's dialect from the way its template renders a known call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Chat = Sequence[Mapping[str, Any]]
 Render = Callable[[Chat, Chat | None], str]
 
-# The first form that recognises its own is taken, so special forms come first.
+# The first match wins, so special forms come first.
 FORMS: tuple[CallForm, ...] = (
     Harmony(),
     Gemma("gemma 4", "<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -44,7 +44,7 @@ FORMS: tuple[CallForm, ...] = (
     Pythonic("pythonic (bare)", "<|python_start|>", "<|python_end|>", bare=True),
     Llama(),
 )
-GENERIC: CallForm = Hermes()  # of models whose template has no calls
+GENERIC: CallForm = Hermes()  # for templates without calls
 
 _NAME, _ARGUMENTS = "probe_tool", {"probe_key": "probe value"}
 _TOOL: dict[str, Any] = {
@@ -93,7 +93,7 @@ def learn_dialect(render: Render, template: str) -> Dialect:
 
 
 def _probe_calls(render: Render) -> tuple[CallForm, bool] | None:
-    """Find the form of a template's calls, and whether it takes arguments as text."""
+    """Find the form of a template's calls, and return True if it takes arguments as text."""
     for text_arguments in (False, True):
         arguments = json.dumps(_ARGUMENTS) if text_arguments else _ARGUMENTS
         call = {
@@ -106,7 +106,7 @@ def _probe_calls(render: Render) -> tuple[CallForm, bool] | None:
             text = _try(render, chat, [_TOOL])
             written = text.partition(str(_USER["content"]))[2]
             written = written.partition(str(_RESULT["content"]))[0]
-            # As Python writes it, or as JSON inside JSON: it wants the other kind.
+            # Python syntax or doubly encoded JSON: the template wants the other type.
             if "{'probe_key'" in written or '{\\"probe_key' in written:
                 break
             for form in FORMS:

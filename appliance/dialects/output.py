@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Output:
     """The parts of one answer, as a parser finds them.
 
-    White space around thoughts and calls is dropped. The same text gives the same parts, once
-    joined, however it was split.
+    Drops white space around thoughts and calls. The same text gives the same joined parts however
+    it was split.
 
     Args:
         one_call: ignore everything after the first call.
@@ -27,21 +27,19 @@ class Output:
         self._repeats = Repeats() if ends_on_repeat else None
         self._parts: list[Part] = []
         self._kind: type[Part] | None = None
-        self._bare = False  # only white space has come since the kind changed
-        self._space = ""  # at the end so far; the next text decides about it
+        self._bare = False  # only white space since the kind changed
+        self._space = ""  # trailing white space; the next text decides about it
         self.ended = False
 
     def take(self) -> list[Part]:
-        """Return the parts since the last call."""
+        """Return and clear the parts since the last call."""
         parts, self._parts = self._parts, []
         return parts
 
     def content(self, text: str) -> None:
-        """Add text for the user."""
         self._text(Content, text)
 
     def thought(self, text: str) -> None:
-        """Add text of a thought."""
         self._text(Thought, text)
 
     def begin_thought(self) -> None:
@@ -50,25 +48,22 @@ class Output:
             self._kind, self._bare, self._space = Thought, True, ""
 
     def begin_call(self, name: str) -> None:
-        """Add a call."""
         if not self.ended:
             self._kind, self._space = CallBegin, ""
             self._add(self._repeats.begin(name) if self._repeats else [CallBegin(name)])
 
     def arguments(self, text: str) -> None:
-        """Add to the arguments of the latest call."""
         if text and not self.ended:
             self._add(self._repeats.add(text) if self._repeats else [CallArguments(text)])
 
     def end_call(self) -> None:
-        """Complete the latest call."""
         if self._repeats and not self.ended:
             self._add(self._repeats.end())
             self.ended = self._repeats.found
         self.ended = self.ended or self._one_call
 
     def close(self) -> None:
-        """Add the text that was held back."""
+        """Add held-back white space at the end."""
         if self._kind is Content and not self._bare and not self.ended and self._space:
             self._append(Content, self._space)
 
@@ -93,7 +88,7 @@ class Output:
         self._add([kind(text)])
 
     def _add(self, parts: Iterable[Part]) -> None:
-        """Add parts; merge those that continue the last one."""
+        """Add parts, merging those that continue the last one."""
         for part in parts:
             last = self._parts[-1] if self._parts else None
             if isinstance(part, CallBegin) or type(last) is not type(part):

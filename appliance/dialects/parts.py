@@ -6,14 +6,10 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """Text for the user."""
-
     text: str
 
 
 class Thought(msgspec.Struct, frozen=True, gc=False):
-    """Text of a thought."""
-
     text: str
 
 
@@ -24,7 +20,7 @@ class CallBegin(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
-    """A piece of the arguments of the latest call: JSON, once all pieces are together."""
+    """A piece of the latest call's arguments; all pieces together are JSON."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""Splits the text of one answer into thoughts, content and calls while it arrives."""
+"""Splits one streamed answer into thoughts, content and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reader:
     Args:
         parse: the parser, see `Dialect.reader`.
         one_call: ignore everything after the first call.
-        must_call: the answer must be a call; a repeated call ends it.
+        must_call: the answer must be calls; a repeated one ends it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Reader:
 
     @property
     def ended(self) -> bool:
-        """True if further text is ignored."""
+        """True if it ignores further text."""
         return self._output.ended
 
     @property
@@ -55,7 +55,7 @@ class Reader:
         """End the text and return the last parts.
 
         Args:
-            cut: the answer was cut off; an unreadable beginning of a part is dropped.
+            cut: the answer was cut off; drop an unreadable beginning of a part.
         """
         self._source.close(cut=cut, must_call=self._must_call)
         for _ in self._steps:

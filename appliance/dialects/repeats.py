@@ -1,4 +1,4 @@
-"""Detects repeated calls in an answer; small models that must call get stuck in them."""
+"""Detects repeated calls in an answer: small models that must call get stuck in them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ class Repeats:
     """Holds a call back while it equals an earlier one.
 
     Attributes:
-        found: a call was a repetition.
+        found: a call repeated an earlier one.
     """
 
     def __init__(self) -> None:
         self.found = False
-        self._earlier: list[tuple[str, str]] = []  # name and arguments as written
+        self._earlier: list[tuple[str, str]] = []  # name and raw arguments
         self._name = self._text = ""
         self._held = False
 
     def begin(self, name: str) -> list[CallBegin | CallArguments]:
-        """Begin a call and return the text to show."""
+        """Begin a call; return the parts to emit."""
         self._name, self._text = name, ""
         self._held = self._may_repeat
         return [] if self._held else [CallBegin(name)]
 
     def add(self, text: str) -> list[CallBegin | CallArguments]:
-        """Add to the call's arguments and return the text to show."""
+        """Add to the call's arguments; return the parts to emit."""
         self._text += text
         if not self._held:
             return [CallArguments(text)]
         return [] if self._may_repeat else self._release()
 
     def end(self) -> list[CallBegin | CallArguments]:
-        """End the call and return the text to show."""
+        """End the call; return the parts to emit."""
         call = self._name, self._text
         if self._held and call in self._earlier:
             self.found = True

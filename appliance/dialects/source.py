@@ -1,7 +1,7 @@
-"""Feeds text that arrives in pieces to parsers written as if all of it were there.
+"""Feeds streamed text to parsers written as if all of it were there.
 
-A parser is a generator: it pauses while the text so far is ambiguous, and resumes with more. So its
-result cannot depend on how the text is split.
+A parser is a generator that pauses while the text so far is ambiguous. So its result does not
+depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Steps = Generator[None, None, ResultT]
 
 
 class MalformedCallError(Exception):
-    """Text that looked like a call is not one."""
+    """Text that looked like a call is none."""
 
 
 class Source:
     """The text of one answer, and its parser's output.
 
     Attributes:
-        output: the parts read so far.
-        thinking: the parser is inside a thought.
+        output: the parts found so far.
+        thinking: True inside a thought.
     """
 
     def __init__(self, output: Output) -> None:
@@ -33,14 +33,13 @@ class Source:
         self.thinking = False
         self._text = ""
         self._at = 0
-        self._mark: int | None = None  # start of the attempt
+        self._mark: int | None = None  # where the attempt began
         self._marked = False  # the attempt began with a mark
         self._closed = False
-        self._starved = False  # the attempt needed more text than there is
+        self._starved = False  # the attempt ran out of text
         self._cut = self._must_call = False
 
     def feed(self, text: str) -> None:
-        """Add text."""
         start = self._at if self._mark is None else self._mark
         self._text = self._text[start:] + text
         self._at -= start
@@ -51,7 +50,7 @@ class Source:
         """End the text.
 
         Args:
-            cut: the answer was cut off, so half a mark is half a call and not content.
+            cut: the answer was cut off, so half a mark is half a call instead of content.
             must_call: the answer must be a call, so a partial call is not content.
         """
         self._closed = True
@@ -60,7 +59,6 @@ class Source:
     # ---- attempts: text that may be a call, else content ----
 
     def attempt(self, opening: str) -> None:
-        """Begin an attempt at the text just read."""
         self._mark = self._at - len(opening)
         self._marked, self._starved = bool(opening), False
 
@@ -70,13 +68,13 @@ class Source:
         self.output.begin_call(name)
 
     def drop_attempt(self) -> None:
-        """Drop the attempt's text: it is neither a call nor content."""
+        """Drop the attempt's text: neither a call nor content."""
         self._mark = None
 
     def give_up(self) -> None:
         """End a failed attempt: its text is content, or a broken call if one has begun.
 
-        An attempt that was cut off is neither, and is dropped.
+        Drops an attempt that was cut off.
         """
         if self._mark is None:
             self.output.end_call()
@@ -100,24 +98,23 @@ class Source:
         return True
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it; empty at the end."""
+        """Return the next character without consuming it; "" at the end."""
         while self._at >= len(self._text):
             if not (yield from self.more()):
                 return ""
         return self._text[self._at]
 
     def advance(self) -> str:
-        """Read the peeked character."""
+        """Consume and return the peeked character."""
         self._at += 1
         return self._text[self._at - 1]
 
     def skip_space(self) -> Steps[None]:
-        """Skip white space."""
         while (yield from self.peek()).isspace():
             self._at += 1
 
     def literal(self, expected: str) -> Steps[bool]:
-        """Read a fixed text if it comes next; return True if it did."""
+        """Consume a fixed text if it comes next; return True if it did."""
         while True:
             if self._text.startswith(expected, self._at):
                 self._at += len(expected)
@@ -128,26 +125,26 @@ class Source:
                 return False
 
     def closing(self, expected: str) -> Steps[bool]:
-        """Read a fixed text after white space, or its beginning at the end of the text."""
+        """Consume white space and a fixed text; at the answer's end, part of it suffices."""
         yield from self.skip_space()
         if (yield from self.literal(expected)):
             return True
-        if expected.startswith(self._text[self._at :]):  # which is then the end
+        if expected.startswith(self._text[self._at :]):  # at the end of the answer
             self._at = len(self._text)
         return False
 
     def scalar(self, ends: str) -> Steps[str]:
-        """Read up to, not including, one of these characters, or to the end."""
+        """Consume and return text up to one of these characters, or to the end."""
         text = ""
         while (character := (yield from self.peek())) and character not in ends:
             text += self.advance()
         return text
 
     def collect(self, *markers: str) -> Steps[str]:
-        """Read up to and including a marker.
+        """Consume and return text up to a marker, and the marker.
 
         Raises:
-            MalformedCallError: the text ends before.
+            MalformedCallError: the text ends first.
         """
         pieces: list[str] = []
         if (yield from self.until(markers, pieces.append)) is None:
@@ -155,14 +152,14 @@ class Source:
         return "".join(pieces)
 
     def until(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str | None]:
-        """Pass on text up to the first of some markers, and read the marker.
+        """Pass on text up to the first of some markers, and consume the marker.
 
         Args:
-            markers: none may begin another.
-            emit: takes the text as it becomes final.
+            markers: none may be a prefix of another.
+            emit: receives text once it is final.
 
         Returns:
-            The marker; None if the text ends before.
+            The marker, or None if the text ends first.
         """
         openings = {marker[0] for marker in markers}
         while True:
@@ -178,7 +175,7 @@ class Source:
                     return marker
             self._hand_on(held, emit)
             if not (yield from self.more()):
-                if not self._cut:  # else half a marker is held back
+                if not self._cut:  # otherwise it holds back half a marker
                     self._hand_on(len(self._text), emit)
                 self._at = len(self._text)
                 return None
@@ -189,7 +186,7 @@ class Source:
             emit(text)
 
     def _first_beginning(self, markers: tuple[str, ...]) -> int:
-        """Return where a marker begins that the text's end may cut; else the text's length."""
+        """Return where a marker cut by the text's end begins, or the text's length."""
         length = len(self._text)
         for start in range(max(self._at, length - max(map(len, markers)) + 1), length):
             if any(marker.startswith(self._text[start:]) for marker in markers):

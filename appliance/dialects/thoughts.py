@@ -1,4 +1,4 @@
-"""Thoughts: text between two marks before the answer."""
+"""Reads thoughts: text between two marks before the answer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ if TYPE_CHECKING:
 
 
 class ThoughtMarks(NamedTuple):
-    """The marks around a model's thought."""
-
     opening: str
     closing: str
 
 
-# In the order of the search.
+# Searched in this order.
 KNOWN_MARKS = (
     ThoughtMarks("<|channel>thought", "<channel|>"),
     ThoughtMarks("[THINK]", "[/THINK]"),
@@ -27,7 +25,7 @@ KNOWN_MARKS = (
 
 
 def find_marks(template: str) -> ThoughtMarks | None:
-    """Find a template's marks; many contain the closing one only, to strip thoughts."""
+    """Find a template's marks; many have only the closing one, to strip thoughts."""
     return next((marks for marks in KNOWN_MARKS if marks.closing in template), None)
 
 
@@ -37,20 +35,20 @@ def read_thought(source: Source, marks: ThoughtMarks, *, begun: bool) -> Steps[N
     Args:
         source: the answer.
         marks: around a thought.
-        begun: the prompt ends with the opening mark, so the answer begins inside a thought.
+        begun: the prompt already contains the opening mark.
     """
     source.thinking = begun
     source.attempt("")
     yield from source.skip_space()
     if not (yield from source.literal(marks.opening)) and not begun:
-        source.give_up()  # white space
+        source.give_up()  # only white space
         return
     source.thinking = True
     source.drop_attempt()
     source.output.begin_thought()
     yield from source.until((marks.closing,), source.output.thought)
     source.thinking = False
-    # A budget may force the mark just as the model writes it.
+    # A budget may force the mark while the model writes it.
     source.attempt("")
     yield from source.skip_space()
     if (yield from source.literal(marks.closing)):
@@ -64,7 +62,7 @@ def then_content(
     begun: bool,
     read_content: Callable[[Source], Steps[None]],
 ) -> Callable[[Source], Steps[None]]:
-    """Return a parser of answers that may begin with a thought."""
+    """Return a parser for an optional thought and then content."""
 
     def parse(source: Source) -> Steps[None]:
         if marks is not None:

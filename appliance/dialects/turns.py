@@ -22,7 +22,7 @@ def prepare(
 
     Args:
         turns: messages with calls in OpenAI's form, arguments as JSON text.
-        tools: in OpenAI's form; None if none may be called.
+        tools: in OpenAI's form; None forbids calls.
 
     Returns:
         Turns, and tools if the template lists them.
@@ -40,7 +40,7 @@ def prepare(
 
 
 def short_id(call_id: str) -> str:
-    """Map an id to nine letters and digits, deterministically; such an id stays as it is."""
+    """Map an id to nine letters and digits, deterministically; keep ids that fit."""
     if len(call_id) == SHORT_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
@@ -63,7 +63,7 @@ def _adapt(turn: Turn, dialect: Dialect) -> None:
 
 
 def _object(arguments: str) -> Any:
-    """Parse arguments as an object; invalid ones stay text, which the model can still read."""
+    """Parse arguments as an object; return invalid ones as text for the model to read."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -72,7 +72,7 @@ def _object(arguments: str) -> Any:
 
 
 def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
-    """Write calls and results as plain turns, and join adjacent turns of one role."""
+    """Write calls and results as plain turns; join adjacent turns of one role."""
     plain: list[Turn] = []
     for turn in turns:
         turn.pop("tool_call_id", None)

@@ -29,7 +29,7 @@ class ArgumentWriter:
         self._separator = "{"
 
     def read(self, key: str, *closings: str) -> Steps[bool]:
-        """Read the value of an argument up to one of these marks; False if the text ends before."""
+        """Read a value up to one of these marks; return False if the text ends first."""
         self._emit(f"{self._separator}{json.dumps(key, ensure_ascii=False)}: ")
         self._separator = ", "
         if is_text(self._properties.get(key)):
@@ -45,12 +45,10 @@ class ArgumentWriter:
         return found is not None
 
     def close(self) -> None:
-        """End the object."""
         self._emit("{}" if self._separator == "{" else "}")
 
 
 def is_text(schema: Any) -> bool:
-    """Return True if a schema accepts strings only."""
     if not isinstance(schema, Mapping):
         return False
     if "enum" in schema and isinstance(schema["enum"], list):
@@ -59,7 +57,7 @@ def is_text(schema: Any) -> bool:
 
 
 def as_json(text: str) -> str:
-    """Return a value as JSON: itself if it is valid JSON, else a string."""
+    """Return valid JSON as it is and any other text as a JSON string."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -68,7 +66,6 @@ def as_json(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a piece of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -77,7 +74,7 @@ def _refuse(name: str) -> None:
 
 
 def bare(arguments: str) -> dict[str, str]:
-    """Return the arguments as texts, as written between marks."""
+    """Return the arguments as bare texts, as written between marks."""
     values = json.loads(arguments)
     if not isinstance(values, dict):
         raise MalformedCallError
@@ -100,8 +97,8 @@ def bare_arguments(
         schema: JSON Schema of all arguments.
         lark: collects the rules.
         before: marks before a key.
-        between: after the key, before the value.
-        after: after the value.
+        between: marks between key and value.
+        after: marks after the value.
     """
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -20,7 +20,7 @@ _FENCE, _FENCE_END = "```json", "```"
 
 
 class DeepSeek(CallForm):
-    """`function<sep>f`, then a fenced object; or `f<sep>` and the object. Both are read.
+    """`function<sep>f`, then a fenced object; or `f<sep>` and the object. Reads both.
 
     Args:
         fenced: write the first form.

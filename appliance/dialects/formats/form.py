@@ -1,4 +1,4 @@
-"""The interface of a call's form, and the loop that most forms share."""
+"""Interface of a call's form, and the reading loop that most forms share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from appliance.dialects.source import Source, Steps
     from appliance.dialects.thoughts import ThoughtMarks
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by tool
+Schemas = Mapping[str, Mapping[str, Any]]  # JSON Schema of the arguments by tool
 
 
 class CallForm(ABC):
     """One way in which models write calls.
 
     Attributes:
-        name: for people.
-        marks: texts that the parser must see, even if they are control tokens.
+        name: for display.
+        marks: texts that the parser needs to see even if they are control tokens.
         opening: the mark before a call; empty if there is none.
         between: text between two calls; None if a turn has only one.
-        short_ids: the ids of calls must be nine letters and digits.
-        thought_marks: around thoughts, if they belong to the form.
-        framed: the whole answer is between marks, so it is read even without tools.
+        short_ids: call ids must be nine letters and digits.
+        thought_marks: around thoughts, if the form has them.
+        framed: marks enclose the whole answer, so it needs a reader even without tools.
     """
 
     name: str
@@ -39,11 +39,11 @@ class CallForm(ABC):
 
     @abstractmethod
     def recognises(self, text: str, tool: str) -> bool:
-        """Return True if a template that rendered this for a call has this form."""
+        """Return True if this is how a template of this form renders a call."""
 
     @abstractmethod
     def write(self, name: str, arguments: str) -> str:
-        """Write a call as the model should, given its arguments as JSON."""
+        """Write a call as the model should, with JSON arguments."""
 
     @abstractmethod
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
@@ -51,26 +51,26 @@ class CallForm(ABC):
 
     @abstractmethod
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """Return the Lark grammar that follows the opening in a call of that tool."""
+        """Return the Lark grammar of a call to the tool, after the opening mark."""
 
     def remarks(self, lark: Lark) -> str:
-        """Return the grammar of text before a call or an answer, in a framed form."""
+        """Return the grammar of text before a call or answer, in a framed form."""
         return ""
 
     def plain(self, lark: Lark, text: str | None = None) -> str:
-        """Return the grammar of an answer without a call; `text` is its text's rule, None any."""
+        """Return the grammar of an answer without a call; `text` is a rule for its text."""
         return text or lark.without(self.opening)
 
 
 def read_content(
     source: Source, openings: tuple[str, ...], read_calls: Callable[[str], Steps[None]]
 ) -> Steps[None]:
-    """Read content with calls in it.
+    """Read content and calls in it.
 
     Args:
         source: the answer.
         openings: marks that begin calls.
-        read_calls: reads what follows such a mark; if it fails before a call begins, all of it
+        read_calls: reads the text after such a mark; if it fails before a call begins, all of it
             is content.
     """
     while (opening := (yield from source.until(openings, source.output.content))) is not None:

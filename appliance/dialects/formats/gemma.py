@@ -1,4 +1,4 @@
-"""`call:f{key:value}` with a quote of its own: FunctionGemma and Gemma 4."""
+"""`call:f{key:value}` with its own quotes: FunctionGemma and Gemma 4."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MAX_NESTING = 64
 
 
 class Gemma(CallForm):
-    """Almost JSON: keys are bare, strings stand between two equal marks.
+    """Almost JSON: bare keys, and strings between two equal marks.
 
     Args:
-        name: for people.
+        name: for display.
         opening: before a call.
         closing: after it.
         quote: on both sides of a string.
@@ -62,7 +62,7 @@ class Gemma(CallForm):
         """Read a value and write it as JSON.
 
         Raises:
-            MalformedCallError: it ends too early, or is nested too deeply.
+            MalformedCallError: it breaks off or nests too deeply.
         """
         emit = source.output.arguments
         yield from source.skip_space()

@@ -1,4 +1,4 @@
-"""Gemma's own notation of values, as rules of a grammar."""
+"""Grammar rules for Gemma's notation of values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.dialects.lark import anywhere
 if TYPE_CHECKING:
     from appliance.dialects.lark import Lark
 
-MAX_NESTING = 8  # beyond which any plain value is allowed
+MAX_NESTING = 8  # deeper values may be any plain value
 NO_SCHEMA: Mapping[str, Any] = MappingProxyType({})
 _OF_STRINGS = ("pattern", "minLength", "maxLength")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -24,7 +24,7 @@ class NotQuiteJson:
     Args:
         quote: on both sides of a string.
         lark: collects the rules.
-        root: schema in which references are resolved.
+        root: schema that references point into.
     """
 
     def __init__(self, quote: str, lark: Lark, root: Mapping[str, Any]) -> None:
@@ -33,7 +33,6 @@ class NotQuiteJson:
         self._root = root
 
     def value(self, schema: Any, nesting: int = 0) -> str:
-        """Return the rule of a value."""
         schema = self._resolved(schema)
         if nesting > MAX_NESTING or not isinstance(schema, Mapping):
             return self._plain()

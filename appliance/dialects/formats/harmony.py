@@ -1,4 +1,4 @@
-"""Harmony, the channels of gpt-oss: thoughts, remarks, calls and the answer are messages."""
+"""Harmony, gpt-oss's format: thoughts, remarks, calls and the answer are messages on channels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
 class Harmony(CallForm):
-    """Messages with a head, which names channel and recipient, and a text."""
+    """Messages: a head with channel and recipient, then text."""
 
     name = "harmony"
     marks: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
@@ -42,16 +42,13 @@ class Harmony(CallForm):
         return f"{head} {lark.schema(schema)} {lark.mark(ENDS[1])}"
 
     def remarks(self, lark: Lark) -> str:
-        """Return the grammar of thoughts and remarks, each a message."""
         text = f"{lark.mark(MESSAGE)} {lark.until(ENDS[0])} {lark.marks(START, 'assistant')}"
         return f'({lark.mark(CHANNEL)} ("analysis" | "commentary") {text})*'
 
     def plain(self, lark: Lark, text: str | None = None) -> str:
-        """Return the grammar of an answer without a call."""
         return f"{lark.marks(CHANNEL, 'final', MESSAGE)} {text or lark.without(ENDS[2])}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
-        """Read an answer, message by message."""
         output = source.output
         while (yield from source.peek()):
             source.attempt("")
@@ -59,7 +56,7 @@ class Harmony(CallForm):
             found = yield from source.until((MESSAGE, *ENDS), head.append)
             text = "".join(head)
             if found is None and CHANNEL not in text and not text.lstrip().startswith("to="):
-                source.give_up()  # a text without a head
+                source.give_up()  # text without a head
                 return
             if found != MESSAGE:
                 if CHANNEL not in text:
@@ -74,7 +71,7 @@ class Harmony(CallForm):
                 output.end_call()
             elif "analysis" in text.partition(CHANNEL)[2]:
                 source.thinking = True
-                output.thought("\n")  # after another one
+                output.thought("\n")  # after an earlier thought
                 yield from source.until((*ENDS, START), output.thought)
                 source.thinking = False
             else:

@@ -1,4 +1,4 @@
-"""`<tool_call>` around a JSON object: Hermes, Qwen 2.5 and 3, and models without a form."""
+"""`<tool_call>` around a JSON object: Hermes, Qwen 2.5 and 3, and the default for other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bare JSON object with `parameters`: Llama 3.1 to 3.3, which also write calls as Python does."""
+"""A bare JSON object with `parameters`: Llama 3.1 to 3.3, which also write Python calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PYTHON_TAG = "<|python_tag|>"
 class Llama(CallForm):
     """`{"name": "f", "parameters": {}}`, at the beginning of an answer or after a mark.
 
-    An object is a call only if it has the name of a tool, since any answer can be JSON.
+    Any answer can be JSON, so an object is a call only if it names a tool.
     """
 
     name = "llama"
@@ -35,7 +35,6 @@ class Llama(CallForm):
         return call_object(name, arguments, key="parameters")
 
     def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
-        """Return the grammar of a call."""
         head = f'{{"name": "{name}", "parameters": '
         return f"{lark.mark(head)} {lark.schema(schema)} {lark.mark('}')}"
 

@@ -18,9 +18,7 @@ OPENING, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class Mistral(CallForm):
-    """`[TOOL_CALLS] [{"name": "f", "arguments": {}}]` or `[TOOL_CALLS]f[ARGS]{}`.
-
-    Both are read.
+    """`[TOOL_CALLS] [{"name": "f", "arguments": {}}]` or `[TOOL_CALLS]f[ARGS]{}`; reads both.
 
     Args:
         named: write the second form.

@@ -1,4 +1,4 @@
-"""Calls in Python's syntax, `[f(a=1), g()]`: Llama 3.2 and 4 if asked to, and LFM2."""
+"""Python calls, `[f(a=1), g()]`: Llama 3.2 and 4 on request, and LFM2."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 class Pythonic(CallForm):
     """A list of calls with named arguments, between marks or at the beginning of an answer.
 
-    At the beginning it must name a tool, since any answer can have brackets.
+    Any answer can have brackets, so a list at the beginning must name a tool.
 
     Args:
-        name: for people.
+        name: for display.
         opening: before the list.
         closing: after it.
-        bare: models leave the marks out.
+        bare: models omit the marks.
     """
 
     def __init__(self, name: str, opening: str, closing: str, *, bare: bool) -> None:
@@ -61,7 +61,7 @@ class Pythonic(CallForm):
         return f"{lark.mark(f'[{name}(')} {inner} {lark.marks(')]', self._tail)}"
 
     def plain(self, lark: Lark, text: str | None = None) -> str:
-        """Return the grammar of an answer without a call; it does not begin like one."""
+        """Return the grammar of an answer that does not begin like a call."""
         if self._bare:
             return text or lark.rule(r"/\s*([^\[\s](.|\n)*)?/")
         return super().plain(lark, text)
@@ -91,7 +91,7 @@ def read_list(source: Source, schemas: Schemas | None) -> Steps[None]:
 
     Args:
         source: positioned at the list.
-        schemas: the tools', if only their names can begin the list.
+        schemas: of the tools, if the list must begin with a tool's name.
 
     Raises:
         MalformedCallError: it is not a list of calls, or breaks off.
@@ -117,7 +117,7 @@ def read_list(source: Source, schemas: Schemas | None) -> Steps[None]:
 
 
 def _read_items(source: Source, opening: str, nesting: int) -> Steps[None]:
-    """Read the text between brackets and write it as JSON: arguments, a dict or a list."""
+    """Read the text between brackets (arguments, a dict or a list) and write it as JSON."""
     emit, closing = source.output.arguments, _CLOSING[opening]
     if nesting > MAX_NESTING:
         raise MalformedCallError
@@ -132,7 +132,7 @@ def _read_items(source: Source, opening: str, nesting: int) -> Steps[None]:
             raise MalformedCallError
         yield from source.skip_space()
         if separator and (yield from source.peek()) == closing:
-            continue  # a comma after the last one
+            continue  # a trailing comma
         emit(separator)
         separator = ", "
         if opening == "(":

@@ -20,7 +20,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
 class QwenCoder(CallForm):
-    """Name and arguments in marks of their own; the outermost is sometimes left out."""
+    """Marks around the name and each argument; models sometimes omit the outermost."""
 
     name = "qwen coder"
     marks: tuple[str, ...] = (OPENING, CLOSING)
