@@ -1,7 +1,7 @@
 """Converts text to token ids and back: tokenizer, chat template, detokenizer, stop strings.
 
-Loads neither torch nor transformers: this runs in the API process. Names are loaded on first use:
-a process that only renders templates loads no tokenizer.
+Runs in the API process, so it loads neither torch nor transformers. Names load on first use: a
+process that only renders templates loads no tokenizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model's chat template: turns messages into the text format of its training."""
+"""A model's chat template: formats messages as in its training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.tokenizer.sandbox import BUDGET, Budget, TemplateEnvironment
 logger = logging.getLogger(__name__)
 
 MAX_TEMPLATE_BYTES = 64 * 1024
-# A rendered chat may be this many times as long as its input, plus a fixed allowance.
+# A rendered chat may have this many times its input's length, plus a fixed allowance.
 MAX_GROWTH = 8
 GROWTH_ALLOWANCE = 64 * 1024
 MAX_NESTING = 64  # of messages and tools
@@ -29,7 +29,7 @@ class ChatTemplate:
         tool_source: the template for chats with tools, if the model has a separate one.
 
     Raises:
-        ChatTemplateError: it is too large or is not valid Jinja.
+        ChatTemplateError: it is too large or invalid Jinja.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ChatTemplate:
             messages: dicts with `role` and `content`, and other keys that the template reads.
             tools: tool definitions that the model may use.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            options: more variables for the template; those above take precedence.
+            options: more template variables; the arguments above override them.
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or takes too long.
@@ -80,7 +80,7 @@ class ChatTemplate:
                 budget.check_length(total)
                 pieces.append(piece)
         except Exception as error:
-            # A template can raise anything that Python can.
+            # Templates can raise any Python exception.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ChatTemplateError(
                 f"the model's chat template does not accept these messages: {reason}"
@@ -89,11 +89,7 @@ class ChatTemplate:
 
 
 def check_nesting(value: Any, param: str, nesting: int = 0) -> None:
-    """Refuse messages or tools that are nested too deeply to walk safely.
-
-    Raises:
-        RequestError: they are.
-    """
+    """Raise RequestError if messages or tools nest too deeply to walk safely."""
     if nesting > MAX_NESTING:
         raise RequestError(
             f"the {param} are nested more than {MAX_NESTING} deep; send flatter ones", param=param

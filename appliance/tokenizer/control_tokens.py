@@ -1,9 +1,8 @@
 """Finds control tokens in text, and keeps users' text from becoming one.
 
-A chat is rendered to one text before it is tokenized, because tokens may span the border between
-template and content. So that content cannot end its own turn, text that looks like a control token
-is replaced by an unguessable placeholder while the template is rendered, and restored as plain text
-afterwards. Other content is not touched.
+A chat is rendered to one text before tokenizing, because tokens may span template and content. So
+that content cannot end its own turn, an unguessable placeholder replaces text that looks like a
+control token during rendering; afterwards the text returns as plain text.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class ControlTokens:
     """All control tokens of a vocabulary.
 
     Args:
-        tokens: by id, with their rules about neighbouring spaces.
+        tokens: by id, with their rules for neighbouring spaces.
     """
 
     def __init__(self, tokens: Mapping[int, AddedToken]) -> None:
-        # A tokenizer with only these tokens finds them by the same rules as the full one.
+        # A tokenizer with only these tokens finds them by the full one's rules.
         self._finder = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
         self._finder.add_special_tokens(list(tokens.values()))
         self._ids = {token.content: token_id for token_id, token in tokens.items()}
@@ -50,10 +49,9 @@ class ControlTokens:
         self._longest = max(map(len, self._ids), default=0)
 
     def find(self, text: str) -> list[Occurrence]:
-        """Return all control tokens in the text, from left to right."""
         if not any(opening in text for opening in self._openings):
             return []
-        # Batches, even of one, release Python's lock; a single text does not.
+        # Batches, even of one, release the GIL; a single text does not.
         (encoding,) = self._finder.encode_batch([text], add_special_tokens=False)
         return [
             Occurrence(start, end, self._id_of[finder_id])
@@ -62,11 +60,11 @@ class ControlTokens:
         ]
 
     def length_begun(self, text: str) -> int:
-        """Return how many characters at the text's end could begin a control token."""
+        """Count the characters at the text's end that could begin a control token."""
         return self._partial_length(text[-self._longest - 1 :], self._sorted)
 
     def length_ended(self, text: str) -> int:
-        """Return how many characters at the text's start could end a control token."""
+        """Count the characters at the text's start that could end a control token."""
         return self._partial_length(text[: self._longest][::-1], self._sorted_backwards)
 
     def _partial_length(self, text: str, contents: list[str]) -> int:
@@ -79,7 +77,7 @@ class ControlTokens:
 
 
 class ContentGuard:
-    """Hides control tokens in a chat's messages while its template is rendered."""
+    """Hides control tokens in messages while the template is rendered."""
 
     def __init__(self, control_tokens: ControlTokens) -> None:
         self._control_tokens = control_tokens
@@ -87,7 +85,7 @@ class ContentGuard:
         self._hidden: list[str] = []
 
     def hide(self, value: Any) -> Any:
-        """Copy messages or tools so that no string holds, begins or ends a control token."""
+        """Copy messages or tools so that no string contains, begins or ends a control token."""
         if isinstance(value, str):
             return self._hide_text(value)
         if isinstance(value, Mapping):
@@ -108,7 +106,8 @@ class ContentGuard:
             parts += [text[position:start], self._placeholder(text[start:end])]
             position = end
         parts.append(text[position:])
-        # Words such as a role stay whole: templates compare them, and build control tokens of them.
+        # Words such as a role stay whole: templates compare them and build control tokens from
+        # them.
         if _IDENTIFIER.fullmatch(text):
             return "".join(parts)
         if begun := self._control_tokens.length_begun(parts[-1]):

@@ -1,6 +1,6 @@
-"""Forms in which models fill in the middle of a text, found by the tokens in a vocabulary.
+"""Fill-in-the-middle formats, recognized by the tokens in a vocabulary.
 
-Each form is a fact of its models: tokens and their order as the reports named beside it give them.
+Tokens and their order are as in the reports cited beside each format.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FimForm:
-    """One way to ask for a middle.
+    """A fill-in-the-middle format.
 
     Attributes:
-        name: for people.
-        template: what the model reads; its answer is the middle.
-        ends: tokens that end the middle beside the model's own, where it has them.
+        name: for display.
+        template: the prompt; the answer is the middle.
+        ends: tokens that end the middle besides the model's own; the vocabulary may lack them.
     """
 
     name: str
@@ -31,11 +31,10 @@ class FimForm:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The tokens of the template."""
         return tuple(part for part in re.split(r"\{\w+\}", self.template) if part)
 
 
-# The first one counts whose tokens a vocabulary has.
+# The first one with all its tokens in the vocabulary wins.
 FORMS = (
     # Qwen2.5-Coder and Qwen3-Coder (arXiv:2409.12186), CodeGemma (arXiv:2406.11409).
     FimForm(
@@ -60,17 +59,16 @@ FORMS = (
     ),
     # Codestral: mistral-common puts the suffix first.
     FimForm("Mistral", "[SUFFIX]{suffix}[PREFIX]{prefix}"),
-    # Seed-Coder (arXiv:2506.03524): the suffix first, too.
+    # Seed-Coder (arXiv:2506.03524) puts the suffix first, too.
     FimForm("Seed-Coder", "<[fim-suffix]>{suffix}<[fim-prefix]>{prefix}<[fim-middle]>"),
 )
 
 
 def find_form(tokenizer: Tokenizer) -> FimForm | None:
-    """Return how a model fills in the middle; None if it was not trained to."""
+    """Return a model's format, or None if it was not trained to fill in."""
     known = tokenizer.mark_ids(mark for form in FORMS for mark in form.marks)
     return next((form for form in FORMS if known.keys() >= set(form.marks)), None)
 
 
 def end_ids(form: FimForm, tokenizer: Tokenizer) -> Sequence[int]:
-    """Return the ids of tokens that end a middle."""
     return sorted(tokenizer.mark_ids(form.ends).values())

@@ -39,12 +39,12 @@ def load_from_folder(path: Path) -> TokenizerSource:
     from appliance.tokenizer.isolation import IsolatedEncoder
 
     logger.info("%s splits texts by rules of its own, in a process with limits", path)
-    encoder = IsolatedEncoder(path, new_separator())  # first: reading may take forever, too
+    encoder = IsolatedEncoder(path, new_separator())  # first, because reading may hang, too
     return replace(read_folder(path), encoder=encoder)
 
 
 def read_folder(path: Path) -> TokenizerSource:
-    """Read the folder in this process, whatever its rules.
+    """Read the folder in this process, even if its rules are unknown.
 
     Raises:
         ModelError: tokenizer.json is missing or damaged.
@@ -137,7 +137,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _content(value: Any) -> str | None:
-    """Return a token's text, given as such or in an object."""
+    """Return a token's text from a string or an object."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -20,14 +20,14 @@ from appliance.tokenizer.source import END_OF_TURN, TokenizerSource, with_end_of
 
 T = TypeVar("T")
 
-# Bound on the work of finding all splits of pieces: the sum of their squared lengths. Gemma 3, with
-# the largest vocabulary in use, has 11 million.
+# Limit on the work of splitting all pieces: the sum of their squared lengths. Gemma 3, with the
+# largest vocabulary in use, has 11 million.
 MAX_SPLIT_CHARACTERS = 2**27
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type
 
-# Converters write the values of generation_config.json under these names.
+# Names that converters give to the values of generation_config.json.
 _SAMPLING = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -36,7 +36,7 @@ _SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 
-# Phi-3 swallows white space after its control tokens, except these. The file does not say so.
+# Phi-3 swallows white space after its control tokens, except these; the file does not say so.
 _PHI3_KEEPS_SPACE = frozenset({"<s>", "<unk>", "<|endoftext|>"})
 
 
@@ -45,7 +45,7 @@ def load_from_gguf(path: Path) -> TokenizerSource:
 
     Raises:
         ModelError: the file has no tokenizer, or an inconsistent one.
-        UnsupportedModelError: an unknown kind of tokenizer.
+        UnsupportedModelError: the kind of tokenizer is unknown.
     """
     return _GGUFTokenizer(path, read_header(path).metadata).build()
 
@@ -135,8 +135,8 @@ class _GGUFTokenizer:
         """List every split of a piece into two others, likeliest piece first.
 
         SentencePiece merges by score and keeps no list of pairs. Its vocabularies are ordered by
-        score; where a file breaks that order, user-defined tokens were given arbitrary scores, so
-        the position is the better rank.
+        score; where a file breaks the order, user-defined tokens have arbitrary scores. So position
+        is the better rank.
         """
         if (total := sum(len(piece) ** 2 for piece in pieces)) > MAX_SPLIT_CHARACTERS:
             raise self._damaged(
@@ -163,7 +163,7 @@ class _GGUFTokenizer:
     def _bpe(
         self, pieces: list[str], merges: list[tuple[str, str]], **options: bool | str | None
     ) -> BPE:
-        # Of a repeated piece, the first id counts.
+        # The first id of a repeated piece wins.
         last_first = range(len(pieces) - 1, -1, -1)
         vocabulary = dict(zip(reversed(pieces), last_first, strict=True))
         try:
@@ -175,7 +175,7 @@ class _GGUFTokenizer:
         swallow_space = self._kind == "llama" and self._architecture() == "phi3"
         control, user_defined = [], []
         for content, kind in zip(self._tokens, self._types, strict=True):
-            # Some files call the end of a turn user-defined, so that answers would show it.
+            # Some files mark the end of a turn as user-defined, so answers would show it.
             if kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and content in END_OF_TURN):
                 rstrip = swallow_space and content not in _PHI3_KEEPS_SPACE
                 control.append(AddedToken(content, normalized=False, special=True, rstrip=rstrip))

@@ -1,4 +1,4 @@
-"""A chat template and an encoder that run in processes with limits, see `worker`."""
+"""Runs chat templates and encoders in processes with limits, see `worker`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 5.0  # per chat
 MEMORY_BYTES = 1 << 30
-MOST_WORKERS = 2  # rendering at once
+MOST_WORKERS = 2  # concurrent renderings
 
 ENCODE_SECONDS = 5.0  # base limit for a request
-CHARACTERS_PER_SECOND = 100_000  # one more CPU second per so many: ten times what is usual
+CHARACTERS_PER_SECOND = 100_000  # one CPU second more for each; ten times the usual need
 ENCODE_MEMORY_BYTES = 4 << 30
 
 _USER = {"role": "user", "content": "What is the weather in Paris?"}
@@ -40,7 +40,7 @@ _CHATS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
 class IsolatedTemplate:
     """Renders a chat template in separate processes.
 
-    The sandbox bounds a template step by step; this bounds single steps that ask for gigabytes or
+    The sandbox bounds the number of steps; this also bounds a single step that takes gigabytes or
     minutes, such as a filter on a long text.
     """
 
@@ -89,7 +89,7 @@ class IsolatedTemplate:
         return text
 
     def try_out(self) -> None:
-        """Render three short chats; the template may refuse them, but not exceed its limits.
+        """Render three short chats; refusing them is fine, exceeding the limits is not.
 
         Raises:
             ChatTemplateError: it exceeded them.
@@ -130,7 +130,7 @@ class IsolatedEncoder:
         self.separator = separator
         self._workers = Workers(
             {"tokenizer": str(folder.resolve()), "separator": separator},
-            cpu_seconds=60.0,  # the largest take a few
+            cpu_seconds=60.0,  # the largest ones take a few
             memory_bytes=ENCODE_MEMORY_BYTES,
             most=1,
         )

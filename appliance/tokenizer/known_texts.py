@@ -1,4 +1,4 @@
-"""Caches token ids of recent texts: a conversation is sent again with every turn."""
+"""Caches token ids of recent texts, because clients resend a conversation with every turn."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-MAX_CHARACTERS = 4 << 20  # of all texts; with their ids, 10 to 30 MB
+MAX_CHARACTERS = 4 << 20  # total; with their ids, 10 to 30 MB
 
 
 class KnownTexts:
-    """Recent texts with their ids, up to a number of characters. Thread-safe.
+    """An LRU cache of texts and their ids. Thread-safe.
 
     Args:
-        encode: returns the ids of each of some texts.
-        max_characters: of all cached texts; the least recently used go first.
+        encode: returns the ids of each text in a list.
+        max_characters: of all cached texts.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class KnownTexts:
         """Return the ids of each text.
 
         Args:
-            texts: those not cached under this salt are encoded together.
-            salt: separates callers, so that none can learn another's texts from the timing.
+            texts: encodes the uncached ones together.
+            salt: separates callers, so that none can learn another's texts from timing.
         """
         found: dict[str, Sequence[int]] = {}
         with self._lock:
@@ -52,7 +52,7 @@ class KnownTexts:
         return [found[text] for text in texts]
 
     def _keep(self, text: str, salt: str, ids: array[int]) -> None:
-        if (salt, text) in self._known:  # by another thread, meanwhile
+        if (salt, text) in self._known:  # another thread added it meanwhile
             return
         self._known[salt, text] = ids
         self._characters += len(text)

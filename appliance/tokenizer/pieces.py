@@ -1,4 +1,4 @@
-"""Converts vocabulary entries to bytes, in the three spellings that vocabularies use."""
+"""Converts vocabulary entries to bytes, in the three spellings in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Spelling(Enum):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the rest from U+0100 on."""
+    """GPT-2's alphabet: printable Latin-1 bytes map to themselves, the others to U+0100 and up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -28,7 +28,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def piece_bytes(piece: str, spelling: Spelling) -> bytes:
-    """Return the bytes of a vocabulary entry that is not an added token."""
+    """Return the bytes of an entry other than an added token."""
     if spelling is Spelling.BYTE_LEVEL:
         return b"".join(
             bytes((_BYTE_OF[c],)) if c in _BYTE_OF else c.encode("utf-8", "replace") for c in piece

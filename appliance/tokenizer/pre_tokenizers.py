@@ -1,7 +1,6 @@
-"""Word-splitting rules by their GGUF names, and regular expressions known to be safe.
+"""Word-splitting rules by GGUF name, and regular expressions known to be safe.
 
-An unknown regular expression can take hours on a short text. The known ones take time linear in the
-text.
+An unknown expression can take hours on a short text. The known ones take linear time.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ KNOWN_PATTERNS = frozenset(
 
 
 class _Rules(msgspec.Struct):
-    """The text-splitting parts of a tokenizer.json; the vocabulary is skipped."""
+    """The text-splitting parts of a tokenizer.json, without the vocabulary."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
@@ -90,7 +89,7 @@ class WordRules:
 
     Attributes:
         pre_tokenizer: makes the splitter.
-        ignore_merges: a word in the vocabulary is taken whole.
+        ignore_merges: keep a word whole if the vocabulary has it.
         add_bos: a prompt begins with BOS unless the file says otherwise.
         normalizer: makes the normalizer, if there is one.
     """
@@ -122,7 +121,7 @@ _LLAMA3_RULES = WordRules(_by_regex(_LLAMA3), ignore_merges=True, add_bos=True)
 _QWEN2_RULES = WordRules(_by_regex(_QWEN2), normalizer=normalizers.NFC)
 
 WORD_RULES: dict[str, WordRules] = {
-    "default": WordRules(_gpt2),  # files from before the name was recorded
+    "default": WordRules(_gpt2),  # old files without the name
     "gpt-2": WordRules(_gpt2),
     "smollm": WordRules(_single_digits),
     "llama-bpe": _LLAMA3_RULES,

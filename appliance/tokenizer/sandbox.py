@@ -1,9 +1,8 @@
 """A Jinja environment for untrusted chat templates.
 
-Sandboxed: no private attributes, no changes to its inputs. Bounded: loops, calls and recursion draw
-on one budget, and texts may not grow past a limit. Not bounded: single calls that ask for a huge
-result (a filter such as `center`) or take long (such as `replace`); therefore a server renders in
-processes with limits, see `isolation`.
+Sandboxed: no private attributes, no changes to inputs. Bounded: loops, calls and recursion share
+one budget, and texts have a maximum length. Unbounded: single calls with a huge result (`center`)
+or a long run time (`replace`), so a server renders in processes with limits, see `isolation`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-MAX_STEPS = 200_000  # loop rounds and calls per rendering
-MACRO_STEPS = 10  # per macro call, which takes that much longer than a method
+MAX_STEPS = 200_000  # loop iterations and calls per rendering
+MACRO_STEPS = 10  # per macro call, which takes this many times as long as a method call
 MAX_EXPONENT = 64
 MAX_NUMBER = 2**63
-BUDGET = "the budget"  # key of a rendering's budget; not a valid name in a template
+BUDGET = "the budget"  # key of a rendering's budget; no valid name in a template
 
 
 @dataclass(slots=True)
@@ -38,20 +37,18 @@ class Budget:
 
     Attributes:
         max_chars: longest text or list it may build.
-        steps: loop rounds and calls left.
+        steps: loop iterations and calls left.
     """
 
     max_chars: int
     steps: int = MAX_STEPS
 
     def spend(self, steps: int) -> None:
-        """Take steps from the budget."""
         self.steps -= steps
         if self.steps < 0:
             raise SecurityError(f"it takes more than {MAX_STEPS} steps")
 
     def check_length(self, length: int) -> None:
-        """Refuse a text or list that is too long."""
         if length > self.max_chars:
             raise SecurityError(f"it builds a text of more than {self.max_chars} characters")
 
@@ -80,12 +77,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return metered
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call something on behalf of a template, charging the budget."""
+        """Call an object for a template and charge the budget."""
         _budget(context).spend(MACRO_STEPS if isinstance(obj, Macro) else 1)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute `+`, `*` or `**` on behalf of a template."""
+        """Compute `+`, `*` or `**` for a template."""
         if operator == "**" and (not isinstance(right, int | float) or right > MAX_EXPONENT):
             raise SecurityError(f"it uses an exponent above {MAX_EXPONENT}")
         if any(isinstance(side, int) and abs(side) > MAX_NUMBER for side in (left, right)):
@@ -166,7 +163,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the model's own text, for training; it renders as its content."""
+    """`{% generation %}` marks the model's text for training; renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type that Jinja looks for
 

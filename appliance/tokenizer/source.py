@@ -1,4 +1,4 @@
-"""The parts of a tokenizer, whatever kind of file they came from."""
+"""The parts of a tokenizer, independent of its file format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from appliance.tokenizer.chat_template import ChatTemplate
 
-# Control tokens that end a turn in several families. A file does not always list them as
-# end-of-sequence, and a base model's file may list another one.
+# Control tokens that end a turn in several families. Some files omit them from the end-of-sequence
+# ids, and a base model's file may list another one.
 END_OF_TURN = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -31,25 +31,25 @@ END_OF_TURN = (
     "<|return|>",
     "<|call|>",
 )
-# In harmony, which has these, a turn is several messages, each with its own end.
+# Harmony's, where a turn is several messages, each with its own end.
 _MESSAGE_MARK, _MESSAGE_END = "<|message|>", "<|end|>"
 
 
 class Encoder(Protocol):
     """Encodes texts in another process."""
 
-    separator: str  # becomes a token by itself there, too
+    separator: str  # becomes a single token there, too
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of each text."""
         ...
 
     def rest(self) -> None:
-        """End a process that does nothing; the next text starts a new one."""
+        """End an idle process; the next text starts a new one."""
         ...
 
     def close(self) -> None:
-        """End the process; the next text would start a new one."""
+        """End the process; the next text starts a new one."""
         ...
 
 
@@ -58,13 +58,13 @@ class TokenizerSource:
     """A tokenizer as a file describes it.
 
     Attributes:
-        backend: the library's.
+        backend: the library's tokenizer.
         bos_token_id: the token that begins a text, if there is one.
         eos_token_ids: tokens that end an answer.
         chat_template: None for a base model.
-        sampling: recommended values, from the same files, which are slow to read again.
-        retrieval: how the model embeds texts and judges relevance, from these files, too.
-        encoder: replaces the backend's encoder if its rules are not trusted.
+        sampling: recommended values.
+        retrieval: how the model embeds texts and judges relevance.
+        encoder: replaces the backend's encoder if its rules are untrusted.
     """
 
     backend: tokenizers.Tokenizer
@@ -77,12 +77,12 @@ class TokenizerSource:
 
 
 def new_separator() -> str:
-    """Return a random text that no other text contains."""
+    """Return a random separator that no other text contains."""
     return f"\uf8ff{secrets.token_hex(16)}\uf8ff"
 
 
 def with_separator(backend: tokenizers.Tokenizer, separator: str) -> tokenizers.Tokenizer:
-    """Make the backend recognize the separator, and treat control tokens in text as text."""
+    """Make the backend recognize the separator, and treat control tokens as plain text."""
     backend.encode_special_tokens = True
     backend.add_tokens([AddedToken(separator, normalized=False, special=False)])
     return backend

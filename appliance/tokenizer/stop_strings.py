@@ -1,30 +1,31 @@
-"""Finds stop strings in text that arrives in pieces."""
+"""Finds stop strings in streamed text."""
 
 from __future__ import annotations
 
 
 class StopStringMatcher:
-    """Finds the first stop string to complete, and emits no part of it.
+    """Finds the first complete stop string and emits no part of it.
 
     The result does not depend on how the text is split.
 
     Args:
-        stop: strings that end the text; none is empty.
+        stop: non-empty strings that end the text.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         assert all(stop), stop
         self._stop = stop
         self._openings = {string[0] for string in stop}
-        self._held = ""  # a suffix of the text that could still become a stop string
-        self.matched = ""  # the stop string that was found
+        self._held = ""  # a suffix that could still become a stop string
+        self.matched = ""  # the stop string found
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text.
 
         Returns:
-            The text that certainly precedes any stop string, and whether one is complete. After a
-            match the rest of the text is dropped.
+            The text that no stop string can include, and True if one is complete. After a match,
+                drops
+            the rest of the text.
         """
         if not self._held and self._openings.isdisjoint(text):
             return text, False  # the usual case
@@ -39,7 +40,7 @@ class StopStringMatcher:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """Return the text still held back, at the end of the answer."""
+        """Return the held-back text at the end of the answer."""
         held, self._held = self._held, ""
         return held
 

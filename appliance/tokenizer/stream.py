@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class DecodeStream:
-    """Decodes one growing answer. Control tokens are skipped, except those in `shown`.
+    """Decodes one growing answer. Skips control tokens, except those in `shown`.
 
-    Works on the tokens' bytes: a character spread over several tokens is emitted when its last byte
-    arrives, never in parts. Most tokens are whole characters, whose text is cached.
+    Works on bytes: emits a character that spans several tokens when its last byte arrives. Caches
+    the text of tokens that are whole characters, as most are.
 
     Args:
         shown: control tokens to emit as text.

@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to ids, ids to text, chats to ids."""
+"""A model's tokenizer: encodes texts and chats, decodes ids."""
 
 from __future__ import annotations
 
@@ -34,14 +34,11 @@ _CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 
 
 class WholeText(dict[int, str | None]):
-    """The cached text of each token, see `Tokenizer.whole_text`."""
-
     def __init__(self, find_bytes: Callable[[int], bytes]) -> None:
         super().__init__()
         self._find_bytes = find_bytes
 
     def __missing__(self, token_id: int) -> str | None:
-        """Look up the text once."""
         try:
             text = self._find_bytes(token_id).decode()
         except UnicodeDecodeError:
@@ -60,8 +57,8 @@ class Tokenizer:
         add_bos: `add_special_tokens` puts BOS in front.
         chat_template: None for a base model.
         sampling: the checkpoint's recommendation.
-        retrieval: how it embeds texts and judges relevance.
-        whole_text: a token's text in an answer; None if it is not whole characters.
+        retrieval: how the model embeds texts and judges relevance.
+        whole_text: each token's text in an answer; None if it ends within a character.
     """
 
     def __init__(self, source: TokenizerSource) -> None:
@@ -82,14 +79,14 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self.whole_text = WholeText(self._find_visible_bytes)
 
-        # The library finds control tokens in all of a text or in none of it. It is set to none;
-        # where they are wanted a separator stands for them, which no text can contain.
+        # The library finds control tokens in all of a text or in none. It is set to none; a
+        # separator, which no text can contain, stands for wanted ones.
         self._encoder = source.encoder
         self._separator = new_separator() if self._encoder is None else self._encoder.separator
         with_separator(self._backend, self._separator)
         self._separator_id = self._backend.token_to_id(self._separator)
         self._isolated: IsolatedTemplate | None = None
-        # Text after a separator is tokenized as if nothing stood before it.
+        # The library tokenizes text after a separator as a beginning.
         self._known_texts = KnownTexts(self._encode_texts)
         self.add_bos = self.bos_token_id is not None and self.encode("", add_special_tokens=True)[
             :1
@@ -100,7 +97,7 @@ class Tokenizer:
         """Load the tokenizer of a GGUF file or of a Hugging Face folder.
 
         Raises:
-            ModelError: there is none, or it is damaged; the message names the file.
+            ModelError: it is missing or damaged; the message names the file.
         """
         return cls(load_from_folder(path) if path.is_dir() else load_from_gguf(path))
 
@@ -110,9 +107,8 @@ class Tokenizer:
         """Encode a text.
 
         Args:
-            add_special_tokens: put BOS in front, if the model wants it.
-            allow_special: `<|im_end|>` in the text means the control token; if False, it is plain
-                text.
+            add_special_tokens: prepend BOS if the model wants it.
+            allow_special: True makes `<|im_end|>` in the text the control token, False plain text.
 
         Raises:
             RequestError: the text contains lone surrogates.
@@ -122,10 +118,10 @@ class Tokenizer:
         return self._encode_pieces(pieces, occurrences, add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Encode two texts as one, as the model wants pairs; nothing in them is a control token.
+        """Encode two texts as one pair, without control tokens in them.
 
         Returns:
-            The ids, and the place where the second text begins.
+            The ids, and the index at which the second text begins.
 
         Raises:
             RequestError: a text contains lone surrogates.
@@ -137,7 +133,7 @@ class Tokenizer:
 
     @cached_property
     def _pair_frame(self) -> tuple[list[int], list[int], list[int]]:
-        """Control tokens before, between and behind the texts of a pair."""
+        """Control tokens before, between and after the texts of a pair."""
         probe = self._backend.encode("a", "a")
         parts: list[list[int]] = [[], [], []]
         place, inside = 0, False
@@ -154,11 +150,11 @@ class Tokenizer:
     def encode_filled(
         self, template: str, values: Mapping[str, str], *, add_special_tokens: bool
     ) -> list[int]:
-        """Encode a template with texts in it; control tokens are those of the template only.
+        """Encode a template filled with texts; only the template can contain control tokens.
 
         Args:
-            template: has `{name}` where the text of that name belongs.
-            values: the texts.
+            template: has `{name}` in place of each text.
+            values: texts by name.
             add_special_tokens: as for `encode`.
 
         Raises:
@@ -184,15 +180,14 @@ class Tokenizer:
         options: Mapping[str, Any] | None = None,
         salt: str = "",
     ) -> list[int]:
-        """Encode a chat in the model's own format.
+        """Encode a chat in the model's format.
 
-        Only the template can produce control tokens: what looks like one in a message stays text.
-        Texts between them from recent chats are cached; `salt` separates chats that must not learn
-        of one another from the timing.
+        Only the template can produce control tokens; messages stay text. Caches texts of recent
+        chats; `salt` separates chats that must not learn of one another from timing.
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
-            RequestError: a message is nested too deeply or contains lone surrogates.
+            RequestError: a message nests too deeply or contains lone surrogates.
         """
         check_nesting(messages, "messages")
         check_nesting(tools, "tools")
@@ -230,11 +225,11 @@ class Tokenizer:
         )
 
     def control_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Return the ids of control tokens among some texts."""
+        """Return the ids of those texts that are control tokens."""
         return frozenset(self.mark_ids(texts).values()) & self._control_ids
 
     def mark_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return the ids of texts that are a token no other text contains, see `vocabulary`."""
+        """Return the ids of texts that are tokens no other text contains, see `vocabulary`."""
         wanted = set(texts)
         return {
             text: token_id
@@ -244,11 +239,11 @@ class Tokenizer:
 
     @property
     def is_isolated(self) -> bool:
-        """True if even a short text is encoded in another process."""
+        """True if another process encodes even short texts."""
         return self._encoder is not None
 
     def isolate_template(self) -> None:
-        """Render chats in processes with limits from now on; test that, and learn the dialect.
+        """Render chats in processes with limits from now on; test that and learn the dialect.
 
         Raises:
             ChatTemplateError: the template exceeds its limits on a short chat.
@@ -262,22 +257,22 @@ class Tokenizer:
             self._isolated.try_out()
             logger.debug("the dialect of the model: %s", self.dialect)
         finally:
-            self._isolated.close()  # servers of plain completions need none
+            self._isolated.close()  # servers of plain completions need no template
 
     def rest(self) -> None:
-        """End worker processes that do nothing; the next text starts a new one."""
+        """End idle worker processes; the next text starts a new one."""
         for elsewhere in (self._isolated, self._encoder):
             if elsewhere is not None:
                 elsewhere.rest()
 
     def close(self) -> None:
-        """End the worker processes; the next text would start a new one."""
+        """End the worker processes; the next text starts a new one."""
         for elsewhere in (self._isolated, self._encoder):
             if elsewhere is not None:
                 elsewhere.close()
 
     def decode(self, token_ids: Iterable[int], *, with_control: bool = False) -> str:
-        """Decode a whole sequence, without control tokens unless they are wanted."""
+        """Decode a whole sequence, by default without control tokens."""
         known = [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
         text: str = self._backend.decode(known, skip_special_tokens=not with_control)
         return text
@@ -287,7 +282,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return a token's bytes, control tokens included; empty outside the vocabulary."""
+        """Return a token's bytes, control tokens included; b"" outside the vocabulary."""
         if (cached := self._bytes.get(token_id)) is None:
             cached = self._bytes[token_id] = self._find_bytes(token_id)
         return cached
@@ -295,8 +290,8 @@ class Tokenizer:
     def vocabulary(self) -> tuple[list[bytes], list[int]]:
         """Return every token's bytes, and the ids of tokens that no text contains.
 
-        The latter are control tokens, and added ones that are spelled like one. Takes some tenths
-        of a second for a large vocabulary.
+        The latter are control tokens and added ones spelled like them. Takes some tenths of a
+        second for a large vocabulary.
         """
         tokens = [self._find_bytes(token_id) for token_id in range(self.vocab_size)]
         return tokens, list(filter(self._is_mark, self._added_text))
@@ -306,7 +301,7 @@ class Tokenizer:
         return is_control or _CONTROL.fullmatch(self._added_text[token_id]) is not None
 
     def visible_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to an answer: none for control tokens."""
+        """Return the bytes that a token adds to an answer; none for control tokens."""
         return b"" if token_id in self._control_ids else self.token_bytes(token_id)
 
     def _template(self) -> IsolatedTemplate | ChatTemplate:
@@ -344,12 +339,12 @@ class Tokenizer:
         if self._encoder is not None:
             return self._encoder.encode(texts, add_special_tokens)
         try:
-            # Batches, even of one, release Python's lock; a single text does not.
+            # Batches, even of one, release the GIL; a single text does not.
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Rust's, which cannot be imported
+            if type(error).__name__ != "PanicException":  # from Rust; cannot be imported
                 raise
             raise RequestError("this model's tokenizer fails on this text") from error
         return [encoding.ids for encoding in encodings]
@@ -362,7 +357,7 @@ def _split(text: str, occurrences: list[Occurrence]) -> list[str]:
 
 
 def _valid(text: str) -> str:
-    """Return the text, or raise RequestError if it is not encodable as UTF-8."""
+    """Return the text; raise RequestError if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

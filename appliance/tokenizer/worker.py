@@ -1,8 +1,7 @@
 """Runs untrusted code in a process with limits: chat templates, regular expressions, grammars.
 
-Any of them can ask for hours or gigabytes in one step that nothing can interrupt. Here the system
-ends the process when it exceeds its time or memory, and the next text gets a new one. It loads no
-torch, and ends with its parent.
+One uninterruptible step can take hours or gigabytes. The system ends the process when it exceeds
+its time or memory, and the next text gets a new one. Loads no torch; ends with its parent.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from appliance.errors import ChatTemplateError
 from appliance.runtime import child_environment
 
 WALL_FACTOR = 10  # wall seconds per CPU second: the machine may be busy
-START_SECONDS = 60.0  # for Python to start, on a busy machine
+START_SECONDS = 60.0  # for Python to start on a busy machine
 _LENGTH = struct.Struct("<I")
 
 Handler = Callable[[dict[str, Any]], Any]
 
 
-class WorkerEndedError(Exception):
-    """The process ended by itself or exceeded its limits."""
+class WorkerEndedError(Exception): ...
 
 
 class TokenizerWorker:
@@ -69,7 +67,7 @@ class TokenizerWorker:
         """Send a request and return the answer.
 
         Raises:
-            WorkerEndedError: it exceeded a limit; do not use the worker again.
+            WorkerEndedError: it exceeded a limit; discard the worker.
         """
         deadline = time.monotonic() + wall_seconds + WALL_FACTOR * cpu_seconds
         frame = json.dumps([cpu_seconds, request]).encode()
@@ -98,7 +96,7 @@ class TokenizerWorker:
 
 
 class Workers:
-    """Several processes for the same work, started on demand and kept.
+    """Identical processes, started on demand and kept.
 
     Thread-safe; a call waits while all processes are busy.
 
@@ -116,11 +114,11 @@ class Workers:
         self._lock = threading.Lock()
         self._idle: list[TokenizerWorker] = []
         self._all: set[TokenizerWorker] = set()
-        self.started = 0  # ever
+        self.started = 0  # all time
         weakref.finalize(self, _end_all, self._all)
 
     def ask(self, request: Mapping[str, Any], *, cpu_seconds: float) -> Any:
-        """Return the answer of one of them.
+        """Send a request to one of them and return its answer.
 
         Raises:
             WorkerEndedError: it exceeded a limit; the next call gets another process.
@@ -133,18 +131,17 @@ class Workers:
                 self._drop(worker)
                 raise
             with self._lock:
-                if worker in self._all:  # else `close` has ended it
+                if worker in self._all:  # otherwise `close` has ended it
                     self._idle.append(worker)
             return answer
 
     def close(self) -> None:
-        """End all of them, including busy ones."""
         with self._lock:
             self._idle.clear()
             _end_all(self._all)
 
     def rest(self) -> None:
-        """End those that do nothing; the next call starts one again."""
+        """End idle processes; the next call starts a new one."""
         with self._lock:
             idle, self._idle = self._idle, []
         for worker in idle:
@@ -177,7 +174,7 @@ def _end_all(workers: set[TokenizerWorker]) -> None:
 
 
 def _handler(setup: Mapping[str, Any]) -> Handler:
-    """Build the function that answers requests.
+    """Build the request handler.
 
     Args:
         setup: `template`, arguments of a `ChatTemplate`; `tokenizer`, its folder, and `separator`,
@@ -214,7 +211,7 @@ def _handler(setup: Mapping[str, Any]) -> Handler:
 
 
 def _serve(sock: socket.socket, memory_bytes: int) -> None:
-    """Answer until the other side goes away; exceeding a limit ends the process."""
+    """Answer until the peer disconnects; exceeding a limit ends the process."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     handle: Handler | None = None
@@ -223,7 +220,7 @@ def _serve(sock: socket.socket, memory_bytes: int) -> None:
         if content is None:
             return
         cpu_seconds, request = json.loads(content)
-        # Counts all threads; its signal ends the process whatever it is doing.
+        # Counts all threads; the signal ends the process in any state.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         if handle is None:
             handle, answer = _handler(request), None
