@@ -1,1 +1,1 @@
-"""Loads an endpoint as clients do, and reports its speed with machine and versions."""
+"""Loads an endpoint as clients do, and reports its speed, machine and versions."""

@@ -1,7 +1,7 @@
-"""Measure memory bandwidth and arithmetic of this machine with PyTorch, as JSON.
+"""Measures this machine's memory bandwidth and arithmetic with PyTorch, as JSON.
 
-It runs in a process of its own, so that a load generator need not load PyTorch. The best of several
-passes counts, because other programs only make a pass slower.
+Runs in its own process, so a load generator need not load PyTorch. Takes the best of several
+passes, because other programs only slow a pass down.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from appliance.runtime import child_environment
 
-SIZE = 512 * 2**20  # bytes; more than any cache
+SIZE = 512 * 2**20  # bytes; exceeds any cache
 SIDE = 1024  # of the matrices
 PASSES = 5
 HOW = (
@@ -41,7 +41,7 @@ def measure(threads: int) -> dict[str, Any]:
 
 
 def probe(threads: list[int]) -> list[dict[str, Any]]:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     command = [sys.executable, "-P", __file__, *map(str, threads)]
     result = subprocess.run(
         command, capture_output=True, text=True, check=True, env=child_environment()

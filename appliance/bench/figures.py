@@ -6,7 +6,6 @@ import statistics
 
 
 def spread(values: list[float], digits: int = 1) -> dict[str, float]:
-    """Return median and range of repeated runs."""
     return {
         "median": round(statistics.median(values), digits),
         "min": round(min(values), digits),

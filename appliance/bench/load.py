@@ -1,7 +1,7 @@
-"""Load OpenAI-compatible endpoints and time what each client receives.
+"""Loads OpenAI-compatible endpoints and times each client's reply.
 
-On few cores the client competes with the server. So a burst only time-stamps the bytes of replies;
-HTTP, events and JSON are parsed once it is over.
+On few cores, client and server compete. So a burst only timestamps the replies' bytes, and parses
+HTTP, events and JSON afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 class LoadError(ApplianceError):
-    """The endpoint did not answer as asked."""
+    """The endpoint answered with an error or the wrong length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Endpoint:
     """Address and key of a server.
 
     Attributes:
-        tls: it speaks HTTPS; a context says which certificates are trusted.
+        tls: True for HTTPS; a context selects the trusted certificates.
     """
 
     host: str
@@ -55,9 +55,9 @@ class Endpoint:
 
 @dataclass
 class TimedAnswer:
-    """One request as its client received it, in seconds; a chunk is an event that carries text."""
+    """One request as its client saw it, in seconds; a chunk is an event with text."""
 
-    begin: float = 0.0  # when it was sent, by `time.perf_counter`
+    begin: float = 0.0  # send time, by `time.perf_counter`
     first_token: float = 0.0
     gaps: list[float] = field(default_factory=list)
     total: float = 0.0
@@ -77,14 +77,13 @@ class Burst:
 
     @property
     def rate(self) -> float:
-        """Output tokens per second of all clients together."""
+        """Output tokens per second of all clients."""
         return sum(answer.completion_tokens for answer in self.answers) / self.seconds
 
 
 def completion_body(
     prompt: str | list[int], max_tokens: int, model: str | None = None
 ) -> dict[str, Any]:
-    """Return the body of a greedy, streamed completion of a fixed length."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -97,10 +96,10 @@ def completion_body(
 
 
 async def run_burst(endpoint: Endpoint, clients: list[list[dict[str, Any]]]) -> Burst:
-    """Run all clients at once, each with its requests to /v1/completions one after another.
+    """Run all clients at once; each sends its requests to /v1/completions in turn.
 
     Raises:
-        LoadError: an answer is an error, or has not as many tokens as were asked for.
+        LoadError: an answer is an error or has the wrong number of tokens.
     """
 
     async def one_client(bodies: list[dict[str, Any]]) -> list[_Transcript]:
@@ -121,7 +120,7 @@ async def fetch(endpoint: Endpoint, path: str) -> tuple[int, bytes]:
     """Return status and body of a GET.
 
     Raises:
-        OSError: there is no connection.
+        OSError: the connection failed.
     """
     transcript = await _exchange(endpoint, "GET", path, None)
     return transcript.status(), b"".join(data for _, data in transcript.body())
@@ -136,7 +135,7 @@ def latency(seconds: list[float]) -> dict[str, float]:
 
 
 class _Transcript(asyncio.Protocol):
-    """The bytes of one exchange with their times of arrival."""
+    """The bytes of one exchange with their arrival times."""
 
     def __init__(self, request: bytes) -> None:
         self.begin = time.perf_counter()
@@ -171,7 +170,7 @@ class _Transcript(asyncio.Protocol):
         return self._times[-1] - self.begin
 
     def body(self) -> Iterator[tuple[float, bytes]]:
-        """Yield pieces of the body, each with the time at which it was complete."""
+        """Yield the body's pieces with their completion times."""
         raw = b"".join(self._pieces)
         ends = list(accumulate(map(len, self._pieces)))
         head, _, _ = raw.partition(b"\r\n\r\n")

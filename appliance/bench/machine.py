@@ -1,4 +1,4 @@
-"""The machine and the versions that a measurement was made with."""
+"""Describes the machine and the versions under test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return time, processor, load, and the versions of Python and of what computes."""
+    """Return time, processor, load, and the versions of Python and the compute libraries."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": _cpu_name(),

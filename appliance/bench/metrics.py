@@ -1,4 +1,4 @@
-"""Read /metrics of a server."""
+"""Reads a server's /metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 async def read_metrics(endpoint: Endpoint, *names: str) -> list[Sample]:
-    """Return all samples, or those whose names begin so; none where there is no such page.
+    """Return all samples, or those with these name prefixes; none if there is no such page.
 
-    Parsing a whole page takes milliseconds, which a client beside a server does not have.
+    Parsing a whole page takes milliseconds and disturbs a server on the same machine.
 
     Raises:
-        OSError: there is no connection.
+        OSError: the connection failed.
     """
     status, page = await fetch(endpoint, "/metrics")
     if status != 200:

@@ -1,4 +1,4 @@
-"""Starts a server, watches its process tree, memory and CPU time, and ends all of it."""
+"""Starts a server, watches its process tree, memory and CPU time, and ends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ServerProcess:
-    """One server process with its descendants; its output goes to a log."""
+    """A server process and its descendants; logs their output."""
 
     def __init__(
         self, command: list[str], environment: Mapping[str, str], endpoint: Endpoint
@@ -29,11 +29,11 @@ class ServerProcess:
         if _is_listening(endpoint):
             raise LoadError(f"something listens on port {endpoint.port} already")
         self._log, path = tempfile.mkstemp(prefix="bench-server-")
-        os.unlink(path)  # it lasts as long as it is open
+        os.unlink(path)  # it lives until closed
         self.begin = time.perf_counter()
         self._process = subprocess.Popen(
             command,
-            # What an earlier run left on the disk would answer for this one.
+            # An earlier run's KV cache on disk would speed this one up.
             env={**os.environ, "APPLIANCE_KV_DISK": "off", **environment},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -44,12 +44,12 @@ class ServerProcess:
     def ours(
         cls, port: int, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> ServerProcess:
-        """Start `appliance serve` on that port of the loopback.
+        """Start `appliance serve` on a loopback port.
 
         Args:
-            port: free.
-            arguments: more of the command line.
-            environment: variables that differ from this process's.
+            port: a free one.
+            arguments: more command-line arguments.
+            environment: overrides of this process's variables.
         """
         command = [sys.executable, "-P", "-m", "appliance", "serve", "--port", str(port)]
         command += arguments
@@ -65,7 +65,7 @@ class ServerProcess:
         """Wait for /health; return seconds since the start.
 
         Raises:
-            LoadError: it ended, or was not healthy in time.
+            LoadError: the server ended or was not healthy in time.
         """
         while (seconds := time.perf_counter() - self.begin) < limit:
             if self._process.poll() is not None:
@@ -89,17 +89,17 @@ class ServerProcess:
             return []
 
     def cpu_seconds(self) -> float:
-        """Return CPU seconds of the whole tree, ended descendants included."""
+        """Return CPU seconds of the tree, ended descendants included."""
         total = 0.0
         for process in self.tree():
             try:
-                total += sum(process.cpu_times()[:4])  # own user, system; those of ended children
+                total += sum(process.cpu_times()[:4])  # own user and system, then ended children's
             except psutil.NoSuchProcess:
                 continue
         return total
 
     def memory(self) -> dict[str, float]:
-        """Return resident megabytes of the tree; PSS divides shared pages among their users."""
+        """Return the tree's resident megabytes; PSS divides shared pages among their users."""
         rss = pss = count = 0
         for process in self.tree():
             try:
@@ -115,7 +115,7 @@ class ServerProcess:
         return os.pread(self._log, 1500, max(0, size - 1500)).decode(errors="replace")
 
     def stop(self) -> None:
-        """End the whole tree and wait until the port is free.
+        """End the tree and wait until the port is free.
 
         Raises:
             LoadError: the port is still taken.

@@ -1,4 +1,4 @@
-"""Prompts of plain words."""
+"""Prompts of random words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ WORDS = [
 
 
 def prompt_of(words: int, shared_words: int, seed: int) -> str:
-    """Return a prompt behind a shared beginning, as behind a system prompt."""
+    """Return a prompt with a shared beginning, like a system prompt."""
     shared = random.Random(0).choices(WORDS, k=shared_words)
     return " ".join(shared + random.Random(seed + 1).choices(WORDS, k=words))

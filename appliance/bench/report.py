@@ -1,4 +1,4 @@
-"""Writes a measurement as a text that a person can read and post."""
+"""Formats a measurement as text to read and post."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADS = (
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """Write the report in Markdown; `result` is what `appliance bench --json` prints."""
+    """Write the report in Markdown; `result` is the output of `appliance bench --json`."""
     machine, model = result["machine"], result["model"]
     versions = {"python": machine["python"], **machine["packages"]}
     facts = [

@@ -1,7 +1,7 @@
-"""Measures throughput and latency of an endpoint at several numbers of streams.
+"""Measures an endpoint's throughput and latency at several numbers of streams.
 
-Each stream asks for completions of distinct prompts, one after another, with a fixed length, so
-that every server does the same work.
+Each stream sends distinct prompts, one after another, with a fixed answer length, so every server
+does the same work.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _PREFILL_WORDS = 350
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """The work that each stream asks for.
+    """The load.
 
     Attributes:
-        streams: numbers of clients at once, measured one after another.
-        repeats: bursts at each of them.
-        prompt_words: of each prompt; no two begin alike.
-        max_tokens: of each answer, which is never shorter.
+        streams: numbers of concurrent clients, measured in turn.
+        repeats: bursts at each number.
+        prompt_words: per prompt; no two share a beginning.
+        max_tokens: exact length of each answer.
     """
 
     streams: tuple[int, ...] = (1, 8)
@@ -45,19 +45,19 @@ async def measure(
     """Run all bursts.
 
     Args:
-        endpoint: of the server.
-        model: its id there.
-        shape: the work.
+        endpoint: the server's.
+        model: its id in the API.
+        shape: the load.
         context_length: tokens; long prompts stay below it.
-        on_level: told what is measured next.
+        on_level: called with a description of the next measurement.
 
     Returns:
         `levels`, a dict for each number of streams; and `prefill` of a long prompt alone.
 
     Raises:
-        LoadError: an answer is an error, or has not as many tokens as were asked for.
+        LoadError: an answer is an error or has the wrong number of tokens.
     """
-    seed = secrets.randbelow(2**40)  # so that no prefix cache of an earlier run helps
+    seed = secrets.randbelow(2**40)  # so that an earlier run's prefix cache does not help
 
     async def burst(clients: int, words: int, max_tokens: int) -> Burst:
         nonlocal seed

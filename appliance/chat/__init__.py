@@ -1,1 +1,1 @@
-"""A chat in the terminal with the model of a running server, or with one of this process."""
+"""A terminal chat with a running server's model, or with one in this process."""

@@ -1,4 +1,4 @@
-"""Asks a model for an answer and hands on its pieces as they come."""
+"""Requests an answer and passes on its pieces as they arrive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from appliance.tui.sse import EventDecoder
 if TYPE_CHECKING:
     from appliance.tui.server import Server
 
-Show = Callable[[str, bool], None]  # a piece of text, and True if it is a thought
+Show = Callable[[str, bool], None]  # a piece of text; True for a thought
 
-_PATIENCE = 600.0  # seconds between two pieces; a prompt may be long, and a model loading
+_PATIENCE = 600.0  # seconds between two pieces; long, for long prompts and loading models
 
 
 class NoAnswerError(ApplianceError):
-    """The model gave no answer, or broke off; the message says why and what to do."""
+    """The model gave no complete answer; the message says why and what to do."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class ChatAnswer:
 
     Attributes:
         text: without thoughts.
-        finish_reason: why it ended; empty if it was stopped.
+        finish_reason: empty if the user stopped it.
     """
 
     text: str = ""
@@ -45,7 +45,7 @@ class ChatAnswer:
     completion_tokens: int = 0
 
     def in_words(self, context_length: int | None) -> str:
-        """Describe speed and size in a line; empty where nothing came."""
+        """Describe speed and size in one line; empty without an answer."""
         if self.first is None:
             return ""
         words = []
@@ -67,20 +67,18 @@ class ChatAnswer:
 
 
 class AnswerSource(Protocol):
-    """Answers: a server, or a model of this process."""
+    """A source of answers: a server, or a model in this process."""
 
     def events(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Yield the answer to a chat in OpenAI's form, as server-sent events.
 
         Raises:
-            ApplianceError: it is refused, or breaks off.
+            ApplianceError: the request is refused or the answer breaks off.
         """
         ...
 
 
 class ServerSource:
-    """A server, over HTTP."""
-
     def __init__(self, server: Server) -> None:
         self._server = server
 
@@ -88,7 +86,7 @@ class ServerSource:
         """Yield the bytes of the server's answer.
 
         Raises:
-            NoAnswerError: the server refuses, breaks off, or cannot be reached.
+            NoAnswerError: the server refuses, breaks off or is unreachable.
         """
         server = self._server
         try:
@@ -108,10 +106,10 @@ class ServerSource:
 async def fetch_answer(
     source: AnswerSource, body: dict[str, Any], answer: ChatAnswer, show: Show
 ) -> None:
-    """Stream an answer into `answer`, which holds what came if this is cancelled.
+    """Stream an answer into `answer`, which keeps the received part if this is cancelled.
 
     Raises:
-        NoAnswerError: it is refused, or breaks off.
+        NoAnswerError: the request is refused or the answer breaks off.
     """
     answer.begin = time.monotonic()
     decoder = EventDecoder()

@@ -1,4 +1,4 @@
-"""A conversation: system prompt, turns, sampling; and the requests that continue it."""
+"""A conversation: system prompt, turns and sampling; builds the next request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from appliance.errors import ConfigError
 from appliance.files import replace_atomically
 
-# Fields of a request that `/set` may change, by the type of their values.
+# Request fields that `/set` may change, and their types.
 SAMPLING: dict[str, type[int] | type[float]] = {
     "temperature": float,
     "top_p": float,
@@ -26,7 +26,7 @@ SAMPLING: dict[str, type[int] | type[float]] = {
 
 @dataclass(slots=True)
 class Turn:
-    """A question with its answer, which may have been stopped early."""
+    """A question and its answer, which the user may have stopped early."""
 
     question: str
     answer: str = ""
@@ -34,13 +34,13 @@ class Turn:
 
 @dataclass(slots=True)
 class Dialogue:
-    """Everything that the model is told with each question.
+    """The context that the model gets with each question.
 
     Attributes:
         model: its id in the API.
-        system: the system prompt; empty for the template's own.
-        sampling: fields that differ from the server's defaults, see `SAMPLING`.
-        turns: so far.
+        system: the system prompt; empty means the template's own.
+        sampling: overrides of the server's defaults, see `SAMPLING`.
+        turns: all so far.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Dialogue:
     turns: list[Turn] = field(default_factory=list)
 
     def body(self, question: str) -> dict[str, Any]:
-        """Return the streamed request that asks a question after all turns so far."""
+        """Return a streaming request for the question, with all turns so far."""
         said = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             said.append({"role": "user", "content": turn.question})
@@ -64,10 +64,10 @@ class Dialogue:
         }
 
     def set(self, name: str, text: str) -> None:
-        """Set a field of sampling; an empty text returns it to the server's default.
+        """Set a sampling field; an empty text restores the server's default.
 
         Raises:
-            ConfigError: there is no such field, or the text is no number.
+            ConfigError: the field is unknown, or the text is no number.
         """
         if name not in SAMPLING:
             raise ConfigError(f"{name!r} is none of {', '.join(SAMPLING)}")
@@ -80,10 +80,10 @@ class Dialogue:
             raise ConfigError(f"{name} must be a number; got {text!r}") from None
 
     def save(self, path: Path) -> None:
-        """Write system prompt and turns, readable for this user alone.
+        """Write system prompt and turns, readable only by this user.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: writing failed.
         """
         turns = [{"question": turn.question, "answer": turn.answer} for turn in self.turns]
         text = json.dumps({"system": self.system, "turns": turns}, indent=2, ensure_ascii=False)
@@ -95,10 +95,10 @@ class Dialogue:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
     def load(self, path: Path) -> None:
-        """Replace system prompt and turns with those of a file.
+        """Replace system prompt and turns by a file's.
 
         Raises:
-            ConfigError: the file cannot be read, or holds no conversation.
+            ConfigError: the file is unreadable or holds no conversation.
         """
         try:
             found = json.loads(path.read_text())

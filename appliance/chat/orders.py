@@ -1,4 +1,4 @@
-"""The commands of a chat that begin with a slash."""
+"""A chat's slash commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One command: its argument in words, its help, and its work, which returns what to say."""
+    """A command: its argument, its help, and a function that returns the reply."""
 
     argument: str
     help: str
@@ -26,11 +26,11 @@ class Order:
 
 
 def follow(session: ChatSession, line: str) -> str:
-    """Do what a line that begins with a slash says; return what to say.
+    """Run a slash command and return its reply.
 
     Raises:
-        ConfigError: there is no such command, or its argument is wrong.
-        EOFError: the chat is over.
+        ConfigError: the command is unknown or its argument is wrong.
+        EOFError: the user ends the chat.
     """
     word, _, argument = line.partition(" ")
     if word not in ORDERS:

@@ -1,8 +1,8 @@
-'''Reads questions from the keyboard, with editing, history and completion by readline.
+"""Reads questions from the keyboard; readline gives editing, history and completion.
 
-A line that ends with a backslash goes on, and so does a text between two lines of """. A pasted
-text of several lines is one question.
-'''
+A line that ends with a backslash continues, as does text between two lines of triple quotes. Pasted
+lines are one question.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from appliance.chat.screen import prompt_text
 
 _QUOTES = '"""'
-_MOST_LINES = 1000  # of history
+_MOST_LINES = 1000  # in the history
 
 
 class QuestionLine:
-    """The line that is typed into.
+    """The input line.
 
     Args:
         orders: words to complete, such as `/help`.
@@ -42,7 +42,7 @@ class QuestionLine:
 
         Raises:
             EOFError: the user is done.
-            KeyboardInterrupt: the user has given up the line.
+            KeyboardInterrupt: the user discarded the line.
         """
         line = input(prompt_text("> "))
         if line.strip() == _QUOTES:
@@ -55,10 +55,10 @@ class QuestionLine:
         return line.strip()
 
     def close(self) -> None:
-        """Keep the history, readable for this user alone."""
+        """Save the history, readable only by this user."""
         if self._history is None:
             return
-        with contextlib.suppress(OSError):  # a full disk ends no chat
+        with contextlib.suppress(OSError):  # a full disk does not end the chat
             self._history.parent.mkdir(parents=True, exist_ok=True)
             self._history.touch(mode=0o600)
             readline.write_history_file(self._history)

@@ -1,4 +1,4 @@
-"""Writes answers to the terminal; a model's text never moves the cursor or changes settings."""
+"""Writes answers to the terminal without control characters from the model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 @dataclass(slots=True)
 class ChatScreen:
-    """The terminal or pipe that a chat is shown on.
+    """The terminal or pipe that shows a chat.
 
     Attributes:
-        out: for answers.
-        is_terminal: it shows colors; otherwise only text is written.
+        out: receives answers.
+        is_terminal: it shows colors; otherwise writes only text.
     """
 
     out: TextIO = field(default_factory=lambda: sys.stdout)
@@ -26,7 +26,7 @@ class ChatScreen:
     _at_start: bool = True  # of a line
 
     def piece(self, text: str, is_thought: bool) -> None:
-        """Write a piece of an answer; thoughts are dim, and left out of a pipe."""
+        """Write a piece of an answer; dim thoughts, or omit them in a pipe."""
         if is_thought and not self.is_terminal:
             return
         if is_thought is not self._in_thought:
@@ -37,7 +37,7 @@ class ChatScreen:
         self._at_start = text.endswith("\n") if text else self._at_start
 
     def end(self) -> None:
-        """End an answer at the beginning of a line."""
+        """Finish an answer's last line."""
         if self._in_thought:
             self._switch(False)
         elif not self._at_start:
@@ -46,7 +46,7 @@ class ChatScreen:
         self._at_start = True
 
     def note(self, text: str) -> None:
-        """Write a line of ours."""
+        """Write a message of the program."""
         for line in text.splitlines():
             words = printable(line)
             self.out.write(f"{_DIM}{words}{_RESET}\n" if self.is_terminal else f"{words}\n")
@@ -58,10 +58,10 @@ class ChatScreen:
 
 
 def prompt_text(words: str) -> str:
-    """Return a prompt in bold whose width readline can tell."""
+    """Return a bold prompt whose width readline can measure."""
     return f"\x01{_BOLD}\x02{words}\x01{_RESET}\x02"
 
 
 def printable(text: str) -> str:
-    """Leave out control characters but line ends and tabs."""
+    """Remove control characters except line ends and tabs."""
     return _CONTROLS.sub("", text)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ChatSession:
-    """A conversation with a model, on a screen.
+    """A conversation with a model on a screen.
 
     Attributes:
-        source: answers.
-        models: that it has.
-        context_length: of the model; None if it is unknown.
-        where: the model and its place, in words.
-        shows_stats: each answer is followed by a line with its speed.
+        source: gives the answers.
+        models: ids that the source has.
+        context_length: the model's; None if unknown.
+        where: description of the model and its place.
+        shows_stats: show the speed after each answer.
     """
 
     source: AnswerSource
@@ -43,10 +43,10 @@ class ChatSession:
     shows_stats: bool = True
 
     def ask(self, question: str) -> None:
-        """Ask a question and show the answer; Ctrl-C stops it, and keeps what came.
+        """Ask a question and show the answer; Ctrl-C stops it and keeps the received part.
 
         Raises:
-            NoAnswerError: there is none; the question is not part of the conversation.
+            NoAnswerError: there is no answer; drops the question from the conversation.
         """
         answer = ChatAnswer()
         body = self.conversation.body(question)
@@ -85,12 +85,12 @@ async def _until_ctrl_c(answer: Coroutine[None, None, None]) -> None:
     """Await an answer.
 
     Raises:
-        asyncio.CancelledError: Ctrl-C came. `asyncio.run` alone misses one that comes just before
-            its loop waits for the server; a handler of the loop wakes it.
+        asyncio.CancelledError: on Ctrl-C. `asyncio.run` alone misses one that arrives just before
+            its loop waits for the server; a handler in the loop wakes it.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    if threading.current_thread() is not threading.main_thread():  # signals are not for it
+    if threading.current_thread() is not threading.main_thread():  # only there do signals arrive
         await answer
         return
     loop.add_signal_handler(signal.SIGINT, task.cancel)

@@ -1,1 +1,1 @@
-"""Serves a model on several machines through Ray Serve, each replica with the server of one box."""
+"""Serves a model on several machines through Ray Serve; each replica is a single-box server."""

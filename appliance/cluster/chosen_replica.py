@@ -1,4 +1,4 @@
-"""Nouns that pass between a front and the chooser of its replicas. Imports no Ray."""
+"""Types that pass between a front and its replica chooser. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ChosenReplica:
     """A replica that takes requests.
 
     Attributes:
-        name: Ray's id of it.
-        url: of its server, for other machines.
+        name: its id in Ray.
+        url: its server's, for other machines.
     """
 
     name: str
@@ -26,9 +26,9 @@ class Asked:
     """A request that needs a replica.
 
     Attributes:
-        hashes: of the text of its prompt.
-        num_open: requests of this front that each replica has.
-        tried: names of the replicas that did not answer it.
+        hashes: of the prompt's text.
+        num_open: open requests of this front by replica.
+        tried: names of the replicas that failed to answer it.
     """
 
     hashes: list[bytes]
@@ -36,5 +36,5 @@ class Asked:
     tried: set[str] = field(default_factory=set)
 
 
-# Returns None if all replicas were tried; raises TimeoutError if there is none for long.
+# Returns None if all replicas were tried; raises TimeoutError if none appears in time.
 Choose = Callable[[Asked], Coroutine[Any, Any, ChosenReplica | None]]

@@ -1,4 +1,4 @@
-"""Starts, shows and stops the replicas of a model on a Ray cluster."""
+"""Starts, shows and stops a model's replicas on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig, ServerConfig, Settings
 
 APP, REPLICAS = "appliance", "ServedReplica"  # names in Ray Serve
-_LOOK_SECONDS = 3600.0  # a node may have to fetch the model
-_STATS_SECONDS = 1.0  # between two looks of Ray at what replicas say of themselves
-_SPARE_SECONDS = 10.0  # to end in, beside those that answers may take
-_STARTS = 3  # of a replica whose model cannot be loaded, until Ray gives up
+_LOOK_SECONDS = 3600.0  # a node may have to download the model
+_STATS_SECONDS = 1.0  # Ray's polling interval for replicas' statistics
+_SPARE_SECONDS = 10.0  # to end in, in addition to the drain timeout
+_STARTS = 3  # failed starts before Ray gives up
 
 _PROXY = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # it passes bytes on without a process of Python
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 are too few for a small busy box
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # it forwards bytes without a Python process
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 are too few for a small, busy box
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
 }
 _ACTORS = {
-    # Else each token changes between two threads and two loops.
+    # Otherwise each token crosses two threads and two loops.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # HAProxy needs less to hear of it
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # HAProxy needs less to notice
 }
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to a Ray cluster; yields the module `ray`.
+    """Connect to a Ray cluster and yield the module `ray`.
 
     Raises:
-        ConfigError: Ray is not installed, or no cluster is there.
+        ConfigError: Ray is not installed, or there is no cluster.
     """
-    # Else a thread of Serve that outlives the connection starts a cluster of its own.
+    # Otherwise a Serve thread that outlives the connection starts its own cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         import ray
@@ -78,10 +78,10 @@ def connected(address: str | None) -> Iterator[Any]:
 
 
 def start(settings: Settings, autoscale: tuple[int, int] | None, address: str | None) -> str:
-    """Serve a model, or change how it is served: replica after replica, without a pause.
+    """Serve a model, or change its settings, replica after replica without a pause.
 
     Args:
-        autoscale: least and most replicas; None for as many as the settings say.
+        autoscale: minimum and maximum of replicas; None uses the settings' number.
         address: of the cluster; None finds it.
 
     Returns:
@@ -89,7 +89,7 @@ def start(settings: Settings, autoscale: tuple[int, int] | None, address: str | 
 
     Raises:
         ConfigError: a setting does not fit the cluster, or its nodes differ.
-        EngineError: no replica can be started.
+        EngineError: no replica starts.
     """
     _check(settings)
     config = settings.server
@@ -124,10 +124,10 @@ def start(settings: Settings, autoscale: tuple[int, int] | None, address: str | 
 
 
 def reports(address: str | None) -> list[ReplicaReport]:
-    """Ask all replicas how they are.
+    """Ask all replicas for their reports.
 
     Raises:
-        ConfigError: nothing is served.
+        ConfigError: the cluster serves nothing.
     """
     with connected(address):
         from ray import serve
@@ -141,7 +141,7 @@ def reports(address: str | None) -> list[ReplicaReport]:
 
 
 def stop(address: str | None) -> bool:
-    """End the replicas, and Ray Serve if nothing else runs there; return False if none ran."""
+    """End the replicas, and Ray Serve if it runs nothing else; return False if none ran."""
     with connected(address):
         from ray import serve
 
@@ -211,7 +211,7 @@ def _application(
 
 
 def _as_told(settings: Settings, placement: Placement) -> Settings:
-    """Return the settings as nodes get them: keys as digests, and one engine each."""
+    """Return the settings for nodes: keys as digests, and one engine each."""
     keys = {
         name: f"{DIGEST}{key.digest.hex()} {show_limits(key.limits)}".rstrip()
         for name, key in known_keys(settings.server).items()
@@ -282,11 +282,7 @@ def _look(ray: Any, nodes: dict[str, Node], engine: EngineConfig) -> dict[str, N
 
 
 def _claim_address(config: ServerConfig) -> None:
-    """Check that Ray Serve listens, or can listen, where the settings say.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError unless Ray Serve listens, or can listen, at the configured address."""
     from ray import serve
 
     if not serve.status().proxies:
@@ -303,6 +299,6 @@ def _claim_address(config: ServerConfig) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """Return the last line of an error, which is the one that says why."""
+    """Return the last line of an error, which holds the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

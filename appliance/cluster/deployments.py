@@ -1,4 +1,4 @@
-"""The actors that Ray Serve runs on nodes: replicas with a server each, and fronts before them."""
+"""Ray Serve's actors on nodes: replicas with a server each, and the fronts before them."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
     from appliance.server.serve import RunningServer
 
-WAIT_SECONDS = 30.0  # that a request waits for a replica if there is none
-_SEQUENCES = "sequences"  # what a replica tells the autoscaler
+WAIT_SECONDS = 30.0  # a request's wait while there is no replica
+_SEQUENCES = "sequences"  # the metric that replicas send to the autoscaler
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """A replica as `appliance cluster status` shows it.
+    """A replica in `appliance cluster status`.
 
     Attributes:
         node: its address.
-        url: of its server.
-        state: of its engine.
+        url: its server's.
+        state: its engine's.
         sequences: running or waiting.
-        hit_rate: share of prompt tokens that its cache had.
-        restarts: of its engine.
-        pid: of its server there.
+        hit_rate: share of prompt tokens found in its cache.
+        restarts: its engine's.
+        pid: its server's, on the node.
     """
 
     node: str
@@ -58,12 +58,12 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class ReplicaTerms(msgspec.Struct, frozen=True):
-    """The facts that a replica is told besides the settings.
+    """Facts for a replica beside the settings.
 
     Attributes:
-        expected: what its node must have.
+        expected: the facts that its node must match.
         most_on_a_node: replicas that divide the memory of a node without GPUs.
-        is_alone: there is one node, so other machines need not reach its replicas.
+        is_alone: there is only one node, so other machines need not reach its replicas.
     """
 
     expected: NodeFacts
@@ -72,14 +72,14 @@ class ReplicaTerms(msgspec.Struct, frozen=True):
 
 
 class ServedReplica:
-    """The server of one box with one engine process, in an actor of Ray.
+    """A Ray actor that runs a single-box server with one engine process.
 
     Args:
-        settings: of the server, as JSON.
-        terms: what else it must know.
+        settings: the server's, as JSON.
+        terms: further facts.
 
     Raises:
-        ApplianceError: the node differs from the others, or the model cannot be loaded.
+        ApplianceError: the node differs from the others, or the model fails to load.
     """
 
     async def __init__(self, settings: bytes, terms: ReplicaTerms) -> None:  # type: ignore[misc]
@@ -110,28 +110,24 @@ class ServedReplica:
         self._engine = self._server.state.default.engine
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Say where it listens and how many blocks its cache has (called by Ray)."""
+        """Report the server's address and its cache's number of blocks (called by Ray)."""
         info = self._running.info
         blocks = info.num_blocks if self._engine.config.prefix_caching else 0
         blocks += blocks * info.kv_host_bytes // max(1, info.kv_bytes)
-        # A block of the text has a size of its own.
+        # A block of text has its own size.
         return {URL: self._running.url, BLOCKS: blocks * info.block_size // BLOCK_SIZE}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Say how much it has to do (called by Ray)."""
+        """Report the number of sequences (called by Ray)."""
         return {_SEQUENCES: float(self._engine.num_sequences)}
 
     def check_health(self) -> None:
-        """Tell Ray to start another one if the server has ended (called by Ray).
-
-        Raises:
-            EngineError: it has.
-        """
+        """Raise EngineError if the server has ended, so that Ray starts another (called by Ray)."""
         if self._task.done() or self._engine.state is EngineState.FAILED:
             raise EngineError(f"the server has ended: {self._engine.reason}")
 
     def report(self) -> ReplicaReport:
-        """Describe it for a person."""
+        """Describe the replica for display."""
         stats = self._engine.stats
         return ReplicaReport(
             self._node,
@@ -144,7 +140,7 @@ class ServedReplica:
         )
 
     async def __del__(self) -> None:
-        """Let what runs end for a while (called by Ray)."""
+        """Stop the server and wait until it has drained (called by Ray)."""
         if not hasattr(self, "_task"):
             return
         self._server.stop()
@@ -154,17 +150,17 @@ class ServedReplica:
 
 @ingress()
 class ClusterFront:
-    """Takes the requests that Ray's proxy on a node passes on.
+    """Takes requests from Ray's proxy on the node.
 
     Args:
-        settings: of the server, as JSON.
+        settings: the server's, as JSON.
     """
 
     def __init__(self, replicas: DeploymentHandle[ServedReplica], settings: bytes) -> None:
         self._config = msgspec.json.decode(settings, type=Settings).server
         log.configure(self._config.log_level, self._config.log_format)
         self._replicas = replicas
-        # Ray's own loop for this would cost each request two changes of thread.
+        # Ray's loop would cost each request two thread switches.
         replicas._init(_run_router_in_separate_loop=False)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -172,7 +168,7 @@ class ClusterFront:
         return make_front(self._config, self._choose)
 
     async def _choose(self, asked: Asked) -> ChosenReplica | None:
-        # Nothing is reserved: a replica has a queue of its own.
+        # Reserves nothing: a replica has its own queue.
         wanted = self._replicas.choose_replica(**{ASKED: asked}, _reserve=False)
         async with asyncio.timeout(WAIT_SECONDS), wanted as chosen:
             replica = chosen._replica
@@ -181,6 +177,6 @@ class ClusterFront:
 
 
 def wanted_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return how many replicas the sequences of all of them need (called by Ray)."""
+    """Return the number of replicas for all their sequences (called by Ray)."""
     counts = (context.aggregated_metrics or {}).get(_SEQUENCES, {}).values()
     return math.ceil(sum(counts) / context.config.get_target_ongoing_requests()), {}

@@ -1,7 +1,7 @@
-"""The door of a cluster: checks a request, chooses its replica, and passes bytes on as they come.
+"""A cluster's front: checks a request, chooses its replica, and streams the reply.
 
-A request whose replica ends before the client has a part of the answer is begun again at another
-one; a stream that had begun ends with an error, as with one process. Imports no Ray.
+If a replica ends before the client has part of the answer, another one starts over; a stream that
+has begun ends with an error, as with one process. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from appliance.cluster.reply import RawHeaders
     from appliance.config import ServerConfig
 
-BLOCK_SIZE = 16  # tokens, as far as the text tells
+BLOCK_SIZE = 16  # tokens, estimated from the text
 CONNECT_SECONDS = 5.0
-_POOL_SECONDS = 15.0  # shorter than a replica keeps a connection without requests
-_RESPONSES = "/v1/responses"  # a replica has those that it made
+_POOL_SECONDS = 15.0  # shorter than a replica's keep-alive
+_RESPONSES = "/v1/responses"  # each replica has only its own
 
-# Of one replica; the address of each is in `appliance cluster status`.
+# These concern one replica, whose address is in `appliance cluster status`.
 _OF_ONE = ("/admin/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
-# What is for the front alone, or for one connection.
+# Headers for the front alone, or for one connection.
 _NOT_PASSED_ON = {
     *(b"host", b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect"),
     *(b"content-length", b"origin", b"x-request-id", b"forwarded"),
@@ -64,17 +64,15 @@ logger = logging.getLogger(__name__)
 
 
 class _NotOfClustersError(RequestError):
-    """A route of one replica."""
-
     status = 404
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An answer that another replica may improve on.
+    """An error that another replica may not give.
 
     Attributes:
-        is_death: an engine ended while it had the request.
+        is_death: an engine ended while it ran the request.
     """
 
     status: int
@@ -84,17 +82,17 @@ class _Refusal:
 
 
 def make_front(config: ServerConfig, choose: Choose) -> ASGIApp:
-    """Build the application that clients of a cluster talk to."""
+    """Build the application for a cluster's clients."""
     metrics = SharedMetrics()
     door = Door(Front(config, choose), config=config, keys=KeyRing(config), metrics=metrics)
     return Proxies(door, config)
 
 
 class Front:
-    """Passes requests on to replicas.
+    """Forwards requests to replicas.
 
     Args:
-        choose: chooses one.
+        choose: chooses a replica.
     """
 
     def __init__(self, config: ServerConfig, choose: Choose) -> None:
@@ -105,7 +103,6 @@ class Front:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
@@ -176,7 +173,7 @@ class Front:
     async def _ask(
         self, target: ChosenReplica, scope: Scope, body: bytes, reply: Reply
     ) -> _Refusal | None:
-        """Pass a request on and its answer back; return what another replica may do better."""
+        """Forward a request and its answer; return an error that another replica may avoid."""
         sent = False
         try:
             with self._counted(target):
@@ -253,7 +250,7 @@ def _headers(scope: Scope) -> list[tuple[str, str]]:
 
 
 def _lasting_socket(address: tuple[object, ...]) -> socket.socket:
-    """Make a socket that notices within half a minute that the other machine is gone."""
+    """Make a socket that notices a dead peer within half a minute."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

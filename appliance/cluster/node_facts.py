@@ -1,6 +1,6 @@
-"""Compares nodes: all that serve a model need the same version of ours and the same weights.
+"""Compares nodes: all need the same version of the appliance and the same weights.
 
-Imports no Ray, so that it can run on a node before anything else does.
+Imports no Ray, so it can run on a node before anything else.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """The facts that nodes must agree on.
+    """The facts on which nodes must agree.
 
     Attributes:
-        version: of the appliance.
+        version: the appliance's.
         weights: digest of the files of the model, its adapters and its draft model.
-        problem: why these cannot be used there; empty if they can.
+        problem: why the node cannot use them; empty if it can.
     """
 
     version: str
@@ -39,7 +39,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 def look(engine: EngineConfig) -> NodeFacts:
-    """Find a model's files on this node, fetching what is not here, and digest them."""
+    """Find a model's files on this node, download missing ones, and digest them."""
     try:
         model, engine = find_model_of(engine)
         paths = [model.path, *map(Path, named_paths(engine.lora, "lora").values())]
@@ -52,13 +52,13 @@ def look(engine: EngineConfig) -> NodeFacts:
 
 
 def agreed(facts: Mapping[str, NodeFacts]) -> NodeFacts:
-    """Return what all nodes have in common.
+    """Return the facts that all nodes share.
 
     Args:
-        facts: by address of the node.
+        facts: by the node's address.
 
     Raises:
-        ConfigError: two nodes differ, or the model cannot be used on one.
+        ConfigError: two nodes differ, or one cannot use the model.
     """
     for address, one in facts.items():
         if one.problem:
@@ -83,9 +83,9 @@ def agreed(facts: Mapping[str, NodeFacts]) -> NodeFacts:
 
 
 def check(expected: NodeFacts, found: NodeFacts) -> None:
-    """Check a node that joined the cluster later.
+    """Check a node that joined later.
 
     Raises:
-        ConfigError: it differs from those that were there.
+        ConfigError: it differs from the first ones.
     """
     agreed({"of the first replicas": expected, "of this replica": found})

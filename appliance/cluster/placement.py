@@ -1,7 +1,6 @@
-"""Finds what replicas ask of nodes: CPUs for threads, or GPUs, each replica on one node.
+"""Computes the resources of a replica: CPUs for threads, or GPUs, on one node.
 
-Ranks of one replica exchange sums through memory that they share, so they cannot be on two nodes.
-Imports no Ray.
+Ranks of a replica exchange sums through shared memory, so they cannot span nodes. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the cluster, with what Ray may give away there."""
+    """A node of the cluster and the resources that Ray may allocate there."""
 
     address: str
     cpus: int
@@ -29,11 +28,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The share of a node that each replica gets.
+    """A replica's share of a node.
 
     Attributes:
-        cpus: threads of its engine; with GPUs, one for its server.
-        gpus: one for each rank.
+        cpus: its engine's threads; with GPUs, one for its server.
+        gpus: one per rank.
         most_on_a_node: replicas.
     """
 
@@ -43,19 +42,19 @@ class Placement:
 
     @property
     def bundle(self) -> dict[str, int]:
-        """The share in the form of Ray's placement groups."""
+        """The share as a bundle of Ray's placement groups."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
 def place(engine: EngineConfig, nodes: Sequence[Node], least: int, most: int) -> Placement:
-    """Find what each replica gets: as many threads as there are, if the settings name no number.
+    """Compute each replica's share; uses all threads if the settings give no number.
 
     Args:
-        least: replicas that must have room now.
-        most: that should have room.
+        least: replicas that need room now.
+        most: replicas that should have room.
 
     Raises:
-        ConfigError: there is no room for the least number, or none for the ranks on one node.
+        ConfigError: there is no room for `least` replicas, or none for the ranks on one node.
     """
     ranks = engine.tensor_parallel
     if engine.device != "cpu" and any(node.gpus for node in nodes):

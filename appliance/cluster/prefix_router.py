@@ -1,6 +1,6 @@
-"""Ray Serve's hook for the choice of a replica, with the policy that routes on one box too.
+"""Ray Serve's request router, with the policy of a single box.
 
-Ray makes one in each front, and tells it which replicas there are and what each says of itself
+Ray makes one per front and tells it the replicas and their statistics
 (https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html).
 """
 
@@ -13,26 +13,25 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from appliance.cluster.chosen_replica import Asked
 from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
 
-URL, BLOCKS = "url", "blocks"  # what a replica says of itself
-ASKED = "asked"  # keyword of a call that needs a replica
+URL, BLOCKS = "url", "blocks"  # keys of a replica's statistics
+ASKED = "asked"  # keyword argument of a call that needs a replica
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses one replica by the prompts that each was given, within a bound on load."""
+    """Chooses the replica with the longest known prefix, within a bound on load."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Begin without replicas (called by Ray)."""
         self._policy = ReplicaRouter[str]()
-        self._known: dict[str, int] = {}  # blocks of the replicas that the policy knows
+        self._known: dict[str, int] = {}  # number of blocks by replica, as the policy knows it
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return one replica; none while no replica has said where it listens.
+        """Return one replica, or none until a replica has reported its address.
 
-        One that was tried already comes again once all were.
+        Tried ones come again after all were tried.
         """
         asked = None if pending_request is None else pending_request.kwargs.get(ASKED)
         if not isinstance(asked, Asked):

@@ -1,7 +1,7 @@
-"""Hashes the text of a request's prompt in chained blocks, as the prefix cache hashes its tokens.
+"""Hashes a prompt's text in chained blocks, as the prefix cache hashes its tokens.
 
-Who routes requests in a cluster has no tokenizer. Two prompts that begin with the same text begin
-with the same tokens, so the text tells as well which replica knows them. Imports no Ray.
+The router has no tokenizer. Prompts that begin with the same text begin with the same tokens, so
+the text also shows which replica has them cached. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import msgspec
 
 from appliance.engine.blocks.block_hashes import extend_chain, root_hash
 
-BYTES_A_TOKEN = 4  # of English text, about; other languages differ, and so does what is remembered
+BYTES_A_TOKEN = 4  # about, for English; in other languages it remembers more or less
 
-# Fields with a prompt's text, in the order in which templates put them. A conversation grows at
-# the end of one of the last.
+# Fields with prompt text, in the order of templates. A conversation grows at the end of one of the
+# last.
 _FIELDS = ("tools", "system", "instructions", "prompt", "messages", "input")
-_TEXT = "I"  # four bytes stand for a token
+_TEXT = "I"  # four bytes per token
 
 
 def text_hashes(body: bytes, owner: str, block_size: int) -> list[bytes]:
-    """Return the hashes of a prompt's full blocks; none if the body is not a JSON object.
+    """Return the hashes of a prompt's full blocks; none if the body is no JSON object.
 
     Args:
         body: of a request in any protocol.
-        owner: whose prompts share a cache with this one.
-        block_size: tokens of a block.
+        owner: whose prompts share the cache.
+        block_size: tokens per block.
     """
     try:
         fields = msgspec.json.decode(body)
@@ -44,7 +44,7 @@ def text_hashes(body: bytes, owner: str, block_size: int) -> list[bytes]:
 
 
 def _growing(value: Any) -> bytes:
-    """Encode a value so that a longer one begins with the bytes of the shorter one."""
+    """Encode a value so that a longer one begins with a shorter one's bytes."""
     if isinstance(value, list):
         return b"".join(msgspec.json.encode(item) + b"," for item in value)
     return msgspec.json.encode(value)[:-1]

@@ -1,4 +1,4 @@
-"""Sends the client of a front one answer, made of what several replicas begin. Imports no Ray."""
+"""Sends a client one answer that several replicas may have begun. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RawHeaders = Iterable[tuple[bytes, bytes]]
 STREAMS = (SERVER_SENT_EVENTS.media_type, OLLAMA_WIRE.media_type)
 
-# Those that the front's own server and door set, and those of one connection.
+# Headers that the front's own server and door set, and those of one connection.
 _NOT_PASSED_ON = {
     *(b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"),
     *(b"x-request-id", b"request-id", b"content-length", b"x-engine-died"),
@@ -31,8 +31,8 @@ class Reply:
     """The answer to one request, which several replicas may have begun.
 
     Attributes:
-        committed: the client has a status; another replica can go on only if its answer streams.
-        begun: it has a part of the answer, so no other replica can go on.
+        committed: the client has a status; another replica can continue only with a stream.
+        begun: the client has part of the answer, so no other replica can continue.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,23 +47,23 @@ class Reply:
         self._part = b""
 
     async def whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
-        """Send an answer that does not stream."""
-        if self.committed:  # by comments of a replica that is gone
+        """Send an unstreamed answer."""
+        if self.committed:  # a replica that died has sent comments
             await self._write(body if status == 200 else self._as_frame(body), last=True)
             return
         await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self._write(body, last=True)
 
     async def start(self, status: int, headers: RawHeaders) -> None:
-        """Begin to stream, unless another replica's answer has begun."""
+        """Start streaming, unless another replica's answer has begun."""
         self._part = b""
         if not self.committed:
             await self._start(status, headers)
 
     async def pass_on(self, data: bytes) -> None:
-        """Send the frames that are complete, at once; what follows them waits for its end.
+        """Send complete frames at once; hold back the rest.
 
-        Half a frame in front of an error would make both unreadable.
+        Half a frame before an error would make both unreadable.
         """
         data = self._part + data
         end = data.rfind(self._frame_end) + len(self._frame_end)
@@ -76,11 +76,10 @@ class Reply:
             await self._write(frames)
 
     async def end(self) -> None:
-        """End a stream."""
         await self._write(self._part, last=True)
 
     async def fail(self, error: Exception) -> None:
-        """Answer with an error: in the stream if there is one."""
+        """Answer with an error, in the stream if it has begun."""
         if not self.committed:
             await error_response(error, self._scope)(self._scope, self._receive, self._send)
             return

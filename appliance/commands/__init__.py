@@ -1,1 +1,1 @@
-"""The commands, a file each; they import heavy modules only when run, so that help is fast."""
+"""The commands, a file each; they import heavy modules only when run, which keeps help fast."""

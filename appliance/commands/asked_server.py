@@ -1,4 +1,4 @@
-"""The server that a command talks to, from its flags and the settings."""
+"""Finds the server that a command talks to, from flags and settings."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ def asked_server(url: str | None, config: Path | None) -> Server:
 
 
 def require_models(server: Server, facts: ServerFacts) -> None:
-    """Refuse a server that does not answer, refuses the key, or serves nothing.
-
-    Raises:
-        ConfigError: with what to do.
-    """
+    """Raise ConfigError if a server does not answer, refuses the key, or serves no model."""
     if facts.problem is not None:
         raise ConfigError(
             f"no answer from {server.url}: {facts.problem}; start a server with `appliance serve`,"

@@ -113,7 +113,7 @@ def _levels(text: str) -> tuple[int, ...]:
 
 
 def _own_server(model: str, config: Path | None, stack: ExitStack) -> ServerProcess:
-    """Start a server with the configured settings of the engine and none of the server's."""
+    """Start a server with the configured engine settings and default server settings."""
     from appliance.bench.own_server import ServerProcess
 
     engine, server = fields_of(EngineConfig), fields_of(ServerConfig)

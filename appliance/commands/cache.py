@@ -1,4 +1,4 @@
-"""`appliance cache`: the KV cache of long prompts that servers keep on the disk."""
+"""`appliance cache`: the KV cache that servers keep on disk."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def rm(
 
 
 def _in_words(blocks: int, states: int) -> str:
-    """Count blocks, and state checkpoints where there are some."""
+    """Count blocks, and state checkpoints if there are any."""
     found = counted(blocks, "block")
     return f"{found} and {counted(states, 'state checkpoint')}" if states else found
 

@@ -1,4 +1,4 @@
-"""`appliance chat`: talks with the model of a running server, or with one that it runs itself."""
+"""`appliance chat`: talks with a running server's model, or with one in this process."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def _talk(session: ChatSession, *, keep_history: bool) -> None:
 
 
 def _with_server(url: str | None, config: Path | None, model: str | None) -> ChatSession | None:
-    """Return a chat with the server; None if none answers, and a model is named to run instead.
+    """Return a chat with the server; None if none answers and the user named a model to run.
 
     Raises:
-        ConfigError: there is no server, or it has no such model.
+        ConfigError: there is no server, or it lacks the model.
     """
     from appliance.chat.answer import ServerSource
     from appliance.chat.dialogue import Dialogue
@@ -115,10 +115,10 @@ def _with_server(url: str | None, config: Path | None, model: str | None) -> Cha
 
 @contextlib.contextmanager
 def _with_own_model(model: str | None, config: Path | None) -> Iterator[ChatSession]:
-    """Load a model with the server's settings, and end it with the context.
+    """Load a model with the server's settings; the context ends it.
 
     Raises:
-        ApplianceError: it cannot be found, fetched or loaded.
+        ApplianceError: the model cannot be found, fetched or loaded.
     """
     from appliance import log
     from appliance.chat.dialogue import Dialogue

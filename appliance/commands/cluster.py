@@ -83,11 +83,6 @@ def stop(address: Address = None) -> None:
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """Parse MIN:MAX.
-
-    Raises:
-        ConfigError: it is not that.
-    """
     low, _, high = text.partition(":")
     if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         raise ConfigError(f"--autoscale {text!r} is not MIN:MAX, such as 1:4")

@@ -75,7 +75,7 @@ def path(file: File = None) -> None:
 
 
 def _rows(name: str, file: Path | None) -> list[tuple[str, str, str, str]]:
-    """Return section, key, value in words and origin of each setting of a section.
+    """Return section, key, formatted value and origin of each setting in a section.
 
     Raises:
         ConfigError: a setting is unusable.
@@ -94,7 +94,7 @@ def _rows(name: str, file: Path | None) -> list[tuple[str, str, str, str]]:
 
 
 def _model_rows(file: Path | None) -> list[tuple[str, str, str, str]]:
-    """Return the same of each model's table, where it differs from [engine], and of aliases."""
+    """Return such rows for the models' overrides of [engine], and for aliases."""
     settings, origin = load_settings({}, file), str(config_path(file))
     fields = fields_of(type(settings.engine))
     rows = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from appliance.connect import Connection, Recipe
 
-_OWN_KEY = "YOUR-KEY"  # where the reader has to fill it in
+_OWN_KEY = "YOUR-KEY"  # for the reader to replace
 
 
 def connect(
@@ -60,7 +60,7 @@ def connect(
 def _connection(
     recipe: Recipe, url: str | None, config: Path | None
 ) -> tuple[Connection, list[str]]:
-    """Collect the values to fill in, and what the reader should know of them."""
+    """Collect the values to fill in, and notes for the reader."""
     from appliance.connect import Connection
     from appliance.doctor.server_facts import ask_server
 
@@ -88,7 +88,7 @@ def _connection(
 
 
 def _configured_model(config: Path | None) -> str:
-    """Return the id under which a server with these settings would serve its model."""
+    """Return the model's id in the API of a server with these settings."""
     from appliance.hub.packaged import DEFAULT, PACKAGED
 
     served = load_section(ServerConfig, {}, config).served_model_name

@@ -35,10 +35,10 @@ def docs(
 
 
 def _named(topic: str) -> str:
-    """Find the topic that begins with a word.
+    """Find the topic with this prefix.
 
     Raises:
-        ConfigError: none or several begin with it.
+        ConfigError: the prefix has no match or several.
     """
     wanted = topic.lower().removesuffix(".md")
     found = [wanted] if wanted in NAMES else [name for name in NAMES if name.startswith(wanted)]

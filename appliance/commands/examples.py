@@ -1,4 +1,4 @@
-"""Example commands that a server prints for the user to paste into a terminal."""
+"""Example commands for users to paste into a terminal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAME = "appliance"
 
 
 def own_command() -> str:
-    """Return the command of this program, valid in any folder.
+    """Return this program's command, valid in any folder.
 
-    It is the bare name only if that is on every terminal's PATH: an activated environment is not
-    active in the next terminal.
+    Uses the bare name only if it is on every terminal's PATH: a virtual environment is not active
+    in the next terminal.
     """
     script = Path(sys.argv[0])
     if script.name != _NAME:
@@ -35,7 +35,7 @@ def own_command() -> str:
 
 
 class ExampleRequest(Enum):
-    """A first request for a kind of model: the path, and the body beside its name."""
+    """A first request by kind of model: the path, and the body without the model's name."""
 
     CHAT = (
         "v1/chat/completions",
@@ -52,8 +52,8 @@ def try_it(
     """Format a curl request that the model can answer.
 
     Args:
-        use: of the model.
-        keyed: the server needs a key, taken from the environment.
+        use: the kind of model.
+        keyed: the server needs a key; takes it from the environment.
     """
     body: dict[str, Any] = {"model": name}
     path, asked = use.value

@@ -46,7 +46,7 @@ def install_service(
         raise ConfigError("--docker goes with neither --user nor --run-as; leave one out")
     if user and run_as:
         raise ConfigError("--user and --run-as were given; leave one out")
-    here = Path(model).expanduser()  # the service is started in another folder
+    here = Path(model).expanduser()  # the service runs in another folder
     arguments = (str(here.absolute()) if model and here.exists() else model,) if model else ()
     if docker is not None:
         files, after = _for_docker(docker, arguments)
@@ -125,11 +125,7 @@ def _own_words() -> tuple[str, ...]:
 
 
 def _require_outside_of_homes() -> None:
-    """Refuse a program that the service's own account cannot read.
-
-    Raises:
-        ConfigError: with what to do.
-    """
+    """Raise ConfigError, with a remedy, if the service's account cannot read the program."""
     for path in (Path(sys.executable).absolute(), Path(sys.executable).resolve()):
         if path.parts[1:2] in (("home",), ("root",)):
             raise ConfigError(

@@ -70,7 +70,7 @@ def _check_new(server: ServerConfig, present: dict[str, str], name: str, entry: 
     """Refuse an entry that the server would refuse.
 
     Raises:
-        ConfigError: the name is invalid or has a key, or a limit is out of bounds.
+        ConfigError: the name is invalid or taken, or a limit is out of bounds.
     """
     if name in present or name in server.api_keys:
         raise ConfigError(f"{name!r} has a key already; take its line out first")

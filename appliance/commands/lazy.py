@@ -1,6 +1,6 @@
-"""A group of commands that imports a command's file only when that command runs.
+"""A command group that imports a command's file only to run it.
 
-`appliance --help` shows names and one line each; importing every command for it took half a second.
+`appliance --help` shows names and one line each; importing every command took half a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LazyGroup(TyperGroup):
     """The top level of the command line.
 
     Attributes:
-        lines: each command's name and the line that the help shows; set it on a subclass.
+        lines: help line by command; set it on a subclass.
     """
 
     lines: ClassVar[Mapping[str, str]] = {}
@@ -32,23 +32,22 @@ class LazyGroup(TyperGroup):
         self.commands: MutableMapping[str, Any] = CommandsOnDemand(self.lines, dict(self.commands))
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return all names in the order of the table."""
         return list(self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command's name and line, without its file."""
+        """Return a command's name and line, without importing it."""
         if cmd_name in self.lines:
             return TyperCommand(cmd_name, help=self.lines[cmd_name], rich_markup_mode=None)
         return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the arguments name, imported."""
+        """Return the command in the arguments, imported."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, None if command is None else self.commands[str(command.name)], rest
 
 
 class CommandsOnDemand(MutableMapping[str, Any]):
-    """Commands by name; one of `lines` is imported when it is taken."""
+    """Commands by name; imports one of `lines` on access."""
 
     def __init__(self, lines: Mapping[str, str], loaded: dict[str, Any]) -> None:
         self._names = list(lines)
@@ -76,7 +75,7 @@ class CommandsOnDemand(MutableMapping[str, Any]):
 
 
 def load_command(name: str) -> Any:
-    """Import a command's file and make its command, or its group of commands."""
+    """Import a command's file and build its command or group."""
     own = name.replace("-", "_")
     found = getattr(importlib.import_module(f"{FOLDER}.{own}"), own)
     if not isinstance(found, typer.Typer):

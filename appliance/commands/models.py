@@ -1,7 +1,4 @@
-"""`appliance models`: the models on this machine that were downloaded.
-
-`appliance cache` is the KV cache that servers keep on the disk.
-"""
+"""`appliance models`: the downloaded models. `appliance cache` manages the KV cache on disk."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ def du() -> None:
     from appliance.hub.store import kept_models, unfinished_downloads
 
     kept, unfinished = kept_models(cache_dir()), unfinished_downloads()
-    # Files that two models share lie on the disk once.
+    # Counts files shared by several models once.
     sizes = {file.resolve(): file.stat().st_size for model in kept for file in model.files}
     own = cache_dir() / "models"
     for folder in (own, hub_cache()):
@@ -147,7 +144,6 @@ def verify(
 
 
 def _refuse(damaged: list[Path], name: str) -> None:
-    """Raise if files are damaged."""
     if damaged:
         raise ModelError(
             f"{damaged[0]} is not the file that was published; remove it with"

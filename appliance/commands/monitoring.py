@@ -12,8 +12,6 @@ from appliance.monitoring import path_of
 
 
 class MonitoringFile(Enum):
-    """The files it can print."""
-
     GRAFANA = "grafana"
     ALERTS = "alerts"
     PROMETHEUS = "prometheus"
@@ -36,5 +34,5 @@ def monitoring(
 
 
 def _target(server: ServerConfig) -> str:
-    """Return the address that Prometheus scrapes."""
+    """Return the address for Prometheus to scrape."""
     return local_url(server.host, server.port).partition("://")[2]

@@ -16,7 +16,6 @@ STOPPED = "stopped; "  # prefix of the line
 
 
 def parting(num_requests: int, config: EngineConfig) -> str:
-    """Format the line."""
     served = f"{num_requests:,} request{'' if num_requests == 1 else 's'} served"
     return f"{STOPPED}{served}; {_kept(config)}"
 

@@ -1,4 +1,4 @@
-"""Checks a model's quality card before `serve` loads anything."""
+"""Checks a model's quality card before `serve` loads the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quality:
 
     Attributes:
         card: for the server, if there is one.
-        lines: for the banner: its figures, then warnings.
+        lines: for the banner: figures, then warnings.
     """
 
     card: ServedCard | None
@@ -34,7 +34,7 @@ def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality
     """Read a model's card and check it against conditions.
 
     Raises:
-        QualityError: a condition that refuses is not met, or cannot be judged.
+        QualityError: a refusing condition fails or cannot be judged.
     """
     from appliance.quant.quality.card import card_of
     from appliance.quant.quality.min_quality import Action, judge
@@ -86,5 +86,5 @@ def served_card(card: Card) -> ServedCard:
 
 
 def _is_quantized(model: Path) -> bool:
-    """Return True if weights have fewer bits than in training; assumed for a file."""
+    """Return True for quantized weights; assumes so for a single file."""
     return model.is_file() or "quantization_config" in read_json(model / "config.json")

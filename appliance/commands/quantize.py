@@ -165,8 +165,7 @@ def quantize(
     typer.echo(f"serve it with: appliance serve {out}", err=True)
 
 
-class _TerminatedError(KeyboardInterrupt):
-    """Raised on SIGTERM."""
+class _TerminatedError(KeyboardInterrupt): ...
 
 
 @contextmanager

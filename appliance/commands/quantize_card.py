@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def make_card_of_run(
     report: QuantizeReport, base: Path, tokens: int, max_ram: int | None, on_event: OnEvent
 ) -> None:
-    """Keep a run's facts beside its weights, then measure these and write their card.
+    """Save a run's facts beside its weights, then measure these and write their card.
 
-    The weights are safe before any of this begins. If it fails or is killed, `appliance evaluate`
-    makes the same card later.
+    The weights are already safe. If this fails or is killed, `appliance evaluate` makes the same
+    card later.
 
     Args:
-        base: the model that was quantized.
+        base: the unquantized model.
         tokens: number to measure on; 0 makes no card.
-        max_ram: most bytes of memory the process may use; None takes what is free.
+        max_ram: limit of the process's memory in bytes; None takes the free memory.
         on_event: called with progress and result.
     """
     from appliance.progress import ProgressLine

@@ -1,4 +1,4 @@
-"""Displays a run of `appliance quantize`: drawn on a terminal, else as lines or JSON."""
+"""Displays a run of `appliance quantize`, as a table on a terminal, as lines, or as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from appliance.quantize_events import (
     encode_event,
 )
 
-SHOWN_UNITS = 8  # the latest ones
+SHOWN_UNITS = 8  # shows the latest ones
 MIB = 1 << 20
 
 
@@ -36,9 +36,7 @@ class QuantizeDisplay(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def __call__(self, event: QuantizeEvent) -> None:
-        """Show one event."""
-        ...
+    def __call__(self, event: QuantizeEvent) -> None: ...
 
 
 def choose_display(*, as_json: bool) -> QuantizeDisplay:
@@ -59,7 +57,6 @@ class JsonLines:
         return
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Write one event and flush."""
         sys.stdout.write(encode_event(event).decode() + "\n")
         sys.stdout.flush()
 
@@ -74,7 +71,7 @@ class PlainDisplay:
         return
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Write an event's lines, unless the command prints them itself."""
+        """Write an event's lines, except those that the command prints itself."""
         for line in _lines(event):
             sys.stderr.write(f"  {line}\n")
         sys.stderr.flush()
@@ -150,7 +147,6 @@ def _parts(count: int) -> str:
 
 
 def describe_plan(plan: RunPlanned) -> list[str]:
-    """Describe the resources and the result of a run."""
     gpu = f", {plan.peak_vram / MIB:,.0f} MiB on the GPU" if plan.peak_vram else ""
     size = sum(kind.nbytes for kind in plan.classes)
     return [

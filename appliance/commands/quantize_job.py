@@ -21,7 +21,6 @@ QUANTIZING = "quantizing"
 
 
 def tell_job(job: JobFile, event: QuantizeEvent) -> None:
-    """Update the job file from one event."""
     match event:
         case StepStarted():
             job.update(event.what, 0, 0)

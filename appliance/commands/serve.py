@@ -93,7 +93,7 @@ def serve(
         raise typer.Exit(serve_with_dashboard(server, arguments))
     warnings = log.configure(server.log_level, server.log_format)
     warn_of_unknown_variables()
-    with context.obj or LaunchedProcess() as launched:  # it imports while this process does
+    with context.obj or LaunchedProcess() as launched:  # it imports in parallel with this process
         num_requests = _run(settings, conditions, warnings, launched, auto=auto)
     typer.echo(parting(num_requests, settings.engine), err=True)
 
@@ -106,7 +106,7 @@ def _run(
     *,
     auto: bool,
 ) -> int:
-    """Find the model and serve it; return how many requests came to their end."""
+    """Find the model and serve it; return the number of finished requests."""
     from appliance.found_model import find_model_of
     from appliance.progress import ProgressLine
     from appliance.server.serve import ModelToServe, run_server
@@ -172,7 +172,7 @@ def _run(
 
 @contextlib.contextmanager
 def _about(model: ModelConfig) -> Iterator[None]:
-    """Say in errors which table of the configuration they are about."""
+    """Add the configuration table's name to errors."""
     try:
         yield
     except ApplianceError as error:
@@ -195,9 +195,12 @@ def banner(
     network: str | None = None,
     started_in: str = "",
 ) -> str:
-    """Format what the user needs to know once the server is ready; keys by name only.
+    """Format the facts for the user once the server is ready; shows keys by name only.
 
-    `url` is for this machine, `network` for others; `started_in` tells the stages of the start.
+    Args:
+        url: for this machine.
+        network: for other machines.
+        started_in: the stages of the start.
     """
     names = ", ".join(keys)
     rows = [
@@ -224,7 +227,6 @@ def banner(
 
 
 def _started_in(launched: LaunchedProcess, info: EngineInfo) -> str:
-    """Describe the stages from this process's start until now, and their seconds."""
     loaded = (("command", launched.when), *info.stages, ("server", time.monotonic()))
     return stages.in_words(stages.process_start(), loaded)
 

@@ -1,4 +1,4 @@
-"""Chooses settings for a model that fits, as `appliance fit` ranks them."""
+"""Chooses settings that fit the machine, as `appliance fit` ranks them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from appliance.runtime import child_environment
 
 
 def with_best_fit(engine: EngineConfig, model: Path) -> tuple[EngineConfig, str]:
-    """Return settings with the KV precision and context ranked first, and why in words.
+    """Return settings with the top-ranked KV precision and context, and the reason.
 
-    What the user has set stays. The plan is made in a process of its own, as it loads PyTorch,
-    which a server never does.
+    Keeps the user's settings. Plans in a separate process, because the plan loads PyTorch, which a
+    server never does.
 
     Raises:
-        MemoryPlanError: nothing fits; the message names the nearest that does.
+        MemoryPlanError: nothing fits; the message names the closest setting that does.
     """
     ranked = [
         one

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
 
 _LAST_LINES = 20
-_PATIENCE = 45.0  # seconds; a server lets open streams end for a while
+_PATIENCE = 45.0  # seconds for the server to drain
 
 
 def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
-    """Serve while the dashboard is shown.
+    """Serve with the dashboard.
 
     Returns:
-        The exit code for the process.
+        The process's exit code.
 
     Raises:
         ConfigError: there is no terminal to draw on.
@@ -44,7 +44,7 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
             stdout=output,
             stderr=output,
             env=environment,
-            start_new_session=True,  # signals of the terminal are for the dashboard
+            start_new_session=True,  # the dashboard handles the terminal's signals
         )
     try:
         code = run_dashboard(

@@ -15,7 +15,7 @@ from appliance.errors import ConfigError
 if TYPE_CHECKING:
     import msgspec
 
-Flags = Mapping[str, object]  # setting name to written value; None if the flag was not given
+Flags = Mapping[str, object]  # value by setting; None if the flag is absent
 
 _METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
 
@@ -25,7 +25,7 @@ def with_setting_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose first parameter takes `Flags`.
 
-    Values are not checked here: the code that reads them can name the flag in its messages.
+    Does not check values: the code that reads them can name the flag in its messages.
     """
     order = list(Group)
     fields = [
@@ -58,7 +58,7 @@ def with_setting_flags(
 def _parameters(field: Field) -> Iterable[inspect.Parameter]:
     """Yield the parameters of a setting; a switch also has a hidden opposite.
 
-    With both in the help there would be no room for either at 80 columns.
+    Help with both would exceed 80 columns.
     """
     yield _parameter(_own(field), field, field.flag)
     if field.type is bool:
@@ -89,7 +89,7 @@ def _parameter(name: str, field: Field, flag: str, *, hidden: bool = False) -> i
 
 
 def _own(field: Field) -> str:
-    return f"set_{field.name}"  # a command may have a parameter of the setting's own name
+    return f"set_{field.name}"  # a command's own parameter may have the setting's name
 
 
 def _opposite(field: Field) -> str:
@@ -97,10 +97,10 @@ def _opposite(field: Field) -> str:
 
 
 def _taken(field: Field, given: Mapping[str, object]) -> object:
-    """Return the value written for a setting.
+    """Return a setting's value.
 
     Raises:
-        ConfigError: a switch was turned on and off.
+        ConfigError: a switch is both on and off.
     """
     value = given[_own(field)]
     if field.type is bool and given[_opposite(field)] is not None:

@@ -23,11 +23,11 @@ def evaluate_tasks(
     """Run tasks, print their scores, and add them to the model's card if it has one.
 
     Args:
-        model: the served model; its tokenizer is needed here.
+        model: the served model; its tokenizer must be on this machine.
         tasks: names, separated by commas.
-        url: of the server; None takes the settings' one.
+        url: the server's; None takes it from the settings.
         include: folder with your own tasks.
-        limit: most questions per task.
+        limit: maximum number of questions per task.
         as_json: print the scores as JSON.
     """
     import msgspec

@@ -43,7 +43,7 @@ def top(
         if settings.ca_file is not None:
             extra += ["--ca-file", settings.ca_file]
         if config is not None:
-            extra += ["--config", str(config)]  # the key is there, or in the environment
+            extra += ["--config", str(config)]  # the file may hold the key
         show_in_browsers(str(server_url(url)), key, settings.web_host, settings.web_port, extra)
         return
     options = TopOptions(

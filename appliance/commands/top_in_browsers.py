@@ -1,4 +1,4 @@
-"""`appliance top --web`: serves the dashboard to browsers; not a command of its own."""
+"""`appliance top --web`: serves the dashboard to browsers; no command of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def show_in_browsers(
     """Serve the dashboard until a signal ends it.
 
     Raises:
-        ConfigError: the extra is not installed, or the address is not available.
+        ConfigError: the extra is not installed, or the address is taken.
     """
     from appliance.config import ServerConfig
     from appliance.server.listener import bind, url_of

@@ -1,4 +1,4 @@
-"""Set-up of other people's clients for our server, with address, key and model filled in."""
+"""Set-up instructions for clients, with address, key and model filled in."""
 
 from appliance.connect.code import COMMANDS
 from appliance.connect.programs import PROGRAMS

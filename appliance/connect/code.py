@@ -1,4 +1,4 @@
-"""Set-up of what people write themselves: curl, Python, JavaScript."""
+"""Set-up of your own code: curl, Python, JavaScript."""
 
 from __future__ import annotations
 

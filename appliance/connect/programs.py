@@ -1,4 +1,4 @@
-"""Set-up of programs that people chat, write code or run their home with."""
+"""Set-up of chat programs, coding agents and home automation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.connect.recipe import (
 )
 
 _KEY_VARIABLE = "APPLIANCE_API_KEY"
-_EXAMPLE_CONTEXT = 32_768  # tokens; where the server does not say
+_EXAMPLE_CONTEXT = 32_768  # tokens; if the server's is unknown
 
 
 def _open_webui(to: Connection) -> tuple[SetupStep, ...]:

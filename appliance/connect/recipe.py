@@ -1,4 +1,4 @@
-"""A client's set-up: steps with text to copy, all values quoted for the language they stand in."""
+"""A client's set-up: steps with text to copy, and values quoted for its language."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-NO_KEY = "none"  # clients insist on some key
+NO_KEY = "none"  # clients require some key
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The values that a client has to know.
+    """Values that a client needs.
 
     Attributes:
-        url: of the server, without `/v1`.
+        url: the server's, without `/v1`.
         model: its id in the API.
-        key: to send; None if none is wanted.
-        context_length: tokens; None if the server did not say.
+        key: to send; None if the server needs none.
+        context_length: tokens; None if unknown.
     """
 
     url: str
@@ -29,7 +29,7 @@ class Connection:
 
     @property
     def api(self) -> str:
-        """The base URL of OpenAI's API."""
+        """Base URL of the OpenAI API."""
         return f"{self.url}/v1"
 
     @property
@@ -42,10 +42,10 @@ class SetupStep:
     """One step of a set-up.
 
     Attributes:
-        text: to do.
-        code: to copy; empty if there is nothing.
-        language: of the code: bash, json, yaml, toml, python or javascript.
-        file: that the code is meant for; empty for a command.
+        text: the instruction.
+        code: text to copy, or empty.
+        language: the code's: bash, json, yaml, toml, python or javascript.
+        file: the code's destination; empty for a command.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Recipe:
     """The set-up of one client.
 
     Attributes:
-        title: the client's own name.
+        title: the client's name.
         steps: writes the steps for a connection.
         is_elsewhere: the client usually runs on another machine.
     """
@@ -74,11 +74,11 @@ def as_json(value: Any) -> str:
 
 
 def as_literal(text: str) -> str:
-    """Quote a text for TOML, YAML, Python and JavaScript alike."""
+    """Quote a text as TOML, YAML, Python and JavaScript all read it."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def with_variables(command: str, **variables: str) -> str:
-    """Write a shell command behind the variables of its environment, a line each."""
+    """Write a shell command after its environment variables, one per line."""
     lines = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " \\\n".join([*lines, command])

@@ -1,1 +1,1 @@
-"""Running as a service: the files that start one, and what systemd is told of its state."""
+"""Runs the server as a service: unit and container files, and systemd notifications."""

@@ -1,4 +1,4 @@
-"""Writes the files with which docker builds and runs the server."""
+"""Writes the files that build and run the server in Docker."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def container_files(source: Path, folder: Path, model: str, grace_seconds: float
     """Return the files by name.
 
     Args:
-        source: the checkout that the image is built from.
-        folder: that the files will be in.
-        model: to serve, a path of this machine or a name; empty for the default.
-        grace_seconds: until the container is killed after it was asked to stop.
+        source: the checkout to build the image from.
+        folder: destination of the files.
+        model: local path or name of the model; empty means the default.
+        grace_seconds: between the request to stop and the kill.
     """
     path, mount = Path(model).expanduser().absolute(), ""
     if model and path.exists():

@@ -1,4 +1,4 @@
-"""Tells systemd how the service is: progress of loading, ready, stopping, signs of life."""
+"""Notifies systemd of the service's state: loading, ready, stopping, watchdog pings."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from appliance.config import ServiceSocket
 
-# A start may take hours, such as a download, as long as something moves within this time.
+# A start may take hours, such as a download, if something progresses within this time.
 START_PATIENCE = 600.0  # seconds
-_INTERVAL = 1.0  # seconds between two lines of progress
-_PATIENCE = 5.0  # seconds for a manager that is behind; signs of life wait for nobody
+_INTERVAL = 1.0  # seconds between two status updates
+_PATIENCE = 5.0  # seconds for a slow manager; watchdog pings do not wait
 
 logger = logging.getLogger(__name__)
 
 
 class ServiceNotice:
-    """Sends datagrams to the service manager; without one nothing happens.
+    """Sends datagrams to the service manager; does nothing without one.
 
     Args:
-        manager: that started this process; None if none wants to be told.
+        manager: socket of the manager that started this process, or None.
         clock: monotonic seconds.
     """
 
@@ -37,7 +37,7 @@ class ServiceNotice:
         self._next = 0.0
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """Show a stage of the start in the status, and ask for more time."""
+        """Show a stage of the start in the status and extend the start timeout."""
         now = self._clock()
         if self._manager is None or (stage == self._stage and now < self._next):
             return
@@ -46,15 +46,15 @@ class ServiceNotice:
         self._send(0.0, STATUS=f"{stage}{share}", EXTEND_TIMEOUT_USEC=f"{START_PATIENCE * 1e6:.0f}")
 
     def ready(self, words: str) -> None:
-        """Say that requests are accepted; `words` are the status."""
+        """Report that the server accepts requests; `words` is the status."""
         self._send(_PATIENCE, READY="1", STATUS=words)
 
     def stopping(self) -> None:
-        """Say that no more requests are accepted."""
+        """Report that the server accepts no more requests."""
         self._send(_PATIENCE, STOPPING="1", STATUS="finishing requests in flight")
 
     async def watch(self, is_alive: Callable[[], bool]) -> None:
-        """Send signs of life for as long as there are some; without a watchdog, return."""
+        """Send watchdog pings while `is_alive` returns True; return if there is no watchdog."""
         if self._manager is None or self._manager.watchdog_seconds is None:
             return
         while True:

@@ -1,4 +1,4 @@
-"""Writes the unit with which systemd starts the server."""
+"""Writes the systemd unit that starts the server."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from appliance.service.notice import START_PATIENCE
 
-# Longer than the supervisor takes to end an engine that hangs: this is for when it does not.
+# Longer than the supervisor takes to end a hung engine, for when it fails to.
 _WATCHDOG_SECONDS = 120
-_TIME_TO_END = 15.0  # seconds after the last answer, for KV cache to be written
-# Exit codes of a wrong setting, an unusable model and too little memory: trying again is no help.
+_TIME_TO_END = 15.0  # seconds to write KV cache after the last answer
+# Exit codes for a wrong setting, an unusable model and too little memory: a restart does not help.
 _NO_RETRY = "2 3 4"
 
-# Not MemoryDenyWriteExecute: PyTorch compiles some of its loops when they first run.
+# Without MemoryDenyWriteExecute: PyTorch compiles some loops when they first run.
 _HARDENED = """\
 NoNewPrivileges=yes
 CapabilityBoundingSet=
@@ -48,7 +48,7 @@ SystemCallFilter=~@privileged
 SystemCallErrorNumber=EPERM
 UMask=0077"""
 
-# What an unprivileged manager can do.
+# What a manager without privileges supports.
 _HARDENED_FOR_USER = """\
 NoNewPrivileges=yes
 RestrictRealtime=yes
@@ -60,15 +60,15 @@ UMask=0077"""
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """A service to be.
+    """Options of a service.
 
     Attributes:
         command: starts `appliance`; absolute.
         arguments: of `appliance serve`.
         is_user: for the user's own service manager.
         run_as: an account; None for one that exists only while the service runs.
-        drain_timeout: seconds that answers may continue after the end was asked for.
-        config: file with the settings, which may hold keys and which root alone may read.
+        drain_timeout: seconds for open answers to finish after the request to stop.
+        config: the settings file; it may hold keys and be readable only by root.
     """
 
     command: Sequence[str]
@@ -80,7 +80,6 @@ class ServicePlan:
 
 
 def unit_text(plan: ServicePlan) -> str:
-    """Write the unit file."""
     start = " ".join(_quoted(word) for word in (*plan.command, "serve", *plan.arguments))
     network = "" if plan.is_user else "Wants=network-online.target\nAfter=network-online.target\n"
     return f"""\
@@ -122,7 +121,7 @@ Environment=HOME=%C/appliance
 
 
 def _quoted(word: str) -> str:
-    """Quote a word of a command line for systemd, where % and $ have a meaning."""
+    """Quote a word of a systemd command line, where % and $ are special."""
     word = word.replace("%", "%%").replace("$", "$$")
     if word and not set(word) & set(" \t\"'\\;"):
         return word
