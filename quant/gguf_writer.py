@@ -1,6 +1,6 @@
-"""Writes a quantized folder as one GGUF file, with the codes that it has.
+"""Writes a quantized folder as one GGUF file with the same codes.
 
-Settings and tokenizer come from a GGUF file of the same model: nothing is guessed about them.
+Settings and tokenizer come from a GGUF file of the same model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
 
-# Of a GGUF file's header itself, or no longer true of other weights.
+# Part of the file's own header, or not true of other weights.
 _OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFWritten:
-    """The result: weights by type, and one line per difference from the folder."""
+    """The number of weights per type, and one line per difference from the folder."""
 
     types: dict[str, int]
     notes: tuple[str, ...]
@@ -53,22 +53,22 @@ def write_gguf(
     overwrite: bool = False,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> GGUFWritten:
-    """Write a quantized model as a GGUF file, which llama.cpp reads, too.
+    """Write a quantized model as a GGUF file for llama.cpp.
 
-    Symmetric codes of 4 bits become Q4_0, those of 8 bits Q8_0, both without loss (scales as
-    `exact_enough` has them); with zero points 4 bits become Q4_1, whose minima are rounded to 16
-    bits. What is not quantized keeps its values as BF16, F16 or F32.
+    Symmetric 4-bit codes become Q4_0 and 8-bit codes Q8_0, both without loss (scales as in
+    `exact_enough`); 4-bit codes with zero points become Q4_1, whose minima are rounded to 16 bits.
+    Unquantized tensors keep their values as BF16, F16 or F32.
 
     Args:
         model_path: a folder that `appliance quantize` wrote.
-        base_path: a GGUF file of the model that was quantized; its settings and tokenizer are
-            taken, its weights are not read.
-        out: the file; replaced by a finished one only.
-        overwrite: replace an older file.
+        base_path: a GGUF file of the unquantized model, for settings and tokenizer; its weights are
+            not read.
+        out: the file; replaced only when the new one is complete.
+        overwrite: replace an existing file.
         on_progress: called with a stage, the number of weights done, and their total.
 
     Raises:
-        QuantizeError: the two are different models, or GGUF cannot hold a weight.
+        QuantizeError: the models differ, or GGUF cannot hold a weight.
     """
     report = on_progress or (lambda stage, done, total: None)
     if out.exists() and not overwrite:
@@ -94,10 +94,10 @@ def write_gguf(
 def _pairs(
     source: ModelSource, base: ModelSource, base_file: GGUFFile
 ) -> list[tuple[TensorSlot, str]]:
-    """Return the folder's tensors, each with its name in GGUF files.
+    """Return the folder's tensors with their GGUF names.
 
     Raises:
-        QuantizeError: the base is another model, or of a form that is not written.
+        QuantizeError: the base is another model, or of an unsupported kind.
     """
     mapping = base.family.gguf
     assert mapping is not None, "it was read"
@@ -190,7 +190,7 @@ def _copy_settings(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
 
 
 def _plain(weight: object) -> str:
-    """Return the type of an unquantized tensor: vectors are F32, matrices keep 16 bits."""
+    """Return an unquantized tensor's type: F32 for vectors, 16 bits kept for matrices."""
     assert isinstance(weight, Tensor), "no other form is written by quantize"
     if weight.dim() < 2:
         return "F32"
@@ -216,7 +216,7 @@ def _stored(values: Tensor, kind: str) -> Tensor:
 def _stored_order(
     source: ModelSource, slot: TensorSlot, *, interleaved: bool
 ) -> NDArray[np.int64] | None:
-    """Return which of our rows each stored row is; None where the order is the same."""
+    """Return the row of ours at each stored row; None if the order is the same."""
     if slot.role not in (Role.QUERY, Role.KEY) or not interleaved:
         return None
     assert slot.layer is not None

@@ -58,20 +58,20 @@ def repack_model(
     overwrite: bool = False,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Repacked:
-    """Write a quantized model as a folder of another format, with its KV cache plan.
+    """Write a quantized model in another format, with its KV cache plan.
 
-    Each weight is read twice: once to learn its scheme, once to be written.
+    Each weight is read twice: for its scheme, then to be written.
 
     Args:
         model_path: a folder, or a .gguf file whose weights have zero points.
         format: AWQ or GPTQ.
-        overwrite: replace an older model folder at the destination.
+        overwrite: replace an existing model folder.
         on_progress: called with a stage, the number of weights done, and their total.
 
     Raises:
         CheckpointError: the model is damaged.
         ConfigError: the format cannot hold these weights.
-        QuantizeError: the model is not quantized, or in a way that only its own format has.
+        QuantizeError: the model is not quantized, or its form has no equivalent.
     """
     out = out.resolve()
     report = on_progress or (lambda stage, done, total: None)
@@ -159,7 +159,7 @@ def _layouts(
 
 
 def _kv_scales(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Load the model's FP8 scales of the KV cache."""
+    """Load the FP8 scales of the model's KV cache."""
     names = [name for name in source.weights.tensor_names() if name.endswith(SCALE_NAMES)]
     return {name: dense(source.weights.load(name), torch.float32) for name in names}
 

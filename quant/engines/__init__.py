@@ -1,4 +1,4 @@
-"""Adapters for other projects' quantizers, imported only on request."""
+"""Other projects' quantizers, imported only on request."""
 
 from appliance.quant.engines.run import quantize_by_engine
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from appliance.quant.formats.scheme import WeightScheme
 
-# Findings of a trial run. The package is archived, so they will not change.
+# Found in a trial run; the package is archived, so this will not change.
 TRIED = (
     "autoawq 0.2.9, its last release, worked with transformers 5.23 and torch 2.13, with datasets"
     " and zstandard beside it; with transformers 4.57.6 it cannot be imported"
@@ -22,11 +22,7 @@ TRIED = (
 
 
 def installed() -> str:
-    """Return the version of the library.
-
-    Raises:
-        ImportError: it cannot be imported.
-    """
+    """Return the library's version, or raise ImportError."""
     import awq  # noqa: F401 - it fails to import with some versions of transformers
 
     return version("autoawq")
@@ -39,7 +35,7 @@ def quantize(model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) ->
         model_path: folder of the 16-bit model.
         out: an empty folder.
         scheme: 4 bits, asymmetric, in groups.
-        rows: (num_rows, row_tokens) int64, the calibration text.
+        rows: (num_rows, row_tokens) int64 calibration tokens.
     """
     from awq import AutoAWQForCausalLM
 

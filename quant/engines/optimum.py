@@ -21,11 +21,7 @@ TRIED = (
 
 
 def installed() -> str:
-    """Return the versions of both libraries.
-
-    Raises:
-        ImportError: one of them cannot be imported.
-    """
+    """Return the versions of both libraries, or raise ImportError."""
     import gptqmodel  # noqa: F401 - optimum imports without it and fails later
     import optimum.gptq  # noqa: F401
 
@@ -39,7 +35,7 @@ def quantize(model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) ->
         model_path: folder of the 16-bit model.
         out: an empty folder.
         scheme: 4 or 8 bits.
-        rows: (num_rows, row_tokens) int64, the calibration text.
+        rows: (num_rows, row_tokens) int64 calibration tokens.
     """
     from optimum.gptq import GPTQQuantizer
     from transformers import AutoModelForCausalLM

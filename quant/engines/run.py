@@ -1,4 +1,4 @@
-"""Checks a request for another library, runs it and turns its failures into one clear error."""
+"""Runs another library's quantizer and turns its failures into one clear error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Library(Protocol):
-    """The functions that each module of this folder has."""
+    """The functions of each module in this folder."""
 
     TRIED: str
 
@@ -49,11 +49,11 @@ _FORMATS = {QuantizeLibrary.AUTOAWQ: WeightFormat.AWQ, QuantizeLibrary.OPTIMUM: 
 
 
 def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) -> QuantizeReport:
-    """Quantize a Hugging Face folder with another library, in the format that it writes.
+    """Quantize a Hugging Face folder with another library, in its own format.
 
     Raises:
-        ConfigError: the library cannot do what the options ask for.
-        QuantizeError: it is not installed, or it failed; nothing of `out` is left.
+        ConfigError: the library does not support these options.
+        QuantizeError: the library is not installed or failed; `out` is removed.
     """
     started = time.monotonic()
     engine, method = options.engine, _METHODS[options.engine]

@@ -1,6 +1,6 @@
-"""Stores quantized and plain weights: schemes, packing, and one file per folder format.
+"""Storage of quantized and plain weights: schemes, packing, and a file per folder format.
 
-This is the lower floor of `quant`: models import it, so it imports neither models nor the rest.
+Models import this folder, so it imports neither models nor the rest of `quant`.
 """
 
 from appliance.quant.formats.reader import WeightReader, is_read, open_weights

@@ -1,8 +1,8 @@
 """The layout of AWQ checkpoints, version GEMM: 4 bits, words along the outputs.
 
-Of a weight (out, in): qweight int32 (in, out / 8), qzeros int32 (in / group, out / 8) and scales
-float16 (in / group, out), with w = (q - zero point) * scale. Nibble i of a word belongs to output
-NIBBLES[i] of the word's eight. The layout belongs to the AutoAWQ project.
+A weight (out, in) is stored as qweight int32 (in, out / 8), qzeros int32 (in / group, out / 8) and
+scales float16 (in / group, out), with w = (q - zero point) * scale. Nibble i of a word belongs to
+output NIBBLES[i] of its eight. The layout belongs to the AutoAWQ project.
 """
 
 from __future__ import annotations
@@ -32,17 +32,13 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class AwqLayout:
-    """AWQ's layout of weights.
-
-    Attributes:
-        group_size: inputs that share a scale; None means all.
-    """
+    """Layout with one group size; None means one group per output."""
 
     group_size: int | None
     bits: int = BITS
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
-        """Return a weight's (out_features, in_features), given the shape of its qweight."""
+        """Return (out_features, in_features) of a weight from the shape of its qweight."""
         return words[1] * PER_WORD, words[0]
 
     def layout(self, shape: tuple[int, int]) -> Layout:
@@ -56,7 +52,7 @@ class AwqLayout:
         }
 
     def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
-        """Convert a weight into its stored parts; `group_size` must divide its groups.
+        """Convert a weight into its stored parts; `group_size` must divide the weight's.
 
         Raises:
             QuantizeError: float16 cannot hold a scale.
@@ -88,7 +84,7 @@ def declared_layout(config: Mapping[str, Any]) -> AwqLayout:
     """Read the layout from a `quantization_config`.
 
     Raises:
-        UnsupportedModelError: another version, or not 4 bits.
+        UnsupportedModelError: the version is not GEMM, or the bits are not 4.
     """
     version = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit"))
@@ -107,7 +103,7 @@ def declared_layout(config: Mapping[str, Any]) -> AwqLayout:
 
 
 def quantization_config(layout: AwqLayout, kept: list[str]) -> dict[str, Any]:
-    """Build config.json's `quantization_config`; linear modules in `kept` stay dense."""
+    """Build config.json's `quantization_config`; modules in `kept` stay dense."""
     return {
         "quant_method": METHOD,
         "version": "gemm",

@@ -1,10 +1,9 @@
-"""The compressed-tensors layout: integers in "pack-quantized" form, FP8 in "float-quantized" form.
+"""The compressed-tensors layout: integers as "pack-quantized", FP8 as "float-quantized".
 
-A weight W of integers becomes W_packed (int32 words along the inputs, low code first), W_scale,
-W_shape and, where it is asymmetric, W_zero_point (words along the outputs); codes are stored
-unsigned, those of 3 bits end to end. A weight of FP8 stays W, and W_scale has a column for each
-output or an element for each 128x128 weights. Layout and config schema belong to the
-compressed-tensors project.
+An integer weight W becomes W_packed (int32 words along the inputs, low code first), W_scale,
+W_shape and, if asymmetric, W_zero_point (words along the outputs). Codes are unsigned; 3-bit codes
+are stored end to end. An FP8 weight stays W; W_scale has a column per output or an element per
+128x128 weights. Layout and config schema belong to the compressed-tensors project.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) -> dict[str, Tensor]:
-    """Convert one quantized weight into the tensors that store it.
+    """Convert a quantized weight into its stored tensors.
 
     Args:
-        name: the weight's, such as model.layers.0.self_attn.q_proj.weight.
-        weight: FP8 with scales that bfloat16 holds; or integers, symmetric (an offset of -2 **
-            (bits - 1) scales) or with integer zero points.
-        scheme: the one that made the weight.
+        name: such as model.layers.0.self_attn.q_proj.weight.
+        weight: FP8 with bfloat16 scales; or integers, symmetric (offset of -2 ** (bits - 1) scales)
+            or with integer zero points.
+        scheme: the scheme of the weight.
     """
     if isinstance(weight, Fp8Weight):
         scale = weight.scale if weight.is_blockwise else weight.scale.unsqueeze(1)
@@ -79,7 +78,7 @@ def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) ->
 def encoded_layout(
     name: str, shape: tuple[int, int], scheme: LinearScheme, scale_dtype: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the type and shape of every tensor that `encode` would make of such a weight."""
+    """Return the type and shape of each tensor that `encode` makes."""
     out_features, in_features = shape
     if isinstance(scheme, Fp8Scheme):
         blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
@@ -103,7 +102,7 @@ class CompressedTensorsWeights:
         folder: its config.json has a `quantization_config` of this method.
 
     Raises:
-        UnsupportedModelError: the config declares a layout that this reader does not know.
+        UnsupportedModelError: the config declares an unknown layout.
     """
 
     def __init__(self, folder: SafetensorsFolder) -> None:
@@ -121,11 +120,11 @@ class CompressedTensorsWeights:
         self._names = sorted(packed | (self._stored - parts))
 
     def tensor_names(self) -> list[str]:
-        """List every tensor; a packed weight has the name of its unquantized form."""
+        """List every tensor; a packed weight has its unquantized name."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape; a packed weight's is the unpacked one."""
+        """Return a tensor's shape, unpacked."""
         if name not in self._packed:
             return self._folder.shape(name)
         shape = self._part(name, SHAPE).flatten().tolist()
@@ -134,7 +133,7 @@ class CompressedTensorsWeights:
         return shape[0], shape[1]
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a quantized weight's loaded codes; None for a dense tensor."""
+        """Return the bits of a quantized weight's codes once loaded; None for a dense tensor."""
         if name in self._floats:
             return 8
         if name not in self._packed:
@@ -159,7 +158,7 @@ class CompressedTensorsWeights:
         return ()
 
     def load(self, name: str) -> Weight:
-        """Read one tensor; codes, scales and zero points keep their stored values."""
+        """Read one tensor; codes, scales and zero points are not changed."""
         if name in self._floats:
             return decode_fp8(
                 name, self._folder.load(name), self._folder.load(name + SCALE), self._schemes
@@ -197,13 +196,12 @@ def decode(
     """Reverse `encode` for integers.
 
     Args:
-        name: the weight's.
         shape: (out_features, in_features).
         tensors: the stored parts of this weight.
-        schemes: those that the config declares; one of them must explain the tensors.
+        schemes: declared by the config; one must fit the tensors.
 
     Raises:
-        CheckpointError: no scheme explains them, or a scale is not finite.
+        CheckpointError: no scheme fits, or a scale is not finite.
     """
     scale = tensors[name + SCALE]
     stored = {
@@ -246,13 +244,12 @@ def decode(
 def decode_fp8(
     name: str, codes: Tensor, scale: Tensor, schemes: Sequence[LinearScheme]
 ) -> Fp8Weight:
-    """Reverse `encode` for FP8; also accepts one scale for a whole weight.
+    """Reverse `encode` for FP8; also accepts one scale per tensor.
 
     Args:
-        name: the weight's.
         codes: (out_features, in_features) as stored.
         scale: (out_features, 1), (blocks, blocks) or one element.
-        schemes: those that the config declares; FP8 must be among them.
+        schemes: declared by the config, FP8 among them.
 
     Raises:
         CheckpointError: types or shapes do not fit, or a value is NaN or infinite.

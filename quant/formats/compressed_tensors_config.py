@@ -31,7 +31,7 @@ def quantization_config(
     Args:
         schemes: one per quantized module, by module name; not empty.
         ignore: linear modules that stay unquantized.
-        named: target every module by name, since some are not linears.
+        named: list every module by name, since some are no linears.
     """
     groups: dict[LinearScheme, list[str]] = {}
     for module, scheme in schemes.items():
@@ -85,7 +85,7 @@ def _weight_arguments(scheme: LinearScheme) -> dict[str, Any]:
 
 
 def _activation_arguments(scheme: LinearScheme) -> dict[str, Any] | None:
-    """Describe FP8 activations, scaled at run time: per token, or per token and 128 inputs."""
+    """Describe dynamic FP8 activations: per token, or per token and 128 inputs."""
     if not isinstance(scheme, Fp8Scheme) or not scheme.quantized_inputs:
         return None
     return {
@@ -102,7 +102,7 @@ def declared_schemes(config: Mapping[str, Any]) -> tuple[LinearScheme, ...]:
     """Read the weight schemes from a `quantization_config`.
 
     Raises:
-        UnsupportedModelError: an unknown format, strategy or type.
+        UnsupportedModelError: unknown format, strategy or type.
     """
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:

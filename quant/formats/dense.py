@@ -1,4 +1,4 @@
-"""Reads unquantized weights as they are stored."""
+"""Reads unquantized weights."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ class DenseWeights:
         return self._folder.load(name)
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` of a tensor."""
         return self._folder.load_rows(name, start, stop)
 
     def load_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` of one matrix of a stack."""
+        """Read rows `start` to `stop` of the matrix at `index` of a stack."""
         return self._folder.load_part(name, index, start, stop)

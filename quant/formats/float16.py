@@ -1,4 +1,4 @@
-"""Converts bfloat16 scales to the float16 that AWQ and GPTQ folders hold."""
+"""Converts bfloat16 scales to float16 for AWQ and GPTQ folders."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from appliance.errors import QuantizeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Float16 holds every bfloat16 from here on exactly. Below, its steps are 2 ** -24, too small to
-# change any weight of such a group.
+# From here on, float16 holds every bfloat16 exactly. Below, its steps are 2 ** -24, too small to
+# change a weight of such a group.
 SMALLEST_EXACT = 2.0**-17
 
 

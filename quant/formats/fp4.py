@@ -1,7 +1,7 @@
-"""Reads folders of e2m1 weights: MXFP4 of gpt-oss, NVFP4 of ModelOpt and compressed-tensors.
+"""Reads folders of e2m1 weights: gpt-oss's MXFP4, ModelOpt's and compressed-tensors' NVFP4.
 
-Each form is a table of what its parts are called and what they hold; the number formats belong to
-OCP (Microscaling Formats, v1.0) and NVIDIA. Activations keep 16 bits, whatever a folder asks for.
+Each form is a table of part names and their meaning. The number formats belong to OCP (Microscaling
+Formats, v1.0) and NVIDIA. Activations stay in 16 bits, whatever a folder asks for.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Fp4Form:
-    """A form in which a weight M.weight is stored.
+    """A form in which a weight M.weight is stored; suffixes are appended to M.
 
     Attributes:
         name: for people.
-        codes: suffix of M for codes, two in a byte, the low nibble first.
-        scale: suffix for scales, one for each group.
-        scale_dtype: what a byte of scale means.
-        tensor_scale: suffix for one float32 for the whole weight, or None.
-        is_divisor: the weight is divided by that one, not multiplied.
-        ignored: suffixes of parts that serve activations of 4 bits.
-        by_expert: M is N.experts.I.L, stored as N.experts.L with I as its first axis, and codes by
-            group on one more.
+        codes: suffix of the codes, two per byte, low nibble first.
+        scale: suffix of the scales, one per group.
+        scale_dtype: type of a scale's byte.
+        tensor_scale: suffix of a float32 scale per tensor, or None.
+        is_divisor: the weight is divided by the tensor scale.
+        ignored: suffixes of parts for 4-bit activations.
+        by_expert: weight N.experts.I.L is stored at index I of N.experts.L, with the codes of each
+            group on an axis of their own.
     """
 
     name: str
@@ -70,16 +70,16 @@ PACKED_NVFP4 = Fp4Form(
     ignored=(".input_global_scale",),
 )
 PACKED_MXFP4 = Fp4Form("MXFP4", ".weight_packed", ".weight_scale", E8M0)
-# compressed-tensors: by the format of its config.
+# of compressed-tensors, by the config's format
 PACKED = {"nvfp4-pack-quantized": PACKED_NVFP4, "mxfp4-pack-quantized": PACKED_MXFP4}
 MODELOPT_ALGORITHM = "NVFP4"
 
 
 def declared_form(config: Mapping[str, Any]) -> Fp4Form | None:
-    """Return the form that a `quantization_config` declares; None if its weights are not e2m1.
+    """Return the form that a `quantization_config` declares; None for other weights.
 
     Raises:
-        UnsupportedModelError: another group size, or formats that differ by module.
+        UnsupportedModelError: an unsupported group size, or formats that differ by module.
     """
     if config.get("quant_method") == MXFP4:
         return GPT_OSS
@@ -109,14 +109,13 @@ def decode(
     """Build a weight from its stored parts.
 
     Args:
-        name: the weight's, for errors.
-        form: what they mean.
-        codes: (out_features, in_features / 2), or (out_features, groups, 16) by group, uint8.
-        scale: (out_features, groups), bytes or the form's type.
+        name: for errors.
+        codes: (out_features, in_features / 2), or (out_features, groups, 16), uint8.
+        scale: (out_features, groups), uint8 or the form's type.
         tensor_scale: one element, if the form has one.
 
     Raises:
-        CheckpointError: types or shapes do not belong together, or a scale is not finite.
+        CheckpointError: types or shapes do not match, or a scale is not finite.
     """
     types = [arrays.dtype_name(part.dtype) for part in (codes, scale)]
     if types[0] != "uint8" or types[1] not in ("uint8", form.scale_dtype):
@@ -141,18 +140,17 @@ def decode(
 
 
 class Fp4Weights:
-    """Reads a folder of one form, one tensor at a time; what has no codes is dense.
+    """Reads a folder of one form, one tensor at a time; tensors without codes are dense.
 
     Args:
-        folder: its config.json has a `quantization_config` that declares the form.
-        form: how weights are stored.
+        folder: its config.json declares the form.
     """
 
     def __init__(self, folder: SafetensorsFolder, form: Fp4Form) -> None:
         self._folder = folder
         self._form = form
         self._stored = frozenset(folder.tensor_names())
-        self._modules: dict[str, tuple[str, int | None]] = {}  # weight -> where it lies, expert
+        self._modules: dict[str, tuple[str, int | None]] = {}  # weight -> module, expert
         parts = set[str]()
         for name in self._stored:
             module = name.removesuffix(form.codes)
@@ -168,11 +166,11 @@ class Fp4Weights:
         self._names = sorted(self._modules.keys() | (self._stored - parts))
 
     def tensor_names(self) -> list[str]:
-        """List every tensor; a quantized weight has the name of its unquantized form."""
+        """List every tensor; a quantized weight has its unquantized name."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape; a quantized weight's is the unpacked one."""
+        """Return a tensor's shape, unpacked."""
         if name not in self._modules:
             return self._folder.shape(name)
         module, expert = self._modules[name]
@@ -181,19 +179,16 @@ class Fp4Weights:
         return rows, 2 * math.prod(inputs)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return None: these codes are not integers."""
+        """Return None: the codes are not integers."""
         return None
 
     def float_bits(self, name: str) -> int | None:
-        """Return 4 for a quantized weight."""
         return 4 if name in self._modules else None
 
     def notes(self) -> tuple[str, ...]:
-        """Return nothing: nothing is lost."""
         return ()
 
     def load(self, name: str) -> Tensor | Fp4Weight:
-        """Read one tensor."""
         if name not in self._modules:
             return self._folder.load(name)
         module, expert = self._modules[name]

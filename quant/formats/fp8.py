@@ -1,7 +1,7 @@
-"""Reads folders of e4m3 weights: per tensor, or in blocks with `weight_scale_inv`.
+"""Reads folders of e4m3 weights: scaled per tensor, or per block in `weight_scale_inv`.
 
 The block form is DeepSeek's ("fp8", fine-grained; its scale multiplies, despite the name).
-ModelOpt's form with one scale per tensor differs only in the config.
+ModelOpt's form with a scale per tensor differs only in the config.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 class Fp8Weights:
     """Reads a folder of FP8 weights, one tensor at a time; other tensors are dense.
 
-    Inputs are quantized at run time if the checkpoint asks for it. Static input scales are ignored,
-    and those inputs keep 16 bits.
+    Inputs become FP8 at run time if the checkpoint asks for it. Static input scales are ignored:
+    those inputs stay in 16 bits.
 
     Args:
         folder: its config.json has a `quantization_config` of one of the methods.
 
     Raises:
-        UnsupportedModelError: another number format or other blocks.
+        UnsupportedModelError: an unknown number format or block size.
     """
 
     def __init__(self, folder: SafetensorsFolder) -> None:
@@ -50,7 +50,7 @@ class Fp8Weights:
         self._names = sorted(self._stored - parts)
 
     def tensor_names(self) -> list[str]:
-        """List every tensor except the scales."""
+        """List every tensor except scales."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Fp8Weights:
 
 
 def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Bring scales into the form of `Fp8Weight`."""
+    """Convert stored scales to those of `Fp8Weight`."""
     rows, columns = shape
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
     found = tuple(scale.shape)
@@ -108,7 +108,7 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _check(config: Mapping[str, Any]) -> bool:
-    """Refuse unknown configs; return True if inputs are to be quantized at run time."""
+    """Refuse unknown configs; return True if inputs become FP8 at run time."""
     if config.get("quant_method") == MODELOPT:
         nested = config.get("quantization")
         algorithm = nested.get("quant_algo") if isinstance(nested, dict) else None

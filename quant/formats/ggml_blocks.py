@@ -1,6 +1,6 @@
-"""Stores packed weights in the blocks of GGML types: Q4_0, Q4_1 and Q8_0.
+"""Stores packed weights in blocks of the GGML types Q4_0, Q4_1 and Q8_0.
 
-Codes stay as they are; groups of more than 32 inputs repeat their scale. The layouts are those of
+Codes do not change; a group of more than 32 inputs repeats its scale. The layouts are those of
 llama.cpp's ggml-common.h.
 """
 
@@ -23,13 +23,13 @@ GROUP = 32  # weights of a block
 
 
 def block_type(name: str, weight: PackedWeight) -> str:
-    """Choose the type whose grid has all of a weight's codes and scales.
+    """Choose the GGML type that holds all of a weight's codes and scales.
 
     Returns:
-        `Q4_0`, `Q8_0`, or for 4 bits with zero points `Q4_1`, whose minima are rounded to 16 bits.
+        `Q4_0` or `Q8_0`; `Q4_1` for 4 bits with zero points, its minima rounded to 16 bits.
 
     Raises:
-        QuantizeError: there is none.
+        QuantizeError: no type holds them.
     """
     if weight.input_order is not None:
         raise _refusal(name, "inputs in an order of their own (act-order)")
@@ -44,11 +44,11 @@ def block_type(name: str, weight: PackedWeight) -> str:
 
 
 def encode(name: str, weight: PackedWeight, type_name: str) -> Tensor:
-    """Store a weight: (out_features, bytes of a row) uint8.
+    """Encode a weight as (out_features, bytes of a row) uint8.
 
     Args:
-        name: the weight's, for errors.
-        type_name: what `block_type` says.
+        name: for errors.
+        type_name: from `block_type`.
 
     Raises:
         QuantizeError: float16 cannot hold a scale.
@@ -72,7 +72,7 @@ def encode(name: str, weight: PackedWeight, type_name: str) -> Tensor:
 
 
 def _in_blocks(values: Tensor, weight: PackedWeight) -> Tensor:
-    """Repeat values (rows, groups) for every 32 inputs."""
+    """Repeat values (rows, groups) once per 32 inputs."""
     return scales_in_groups(values, weight.group_size, GROUP)
 
 

@@ -1,9 +1,9 @@
 """The layout of GPTQ checkpoints, versions 1 and 2: 4 or 8 bits, codes along the inputs.
 
-Of a weight (out, in): qweight int32 (in * bits / 32, out), qzeros int32 (in / group,
-out * bits / 32), scales float16 (in / group, out) and g_idx int32 (in,), the group of each input;
-w = (q - zero point) * scale, fields lowest first. Version 1 stores zero points less one. The
-layout belongs to the AutoGPTQ and GPTQModel projects.
+A weight (out, in) is stored as qweight int32 (in * bits / 32, out), qzeros int32 (in / group, out *
+bits / 32), scales float16 (in / group, out) and g_idx int32 (in,), the group of each input; w = (q
+- zero point) * scale, low field first. Version 1 stores each zero point minus one. The layout
+belongs to the AutoGPTQ and GPTQModel projects.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BITS = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class GptqLayout:
-    """GPTQ's layout of weights.
+    """Bits, group size and version of a GPTQ checkpoint.
 
     Attributes:
         bits: 4 or 8.
         group_size: inputs that share a scale; None means all.
         version: V1 or V2.
-        borrows: the writer subtracted version 1's ones from whole words, as GPTQModel does, so that
-            a zero point of 0 borrowed from its neighbour; others wrap each field around.
+        borrows: version 1's ones were subtracted from whole words, as GPTQModel does, so that a
+            zero point of 0 borrows from its neighbour; other writers wrap each field.
     """
 
     bits: int
@@ -50,11 +50,11 @@ class GptqLayout:
     borrows: bool = False
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
-        """Return a weight's (out_features, in_features), given the shape of its qweight."""
+        """Return (out_features, in_features) of a weight from the shape of its qweight."""
         return words[1], words[0] * 32 // self.bits
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the type and shape of each part that every weight has."""
+        """Return the type and shape of each part, g_idx excluded."""
         out_features, in_features = shape
         groups = -(-in_features // (self.group_size or in_features))
         return {
@@ -64,7 +64,7 @@ class GptqLayout:
         }
 
     def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
-        """Convert a weight into its parts, g_idx included; `group_size` must divide its groups.
+        """Convert a weight into its stored parts; `group_size` must divide the weight's.
 
         Raises:
             QuantizeError: float16 cannot hold a scale.
@@ -83,7 +83,7 @@ class GptqLayout:
         }
 
     def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
-        """Reverse `encode`; a weight whose g_idx is out of order gets an `input_order`."""
+        """Reverse `encode`; a weight with unsorted g_idx gets an `input_order`."""
         words, scale = parts[QWEIGHT], parts[SCALES].T
         out_features, in_features = self.shape(tuple(words.shape))
         size = self.group_size or in_features
@@ -106,7 +106,7 @@ class GptqLayout:
         )
 
     def _zero_points(self, words: Tensor) -> Tensor:
-        """Unpack zero points, (groups, words of a row) int32, into (groups, out_features) uint8."""
+        """Unpack (groups, words) int32 zero points into (groups, out_features) uint8."""
         if self.version == V1 and self.borrows:
             ones = sum(1 << shift for shift in range(0, 32, self.bits))
             words = arrays.cast((words.long() + ones) & 0xFFFFFFFF, "uint32")
@@ -121,7 +121,7 @@ def declared_layout(config: Mapping[str, Any]) -> GptqLayout:
     """Read the layout from a `quantization_config`.
 
     Raises:
-        UnsupportedModelError: unknown bits or layout, or settings for single modules.
+        UnsupportedModelError: unknown bits or layout, or settings per module.
     """
     bits, size = config.get("bits"), config.get("group_size")
     version = config.get("checkpoint_format", V1)
@@ -148,7 +148,7 @@ def declared_layout(config: Mapping[str, Any]) -> GptqLayout:
 
 
 def quantization_config(layout: GptqLayout, kept: list[str]) -> dict[str, Any]:
-    """Build config.json's `quantization_config`; linear modules in `kept` stay dense."""
+    """Build config.json's `quantization_config`; modules in `kept` stay dense."""
     return {
         "quant_method": METHOD,
         "bits": layout.bits,

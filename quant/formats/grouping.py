@@ -1,4 +1,4 @@
-"""Fits a packed weight's scales and zero points to formats with a single group size."""
+"""Converts a packed weight's scales and zero points to a format's single group size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
-    """Repeat per-group values for the smaller groups into which each group is cut.
+    """Repeat per-group values for smaller groups.
 
     Args:
         values: (out_features, groups).
@@ -23,10 +23,10 @@ def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
 
 
 def zero_points_of(weight: PackedWeight) -> Tensor | None:
-    """Return zero points as codes, (out_features, groups) uint8; None if an offset is no code."""
+    """Return zero points as (out_features, groups) uint8; None if an offset is no code."""
     found = weight.offset.float()
     if weight.offset_kind is OffsetKind.ADDITIVE:
-        # In a group of zeros any zero point will do; the middle is that of symmetric weights.
+        # Any zero point fits a group of zeros; take that of symmetric weights.
         found = (-found / weight.scale.float()).nan_to_num(1 << (weight.bits - 1)).round()
         if not arrays.equal(weight.offset, (-found * weight.scale.float()).to(weight.offset.dtype)):
             return None
@@ -35,7 +35,7 @@ def zero_points_of(weight: PackedWeight) -> Tensor | None:
 
 
 def integer_zero_points(weight: PackedWeight) -> Tensor:
-    """Return the zero points of a weight that has them: (out_features, groups) uint8."""
+    """Return the zero points of a weight that has some, (out_features, groups) uint8."""
     found = zero_points_of(weight)
     assert found is not None, "no zero points, but offsets"
     return found

@@ -1,4 +1,4 @@
-"""Sorts inputs by the group that a checkpoint's `g_idx` lists for each of them."""
+"""Sorts inputs by the groups that a checkpoint's `g_idx` lists (GPTQ's act-order)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InputGroups:
-    """Inputs sorted so that those of one group are neighbours.
+    """Inputs sorted so that a group's inputs are adjacent.
 
     Attributes:
-        order: (in_features,) int32, the input at each place; None if they are sorted already.
+        order: (in_features,) int32, the input at each place; None if already sorted.
         size: inputs per group.
-        source: (in_features / size,) int64, the stored group that gives each group its scale.
+        source: (in_features / size,) int64, the stored group whose scale each group takes.
     """
 
     order: NDArray[np.int32] | None
@@ -35,22 +35,22 @@ class InputGroups:
 
 
 def even_groups(in_features: int, group_size: int) -> InputGroups:
-    """Group neighbours; a smaller last group makes all groups smaller."""
+    """Group adjacent inputs; a smaller last group makes all groups smaller."""
     return _grouped("", np.arange(in_features) // group_size, group_size, None)
 
 
 def listed_groups(name: str, g_idx: Tensor, group_size: int, num_groups: int) -> InputGroups:
-    """Build groups from GPTQ's act-order list.
+    """Build groups from an act-order list.
 
     Args:
-        name: the tensor's, for errors.
+        name: for errors.
         g_idx: (in_features,) integers, the group of each input.
         group_size: inputs per stored group.
-        num_groups: groups that have scales.
+        num_groups: number of stored groups.
 
     Raises:
-        CheckpointError: a listed group has no scales.
-        UnsupportedModelError: no group size of a kernel divides the groups.
+        CheckpointError: a listed group has no scale.
+        UnsupportedModelError: no supported group size divides the groups.
     """
     groups = g_idx.numpy().astype(np.int64)
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
@@ -64,17 +64,16 @@ def listed_groups(name: str, g_idx: Tensor, group_size: int, num_groups: int) ->
 
 
 def regrouped(name: str, weight: PackedWeight, g_idx: Tensor) -> PackedWeight:
-    """Apply a listed order to a weight that was decoded as if neighbours shared a group.
+    """Apply an act-order list to a weight decoded with adjacent groups.
 
     Args:
-        name: the list's, for errors.
+        name: for errors.
         weight: codes in the order of the inputs, scales in the order of the groups.
-        g_idx: (in_features,) integers, the group of each input; -1 anywhere means "ignore the
-            list".
+        g_idx: (in_features,) integers, the group of each input; a -1 anywhere disables the list.
 
     Raises:
-        CheckpointError: a listed group has no scales.
-        UnsupportedModelError: no group size of a kernel divides the groups.
+        CheckpointError: a listed group has no scale.
+        UnsupportedModelError: no supported group size divides the groups.
     """
     if bool((g_idx == -1).any()):
         return weight
@@ -95,7 +94,7 @@ def regrouped(name: str, weight: PackedWeight, g_idx: Tensor) -> PackedWeight:
 def _grouped(
     name: str, groups: NDArray[np.int64], group_size: int, order: NDArray[np.int32] | None
 ) -> InputGroups:
-    """Cut runs of one group into pieces of equal size."""
+    """Split runs of one group into pieces of equal size."""
     ends = np.flatnonzero(np.diff(groups, append=-1))
     counts = np.diff(ends, prepend=-1)
     for size in (group_size, *GROUP_SIZES):

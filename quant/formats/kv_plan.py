@@ -1,8 +1,8 @@
-"""Reads and writes a checkpoint's KV cache plan, and reads other projects' scale tensors.
+"""Reads and writes a checkpoint's KV cache plan; reads other projects' scale tensors.
 
-`kv_cache.json` holds each layer's format, FP8 scales per head and mean keys; readers that do not
-know the file ignore it. The tensors k_scale and v_scale of a layer's attention, one number or one
-per head, belong to the compressed-tensors project.
+`kv_cache.json` holds each layer's format, FP8 scales per head and mean keys; other readers ignore
+it. The tensors k_scale and v_scale, one number or one per head, belong to the compressed-tensors
+project.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class KVLayer:
     """One layer of a plan.
 
     Attributes:
-        head_scales: (2, num_kv_heads) float32, FP8 scales of keys and values.
-        plain_scales: the same for readers that do not subtract the mean from the keys.
-        key_mean: (num_kv_heads, head_dim) float32; None where subtracting it gains nothing.
-        errors: by format, the error it adds to the residual stream, as a share of its energy.
-        key_factors: (num_kv_heads, head_dim) float32 by which the weights already divide keys and
-            multiply queries, or None.
+        head_scales: (2, num_kv_heads) float32 FP8 scales of keys and values.
+        plain_scales: the same for readers that do not subtract the mean key.
+        key_mean: (num_kv_heads, head_dim) float32; None if subtracting it gains nothing.
+        errors: error added to the residual stream as a share of its energy, by format.
+        key_factors: (num_kv_heads, head_dim) float32, by which the weights divide keys and multiply
+            queries, or None.
     """
 
     format: KVFormat
@@ -51,7 +51,7 @@ class KVLayer:
     key_factors: Tensor | None = None
 
     def precision(self, format: KVFormat | None = None) -> LayerPrecision:
-        """Return the layer's precision, in the planned format or in another."""
+        """Return the layer's precision, in the planned format or another."""
         format = format or self.format
         scales = self.head_scales if format is KVFormat.FP8 else None
         return LayerPrecision(format, scales, self.key_mean if format.is_quantized else None)
@@ -81,9 +81,9 @@ def to_json(layers: Sequence[KVLayer], bits: float) -> dict[str, Any]:
 
 
 def read_plan(folder: Path, heads: Sequence[tuple[int, int]]) -> tuple[KVLayer, ...] | None:
-    """Read the plan of a model folder; None if there is none.
+    """Read a model folder's plan; None if it has none.
 
-    `heads` lists (num_kv_heads, head_dim) of each layer.
+    `heads` lists each layer's (num_kv_heads, head_dim).
 
     Raises:
         CheckpointError: the file is damaged, of a later version, or of another model.
@@ -142,14 +142,14 @@ def _check_shape(tensor: Tensor, shape: tuple[int, int]) -> None:
 def stored_scales(
     weights: WeightReader, layer_names: Sequence[str], heads: Sequence[tuple[int, int]]
 ) -> tuple[list[Tensor | None], list[str]]:
-    """Read FP8 scales that a checkpoint stores as tensors.
+    """Read a checkpoint's FP8 scale tensors.
 
     Args:
         layer_names: such as model.layers.0.
         heads: (num_kv_heads, head_dim) of each layer.
 
     Returns:
-        For each layer (2, num_kv_heads) float32 of keys and values, or None; and the names of
+        (2, num_kv_heads) float32 of keys and values for each layer, or None; and the names of
         layers without scales.
 
     Raises:

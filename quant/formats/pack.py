@@ -1,4 +1,4 @@
-"""Converts between plain integer codes and the packed orders that are stored.
+"""Converts between plain integer codes and stored orders.
 
 Plain codes are unsigned, one per uint8. All functions are exact and know neither scales nor files.
 Words are little-endian, as in safetensors files.
@@ -23,7 +23,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: (rows, columns) uint8 below 2 ** bits.
-        bits: 4 or 8; with 4, columns must be even.
+        bits: 4 or 8; 4 needs an even number of columns.
 
     Returns:
         (rows, columns * bits / 8) uint8, low nibble first.
@@ -42,7 +42,7 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
 
 def pack_threes(codes: Tensor) -> Tensor:
-    """Pack codes of 3 bits end to end, lowest first; a code may span two bytes.
+    """Pack 3-bit codes end to end, lowest first; a code may span two bytes.
 
     Args:
         codes: (rows, columns) uint8 below 8; columns are padded with 0 to a multiple of 8.
@@ -70,8 +70,7 @@ def unpack_threes(packed: Tensor) -> Tensor:
 def bytes_to_words(packed: Tensor) -> Tensor:
     """View rows of bytes as 32-bit words, lowest byte first.
 
-    This is the order of compressed-tensors' `weight_packed`, so writing a `PackedWeight` moves no
-    bits; a row that does not fill its last word is padded with zeros.
+    This is the order of compressed-tensors' `weight_packed`. Zeros fill a row's last word.
 
     Args:
         packed: (rows, bytes) uint8.

@@ -1,4 +1,4 @@
-"""Opens a folder of safetensors, whatever the storage format of its weights."""
+"""Opens a safetensors folder in any known weight format."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ METHODS = (
 
 
 class WeightReader(Protocol):
-    """Reads a model's tensors on demand, by the names of their unquantized form."""
+    """Reads a model's tensors on demand, by their unquantized names."""
 
     def tensor_names(self) -> list[str]:
         """List all tensors, such as model.layers.0.self_attn.q_proj.weight."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, the unpacked one of a packed weight; reads no weights."""
+        """Return a tensor's unpacked shape without reading it."""
         ...
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a quantized weight's loaded codes, None if dense; reads no weights."""
+        """Return the bits of a weight's integer codes once loaded; None if it has none."""
         ...
 
     def float_bits(self, name: str) -> int | None:
-        """Return the bits of floating-point codes, 8 or 4, None of others; reads no weights."""
+        """Return the bits of a weight's floating-point codes, 8 or 4; None if it has none."""
         ...
 
     def load(self, name: str) -> Weight:
@@ -55,17 +55,17 @@ class WeightReader(Protocol):
         ...
 
     def notes(self) -> tuple[str, ...]:
-        """Return what the user should know about the tensors loaded so far, one line each."""
+        """Return notes for the user about the tensors loaded so far, one line each."""
         ...
 
 
 def is_read(config: object) -> bool:
-    """Return True if a `quantization_config` is of a known method."""
+    """Return True if a `quantization_config` names a known method."""
     return isinstance(config, dict) and config.get("quant_method") in METHODS
 
 
 def open_weights(folder: SafetensorsFolder) -> WeightReader:
-    """Choose the reader that `quantization_config` in config.json asks for.
+    """Choose the reader by config.json's `quantization_config`.
 
     Raises:
         UnsupportedModelError: an unknown quantization method or layout.

@@ -1,4 +1,4 @@
-"""Describes a quantized weight: type, bits, groups, symmetry. Knows no method or format."""
+"""A weight's quantization scheme: type, bits, groups, symmetry. Knows no method or format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from appliance.errors import ConfigError
 
 BITS = (3, 4, 8)
-GROUP_SIZES = (128, 64, 32)  # falling: the first that divides a width is the largest
+GROUP_SIZES = (128, 64, 32)  # descending: the first that divides a width is the largest
 CHANNEL = "channel"
 
 
@@ -17,8 +17,8 @@ class WeightScheme:
 
     Attributes:
         bits: 3, 4 or 8.
-        group_size: inputs that share a scale, 32, 64 or 128; None means a whole row, "channel".
-        symmetric: no zero points; code 2 ** (bits - 1) is always weight 0.
+        group_size: inputs that share a scale, 32, 64 or 128; None ("channel") means a whole row.
+        symmetric: no zero points; code 2 ** (bits - 1) is weight 0.
 
     Raises:
         ConfigError: unsupported bits or group size.
@@ -38,7 +38,7 @@ class WeightScheme:
 
     @classmethod
     def parse(cls, *, bits: int, group_size: str, symmetric: bool) -> WeightScheme:
-        """Build a scheme from the command line's words; `group_size` may be "channel"."""
+        """Build a scheme from command-line words; `group_size` may be "channel"."""
         word = group_size.strip().lower()
         if word == CHANNEL:
             return cls(bits, None, symmetric)
@@ -48,25 +48,25 @@ class WeightScheme:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code in memory: kernels read 4 or 8, so 3-bit codes take 4."""
+        """Bits of a code in memory, 4 or 8: 3-bit codes take 4."""
         return max(self.bits, 4)
 
     @property
     def max_code(self) -> int:
-        """Largest unsigned code; the smallest is 0."""
+        """Largest unsigned code."""
         return (1 << self.bits) - 1
 
     @property
     def zero_code(self) -> int:
-        """The code of weight 0 in a symmetric scheme."""
+        """Code of weight 0 in a symmetric scheme."""
         return 1 << (self.bits - 1)
 
     def fit(self, in_features: int) -> tuple[WeightScheme | None, str]:
-        """Adapt the scheme to a weight with `in_features` inputs.
+        """Adapt the scheme to `in_features` inputs.
 
         Returns:
-            The scheme and, if it differs from this one, the reason. None instead of a scheme means
-            that the weight stays in 16 bits: packed kernels need groups of at least 32 inputs.
+            The scheme and, if it differs from this one, the reason. The scheme is None if the
+            weight stays in 16 bits: packed kernels need groups of at least 32 inputs.
         """
         if in_features % GROUP_SIZES[-1]:
             return None, f"kept in 16 bits: {in_features} inputs do not divide by 32"
@@ -88,12 +88,12 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """Floating-point codes of 8 bits (e4m3).
+    """8-bit floating-point codes (e4m3).
 
     Attributes:
-        blockwise: one scale per 128x128 weights and per 128 activations of a token, instead of one
-            per output and per token.
-        quantized_inputs: activations become FP8 too, at run time.
+        blockwise: one scale per 128x128 weights and per token's 128 activations, instead of one per
+            output and per token.
+        quantized_inputs: activations become FP8 at run time.
     """
 
     blockwise: bool = False
@@ -104,7 +104,7 @@ class Fp8Scheme:
         return 8
 
     def fit(self, in_features: int) -> tuple[Fp8Scheme | None, str]:
-        """Return this scheme: it fits every width (see `WeightScheme.fit`)."""
+        """Return this scheme: it fits every width."""
         return self, ""
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Turns quantized weights into the tensors of a folder: one protocol for all formats."""
+"""Converts quantized weights to a folder's tensors: one protocol for all formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def in_torch(
     layout: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return a layout with torch's types instead of their names."""
+    """Replace the names of types in a layout by torch's types."""
     return {part: (getattr(torch, name), shape) for part, (name, shape) in layout.items()}
 
 
@@ -32,23 +32,23 @@ class WeightStore(Protocol):
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the type and shape of every tensor that `encode` would make of such a weight.
+        """Return the type and shape of each tensor that `encode` makes.
 
         Args:
-            name: the weight's, such as model.layers.0.self_attn.q_proj.weight.
+            name: such as model.layers.0.self_attn.q_proj.weight.
             shape: (out_features, in_features).
-            scheme: the one that will make the weight.
-            dtype: of scales, where the format leaves the choice.
+            scheme: the scheme of the weight.
+            dtype: of scales, if the format allows a choice.
         """
         ...
 
     def encode(
         self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
-        """Convert one weight into the tensors that store it.
+        """Convert a weight into its stored tensors.
 
         Raises:
-            QuantizeError: the format cannot hold one of its scales.
+            QuantizeError: the format cannot hold a scale.
         """
         ...
 
@@ -60,14 +60,14 @@ class WeightStore(Protocol):
         Args:
             schemes: one per quantized module, by module name.
             kept: linear modules that stay unquantized.
-            named: list the quantized modules by name, since some are not linears.
+            named: list the quantized modules by name, since some are no linears.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsStore:
-    """Writes compressed-tensors, the format that holds every scheme."""
+    """Writes compressed-tensors, which holds every scheme."""
 
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype

@@ -1,7 +1,7 @@
-"""Reads what AWQ and GPTQ folders share: codes in int32 words, one tensor per part.
+"""Reads AWQ and GPTQ folders: codes in int32 words, one tensor per part.
 
-A linear module M is stored as M.qweight, M.qzeros, M.scales and more; readers get its weight by the
-unquantized name M.weight.
+A linear module M is stored as M.qweight, M.qzeros, M.scales and more; readers ask for its weight by
+the unquantized name M.weight.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]  # type and shape of each part
 
 
 class WordLayout(Protocol):
-    """Converts between a weight and its stored parts."""
+    """Layout of a weight's stored parts."""
 
     @property
     def bits(self) -> int: ...
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
-        """Return a weight's (out_features, in_features), given the shape of its qweight."""
+        """Return (out_features, in_features) of a weight from the shape of its qweight."""
         ...
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Return the parts of a weight of this shape; scales may have another type."""
+        """Return the type and shape of each part; scales may have another type."""
         ...
 
     def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
-        """Build the weight from checked parts; `name` is for errors."""
+        """Build a weight from checked parts; `name` is for errors."""
         ...
 
 
@@ -63,11 +63,11 @@ class WordPackedWeights:
         self._names = sorted(packed | (self._stored - parts))
 
     def tensor_names(self) -> list[str]:
-        """List every tensor; a packed weight has the name of its unquantized form."""
+        """List every tensor; a packed weight has its unquantized name."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape; a packed weight's is the unpacked one."""
+        """Return a tensor's shape, unpacked."""
         module = self._module(name)
         if module is None:
             return self._folder.shape(name)
@@ -87,7 +87,7 @@ class WordPackedWeights:
         return ()
 
     def load(self, name: str) -> Tensor | PackedWeight:
-        """Read one tensor; codes, scales and zero points keep their stored values."""
+        """Read one tensor; codes, scales and zero points are not changed."""
         module = self._module(name)
         if module is None:
             return self._folder.load(name)

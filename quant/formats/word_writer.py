@@ -1,7 +1,7 @@
 """Writes packed weights losslessly as AWQ or GPTQ checkpoints.
 
-Both formats have one number of bits and one group size for a whole model, so larger groups are cut
-into several with the same scale.
+Both formats have one bit width and one group size per model, so larger groups are split into
+several with the same scale.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WordWriter:
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `WeightStore`; all weights share one layout, with scales in float16."""
+        """Return the parts of a weight; all weights share one layout, with float16 scales."""
         parts = self.words.layout(shape)
         if isinstance(self.words, GptqLayout):
             parts[G_IDX] = ("int32", (shape[1],))
@@ -63,10 +63,10 @@ class WordWriter:
 
 
 def awq_writer(weights: Weights) -> WordWriter:
-    """Return a writer for a model of these weights.
+    """Return an AWQ writer for a model with these weights.
 
     Raises:
-        ConfigError: the format cannot hold one of them.
+        ConfigError: AWQ cannot hold one of them.
     """
     _bits("awq", weights, (awq.BITS,))
     _check_rows("awq", weights, awq.PER_WORD)
@@ -74,10 +74,10 @@ def awq_writer(weights: Weights) -> WordWriter:
 
 
 def gptq_writer(weights: Weights) -> WordWriter:
-    """Return a writer for these weights: version 1, which all readers know, if all are symmetric.
+    """Return a GPTQ writer: version 1, which all readers know, if all weights are symmetric.
 
     Raises:
-        ConfigError: the format cannot hold one of them.
+        ConfigError: GPTQ cannot hold one of them.
     """
     bits = _bits("gptq", weights, gptq.BITS)
     _check_rows("gptq", weights, 32 // bits)
@@ -107,7 +107,7 @@ def _check_rows(format: str, weights: Weights, multiple: int) -> None:
 def _group_size(
     format: str, weights: Mapping[str, tuple[tuple[int, int], WeightScheme]]
 ) -> int | None:
-    """Return the largest size that divides every group; None if each group is a row."""
+    """Return the largest size that divides every group; None if every group is a row."""
     if all(scheme.group_size is None for _, scheme in weights.values()):
         return None
     common = math.gcd(*(scheme.group_size or columns for (_, columns), scheme in weights.values()))

@@ -1,1 +1,1 @@
-"""Measures the KV cache's precision per layer and chooses it within a budget."""
+"""Measures the KV cache's precision per layer and chooses formats within a budget."""

@@ -1,6 +1,6 @@
-"""Simulates attention over a quantized KV cache, for one row of text.
+"""Simulates attention over a quantized KV cache for one row of text.
 
-Keys and values are quantized and dequantized by each format's definition; nothing is stored.
+It quantizes and dequantizes keys and values by each format's definition and stores nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.spec import AttentionSpec
 
-EVERY = 4  # one token in so many is a query
+EVERY = 4  # every so many tokens, one is a query
 
 
 def attend_with(
     spec: AttentionSpec, precision: LayerPrecision, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attend over one row of text with a KV cache of some precision.
+    """Attend over one row of text with a KV cache of a given precision.
 
     Args:
-        precision: the cache's; FP32 is exact.
-        query: (rows, num_heads, head_dim) float32, after RoPE, of each `EVERY`th token.
+        precision: of the cache; FP32 is exact.
+        query: (rows, num_heads, head_dim) float32, after RoPE, of every `EVERY`th token.
         key: (tokens, num_kv_heads, head_dim) float32, after RoPE.
         value: same shape.
 
@@ -66,7 +66,7 @@ def attend_with(
 
 
 def _visible(count: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (tokens, tokens) bool masks: keys in the row's own block, and keys the row sees."""
+    """Return (tokens, tokens) bool masks: keys in the query's own block, and visible keys."""
     place = torch.arange(count, device=device)
     blocks = place // PAGE_TOKENS
     return blocks.unsqueeze(1) == blocks, visible(0, count, count, window, device=device)
@@ -76,7 +76,7 @@ Pair = tuple["Tensor", "Tensor"]
 
 
 def _stored(precision: LayerPrecision, key: Tensor, value: Tensor) -> tuple[Pair, Pair | None]:
-    """Return keys and values after storage: in closed blocks and, if sealed, in open blocks."""
+    """Return keys and values as stored in closed blocks and, if sealed, in open blocks."""
     form = precision.format
     match form:
         case KVFormat.FP8:
@@ -111,7 +111,7 @@ def _nibbles(x: Tensor) -> Tensor:
 
 
 def _by_channel(keys: Tensor) -> Tensor:
-    """Quantize keys by channel as sealed blocks do; copies of the last key fill the last block."""
+    """Quantize keys by channel as sealed blocks do, padding the last block with the last key."""
     count = len(keys)
     fill = keys[-1:].expand(-count % PAGE_TOKENS, -1, -1)
     blocks = torch.cat((keys, fill)).unflatten(0, (-1, PAGE_TOKENS)).movedim(1, -1)

@@ -1,8 +1,8 @@
-"""Calibrates the KV cache: measures each format's error in each layer and chooses formats.
+"""Calibrates the KV cache: measures each format's error per layer and chooses formats.
 
-The rows pass through the unquantized layers once. Each layer's keys, values and queries give FP8
-scales per head, the mean key and, for each format, the error of the attention after the output
-projection, as a share of the residual stream's energy, so that layers can be compared.
+The rows pass once through the unquantized layers. Each layer's keys, values and queries give FP8
+scales per head, the mean key and, per format, the error of attention after the output projection,
+as a share of the residual stream's energy, which makes layers comparable.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from appliance.quant.kv.even_keys import Row
     from appliance.quant.walk.block import TransformerBlock
 
-# What a layer may be stored in, without those that cost more for less (measured with
-# scripts/benchmark cpu_quality: FP8 costs more bits and more quality than K8V4).
+# Formats to choose from. FP8 is left out: it takes more bits than K8V4 and loses more quality
+# (measured with scripts/benchmark cpu_quality).
 CHOICES = (KVFormat.INT4_SEALED, KVFormat.K8V4, KVFormat.INT8, KVFormat.BF16)
 MEASURED = (*CHOICES, KVFormat.FP8, KVFormat.INT4)
-ROWS = 2  # errors are measured on so many rows; scales and means on all
-LEAST_GAIN = 0.9  # subtract the mean if it leaves less than this share of the error
+ROWS = 2  # rows that errors are measured on; scales and means use all
+LEAST_GAIN = 0.9  # subtract the mean key if less than this share of the error is left
 
 
 class AttentionWatch:
-    """Wraps a backend's attention and keeps the queries, keys and values that pass."""
+    """Wraps a backend's attention and records its queries, keys and values."""
 
     def __init__(self) -> None:
         self.queries: list[Tensor] = []  # (tokens, num_heads, head_dim) of each row of text
@@ -56,7 +56,7 @@ class AttentionWatch:
         self.values: list[Tensor] = []
 
     def on(self, backend: Backend) -> Backend:
-        """Return the backend with its attention watched."""
+        """Return the backend with recorded attention."""
         attend = backend.paged_attention
 
         def watched(
@@ -85,7 +85,7 @@ class AttentionWatch:
         return replace(backend, paged_attention=watched)
 
     def take(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return and forget the queries, keys and values seen since the last call."""
+        """Return and forget what was recorded since the last call."""
         taken = self.queries, self.keys, self.values
         self.queries, self.keys, self.values = [], [], []
         return taken
@@ -93,18 +93,18 @@ class AttentionWatch:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """One layer's scales, mean keys and errors, as measured on the rows.
+    """One layer's measured scales, mean keys and errors.
 
     Attributes:
         head_scales: (2, num_kv_heads) float32 FP8 scales of plain keys and of values.
         centred_scales: same, of keys without their mean.
         key_mean: (num_kv_heads, head_dim) float32.
-        errors: by format, with plain keys.
-        centred: by format, with the mean subtracted; empty where that is impossible.
+        errors: with plain keys, by format.
+        centred: with the mean subtracted, by format; empty if not supported.
         num_elements: numbers in one token's keys and values.
         bits: per element, by format.
-        key_factors: (num_kv_heads, head_dim) float32 by which keys were divided for all of this, or
-            None; see `even_keys`.
+        key_factors: (num_kv_heads, head_dim) float32 that all of this divides keys by, or None; see
+            `even_keys`.
     """
 
     head_scales: Tensor
@@ -125,7 +125,7 @@ class MeasuredLayer:
         return format in self.centred and self.centred[format] < LEAST_GAIN * self.errors[format]
 
     def chosen(self, format: KVFormat) -> KVLayer:
-        """Build the plan's entry for this layer."""
+        """Build this layer's entry of the plan."""
         return KVLayer(
             format=format,
             head_scales=self.centred_scales if self.gains(format) else self.head_scales,
@@ -142,12 +142,12 @@ def measure_layer(
     project: Callable[[Tensor], Tensor],
     energy: Tensor,
 ) -> MeasuredLayer:
-    """Measure one layer.
+    """Measure one layer's formats.
 
     Args:
         seen: queries, keys and values of each row of text; keys after RoPE.
-        project: maps heads to what is added to the residual stream.
-        energy: (rows, tokens), mean squares of that stream after the layer.
+        project: output projection, from heads to the residual stream.
+        energy: (rows, tokens), mean squares of the stream after the layer.
     """
     queries, keys, values = seen
     every_key, every_value = torch.cat(keys), torch.cat(values)
@@ -189,7 +189,7 @@ def measure_layer(
 
 
 def bits_per_element(format: KVFormat, head_dim: int) -> float:
-    """Return the mean bits per element of keys and values, 16-bit scales and offsets included."""
+    """Return the mean bits of keys and values, 16-bit scales and offsets included."""
     by_token, both_by_token, by_channel = 16 / head_dim, 32 / head_dim, 32 / PAGE_TOKENS
     match format:
         case KVFormat.FP8:
@@ -206,15 +206,15 @@ def bits_per_element(format: KVFormat, head_dim: int) -> float:
 
 
 def choose_formats(layers: Sequence[MeasuredLayer], budget: float) -> list[KVFormat] | None:
-    """Choose each layer's format so that the mean bits fit a budget and the errors sum to little.
+    """Choose each layer's format for the least total error within a budget of bits.
 
-    Every layer starts with the fewest bits; then bits go step by step to where each removes the
-    most error, until no step fits any more.
+    Each layer starts with the fewest bits; each step adds bits where they remove the most error,
+    until no step fits.
 
     `budget` is in mean bits per element, scales included.
 
     Returns:
-        None if not even the fewest bits fit.
+        None if even the fewest bits exceed the budget.
     """
     chosen = [min(CHOICES, key=layer.bits.__getitem__) for layer in layers]
     total = sum(layer.num_elements for layer in layers)
@@ -249,7 +249,6 @@ class KVPlan:
     """The result of a calibration.
 
     Attributes:
-        layers: of the model, in order.
         bits: mean bits per element, scales included.
         budget: the requested bits per element.
     """
@@ -276,9 +275,9 @@ class KVPlan:
 def calibrate_kv(
     source: ModelSource, rows: Tensor, folder: Path, device: torch.device, budget: float
 ) -> KVPlan:
-    """Calibrate: run rows through a model and choose each layer's precision.
+    """Run rows through a model and choose each layer's KV precision.
 
-    A plan with `key_factors` is for the model that `even_keys.with_even_keys` makes.
+    A plan with `key_factors` is for the model that `even_keys.with_even_keys` returns.
 
     Args:
         rows: (num_rows, row_tokens) int64.
@@ -286,7 +285,7 @@ def calibrate_kv(
         budget: mean bits per element, scales included.
 
     Raises:
-        QuantizeError: even the fewest bits are above the budget.
+        QuantizeError: even the fewest bits exceed the budget.
     """
     layers = measure_kv(source, rows, folder, device)
     formats = choose_formats(layers, budget)
@@ -302,9 +301,9 @@ def calibrate_kv(
 def measure_kv(
     source: ModelSource, rows: Tensor, folder: Path, device: torch.device
 ) -> list[MeasuredLayer]:
-    """Run rows through a model and measure every layer; the arguments are `calibrate_kv`'s.
+    """Run rows through a model and measure every layer; arguments as for `calibrate_kv`.
 
-    Layers with `key_factors` are measured as `even_keys.with_even_keys` makes them.
+    Layers with `key_factors` are measured with the factors applied.
     """
     watch = AttentionWatch()
     walk = Walk(source, rows, folder, device, watch=watch)

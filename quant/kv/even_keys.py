@@ -1,9 +1,9 @@
-"""Evens out the channels of keys, so that one scale fits a token's whole key.
+"""Evens out key channels, so that one scale fits a token's whole key.
 
-A score is a sum over channels of query times key, so dividing a key channel and multiplying the
-query channel by the same factor changes nothing. Both factors go into the weights that make queries
-and keys: they cost nothing at run time, and every reader of the checkpoint has them. RoPE mixes two
-channels of a pair, which therefore share a factor.
+A score sums query times key over channels, so dividing a key channel and multiplying its query
+channel by one factor changes nothing. The factors go into the weights of queries and keys: they
+cost nothing at run time and work in every reader. The two channels that RoPE rotates together share
+a factor.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ if TYPE_CHECKING:
     Row = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of one row of text
     ErrorOf = Callable[[LayerPrecision, Sequence[Row]], float]
 
-# Exponents of a channel's largest key, less its mean, and of its queries' root mean square. The
-# first tells how much the channel spoils the others' scale, the second how much its own errors
-# count.
+# Exponents of a channel's largest centred key and of its queries' root mean square. The first tells
+# how far the channel stretches the shared scale, the second how much its own errors matter.
 TRIED = ((0.5, 0.0), (0.7, 0.0), (0.7, 0.25), (0.85, 0.25))
-LEAST_GAIN = 0.9  # use factors if they leave less than this share of the error
+LEAST_GAIN = 0.9  # use factors if less than this share of the error is left
 
 
 def choose_factors(
     spec: AttentionSpec, rows: Sequence[Row], every_key: Tensor, error: ErrorOf
 ) -> Tensor | None:
-    """Choose the factors by which a layer's keys are divided, so that INT8 keys lose least.
+    """Choose factors to divide a layer's keys by, for the least error with INT8 keys.
 
     Args:
         rows: rows of text to measure on.
         every_key: (tokens, num_kv_heads, head_dim) float32 of all rows, after RoPE.
-        error: measures a cache of some precision on rows.
+        error: returns the error of a cache precision on rows.
 
     Returns:
-        (num_kv_heads, head_dim) float32; None where nothing is gained, and in layers that norm
-        queries and keys, since all heads share the norm's weight.
+        (num_kv_heads, head_dim) float32; None if nothing is gained, or if a norm of queries and
+        keys follows, whose weight all heads share.
     """
     if spec.qk_norm is not None:
         return None
@@ -82,7 +81,7 @@ def even(rows: Sequence[Row], factors: Tensor) -> list[Row]:
 
 
 def _of_pairs(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return for each pair of channels that RoPE mixes the larger one: (num_kv_heads, head_dim)."""
+    """Return the larger of each pair that RoPE rotates, (num_kv_heads, head_dim)."""
     half = spec.rope.rotary_dim // 2
     larger = torch.maximum(x[:, :half], x[:, half : 2 * half])
     return torch.cat((larger, larger, x[:, 2 * half :]), dim=-1).clamp_min(1e-6)
@@ -90,7 +89,7 @@ def _of_pairs(x: Tensor, spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """A `WeightReader` that scales rows of some tensors, which load as dense.
+    """A `WeightReader` that scales rows of some dense tensors.
 
     Attributes:
         factors: one factor per row, by tensor name.
@@ -115,7 +114,6 @@ class ScaledRows:
         return self._scaled(name, self.weights.load(name), slice(None))
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
-        """Read some rows; see `ReadsRows`."""
         assert isinstance(self.weights, ReadsRows)
         return self._scaled(name, self.weights.load_rows(name, start, stop), slice(start, stop))
 
@@ -144,7 +142,7 @@ def with_even_keys(source: ModelSource, layers: Sequence[KVLayer]) -> ModelSourc
 
 
 def _row_factors(source: ModelSource, index: int, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that make queries and keys, with the factor of each of their rows."""
+    """Yield the tensors that produce queries and keys, with a factor per row."""
     attention, names = source.spec.attention_layers[index], source.family.names
     queries = factors.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
     values = torch.ones_like(factors)

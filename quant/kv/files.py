@@ -1,4 +1,4 @@
-"""Writes a KV plan into a checkpoint: `kv_cache.json` and FP8 scales for other readers."""
+"""Writes a KV plan to a checkpoint: `kv_cache.json`, and FP8 scales for other readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from appliance.quant.run.shard_writer import ShardWriter
     from appliance.quant.text.calibration import Calibration
 
-# A plan of so few bits asks for a small cache, which other readers get in FP8.
+# At up to this many bits, other readers use an FP8 cache.
 MOST_BITS_FOR_FP8 = 8.5
 
 
@@ -33,12 +33,12 @@ def kept_kv_plan(
     device: torch.device,
     budget: float,
 ) -> KVPlan:
-    """Return the plan that an earlier run kept, or make one with `calibrate_kv` and keep it.
+    """Return the plan of an earlier run, or make one with `calibrate_kv` and keep it.
 
     `budget` is in mean bits per element; `state` is the folder of this run's state.
 
     Raises:
-        QuantizeError: even the fewest bits are above the budget.
+        QuantizeError: even the fewest bits exceed the budget.
     """
     layers = read_plan(state, heads_of(source.spec))
     if layers is not None:
@@ -50,23 +50,21 @@ def kept_kv_plan(
 
 
 def write_kv_plan(plan: KVPlan, folder: Path) -> None:
-    """Write `kv_cache.json` into a folder."""
     write_json(folder / FILE, to_json(plan.layers, plan.bits))
 
 
 def kv_scale_layouts(source: ModelSource, plan: KVPlan | None) -> list[TensorLayout]:
-    """List the tensors that `write_kv_scales` will write."""
     return [TensorLayout(name, torch.float32, (1,)) for name, _ in _scales(source, plan)]
 
 
 def write_kv_scales(source: ModelSource, plan: KVPlan | None, writer: ShardWriter) -> None:
-    """Write one FP8 scale for each layer's keys and one for its values: the largest head's."""
+    """Write an FP8 scale for each layer's keys and values: the largest head's."""
     for name, scale in _scales(source, plan):
         writer.write(name, [torch.tensor([scale])])
 
 
 def with_kv_scheme(config: dict[str, Any], plan: KVPlan | None) -> dict[str, Any]:
-    """Add the scheme of those scales to config.json."""
+    """Add the FP8 cache's scheme to config.json."""
     if plan is None or plan.budget > MOST_BITS_FOR_FP8:
         return config
     scheme = {

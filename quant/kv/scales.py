@@ -1,4 +1,4 @@
-"""Searches FP8 scales of keys and values, per head, that change attention least."""
+"""Searches the FP8 scales of keys and values, per head, that change attention least."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
     Row = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of one row of text
 
-# E4M3 has eight steps between powers of two, the finest just below a power of two. So it matters
-# where a head's most important numbers lie between two powers: a factor below 2 moves them. The
-# range, 2**18, has room for that.
+# E4M3 has eight steps between powers of two, the finest just below a power of two. A factor below 2
+# moves a head's most important numbers to finer steps, and the range of 2**18 has room for it.
 SHIFTS = tuple(2 ** (step / 8) for step in range(8))
 
 
 def largest_scales(x: Tensor) -> Tensor:
-    """Return the scale of each head of (tokens, heads, head_dim) that spans E4M3's whole range."""
+    """Return per-head scales of (tokens, heads, head_dim) that use all of E4M3's range."""
     return x.abs().amax(dim=(0, 2)).clamp(min=1e-6) / E4M3_MAX
 
 
@@ -38,17 +37,17 @@ def search_scales(
     part: int,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Shift the scales of keys or of values to where attention's results are least wrong.
+    """Shift the scales of keys or values to where attention's error is smallest.
 
-    With scripts/benchmark kv_quality on SmolLM2-135M this leaves 0.0036 of KL divergence where
-    `largest_scales` leave 0.0051 (windows of 512 tokens; 0.0042 and 0.0049 of 224). Scales of least
-    squared error in keys and values, and clipping, left more than `largest_scales`.
+    With scripts/benchmark kv_quality on SmolLM2-135M this leaves 0.0036 of KL divergence, and
+    `largest_scales` 0.0051 (windows of 512 tokens; 0.0042 and 0.0049 with 224). Scales with the
+    least squared error of keys and values, and clipping, left more than `largest_scales`.
 
     Args:
         rows: rows to measure on; see `attend_with`.
         exact: each row's result with a float32 cache.
         scales: (2, num_kv_heads) float32 of keys and of values, to start from.
-        part: 0 to shift the keys' scales, 1 the values'.
+        part: 0 shifts the keys' scales, 1 the values'.
         mean: subtracted from the keys.
 
     Returns:
@@ -72,7 +71,7 @@ def _errors(
     scales: Tensor,
     mean: Tensor | None,
 ) -> Tensor:
-    """Return squared errors of the result of each KV head's queries: (num_kv_heads,)."""
+    """Return the squared error of each KV head's queries, (num_kv_heads,)."""
     precision = LayerPrecision(KVFormat.FP8, scales, mean)
     lost = [
         (attend_with(spec, precision, *row) - wanted).square()

@@ -1,1 +1,1 @@
-"""Chooses codes and scales (rounding, GPTQ, AWQ, FP8) and the bits of each linear."""
+"""Methods that choose codes, scales and bits of weights: rounding, GPTQ, AWQ, FP8."""

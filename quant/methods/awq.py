@@ -1,4 +1,4 @@
-"""AWQ: scales give large inputs finer steps, and the layer before divides them out again.
+"""AWQ: scales give large inputs finer steps; the layer before divides them out.
 
 From Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan and Han, https://arxiv.org/abs/2306.00978.
 """
@@ -25,12 +25,12 @@ LARGEST_SCALE = 1e4  # its inverse is the smallest; both are far from float16's 
 
 @dataclass(frozen=True, slots=True)
 class InputScales:
-    """Scales by which a linear's inputs are divided and its columns multiplied.
+    """Scales that divide a linear's inputs and multiply its columns.
 
     Attributes:
         scales: (in_features,) float32, positive.
         exponent: of the activations' magnitude; 0 changes nothing.
-        loss: the outputs' loss, as a share of the loss with exponent 0.
+        loss: loss of the outputs relative to that of exponent 0.
     """
 
     scales: Tensor
@@ -49,18 +49,18 @@ def choose_scales(
     head_dim: int = 1,
     shares: tuple[float, ...] = WHOLE,
 ) -> InputScales:
-    """Search the exponent with the least loss at the outputs of all weights together.
+    """Search the exponent with the least output loss over all weights.
 
     Args:
-        weights: of linears that share their input, (out_features, in_features) float32 each.
-        hessian: (in_features, in_features) float32, the mean of x x^T over calibration tokens.
-        magnitude: (in_features,) float32, the mean of |x|.
-        scheme: the scheme they will be quantized with.
-        dtype: type of stored group scales.
-        sources: number of KV heads that feed the inputs; each feeds as many neighbouring heads,
-            which must share their scales. None: every input has its own source.
+        weights: linears that share their input, (out_features, in_features) float32 each.
+        hessian: (in_features, in_features) float32, mean of x x^T over calibration tokens.
+        magnitude: (in_features,) float32, mean of |x|.
+        scheme: the scheme to quantize them with.
+        dtype: of stored group scales.
+        sources: number of KV heads that the inputs come from; the adjacent heads of one KV head
+            share their scales. None: each input has its own scale.
         head_dim: inputs per head.
-        shares: tried shares of a group's range; see `choose_steps`.
+        shares: shares of a group's range to try; see `choose_steps`.
     """
     whole = torch.cat(list(weights))
     mean = magnitude if sources is None else _shared(magnitude, sources, head_dim)
@@ -79,7 +79,7 @@ def choose_scales(
 
 
 def _shared(magnitude: Tensor, sources: int, head_dim: int) -> Tensor:
-    """Average over the heads of one source and repeat the mean for each of them: (in_features,)."""
+    """Average over the heads of each KV head and repeat the mean: (in_features,)."""
     heads = magnitude.view(sources, -1, head_dim)
     return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
 

@@ -1,7 +1,7 @@
-"""Runs GPTQ and AWQ over a whole model: each layer sees the outputs of the quantized ones before.
+"""Runs GPTQ and AWQ over a model, each layer on the outputs of the quantized ones before it.
 
-A layer's weights are read, observed on the calibration rows, quantized and handed on to be written;
-then the rows pass through the stored result, and the next layer follows.
+Per layer: read the weights, observe them on the calibration rows, quantize and hand them on to be
+written, then pass the rows through the stored result.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def quantize_layers(
     *,
     first: int = 0,
 ) -> Iterator[QuantizedLayer]:
-    """Quantize a model's layers in order; yield each after the rows have passed through it.
+    """Quantize a model's layers in order; yield each once the rows have passed it.
 
     Args:
-        walk: its calibration rows, before the layer `first`.
-        schemes: one per linear weight, by name; None keeps it in 16 bits.
-        dtype: type of stored scales, norms and unquantized tensors.
+        walk: the calibration rows, having reached layer `first`.
+        schemes: one per linear weight, by name; None keeps 16 bits.
+        dtype: of stored scales, norms and unquantized tensors.
         first: the layer to begin with; an earlier run quantized those before it.
 
     Raises:
@@ -67,7 +67,7 @@ def _quantize_layer(
     dtype: torch.dtype,
     index: int,
 ) -> QuantizedLayer:
-    """Quantize one layer; only the result outlives the call."""
+    """Quantize one layer; nothing but the result outlives the call."""
     block = walk.block(index)
     parts = _parts(source, index)
     chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
@@ -110,7 +110,7 @@ def _quantize(
     dtype: torch.dtype,
     name: str,
 ) -> tuple[PackedWeight, float, int]:
-    """Quantize one linear by its present inputs, and let it compute with the result.
+    """Quantize a linear by its current inputs; it then computes with the result.
 
     Returns:
         The weight, its loss, and the number of inputs that were always 0.
@@ -158,7 +158,7 @@ def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> Wei
 def _norms_and_biases(
     source: ModelSource, index: int, block: TransformerBlock, parts: list[list[tuple[str, slice]]]
 ) -> dict[str, Tensor | PackedWeight]:
-    """Return all of a layer except its linear weights, as stored; some have scales folded in."""
+    """Return a layer's tensors besides linear weights, as stored, with folded scales."""
     names, offset = source.family.names, source.spec.layers[index].norm.offset
     tensors: dict[str, Tensor | PackedWeight] = {
         slot.name: WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))

@@ -1,9 +1,9 @@
 """Runs GPTQ and AWQ's ranges over a layer of any kind: experts, recurrent mixers, latents.
 
-Stage by stage: text passes through the layer as it is so far, each weight is quantized by what its
-linear saw, and the next stage sees the results. Inputs are not scaled here as AWQ does, since what
-feeds experts or a state has no place that could take the other half of a scale; ranges are chosen
-by the energy of the inputs all the same.
+In stages: text passes through the layer, each weight of the stage is quantized by its linear's
+inputs, and the next stage sees the results. Inputs are not scaled as in AWQ, since nothing before
+experts or a state could absorb the inverse scales; but AWQ's ranges are chosen by the inputs'
+energy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from appliance.quant.walk.block import Moments
     from appliance.quant.walk.walk import Walk
 
-MOMENT_BYTES = 512 << 20  # of second moments at once; more experts take more passes
+MOMENT_BYTES = 512 << 20  # of second moments at once; more experts need more passes
 
 
 def quantize_any_layer(
@@ -45,7 +45,7 @@ def quantize_any_layer(
     dtype: torch.dtype,
     index: int,
 ) -> QuantizedLayer:
-    """Quantize one layer; the arguments are those of `calibrated.quantize_layers`.
+    """Quantize one layer; arguments as for `calibrated.quantize_layers`.
 
     Raises:
         QuantizeError: activations or weights are not finite; the message names the weight.
@@ -87,7 +87,7 @@ def quantize_any_layer(
 
 
 def _by_memory(slots: Sequence[TensorSlot]) -> Iterator[list[TensorSlot]]:
-    """Split the weights of a stage so that the moments of each part fit; experts stay whole."""
+    """Split a stage's weights so that the moments of each part fit; experts stay whole."""
     groups: dict[int | None, list[TensorSlot]] = {}
     for slot in slots:
         groups.setdefault(slot.expert, []).append(slot)
@@ -110,7 +110,7 @@ def _quantize(
     method: Method,
     dtype: torch.dtype,
 ) -> tuple[PackedWeight, float | None]:
-    """Quantize a weight by what its linear saw; without a loss if that was nothing."""
+    """Quantize a weight by its linear's inputs; the loss is None if it had none."""
     weight = WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))
     weight = weight.to(moments.hessian.device)
     if not moments.tokens:

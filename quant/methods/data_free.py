@@ -1,4 +1,4 @@
-"""Quantizes a weight without calibration text, as method and scheme ask."""
+"""Quantizes a weight without calibration text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 def quantize(
     weight: Tensor, scheme: LinearScheme, method: Method, scale_dtype: torch.dtype
 ) -> PackedWeight | Fp8Weight:
-    """Quantize rows of a weight; with blockwise FP8 the rows begin at a multiple of 128.
+    """Quantize rows of a weight; for blockwise FP8, rows begin at a multiple of 128.
 
     Args:
         weight: (out_features, in_features), finite.
-        method: a method that needs text means plain rounding here, for weights that no text
-            reaches.
-        scale_dtype: type of stored scales of integers.
+        method: methods that need text round to nearest here, for weights without inputs from text.
+        scale_dtype: type of stored integer scales.
     """
     if isinstance(scheme, Fp8Scheme):
         return fp8.quantize(weight, scheme)
@@ -40,15 +39,14 @@ def quantize(
 def search(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> PackedWeight:
     """Search steps that minimize the sum of the errors' fourth powers in each group.
 
-    It gains nothing that can be told from chance, and is here to have been tried: in groups of 64
-    asymmetric codes of 4 bits the mean KL divergence of SmolLM2-135M was 0.347 beside 0.345 of
-    plain rounding (`scripts/bench/results/quantize/smollm2.json`), and on half of that text 0.356
-    beside 0.358, with standard errors of 0.011. There, least squares weighted with the energy of
-    inputs that the weights themselves tell, by the norm or the linear before, left 0.352, and
-    0.345 with inputs scaled by its fourth root as AWQ scales them; powers of 0.7, the aim of
-    half-quadratic optimization, left 0.94 with whole zero points. What a model loses follows from
-    how errors add up over inputs that go together, and of that the weights say nothing: with text
-    GPTQ leaves 0.140.
+    The gain is within chance; kept as a tried alternative. Asymmetric 4-bit codes in groups of 64
+    leave a mean KL divergence of 0.347 on SmolLM2-135M, plain rounding 0.345
+    (`scripts/bench/results/quantize/smollm2.json`); on half of that text, 0.356 and 0.358, with
+    standard errors of 0.011. On the same half, least squares weighted with the input energy that
+    the weights imply (the norm or the linear before) left 0.352, and 0.345 with inputs scaled by
+    its fourth root as in AWQ; powers of 0.7, the objective of half-quadratic optimization, left
+    0.94 with integer zero points. The loss follows from how errors add up over correlated inputs,
+    which weights do not tell: with text, GPTQ leaves 0.140.
     """
     full = weight.to(torch.float32)
     steps = choose_steps(full, scheme, scale_dtype, shares=AROUND, shifts=(-1, 0, 1), power=4)
@@ -56,7 +54,7 @@ def search(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> Pa
 
 
 def concatenate(parts: list[PackedWeight | Fp8Weight]) -> PackedWeight | Fp8Weight:
-    """Concatenate rows that were quantized apart."""
+    """Concatenate rows that were quantized separately."""
     floats = [part for part in parts if isinstance(part, Fp8Weight)]
     if floats:
         return Fp8Weight.concatenate(floats)

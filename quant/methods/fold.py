@@ -1,6 +1,6 @@
 """Divides a linear's inputs by scales, in the norm or linear that produces them.
 
-The pairs follow from the order of a decoder layer, so no list of architectures is needed.
+The pairs follow from the order of a decoder layer, not from a list of architectures.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def scale_inputs(
 
     Args:
         block: changed in place; its outputs stay the same.
-        moments: what its linears saw, in their order.
-        schemes: those they will be quantized with; None leaves a linear's inputs alone.
-        dtype: type of stored scales and norms.
+        moments: of its linears' inputs, in their order.
+        schemes: of its linears; None leaves a linear's inputs alone.
+        dtype: of stored scales and norms.
         norm_offset: what the model adds to a norm's stored weight.
 
     Returns:
-        The scales that were folded in, in the same order, of linears that have a scheme.
+        The folded scales of the linears with a scheme, in their order.
     """
     attention = block.attention.spec
     queries = attention.num_heads // attention.num_kv_heads
@@ -90,7 +90,7 @@ def _scale_norm(norm: Norm, scales: Tensor, dtype: torch.dtype, offset: float) -
     """Divide a norm's weight by scales and round it to its stored type.
 
     Returns:
-        The scales that the rounded weight stands for exactly.
+        The scales that the rounded weight represents exactly.
     """
     stored = (norm.weight / scales - offset).to(dtype).float() + offset
     usable = (stored != 0) & (norm.weight != 0)

@@ -1,6 +1,6 @@
-"""Rounds every weight to the nearest e4m3 value, with a scale per output or per block.
+"""Rounds weights to the nearest e4m3 value, with a scale per output or per block.
 
-The scale is rounded to its stored type first, and the codes are computed with that.
+Scales are rounded to their stored type before the codes are computed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from appliance.quant.formats.scheme import Fp8Scheme
 
-STORED = torch.bfloat16  # scales; float16 would lose those of small weights
+STORED = torch.bfloat16  # type of scales; float16 would lose those of small weights
 WHOLE = (1.0,)
-# Factors that place the largest weight within the last octave of e4m3, and slightly beyond.
+# Factors that place the largest weight within the last octave of e4m3, and slightly beyond it.
 OCTAVE = tuple(2 ** (step / 16) for step in range(-2, 15))
 
 
@@ -28,18 +28,17 @@ def quantize(
 ) -> Fp8Weight:
     """Quantize one linear weight.
 
-    Codes have three fraction bits, so doubling a scale changes little, but a factor between moves
-    every weight within its octave: each output gets the scale of several with the least squared
-    error. A block keeps the one that uses all codes: over 16,384 weights the sum of squares hardly
-    depends on the scale, and choosing by it made SmolLM2-135M worse (mean KL divergence 0.0170
-    against 0.0158 on encyclopedia prose; for outputs, 0.0122 against 0.0173).
+    Codes have three fraction bits: doubling a scale changes little, but a smaller factor moves each
+    weight within its octave. So each output tries several scales and keeps that with the least
+    squared error. A block keeps the scale that uses all codes: over 16,384 weights the sum of
+    squares hardly depends on the scale, and choosing by it made SmolLM2-135M worse (mean KL
+    divergence 0.0170 against 0.0158 on encyclopedia prose; for outputs, 0.0122 against 0.0173).
 
     Args:
-        weight: (out_features, in_features), finite, of any float type. Blocks begin at its first
-            row.
+        weight: (out_features, in_features), finite, of any float type; blocks begin at row 0.
         scheme: by channel or in blocks.
-        stretches: factors to try on the scale that puts the largest weight at the largest code; the
-            first of equals wins. None takes those that suit the scheme.
+        stretches: factors to try on the scale that maps the largest weight to the largest code; the
+            first of equals wins. None takes the scheme's own.
     """
     if stretches is None:
         stretches = WHOLE if scheme.blockwise else OCTAVE
@@ -59,7 +58,7 @@ def quantize(
 
 
 def _nearest(groups: Tensor, stretches: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Return the codes of groups (a, b, elements) and their scales (a, b), as stored."""
+    """Return codes of groups (a, b, elements) and their stored scales (a, b)."""
     largest = groups.abs().amax(-1)
     least = torch.full_like(largest, torch.inf)
     best = torch.ones_like(largest)
@@ -77,5 +76,5 @@ def _nearest(groups: Tensor, stretches: tuple[float, ...]) -> tuple[Tensor, Tens
 
 
 def _codes(groups: Tensor, scale: Tensor) -> Tensor:
-    """Round to the nearest e4m3 values and clamp at the largest."""
+    """Round to the nearest e4m3 values, clamped to the largest."""
     return (groups / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,9 +1,8 @@
-"""GPTQ: rounds columns one by one and corrects the later columns for each rounding error.
+"""GPTQ: rounds columns one by one and corrects later columns for each rounding error.
 
-From Frantar, Ashkboos, Hoefler and Alistarh, https://arxiv.org/abs/2210.17323.
-
-Columns go in falling order of their inputs' energy, while groups and their scales stay in place
-("static groups"), so nothing has to be permuted at run time.
+From Frantar, Ashkboos, Hoefler and Alistarh, https://arxiv.org/abs/2210.17323. Columns go by
+falling input energy, while groups and scales stay in place ("static groups"), so nothing is
+permuted at run time.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from appliance.kernels.packed import PackedWeight
     from appliance.quant.formats.scheme import WeightScheme
 
-DAMPING = 0.01  # share of the mean diagonal, added to the whole diagonal
-DOUBT = 0.4  # share of the measured correlations between inputs that is taken for chance
+DAMPING = 0.01  # share of the mean diagonal to add to the diagonal
+DOUBT = 0.4  # share of the measured correlations attributed to chance
 MOST_DAMPING = 10.0
 COLUMNS_AT_ONCE = 128
 
@@ -33,9 +32,8 @@ class GPTQResult:
     """A quantized weight and its loss.
 
     Attributes:
-        weight: codes and scales.
-        loss: squared error of the outputs, over their sum of squares.
-        damping: the share of the mean diagonal that was needed.
+        loss: squared error of the outputs over their sum of squares.
+        damping: share of the mean diagonal that was added.
     """
 
     weight: PackedWeight
@@ -57,13 +55,13 @@ def quantize(
 
     Args:
         weight: (out_features, in_features), finite.
-        hessian: (in_features, in_features) float32, the mean of x x^T over calibration tokens.
+        hessian: (in_features, in_features) float32, mean of x x^T over calibration tokens.
         scheme: its group size divides in_features.
-        dtype: float16 or bfloat16, the type of scales.
-        doubt: share by which second moments off the diagonal are reduced. There are few rows for so
-            many pairs of inputs, and corrections that rest on chance are lost on other text.
+        dtype: of scales, float16 or bfloat16.
+        doubt: share to reduce off-diagonal moments by: few rows estimate many pairs of inputs, and
+            corrections by chance do not carry over to other text.
         damping: grows tenfold until the matrix is positive definite.
-        shares: tried shares of a group's range; see `choose_steps`.
+        shares: shares of a group's range to try; see `choose_steps`.
 
     Raises:
         QuantizeError: the matrix holds NaN or infinity, or no damping helps.
@@ -101,18 +99,18 @@ def quantize(
 
 
 def output_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """Return the outputs' squared error over calibration tokens, over their sum of squares."""
+    """Return the outputs' squared error over their sum of squares, on calibration tokens."""
     full = weight.to(torch.float32)
     return output_energy(full - quantized, hessian) / max(output_energy(full, hessian), 1e-30)
 
 
 def output_energy(weight: Tensor, hessian: Tensor) -> float:
-    """Return the mean over calibration tokens of the outputs' sum of squares."""
+    """Return the outputs' mean sum of squares over calibration tokens."""
     return float(((weight @ hessian) * weight).sum())
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Return the upper Cholesky factor of the inverse, and the damping it needed."""
+    """Return the upper Cholesky factor of the inverse, and the damping used."""
     mean = hessian.diagonal().mean().clamp_min(1e-12)
     while damping <= MOST_DAMPING:
         damped = hessian.clone()

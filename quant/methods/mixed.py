@@ -1,9 +1,9 @@
-"""Chooses the bits of each linear, so that a model of a given size changes its answers least.
+"""Chooses bits per linear to change a model's answers least at a given size.
 
-One pass over the layers measures, for each linear alone, what its rounding does to the model's
-answers. The damage grows with the energy of the error in the linear's outputs and adds up over
-linears. So that energy prices every other precision, and a budget of bits goes step by step to
-where a bit saves most.
+One pass over the layers measures the effect of rounding each linear alone on the model's answers.
+The effect grows with the error energy of the linear's outputs and adds up over linears. Scaled by
+that energy, it predicts the loss at every other precision; a budget of bits is then spent step by
+step where a bit saves most.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Choice:
     """One precision of one linear.
 
     Attributes:
-        scheme: None keeps it in 16 bits.
-        size: bits of all its weights, scales and zero points included.
-        loss: the expected KL divergence, in nats per token.
+        scheme: None keeps 16 bits.
+        size: bits of the linear's weights, scales and zero points included.
+        loss: expected KL divergence in nats per token.
     """
 
     scheme: WeightScheme | None
@@ -52,16 +52,16 @@ def choose_precisions(
     bits_per_weight: float,
     dtype: torch.dtype,
 ) -> dict[str, WeightScheme | None]:
-    """Choose a scheme for every linear weight of a model's layers, by name.
+    """Choose a scheme for each linear weight of a model's layers, by name.
 
     Args:
-        rows: (num_rows, row_tokens) calibration tokens; the start of the first rows is used.
+        rows: (num_rows, row_tokens) calibration tokens; only the start of the first rows is used.
         scheme: gives group size and symmetry; sensitivity is measured at its bits.
-        bits_per_weight: of the layers' linear weights, scales and zero points included.
-        dtype: type of stored scales.
+        bits_per_weight: mean over the layers' linears, scales and zero points included.
+        dtype: of stored scales.
 
     Raises:
-        ConfigError: the budget is less than the smallest precision takes.
+        ConfigError: the smallest precisions exceed the budget.
     """
     probes = rows[:PROBE_ROWS, :PROBE_TOKENS]
     variants = Variants(source, probes)
@@ -98,12 +98,12 @@ def choose_precisions(
 
 
 def spend(choices: Sequence[Sequence[Choice]], bits_per_weight: float) -> list[Choice]:
-    """Return the choices of least loss within a budget, found by taking the steepest step first.
+    """Choose the least loss within a budget, taking the steepest step first.
 
-    The largest choice of each linear is 16 bits wide.
+    Each linear's largest choice is 16 bits.
 
     Raises:
-        ConfigError: even the smallest choices exceed the budget.
+        ConfigError: the smallest choices exceed the budget.
     """
     weights = sum(max(c.size for c in options) / DENSE_BITS for options in choices)
     picked = [min(options, key=lambda c: c.size) for options in choices]

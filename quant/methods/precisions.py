@@ -1,4 +1,4 @@
-"""Keeps the result of `--mixed`, so that a resumed run need not measure again."""
+"""Keeps the result of `--mixed` for resumed runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FILE = "precisions.json"
 def mixed_schemes(
     source: ModelSource, options: QuantizeOptions, calibration: Calibration, dtype: torch.dtype
 ) -> Schemes:
-    """Measure, and spend `options.mixed` bits per weight.
+    """Choose schemes by sensitivity for `options.mixed` bits per weight.
 
     Raises:
-        ConfigError: FP8 weights, or fewer bits than the smallest precision takes.
+        ConfigError: the scheme is FP8, or the budget is below the smallest precision.
     """
     assert options.mixed is not None
     if isinstance(options.scheme, Fp8Scheme):
@@ -45,7 +45,7 @@ def kept_schemes(
     dtype: torch.dtype,
     state: Path,
 ) -> Schemes:
-    """Return the schemes that an earlier run kept, or choose with `mixed_schemes` and keep them.
+    """Return the schemes of an earlier run, or choose with `mixed_schemes` and keep them.
 
     `state` is the folder of this run's state.
 

@@ -1,4 +1,4 @@
-"""A layer after calibration, as it is handed on to be written."""
+"""A calibrated layer, ready to be written."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """All tensors of one layer, by their names in the model.
+    """All tensors of one layer, by name.
 
     Attributes:
         tensors: packed if quantized, else float32.
         losses: of each quantized linear's outputs, as a share of their energy.
-        notes: what the user should know.
-        scales: by which the inputs of the layer's four linears are divided; None where they are
-            not.
+        notes: for the user.
+        scales: divisors of the inputs of the layer's four linears; None if not scaled.
     """
 
     index: int

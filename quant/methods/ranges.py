@@ -1,7 +1,7 @@
 """Chooses the scales and zero points of groups.
 
-A group's range, from its lowest to its highest weight, is cut a little where that lowers the error,
-weighted by the energy of each input.
+A group's range, from its lowest to its highest weight, shrinks if that lowers the error, weighted
+by each input's energy.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from appliance.quant.formats.scheme import WeightScheme
 
 WHOLE = (1.0,)
-AROUND = tuple(1.05 - step / 40 for step in range(12))  # of the range, from slightly beyond it
+AROUND = tuple(1.05 - step / 40 for step in range(12))  # shares of the range, some beyond it
 SHRUNK = tuple(1 - step / 40 for step in range(21))  # shares of the range; 1 keeps all of it
 
 
 @dataclass(frozen=True, slots=True)
 class CodeGrid:
-    """The grid to which each group's weights are rounded: w = (code - zero_point) * scale.
+    """The grid that each group's weights are rounded to: w = (code - zero_point) * scale.
 
     Attributes:
-        scale: (out_features, groups) float32, values that the stored type holds exactly.
+        scale: (out_features, groups) float32, exact in the stored type.
         zero_point: same shape and type; whole numbers in the range of the codes.
         dtype: stored type of scales.
     """
@@ -43,14 +43,14 @@ class CodeGrid:
     def codes(self, weight: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the nearest codes, float32, of columns (out_features, n) in `groups` (n,).
 
-        Without `groups` these are all columns in their order.
+        Without `groups` these are all columns in order.
         """
         groups = self._all(weight) if groups is None else groups
         steps = torch.round(weight / self.scale[:, groups]) + self.zero_point[:, groups]
         return steps.clamp_(0, self.scheme.max_code)
 
     def weights(self, codes: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Return the weights that codes (out_features, n) stand for."""
+        """Return the weights of codes (out_features, n)."""
         groups = self._all(codes) if groups is None else groups
         return (codes - self.zero_point[:, groups]) * self.scale[:, groups]
 
@@ -73,17 +73,17 @@ def choose_steps(
     shifts: tuple[int, ...] = (0,),
     power: int = 2,
 ) -> CodeGrid:
-    """Choose scale and zero point of every group.
+    """Choose the scale and zero point of every group.
 
     Args:
         weight: (out_features, in_features) float32, finite.
         scheme: its group size divides in_features.
-        dtype: float16 or bfloat16, the type of stored scales.
-        importance: (in_features,) float32, the mean square of each input; None: all equal.
+        dtype: of stored scales, float16 or bfloat16.
+        importance: (in_features,) float32, mean square of each input; None: all equal.
         shares: shares of a group's range to try; the least weighted error wins, the first of
             equals.
-        shifts: of the zero point to try with each, where there is one.
-        power: exponent of an error.
+        shifts: shifts of the zero point to try with each share.
+        power: exponent of the error.
     """
     group_size = scheme.group_size or weight.shape[1]
     groups = weight.reshape(weight.shape[0], -1, group_size)

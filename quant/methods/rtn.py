@@ -1,7 +1,7 @@
-"""Round to nearest, the quantizer that needs no data: every weight gets the closest code.
+"""Round to nearest, without data.
 
-The scale is rounded to its stored type first and the codes are computed with that, so the codes are
-the best for the stored scale.
+Scales are rounded to their stored type before the codes are computed, so the codes are nearest for
+the stored scale.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ def quantize(
 ) -> PackedWeight:
     """Quantize one linear weight.
 
-    Symmetric: the group's weight farthest from 0 gets the lowest code, which is one step farther
-    out than the highest. So the scale has the opposite sign of that weight and may be negative, and
-    that weight is exact except for the rounding of the scale. Against a positive scale of max /
-    7.5, the mean KL divergence in groups of 64 was 28 % lower on SmolLM2-135M and 9 % lower on
-    Gemma-3-270M (Python's help texts, 4,088 and 764 tokens). The error is at most half a step,
-    except that weights beyond 7.5 steps on the other side are cut to 7, by at most a whole step.
+    Symmetric: the group's weight farthest from 0 gets the lowest code, one step farther out than
+    the highest. So the scale has the opposite sign of that weight and may be negative; that weight
+    is exact up to the rounding of the scale. Compared with a positive scale of max / 7.5, the mean
+    KL divergence in groups of 64 was 28 % lower on SmolLM2-135M and 9 % lower on Gemma-3-270M
+    (Python's help texts, 4,088 and 764 tokens). The error is at most half a step, except that
+    weights beyond 7.5 steps on the other side are cut to 7, by at most a whole step.
 
     Asymmetric: the group's range, extended to include 0, is divided into 2 ** bits - 1 steps; the
     zero point is a code, so 0 is exact. The error is at most half a step.
 
-    Both bounds grow by the rounding of the scale: 2 ** -9 of the weight for bfloat16.
+    Rounding the scale adds 2 ** -9 of the weight to both bounds for bfloat16.
 
     Args:
         weight: (out_features, in_features), finite, of any float type.
         scheme: its group size divides in_features.
-        scale_dtype: bfloat16 or float16, the type of the model's other weights.
+        scale_dtype: bfloat16 or float16, as the model's other weights.
 
     Returns:
-        Codes, scales and offsets of shape (out_features, in_features).
+        Codes, scales and offsets for (out_features, in_features).
     """
     out_features, in_features = weight.shape
     group_size = scheme.group_size or in_features
@@ -57,7 +57,7 @@ def quantize(
 def steps_over(
     low: Tensor, high: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return scale and zero point of groups whose weights span `low` to `high`; see `quantize`.
+    """Return scale and zero point of groups that span `low` to `high`; see `quantize`.
 
     `low` and `high` are (out_features, groups) float32.
 
@@ -80,7 +80,7 @@ def pack(
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
 ) -> PackedWeight:
-    """Pack codes (out_features, in_features), whole numbers of any float type, with their steps."""
+    """Pack codes (out_features, in_features), whole numbers of any float type."""
     scale = scale.to(scale_dtype)
     symmetric = scheme.symmetric
     return PackedWeight(
@@ -94,6 +94,6 @@ def pack(
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to their stored type; a group of zeros gets 1, since codes are divided by it."""
+    """Round scales to their stored type; 0 becomes 1, since codes divide by the scale."""
     rounded = scale.to(dtype).float()
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)

@@ -1,7 +1,7 @@
-"""Measures what changing one linear does to a model's answers, for many changes in one pass.
+"""Measures how changing one linear changes a model's answers, many changes in one pass.
 
-The rows pass through the original model and through one variant per change, all together layer by
-layer, so that each layer is read once.
+The rows pass through the original model and one variant per change together, layer by layer, so
+each layer is read once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD_ROWS = 64  # tokens whose logits are in memory at once
 
 
 class Variants:
-    """The residual streams of one set of rows under changes of a model.
+    """The residual streams of one set of rows, one per variant of a model.
 
     Args:
         rows: (num_rows, row_tokens) int64.
@@ -39,13 +39,13 @@ class Variants:
         self._layers = RowLayers(source, rows.shape[1], self._backend, self._device)
         self._reader = self._layers.reader
         self._streams = [self._reader.embed(rows.flatten())]  # the original model, then each change
-        self._branches: list[Tensor] = []  # of the current layer, after it
+        self._branches: list[Tensor] = []  # variants of the current layer, after it
 
     def block(self, index: int) -> TransformerBlock:
         return self._layers.block(index)
 
     def observe(self, block: TransformerBlock) -> list[Moments]:
-        """Return the moments of the inputs to an unchanged layer's linears."""
+        """Return the moments of the inputs of an unchanged layer's linears."""
         linears = list(block.linears())
         for linear in linears:
             linear.moments = Moments(linear.in_features, self._device)
@@ -58,7 +58,7 @@ class Variants:
         return moments
 
     def branch(self, block: TransformerBlock) -> Tensor:
-        """Start a variant: the original model up to this layer, which has been changed.
+        """Start a variant from the original stream and a changed layer.
 
         Returns:
             The stream after the layer, (num_rows * row_tokens, hidden_size) float32.
@@ -67,14 +67,14 @@ class Variants:
         return self._branches[-1]
 
     def advance(self, block: TransformerBlock) -> None:
-        """Pass all earlier variants and the original through an unchanged layer."""
+        """Pass the original and all earlier variants through the unchanged layer."""
         for index, stream in enumerate(self._streams):  # one by one: they take most of the memory
             self._streams[index] = self._layers.run(block, stream)
         self._streams += self._branches
         self._branches = []
 
     def divergences(self) -> list[float]:
-        """Return each variant's mean KL divergence, in the order in which they were started."""
+        """Return each variant's mean KL divergence, in the order they were started."""
         norm = self._reader.first_norm(len(self._source.spec.layers))
         assert norm is not None, "refused before"
         _, matrix = self._reader.embedding_and_head()

@@ -1,4 +1,4 @@
-"""The quality card: a checkpoint's measured quality as frozen data and as JSON beside the weights.
+"""The quality card: a checkpoint's measured quality, as frozen data and JSON beside the weights.
 
 Imports nothing heavy: the server and the terminal read cards too.
 """
@@ -41,15 +41,15 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A candidate's predictions compared with its base's, over the same tokens.
+    """Predictions of a candidate compared with its base's, over the same tokens.
 
     Attributes:
         places: number of predictions compared.
-        perplexity: the candidate's.
-        base_perplexity: the base's.
-        perplexity_ratio: candidate by base.
-        kld_mean: KL(base || candidate), nats; likewise the next four.
-        same_top_percent: how often both rank the same token first.
+        perplexity: of the candidate.
+        base_perplexity: of the base.
+        perplexity_ratio: candidate over base.
+        kld_mean: KL(base || candidate) in nats; likewise the next four.
+        same_top_percent: percentage of places where both rank the same token first.
         mean_change_percent: mean change of the true token's probability, in percentage points.
         rms_change_percent: its root mean square.
     """
@@ -70,16 +70,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A checkpoint.
+    """Facts about a checkpoint.
 
     Attributes:
         name: of its file or folder.
-        weights: how its linear weights are stored, in words.
-        parameters: numbers in the whole model.
-        stored_bytes: all tensors, scales and zero points included.
-        linear_parameters: numbers in the weights of the layers' linears.
-        linear_bytes: bytes of these with their scales and zero points.
-        fingerprint: of the weight files; "" where it does not matter.
+        weights: the storage of its linear weights, in words.
+        parameters: of the whole model.
+        stored_bytes: of all tensors, scales and zero points included.
+        linear_parameters: of the layers' linears.
+        linear_bytes: of these, scales and zero points included.
+        fingerprint: of the weight files; "" if not needed.
         readers: programs that can read it, one line each.
     """
 
@@ -106,14 +106,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """The text that was measured on.
+    """The text the checkpoint was measured on.
 
     Attributes:
         source: in words.
         fingerprint: changes with every token.
-        windows: sequences, each evaluated on its own.
-        window: tokens in each.
-        stride: scored tokens of each window; those before them are context.
+        windows: number of sequences, each evaluated on its own.
+        window: tokens per sequence.
+        stride: scored tokens per sequence; those before them are context.
     """
 
     source: str
@@ -125,12 +125,12 @@ class TextFacts:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """One layer compared with the base's: norm of the difference over the norm.
+    """One layer's error: the norm of the difference to the base over the base's norm.
 
     Attributes:
-        stream: of the residual stream after the layer, which includes all errors before.
-        attention: of what attention adds to the stream.
-        mlp: of what the MLP adds.
+        stream: of the residual stream after the layer, with all errors before.
+        attention: of attention's contribution to the stream.
+        mlp: of the MLP's contribution.
     """
 
     stream: float
@@ -140,14 +140,13 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True)
 class KVRow:
-    """The candidate with one KV cache compared with itself and a float32 one.
+    """The candidate with one KV cache, compared with itself and a float32 cache.
 
     Attributes:
-        format: the cache's, as `--kv-cache-dtype` names it.
-        bytes_per_token: over all layers, keys, values and scales.
-        bits_per_value: the same per number.
-        comparison: the loss.
-        declared: the checkpoint asks for this one.
+        format: as `--kv-cache-dtype` names it.
+        bytes_per_token: keys, values and scales in all layers.
+        bits_per_value: mean bits per key or value, scales included.
+        declared: the checkpoint asks for this cache.
     """
 
     format: str
@@ -159,7 +158,7 @@ class KVRow:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another way to store the same base, measured on the same text or taken from its card."""
+    """Another stored form of the same base, measured on the same text or read from its card."""
 
     name: str
     bits_per_weight: float  # of the whole model
@@ -174,13 +173,13 @@ class QuantizeFacts:
 
     Attributes:
         scheme: the requested scheme, in words.
-        calibration: text and rows, in words; "" without one.
+        calibration: text and rows, in words; "" without calibration.
         calibration_fingerprint: of all its tokens.
         seconds: from opening the model to the finished folder.
-        peak_ram_bytes: 0 where it was not measured; so the next.
-        peak_vram_bytes: of a GPU.
-        losses: of each quantized linear's outputs, as a share of their energy, on calibration text.
-        notes: what differs from the request.
+        peak_ram_bytes: 0 if not measured.
+        peak_vram_bytes: likewise.
+        losses: of each quantized linear's outputs on calibration text, as a share of their energy.
+        notes: differences from the request.
     """
 
     method: str
@@ -196,7 +195,7 @@ class QuantizeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Resources the evaluation itself took."""
+    """Resources that the evaluation took."""
 
     seconds: float
     cpu_seconds: float
@@ -210,9 +209,9 @@ class TaskScore:
     """One score of lm-evaluation-harness.
 
     Attributes:
-        metric: the harness's name of the measure.
-        error: its standard error; None where the harness has none.
-        questions: how many were asked; 0 if unknown.
+        metric: as the harness names it.
+        error: standard error; None if the harness has none.
+        questions: number asked; 0 if unknown.
     """
 
     task: str
@@ -224,9 +223,9 @@ class TaskScore:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Everything measured about one checkpoint's quality.
+    """All measurements of one checkpoint.
 
-    Without a base there is no comparison, no histogram and no layer error.
+    Without a base it has no comparison, histogram or layer errors.
     """
 
     created: str  # ISO 8601, UTC
@@ -259,13 +258,13 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """The field that cards of every version have."""
+    """The field common to cards of all versions."""
 
     schema: int
 
 
 def card_path(model: Path) -> Path:
-    """Return the path of the card of a model folder or of a single weight file."""
+    """Return the card's path for a model folder or a weight file."""
     return model / JSON_NAME if model.is_dir() else model.with_name(f"{model.stem}.{JSON_NAME}")
 
 
@@ -277,7 +276,7 @@ def read_card(path: Path) -> Card | None:
     """Read the card at a path; None if there is none.
 
     Raises:
-        CheckpointError: the file is not a card, or of a later version.
+        CheckpointError: the file is no card, or of another schema.
     """
     try:
         content = path.read_bytes()
@@ -296,7 +295,7 @@ def read_card(path: Path) -> Card | None:
 
 
 def weights_fingerprint(path: Path) -> str:
-    """Hash the names, sizes, first and last bytes of a model's weight files."""
+    """Hash names, sizes, and first and last bytes of a model's weight files."""
     digest = hashlib.blake2b(digest_size=8)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     for file in files:

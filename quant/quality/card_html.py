@@ -1,4 +1,4 @@
-"""Renders a quality card as one self-contained HTML page: no script, no font, no request."""
+"""Renders a quality card as one HTML page without scripts, fonts or requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ ul { margin: 0; padding-left: 1.2rem; }
 
 
 def to_html(card: Card) -> str:
-    """Render the whole card as a page."""
     name = escape(card.model.name)
     body = [
         f"<h1>{name}</h1>",

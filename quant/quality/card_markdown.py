@@ -1,4 +1,4 @@
-"""Renders a quality card as Markdown, for a file beside the weights and for a model page."""
+"""Renders a quality card as Markdown."""
 
 from __future__ import annotations
 

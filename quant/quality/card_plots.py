@@ -1,4 +1,4 @@
-"""Draws a quality card's plots as inline SVG, coloured by CSS classes of the page."""
+"""Draws a quality card's plots as inline SVG, coloured by the page's CSS classes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 14, 14, 40
 
 
 def histogram_plot(histogram: Histogram, mean: float, p99: float) -> str:
-    """Plot tokens by KL divergence on a logarithmic axis, with the mean and the 99th percentile."""
+    """Plot tokens by KL divergence on a log axis, with mean and 99th percentile."""
     edges, counts = histogram.log10_edges, histogram.counts
-    # Empty decades at either end say nothing.
+    # Skip empty decades at either end.
     used = [i for i, count in enumerate(counts) if count]
     first, last = (used[0], used[-1] + 1) if used else (0, len(counts))
     low, high = math.floor(edges[first]), math.ceil(edges[last])
@@ -55,7 +55,7 @@ def histogram_plot(histogram: Histogram, mean: float, p99: float) -> str:
 
 
 def layers_plot(layers: Sequence[LayerError]) -> str:
-    """Plot a bar for each layer's residual stream, with marks for attention and MLP."""
+    """Plot a bar per layer's residual stream, with marks for attention and MLP."""
     highest = max((max(e.stream, e.attention, e.mlp) for e in layers), default=0.0)
     top, ticks = _scale(100 * highest)
     parts = _grid(top, ticks, "error, %")
@@ -90,7 +90,7 @@ def sizes_plot(points: Sequence[tuple[str, float, float, str]]) -> str:
     """Plot size against quality.
 
     Args:
-        points: name, bits per weight, mean KL divergence, and the CSS class of the mark.
+        points: name, bits per weight, mean KL divergence, and CSS class of each mark.
     """
     top, ticks = _scale(max((kld for _, _, kld, _ in points), default=0.0) * 1.08)
     widest = max((bits for _, bits, _, _ in points), default=1.0)
@@ -114,7 +114,7 @@ def sizes_plot(points: Sequence[tuple[str, float, float, str]]) -> str:
         )
         label = up + 4
         while any(abs(label - other) < 14 and abs(at - where) < 300 for where, other in taken):
-            label -= 14  # upwards if no lower point has its label there
+            label -= 14  # move up past labels of lower points
         taken.append((at, label))
         anchor, shift = ("end", -11) if at > WIDTH * 0.6 else ("start", 11)
         parts.append(_text(at + shift, label, f"{name} ({kld:.3g})", anchor, "label"))
@@ -122,7 +122,7 @@ def sizes_plot(points: Sequence[tuple[str, float, float, str]]) -> str:
 
 
 def _scale(highest: float) -> tuple[float, list[float]]:
-    """Return the end of an axis that begins at 0, and round ticks on it."""
+    """Return the end of an axis from 0, and its round ticks."""
     if not highest > 0:
         return 1.0, [0.0, 1.0]
     rough = highest / 4

@@ -1,4 +1,4 @@
-"""Builds the tables of a quality card as text, for Markdown, HTML and the terminal."""
+"""Builds a quality card's tables as text, for Markdown, HTML and the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ ALTERNATIVES_HEADER = ("stored as", "bits per weight", "mean KLD", "same top", "
 
 
 def measures(card: Card) -> list[Row]:
-    """List the name and value of every measure."""
     rows: list[Row] = [("perplexity", figure(card.perplexity, 3))]
     found = card.comparison
     if found is None:
@@ -40,7 +39,7 @@ def measures(card: Card) -> list[Row]:
 
 
 def facts(card: Card) -> list[Row]:
-    """List what the checkpoint is and how it was made."""
+    """List facts about the checkpoint and the run that made it."""
     model, run, text = card.model, card.quantize, card.text
     rows: list[Row] = [
         ("architecture", model.architecture),
@@ -90,7 +89,7 @@ def facts(card: Card) -> list[Row]:
 
 
 def kv_row(row: KVRow) -> Row:
-    """Format a row in the order of `KV_HEADER`."""
+    """Format a row under `KV_HEADER`."""
     found = row.comparison
     return (
         row.format + (" (its own)" if row.declared else ""),
@@ -103,7 +102,7 @@ def kv_row(row: KVRow) -> Row:
 
 
 def alternatives(card: Card) -> list[Row]:
-    """Format this checkpoint, its alternatives and its base; see `ALTERNATIVES_HEADER`."""
+    """List this checkpoint, its alternatives and its base under `ALTERNATIVES_HEADER`."""
     found, base = card.comparison, card.base
     if found is None or base is None:
         return []
@@ -125,7 +124,7 @@ def alternatives(card: Card) -> list[Row]:
 
 
 def task_row(score: TaskScore) -> Row:
-    """Format a row in the order of `TASKS_HEADER`."""
+    """Format a row under `TASKS_HEADER`."""
     error = "" if score.error is None else f" \u00b1 {score.error:.4f}"
     return score.task, score.metric, f"{score.value:.4f}{error}", f"{score.questions:,}"
 
@@ -136,7 +135,7 @@ def ours_in_words(card: Card) -> str:
 
 
 def kv_in_words(card: Card) -> str:
-    """Say what the caches were measured on."""
+    """Describe the comparison of the KV caches."""
     places = card.kv[0].comparison.places
     return f"This checkpoint with each cache beside itself with one of float32, {places:,} tokens."
 
@@ -152,7 +151,6 @@ def figure(value: Figure, digits: int) -> str:
 
 
 def megabytes(size: int) -> str:
-    """Format bytes in MiB."""
     return f"{size / 2**20:,.1f} MiB"
 
 

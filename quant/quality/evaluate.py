@@ -1,7 +1,7 @@
 """Measures a checkpoint against its base on text, with one layer in memory.
 
-The weights are dequantized and the arithmetic is float32, so the checkpoint is measured and no
-kernel. KV caches are measured with the checkpoint's own weights, against a float32 cache.
+Weights are dequantized and arithmetic is float32, so the checkpoint is measured and not the
+kernels. KV caches are compared with a float32 cache over the checkpoint's own weights.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"
 
 @dataclass(frozen=True, slots=True)
 class What:
-    """Selects the measurements of an evaluation.
+    """Measurements to make.
 
     Attributes:
-        base: the model the candidate was made from; None measures perplexity and KV caches only.
-        rounded: also measure the base rounded to nearest in the candidate's scheme, as a yardstick.
-        kv: caches by name, each a precision per layer; see `kv_caches.caches_of`.
-        kv_windows: number of windows that caches are measured on; None is all.
-        folder: for files of some bytes per token and hidden element; None is the system's.
-        max_ram: most bytes of memory the process may use; None takes what is free.
+        base: the model the candidate was made from; None measures only perplexity and KV caches.
+        rounded: also measure the base rounded to nearest in the candidate's scheme.
+        kv: a precision per layer for each cache, by name; see `kv_caches.caches_of`.
+        kv_windows: number of windows to measure caches on; None is all.
+        folder: for files of residual streams; None is the system's temporary folder.
+        max_ram: limit of the process's memory in bytes; None takes what is free.
     """
 
     base: ModelSource | None = None
@@ -73,7 +73,7 @@ class Evaluation:
         against: its divergence from the base.
         rounded: divergence of the rounded base from the base.
         layers: errors of the candidate's layers against the base's.
-        kv: divergence by name of the cache.
+        kv: divergence of each cache, by name.
     """
 
     candidate: Losses
@@ -93,14 +93,13 @@ def evaluate(
     """Measure a checkpoint.
 
     Args:
-        windows: cut with its tokenizer.
-        what: what to measure.
+        windows: cut with the candidate's tokenizer.
         on_progress: called with a stage, the number of layers or windows done, and their total.
 
     Raises:
-        QuantizeError: base and candidate are not the same model.
+        QuantizeError: base and candidate are different models.
         ModelError: weights or activations are not finite.
-        MemoryPlanError: it takes more memory than it may.
+        MemoryPlanError: the evaluation exceeds the memory it may use.
     """
     what = what or What()
     report = on_progress or (lambda stage, done, total: None)
@@ -130,7 +129,7 @@ def evaluate(
             if what.base is not None:
                 layers.append(errors[CANDIDATE])
         report("evaluating layers", count, count)
-        release_unused()  # what layers took, before heads take their place
+        release_unused()  # free the layers' memory before the heads are read
         found = _Heads(streams, variants, windows, what.device, memory).run(report)
     return Evaluation(
         candidate=found.losses,
@@ -145,7 +144,7 @@ def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
     """Check that two checkpoints can be compared token by token.
 
     Raises:
-        QuantizeError: they differ in vocabulary, width or number of layers.
+        QuantizeError: their vocabulary, width or number of layers differs.
     """
     for name, ours, theirs in (
         ("a vocabulary of {} tokens", candidate.spec.vocab_size, base.spec.vocab_size),
@@ -176,7 +175,7 @@ def _variants(candidate: ModelSource, what: What) -> list[ModelVariant]:
 
 
 class _Found:
-    """The candidate's losses, and the divergence of each variant from its reference."""
+    """The candidate's losses, and each variant's divergence from its reference."""
 
     def __init__(self, variants: Sequence[ModelVariant]) -> None:
         names = [variant.name for variant in variants]
@@ -191,7 +190,7 @@ class _Found:
 
 
 class _Heads:
-    """Turns streams into predictions, a piece of the vocabulary at a time."""
+    """Turns streams into predictions, one piece of the vocabulary at a time."""
 
     def __init__(
         self,
@@ -221,14 +220,14 @@ class _Heads:
         return found
 
     def _shared(self, head: Weight) -> Weight:
-        """Return an equal head already in memory, if any: heads are as large as layers."""
+        """Return an equal head that is in memory, if any: heads are as large as layers."""
         for _, other, _ in self._heads.values():
             if _equal(head, other):
                 return other
         return head
 
     def _chunks(self) -> Iterator[range]:
-        """Split windows into chunks in which each variant has all windows or none."""
+        """Split windows into chunks that each variant runs completely or not at all."""
         count = len(self._windows.tokens)
         at_once = max(1, PLACES // self._windows.length)
         ends = sorted({count, *(v.num_windows or count for v in self._variants)})

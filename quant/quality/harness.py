@@ -1,6 +1,6 @@
 """Runs tasks of lm-evaluation-harness (`lm_eval`) against a running endpoint.
 
-The harness is a separate program, started if it is installed; nothing of it is imported.
+The harness is a separate program; nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def run_tasks(
     limit: int | None = None,
     command: Sequence[str] | None = None,
 ) -> tuple[TaskScore, ...]:
-    """Run tasks against our server, or any that scores prompts as ours does.
+    """Run tasks against this server, or any that scores prompts the same way.
 
     Args:
-        url: the server's, such as http://127.0.0.1:8080.
+        url: of the server, such as http://127.0.0.1:8080.
         tasks: names, separated by commas.
-        tokenizer: the model's folder or GGUF file; prompts are sent as its tokens.
-        include: folder with your own tasks.
+        tokenizer: the model's folder or GGUF file; prompts are sent as tokens.
+        include: folder with additional tasks.
         limit: most questions per task.
-        command: starts the harness; None finds it.
+        command: starts the harness; None looks for it.
 
     Raises:
         ConfigError: the harness is not installed.
@@ -85,7 +85,7 @@ def run_tasks(
 
 
 def scores_of(results: dict[str, Any]) -> tuple[TaskScore, ...]:
-    """Collect every score from a results file of the harness."""
+    """Collect all scores from a results file of the harness."""
     scores = []
     for task, values in results["results"].items():
         for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Chooses the KV caches a checkpoint is measured with: requested formats, and the declared one."""
+"""Chooses the KV caches to measure a checkpoint with: requested formats, and the declared one."""
 
 from __future__ import annotations
 
@@ -49,15 +49,13 @@ def parse_kv_formats(text: str) -> tuple[KVFormat, ...]:
 
 
 def caches_of(source: ModelSource, formats: Iterable[KVFormat]) -> tuple[Caches, str | None]:
-    """Build the caches to measure a checkpoint with, each as it would be served.
+    """Build the caches to measure, as they would be served.
 
-    Every format takes the checkpoint's scales and means for it; FP8 without scales has the scale 1.
-    The checkpoint's declared cache comes last, unless it is one of the formats.
-
-    Each format is used for all layers.
+    Each format is used in all layers, with the checkpoint's scales and means; FP8 without scales
+    has scale 1. The checkpoint's declared cache comes last, unless it is one of the formats.
 
     Returns:
-        The caches by name, and the name of the declared one, if any.
+        The caches by name, and the declared one's name, if any.
 
     Raises:
         CheckpointError: the declaration is damaged.
@@ -84,7 +82,7 @@ def caches_of(source: ModelSource, formats: Iterable[KVFormat]) -> tuple[Caches,
 
 
 def bytes_per_token(source: ModelSource, cache: Sequence[LayerPrecision]) -> int:
-    """Return the bytes of one token in all layers: keys, values and scales, without open blocks."""
+    """Return a token's bytes in all layers, scales included, without open blocks."""
     total = 0
     for layer, (num_kv_heads, head_dim) in zip(cache, heads_of(source.spec), strict=True):
         form = layer.format

@@ -65,10 +65,10 @@ class CardOptions:
     """Settings of a card.
 
     Attributes:
-        kv_tokens: most tokens to measure them on.
-        rounding: measure rounding to nearest as a yardstick, where the weights are packed.
+        kv_tokens: most tokens to measure KV caches on.
+        rounding: also measure rounding to nearest, if the weights are packed.
         compare: folders whose cards are shown as alternatives.
-        max_ram: most bytes of memory the process may use; None takes what is free.
+        max_ram: limit of the process's memory in bytes; None takes what is free.
     """
 
     text: HeldOutText = field(default_factory=HeldOutText)
@@ -89,12 +89,12 @@ def make_card(
     """Measure a checkpoint.
 
     Args:
-        model: the checkpoint: a folder or a GGUF file.
+        model: the checkpoint, a folder or a GGUF file.
         base: the model it was made from; None compares nothing.
         on_progress: called with a stage, the work done and its total.
 
     Raises:
-        QuantizeError: base and checkpoint are not the same model, or the text is too short.
+        QuantizeError: base and checkpoint are different models, or the text is too short.
         ModelError: one of them cannot be read.
     """
     options = options or CardOptions()
@@ -120,7 +120,7 @@ def make_card(
             "made for inputs of fewer bits too, where the hardware multiplies these; measured are"
             " its weights alone"
         )
-    # Without any requested cache, a declared one is not measured either.
+    # Without requested caches, a declared one is not measured either.
     caches, declared = caches_of(candidate, options.kv) if options.kv else ({}, None)
     if any(
         layer.format is KVFormat.FP8 and layer.head_scales is None
@@ -137,7 +137,7 @@ def make_card(
         max_ram=options.max_ram,
         device=options.device,
     )
-    compared = _compared(options.compare, windows)  # refused before the work, if at all
+    compared = _compared(options.compare, windows)  # fails before the work
     found = evaluate(candidate, windows, what, on_progress)
     facts = facts_of(candidate)
     card = Card(
@@ -173,7 +173,7 @@ def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
     """Write JSON, Markdown and HTML atomically; return the path of the JSON.
 
     Raises:
-        QuantizeError: they cannot be written.
+        QuantizeError: the files cannot be written.
     """
     path = card_path(model) if out is None else out / card_path(model).name
     prefix = "" if model.is_dir() else f"{model.stem}."
@@ -196,7 +196,7 @@ def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
 
 
 def facts_of(source: ModelSource) -> ModelFacts:
-    """Collect an opened checkpoint's facts that need no computation."""
+    """Collect a checkpoint's facts that need no computation."""
     size = stored_size(source)
     return ModelFacts(
         name=source.path.name,
@@ -215,7 +215,7 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_
     """Check that token ids mean the same to both tokenizers.
 
     Raises:
-        QuantizeError: one of them differs.
+        QuantizeError: a token differs.
     """
     for token_id in range(max(ours.vocab_size, theirs.vocab_size)):
         if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
@@ -227,7 +227,7 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_
 
 
 def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
-    """Return True if rounding differs from the run's method and fits the same form."""
+    """Return True if rounding differs from the run's method and supports the scheme."""
     if run is not None and run.method == "rtn":
         return False
     reader = ModelReader(candidate, torch.device("cpu"), torch.float32)
@@ -239,7 +239,7 @@ def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
 
 
 def _was_calibrated_with(run: QuantizeFacts, windows: Windows) -> bool:
-    """Return True if calibration read these tokens, or the same text cut differently."""
+    """Return True if calibration read these tokens, or the same text in other rows."""
     same_name = run.calibration.split(" of ")[-1].split(", ")[0] == windows.source
     return same_name or run.calibration_fingerprint == windows.fingerprint
 
@@ -255,10 +255,10 @@ def _quantizes_inputs(candidate: ModelSource) -> bool:
 
 
 def _weights_in_words(source: ModelSource) -> str:
-    # As the library holds them: GGUF's types and FP4 as they are stored.
+    # In the C library's types: GGUF's and FP4 stay as stored.
     reader = ModelReader(source, torch.device("cpu"), stored_dtype(source), native=True)
     is_packed = any(source.weights.packed_bits(slot.name) for slot in source.slots())
-    for index in range(len(source.spec.layers) if is_packed else 1):  # packed ones may be mixed
+    for index in range(len(source.spec.layers) if is_packed else 1):  # packed layers may be mixed
         reader.layer(index)
     reader.embedding_and_head()
     return reader.weight_format()

@@ -1,4 +1,4 @@
-"""Compares two models' predictions token by token and summarizes the differences.
+"""Compares two models' predictions token by token.
 
 The measures are those of llama.cpp's perplexity tool; KL divergences are in nats, base first.
 """
@@ -22,7 +22,7 @@ BINS_PER_DECADE = 4
 
 
 class Losses:
-    """Collects the negative log likelihood of each token of a text."""
+    """Collects each token's negative log likelihood."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
@@ -36,14 +36,14 @@ class Losses:
         return torch.cat(self._parts)
 
     def perplexity(self) -> Figure:
-        """Return the exponential of the mean loss, and the mean's error carried through exp."""
+        """Return exp of the mean loss, with the mean's standard error propagated."""
         mean, error = _mean(self.values)
         value = math.exp(mean)
         return Figure(value, value * error)
 
 
 class Divergence:
-    """Collects the divergence of a candidate from its base."""
+    """Collects a candidate's divergence from its base."""
 
     def __init__(self) -> None:
         self._base = Losses()
@@ -52,7 +52,7 @@ class Divergence:
         self._same_top: list[Tensor] = []
 
     def add(self, base: Places, candidate: Places, klds: Tensor) -> None:
-        """Add some tokens, with KL(base || candidate) of each in nats."""
+        """Add tokens with their KL(base || candidate) in nats."""
         self._base.add(base)
         self._candidate.add(candidate)
         self._klds.append(klds.cpu())
@@ -91,7 +91,7 @@ class Divergence:
         )
 
     def histogram(self) -> Histogram:
-        """Count tokens by the power of ten of their divergence; the end bins take outliers."""
+        """Count tokens by powers of ten of their divergence; the end bins take outliers."""
         count = (HISTOGRAM_HIGH - HISTOGRAM_LOW) * BINS_PER_DECADE
         floor = 10.0**HISTOGRAM_LOW
         logs = self.klds.clamp(min=floor).log10()

@@ -28,13 +28,13 @@ _CONDITION = re.compile(
 
 
 class Action(Enum):
-    """The consequence of a failed condition."""
+    """Consequence of a failed condition."""
 
     WARN = "warn"
     REFUSE = "refuse"
 
 
-# Name, the sign of its condition, and where the value is found.
+# By name: the sign of its condition, and how to read its value.
 _FIGURES: dict[str, tuple[str, Callable[[Comparison], float]]] = {
     "kld": ("<=", lambda found: found.kld_mean.value),
     "kld-p99": ("<=", lambda found: found.kld_p99),
@@ -51,7 +51,6 @@ class Condition:
     action: Action
 
     def is_met(self, comparison: Comparison) -> bool:
-        """Return True if the card's figure meets the limit."""
         sign, value = _FIGURES[self.figure]
         return value(comparison) <= self.limit if sign == "<=" else value(comparison) >= self.limit
 
@@ -71,7 +70,7 @@ def parse_min_quality(text: str) -> tuple[Condition, ...]:
     """Parse conditions separated by commas.
 
     Raises:
-        ConfigError: they are not of the form at the top of this file.
+        ConfigError: a condition is not of the form described above.
     """
     return tuple(_condition(part.strip().lower(), text) for part in text.split(","))
 
@@ -79,9 +78,9 @@ def parse_min_quality(text: str) -> tuple[Condition, ...]:
 def judge(
     conditions: tuple[Condition, ...], card: Card | None, model: str, *, is_quantized: bool
 ) -> list[QualityVerdict]:
-    """Return a verdict for each condition that a model fails.
+    """Return a verdict per condition that a model fails.
 
-    An unquantized model has lost nothing and needs no card.
+    An unquantized model lost nothing and needs no card.
     """
     if card is None or card.comparison is None:
         if card is None and not is_quantized:

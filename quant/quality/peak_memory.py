@@ -1,4 +1,4 @@
-"""Measures the peak memory of a part of this process's life."""
+"""Measures the peak memory of a part of the process's life."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """Measures from its construction on.
 
-    Linux can reset its high-water mark; where it cannot, the mark covers the whole process.
+    Linux can reset its high-water mark; if it cannot, the mark covers the whole process.
     """
 
     def __init__(self, device: torch.device) -> None:

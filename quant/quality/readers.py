@@ -1,6 +1,6 @@
-"""Lists the programs that can read a checkpoint, by the facts of its format.
+"""Lists the programs that can read a checkpoint, by its format.
 
-Statements about other engines were read in their sources or tried.
+Statements about other engines come from their sources or from trials.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps the facts of a quantize run beside its weights, for the card that follows."""
+"""Keeps the facts of a quantize run beside its weights, for the card."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NAME = "quantize.json"
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The content of the file.
+    """Content of the file.
 
     Attributes:
-        weights: fingerprint of the weight files that the run made.
+        weights: fingerprint of the run's weight files.
     """
 
     weights: str
@@ -35,7 +35,7 @@ def keep_facts(report: QuantizeReport) -> QuantizeFacts:
     """Write the facts of a finished run beside its weights, and return them.
 
     Raises:
-        CheckpointError: they cannot be written.
+        CheckpointError: the file cannot be written.
     """
     facts = QuantizeFacts(
         method=report.method,
@@ -56,13 +56,13 @@ def write_facts(facts: QuantizeFacts, folder: Path) -> None:
     """Write a run's facts beside its weights.
 
     Raises:
-        CheckpointError: they cannot be written.
+        CheckpointError: the file cannot be written.
     """
     write_json(folder / NAME, msgspec.to_builtins(RunFacts(weights_fingerprint(folder), facts)))
 
 
 def facts_of_run(model: Path) -> QuantizeFacts | None:
-    """Read the facts of the run that made these weights, if it was one of ours."""
+    """Read the facts of the run that made these weights; None if it was not ours."""
     try:
         run = msgspec.json.decode((model / NAME).read_bytes(), type=RunFacts)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

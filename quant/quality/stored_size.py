@@ -1,4 +1,4 @@
-"""Measures the stored size of a checkpoint's weights, scales and zero points included."""
+"""Measures a checkpoint's stored size, scales and zero points included."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GGUF_LAYERS = "blk."  # prefix of the names of a layer's tensors
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """Numbers and bytes.
+    """Parameters and bytes of a checkpoint.
 
     Attributes:
-        parameters: numbers in the whole model, each once.
-        stored_bytes: of all its tensors.
-        linear_parameters: numbers in the weights of the layers' linears.
+        parameters: of the whole model, each once.
+        stored_bytes: of all tensors.
+        linear_parameters: of the layers' linears.
         linear_bytes: of these, scales and zero points included.
     """
 
@@ -34,7 +34,7 @@ class StoredSize:
 
 
 def stored_size(source: ModelSource) -> StoredSize:
-    """Measure an opened model; reads headers only."""
+    """Measure an opened model by its headers."""
     slots = source.slots()
     linears = [slot for slot in slots if slot.is_linear]
     if source.path.is_file():
@@ -52,7 +52,7 @@ def stored_size(source: ModelSource) -> StoredSize:
             for name in folder.tensor_names()
         }
         stored_bytes = sum(sizes.values())
-        # All tensors with a weight's module name belong to the weight, except the bias.
+        # All tensors with a linear's module name belong to its weight, except the bias.
         modules = {slot.name.removesuffix(".weight") for slot in linears}
         linear_bytes = sum(
             size

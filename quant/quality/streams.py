@@ -1,6 +1,6 @@
-"""Runs the residual streams of all variants of a model through its layers, one layer at a time.
+"""Runs the residual streams of a model's variants through its layers, one layer at a time.
 
-Streams are memory-mapped files; one layer of one model's weights is in memory.
+Streams are memory-mapped files; memory holds one layer of one model's weights.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ModelVariant:
     """One way to compute the model.
 
     Attributes:
-        name: unique, for people and for the name of a file.
-        kv: per layer, the storage of its keys and values; None is float32.
-        num_windows: number of first windows to run on; None is all.
-        is_traced: compare its layers with those of the first variant.
+        name: unique; part of file names.
+        kv: precision of keys and values per layer; None is float32.
+        num_windows: run on only the first so many windows; None is all.
+        is_traced: compare its layers with the first variant's.
     """
 
     name: str
@@ -79,10 +79,10 @@ class Streams:
     """The residual streams of all variants.
 
     Args:
-        variants: the first is the base of all layer errors.
+        variants: layer errors compare with the first.
         windows: (num_windows, window) int64.
         folder: for files; 4 bytes per token and hidden element, for each variant and two more.
-        tokens_at_once: that pass through a layer, but never less than a window.
+        tokens_at_once: tokens that pass through a layer together, at least a window.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Streams:
         self._streams = {variant.name: self._map(folder, variant.name) for variant in variants}
         self._added = {part: self._map(folder, f"base-{part}") for part in ("attention", "mlp")}
         for weights in self._weight_sets():
-            # Only the rows of tokens that occur, so that a lookup is one pass over the matrix.
+            # Only rows of tokens that occur, so that one pass over the matrix finds them.
             found, where = windows.unique(return_inverse=True)
             rows = weights.embed(found.to(device)).cpu()
             for variant in self._of(weights):
@@ -178,7 +178,7 @@ class Streams:
             found = {"attention": mixed, "mlp": nothing}
             if isinstance(layer.mlp, MLP):
                 found["mlp"] = _result(layer.mlp.down)
-            elif layer.mlp is not None:  # what the mixer did not add
+            elif layer.mlp is not None:  # the part that the mixer did not add
                 norm_after = layer.mixer_post_norm
                 added = mixed if norm_after is None else norm_after.of(mixed, self._backend)
                 found["mlp"] = after - before - added
@@ -220,7 +220,7 @@ class Streams:
 
 
 class _Relative:
-    """The norm of a difference over the norm of the base, over everything added."""
+    """The norm of all differences over the norm of the base."""
 
     def __init__(self) -> None:
         self._difference = 0.0
@@ -232,12 +232,12 @@ class _Relative:
 
     @property
     def value(self) -> float:
-        """The ratio; 0 if both norms are 0."""
+        """The ratio; 0 if the base's norm is 0."""
         return math.sqrt(self._difference / self._base) if self._base else 0.0
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Create a file with allocated blocks: writing to a mapped file without them kills the process.
+    """Reserve a file's blocks: on a full disk, a mapped write would kill the process.
 
     Raises:
         QuantizeError: the disk is full.

@@ -1,8 +1,8 @@
-"""Computes softmax over a vocabulary in pieces, so that no full row of logits exists.
+"""Computes softmax over a vocabulary in pieces, without a full row of logits.
 
-Sums are kept relative to the largest logit so far and rescaled when a larger one comes (online
-softmax, arXiv 1805.02867). A piece is summed in float32, the pieces in float64, which is accurate
-to about 1e-6 nats per token.
+Sums are relative to the largest logit so far and rescaled when a larger one comes (online softmax,
+arXiv 1805.02867). Float32 sums within a piece and float64 across pieces are accurate to about 1e-6
+nats per token.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Prediction:
         self._top = torch.zeros_like(targets)
         self._true = torch.zeros_like(targets, dtype=torch.float32)
         self.total = torch.zeros_like(targets, dtype=torch.float64)  # of exp(logit - largest)
-        self.rescale = torch.zeros_like(self.total)  # for sums from before the last piece
+        self.rescale = torch.zeros_like(self.total)  # factor for sums of earlier pieces
         self.logits = torch.empty(0)  # the last piece
-        self.weights = torch.empty(0)  # exp of it, relative to the largest so far
+        self.weights = torch.empty(0)  # its exp, relative to the largest so far
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add the logits (num_places, n) float32 of the n tokens from `first` on."""
+        """Add logits (num_places, n) float32 of the n tokens from `first` on."""
         values, tokens = logits.max(dim=-1)
         larger = values > self._largest
         largest = torch.where(larger, values, self._largest)
@@ -64,16 +64,16 @@ class Prediction:
 
     @property
     def log_total(self) -> Tensor:
-        """The logarithm of the sum of all exp(logit): (num_places,) float64."""
+        """Log of the sum of exp(logit), (num_places,) float64."""
         return self._largest.double() + self.total.log()
 
     def places(self) -> Places:
-        """Return the predictions, once all pieces are added."""
+        """Return the predictions once all pieces are added."""
         return Places(self._true.double() - self.log_total, self._top)
 
 
 class Gap:
-    """Computes KL(base || candidate) piece by piece; add each piece to both predictions first."""
+    """Computes KL(base || candidate) in pieces; add each piece to both predictions first."""
 
     def __init__(self, base: Prediction, candidate: Prediction) -> None:
         self._base = base
@@ -81,13 +81,13 @@ class Gap:
         self._sum = torch.zeros_like(base.total)
 
     def add(self) -> None:
-        """Add the last piece of both."""
+        """Add the last piece of both predictions."""
         base = self._base
         difference = (base.logits - self._candidate.logits).mul_(base.weights)
         self._sum = self._sum * base.rescale + difference.sum(dim=-1).double()
 
     def klds(self) -> Tensor:
-        """Return nats, (num_places,) float64; exactly 0 where both are equal."""
+        """Return nats, (num_places,) float64; exactly 0 if both are equal."""
         base, candidate = self._base, self._candidate
         mean = self._sum / base.total
         return (mean - (base.log_total - candidate.log_total)).clamp(min=0)

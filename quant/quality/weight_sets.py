@@ -1,4 +1,4 @@
-"""Supplies a model's weights for evaluation, part by part in float32: stored, or rounded."""
+"""Supplies a model's weights in parts for evaluation, in float32: as stored, or rounded."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
 FLOAT = torch.float32
-ROWS_AT_ONCE = 1 << 20  # numbers of a weight that are rounded at once
-FEW_ROWS = 32  # enough to tell how a weight is packed
+ROWS_AT_ONCE = 1 << 20  # numbers of a weight to round at once
+FEW_ROWS = 32  # enough to tell a weight's scheme
 
 
 class WeightSet(Protocol):
-    """Supplies the weights of a model and keeps none of them."""
+    """Supplies a model's weights without keeping them."""
 
     @property
-    def source(self) -> ModelSource:
-        """The model, for its spec."""
-        ...
+    def source(self) -> ModelSource: ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up rows of the embedding, (num_tokens, hidden_size) float32."""
@@ -48,20 +46,18 @@ class WeightSet(Protocol):
     def layer(self, index: int) -> LayerWeights: ...
 
     def norm(self, index: int) -> Norm:
-        """Load the norm before a layer; past the last one, the decoder's own."""
+        """Load the norm before a layer; past the last layer, the decoder's own."""
         ...
 
     def head(self) -> Weight:
         """Load the head, (vocab_size, hidden_size), as stored."""
         ...
 
-    def head_rows(self, head: Weight, rows: slice) -> Tensor:
-        """Return some rows of the head in float32."""
-        ...
+    def head_rows(self, head: Weight, rows: slice) -> Tensor: ...
 
 
 class StoredWeights:
-    """Supplies the weights of a checkpoint as stored."""
+    """Supplies a checkpoint's weights as stored."""
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         self.source = source
@@ -73,7 +69,7 @@ class StoredWeights:
         return self.lookup(matrix, token_ids)
 
     def lookup(self, matrix: Weight, token_ids: Tensor) -> Tensor:
-        """Look up rows of a matrix, scaled as the model wants it."""
+        """Look up rows of a matrix, scaled as the model's embeddings."""
         rows = some_rows(matrix, token_ids, FLOAT)
         every = torch.arange(len(token_ids), device=token_ids.device)
         return Embedding.of(rows, self.source.spec.embedding_scale, FLOAT)(every)
@@ -99,11 +95,11 @@ class StoredWeights:
 
 
 class RoundedWeights:
-    """Supplies a base whose weights are rounded to nearest in the schemes of a candidate.
+    """Supplies a base with weights rounded to nearest in a candidate's schemes.
 
     Args:
         base: the weights to round.
-        candidate: tells which weights are packed, and how.
+        candidate: its packed weights give the schemes.
     """
 
     def __init__(self, base: StoredWeights, candidate: StoredWeights) -> None:
@@ -117,7 +113,7 @@ class RoundedWeights:
         self._head = head
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See `WeightSet`; rows round independently, so rounding those looked up is enough."""
+        """Look up rows of the embedding and round only those: rows round independently."""
         matrix = self._base.matrix(self.source.family.names.embedding)
         rows = some_rows(matrix, token_ids, FLOAT)
         every = torch.arange(len(token_ids), device=token_ids.device)
@@ -180,7 +176,7 @@ def _with_mlps(
     like: MLPWeights | ExpertsWeights | None,
     change: Callable[[MLPWeights, MLPWeights], MLPWeights],
 ) -> MLPWeights | ExpertsWeights | None:
-    """Change each MLP of a layer beside that of another model; experts as they are read."""
+    """Change each MLP of a layer, paired with another model's; experts when they are read."""
     if weights is None:
         return None
     if isinstance(weights, MLPWeights):
@@ -198,11 +194,11 @@ def _with_mlps(
 
 
 def scheme_of(weight: Weight) -> WeightScheme | None:
-    """Return the scheme a weight is packed in; None if it is dense or no scheme describes it."""
+    """Return the scheme of a packed weight; None if it is dense or no scheme describes it."""
     if not isinstance(weight, PackedWeight):
         return None
     few = weight.rows(slice(0, FEW_ROWS))
-    # Codes of 3 bits are held as 4 bits.
+    # 3-bit codes take 4 bits in memory.
     bits = 3 if few.bits == 4 and int(few.unpack().max()) < 8 else few.bits
     zero = -(1 << (bits - 1)) * few.scale
     symmetric = few.offset_kind is OffsetKind.ADDITIVE and torch.equal(few.offset, zero)
@@ -221,7 +217,7 @@ def _rounded_parts(parts: list[LinearPart], packed: list[LinearPart]) -> list[Li
 
 
 def _rounded(weight: Weight, scheme: WeightScheme | None) -> Tensor:
-    """Round a weight by packing and unpacking it: (out_features, in_features) float32."""
+    """Round a weight by packing and unpacking it, (out_features, in_features) float32."""
     if scheme is None:
         return dense(weight, FLOAT)
     out = torch.empty(weight.shape, device=some_rows(weight, slice(0, 1), FLOAT).device)

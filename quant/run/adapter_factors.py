@@ -1,6 +1,6 @@
-"""Keeps what quantizing folded into a model, so that adapters of the original can be served on it.
+"""Keeps factors folded into a quantized model, so that it can serve the original's adapters.
 
-AWQ's scales go into norms, values and up; the factors of even keys into queries and keys.
+AWQ's scales are folded into norms, values and up; the factors of even keys into queries and keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.quant.formats.kv_plan import KVLayer
 
-SCALES = "input_scales"  # of a layer's four linears, in the facts of its record
+SCALES = "input_scales"  # key in a layer's facts: scales of its four linears
 
 
 def scales_as_facts(scales: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -39,11 +39,11 @@ def write_adapter_factors(
     kv_layers: Sequence[KVLayer],
     folder: Path,
 ) -> None:
-    """Write all factors into a model's folder; nothing if there are none.
+    """Write all factors into a model's folder, if there are any.
 
     Args:
-        source: the model that was quantized.
-        facts: of each layer's record, with its index.
+        source: the original model.
+        facts: layer index and facts of each layer's record.
         kv_layers: the KV plan, whose key factors the weights have.
         folder: the result.
     """
@@ -65,7 +65,7 @@ def write_adapter_factors(
 def _of_scales(
     source: ModelSource, index: int, scales: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return the factors of a layer's linears from the scales of their inputs."""
+    """Return the factors of a layer's linears, given the scales of their inputs."""
     attention = source.spec.attention_layers[index]
     stored = source.family.names.linears(index)
     found: dict[str, Tensor] = {}
@@ -74,7 +74,7 @@ def _of_scales(
             found |= {_module(name) + INPUTS: inputs for name in names}
     _, of_heads, _, of_middle = scales
     if of_heads is not None:
-        # Query heads share a value head, and so its scale.
+        # Query heads share a value head and thus its scale.
         heads = of_heads.view(attention.num_kv_heads, -1, attention.head_dim)
         values = heads[:, 0].reshape(-1)
         found |= _last_rows(source, stored[0], values)
@@ -84,7 +84,7 @@ def _of_scales(
 
 
 def _last_rows(source: ModelSource, names: Sequence[str], divisors: Tensor) -> dict[str, Tensor]:
-    """Return the factors where the last rows of linears, seen as one, are divided."""
+    """Return the output factors of linears, seen as one, whose last rows are divided."""
     name = names[-1]
     rows = source.weights.shape(name)[0]
     outputs = torch.ones(rows)
@@ -93,7 +93,7 @@ def _last_rows(source: ModelSource, names: Sequence[str], divisors: Tensor) -> d
 
 
 def _of_keys(source: ModelSource, index: int, factors: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Yield what divides the outputs of the linears that make queries and keys."""
+    """Yield the output divisors of the linears that produce queries and keys."""
     attention = source.spec.attention_layers[index]
     queries = factors.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
     every = torch.cat((1 / queries, factors, torch.ones_like(factors))).flatten()

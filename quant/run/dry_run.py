@@ -1,4 +1,4 @@
-"""Tries the part of a run that needs most memory, before the run depends on it."""
+"""Tries the part of a run that needs most memory before the run starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.text.calibration import Calibration
 
-ROOMY = 0.5  # of the free memory: a run that takes less is not tried
+ROOMY = 0.5  # share of the free memory; a run that takes less is not tried
 
 
 def plan_run(
@@ -45,15 +45,14 @@ def plan_run(
     *,
     is_tried: bool | None = None,
 ) -> tuple[RunMemory, RunPlanned]:
-    """Plan a run's memory and, where it may not fit, try its largest part.
+    """Plan a run's memory and, if it may not fit, try its largest part.
 
     Args:
-        plan: what each tensor becomes.
-        is_tried: try the run; by default if there is a ceiling, or the run takes half of the free
+        is_tried: try the run; by default if there is a ceiling or the run takes half of the free
             memory.
 
     Raises:
-        MemoryPlanError: it takes more memory than allowed.
+        MemoryPlanError: the run exceeds the memory it may use.
         QuantizeError: activations of the first layer are not finite.
     """
     device = torch.device(options.device)
@@ -98,7 +97,7 @@ def plan_run(
 
 @contextmanager
 def out_of_memory_is_one_line(what: str) -> Iterator[None]:
-    """Turn every out-of-memory error into one that says so in one line.
+    """Turn every out-of-memory error into one line.
 
     Raises:
         MemoryPlanError: memory ran out.
@@ -129,10 +128,10 @@ def _round_largest(
     workers: int,
     device: torch.device,
 ) -> float:
-    """Round the tensors finished together with the largest weight, in sequence as a run does.
+    """Round the tensors written with the largest weight, in sequence as a run does.
 
     Returns:
-        Seconds that all weights would take.
+        Estimated seconds for all weights.
     """
 
     def size(tensor: PlannedTensor) -> tuple[bool, int]:
@@ -155,7 +154,7 @@ def _calibrate_largest(
     calibration: Calibration,
     device: torch.device,
 ) -> float:
-    """Quantize the largest layer with as many rows as pass through it at once."""
+    """Quantize the largest layer with as many rows as pass it together."""
     sizes: Counter[int] = Counter()
     for unit in units_of(plan):
         if unit.layer is not None:
@@ -171,7 +170,7 @@ def _calibrate_largest(
         try:
             next(layers)
         except QuantizeError:
-            if largest == 0:  # only layer 0 sees here the inputs that it will see in the run
+            if largest == 0:  # only layer 0 gets the same inputs as in the run
                 raise
     seconds = time.perf_counter() - started
     gc.collect()

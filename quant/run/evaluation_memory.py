@@ -1,7 +1,7 @@
 """Fits the evaluation of a quality card into a memory ceiling.
 
-Its peak is one layer in float32 with the text that passes through it at once, or later the models'
-heads with the logits of some entries of the vocabulary. Both amounts shrink where memory is short.
+The peak is one layer in float32 with the tokens that pass it together, or later the models' heads
+with the logits of some vocabulary entries. Both numbers shrink if memory is short.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
 
-MOST_TOKENS = 2048  # of the text, that pass through a layer at once
-CARD_WINDOW = 512  # tokens of the text that a run's card reads as one
-PLACES = 512  # of the text, that are predicted at once
-MOST_ENTRIES, LEAST_ENTRIES = 4096, 64  # of the vocabulary, with logits at once
-KV_VARIANTS = 7  # caches that a card compares: of each format, and the declared one
-PROGRAM = 64 * MIB  # two tokenizers, the text, and code that only an evaluation runs
-SCORES = 3  # copies of the attention scores of a window
+MOST_TOKENS = 2048  # tokens that pass through a layer together
+CARD_WINDOW = 512  # tokens per window of a run's card
+PLACES = 512  # tokens that are predicted together
+MOST_ENTRIES, LEAST_ENTRIES = 4096, 64  # vocabulary entries with logits at once
+KV_VARIANTS = 7  # caches on a card: each format, and the declared one
+PROGRAM = 64 * MIB  # two tokenizers, the text, and code of the evaluation
+SCORES = 3  # copies of a window's attention scores
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMemory:
-    """The sizes that an evaluation's memory depends on.
+    """Sizes that an evaluation's memory depends on.
 
     Attributes:
-        source: the checkpoint that is measured.
-        window: tokens of the text that are read as one.
-        num_tokens: of the text.
-        num_models: whose weights are compared.
-        num_variants: ways to compute them, caches among them.
-        max_ram: most bytes of memory the process may use; None takes what is free.
+        source: the checkpoint to measure.
+        window: tokens per window.
+        num_tokens: tokens of the text.
+        num_models: models with weights of their own.
+        num_variants: ways to compute them, caches included.
+        max_ram: limit of the process's memory in bytes; None takes what is free.
     """
 
     source: ModelSource
@@ -50,7 +50,7 @@ class EvaluationMemory:
 
     @classmethod
     def of_run(cls, source: ModelSource, options: QuantizeOptions) -> EvaluationMemory | None:
-        """Of the card that follows a run on a model; None if none does."""
+        """Return the sizes of the card that follows a run; None if none follows."""
         tokens = options.card_tokens
         if not tokens:
             return None
@@ -60,36 +60,36 @@ class EvaluationMemory:
         return cls(source, window, tokens, models, variants, options.max_ram)
 
     def tokens_at_once(self, used: int) -> int:
-        """Return the tokens of the text that may pass through a layer at once.
+        """Return the number of tokens that may pass through a layer together.
 
         Args:
-            used: bytes that the process has in memory before the first layer.
+            used: bytes of the process before the first layer.
 
         Raises:
-            MemoryPlanError: not even a window fits.
+            MemoryPlanError: not even one window fits.
         """
         used += self.stream_bytes
         return self._most(used, self.layer_bytes, max(MOST_TOKENS, self.window), self.window)
 
     def entries_at_once(self, used: int) -> int:
-        """Return the entries of the vocabulary whose logits may exist at once.
+        """Return the number of vocabulary entries whose logits may exist at once.
 
         Args:
-            used: bytes that the process has in memory with all heads.
+            used: bytes of the process with all heads.
 
         Raises:
-            MemoryPlanError: not even a few fit.
+            MemoryPlanError: not even the fewest entries fit.
         """
         return self._most(used, self.logits_bytes, MOST_ENTRIES, LEAST_ENTRIES)
 
     def peak(self, used: int) -> int:
-        """Compute the peak in bytes of an evaluation that keeps to the ceiling.
+        """Compute the peak bytes of an evaluation within its ceiling.
 
         Args:
-            used: bytes that the process has in memory before it opens a model to evaluate.
+            used: bytes of the process before it opens a model to evaluate.
 
         Raises:
-            MemoryPlanError: it does not fit.
+            MemoryPlanError: the evaluation does not fit.
         """
         used += PROGRAM
         streams = used + self.stream_bytes
@@ -99,18 +99,18 @@ class EvaluationMemory:
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes of the files that hold what comes out of a layer, which are in memory as well."""
+        """Bytes of the mapped files of residual streams."""
         hidden = self.source.spec.hidden_size
         return (self.num_variants + 2) * self.num_tokens * hidden * FLOAT_BYTES
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of all heads, as 16 bits: what is packed takes less."""
+        """Bytes of all heads in 16 bits; packed heads take less."""
         spec = self.source.spec
         return 2 * self.num_models * spec.vocab_size * spec.hidden_size
 
     def layer_bytes(self, tokens: int) -> int:
-        """Bytes of the largest layer while so many tokens pass through it."""
+        """Bytes of the largest layer with so many tokens."""
         options = QuantizeOptions(method=Method.RTN)
         parts = layer_parts(self.source, options, self.window, tokens)
         mixers = (layer.mixer for layer in self.source.spec.layers)
@@ -119,7 +119,7 @@ class EvaluationMemory:
         return parts["layer"] + parts["activations"] + scores + HEAP
 
     def logits_bytes(self, entries: int) -> int:
-        """Bytes of the logits of so many entries, and of what is made of them."""
+        """Bytes of so many entries' logits and of what is derived from them."""
         hidden = self.source.spec.hidden_size
         places = max(PLACES, self.window)
         logits = (2 * self.num_variants + 2) * places * entries

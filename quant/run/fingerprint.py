@@ -1,4 +1,4 @@
-"""Collects everything a result depends on: equal fingerprints give equal bytes."""
+"""Collects all inputs of a result: equal fingerprints give equal bytes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Collect everything that decides the result, bit for bit.
 
-    Files above 64 MiB count by their size and 64 KiB in every 16 MiB: another model differs nearly
-    everywhere, and reading all of a large one would take longer than rounding it.
+    Files above 64 MiB count by size and 64 KiB of every 16 MiB: another model differs nearly
+    everywhere, and reading a large file takes longer than rounding it.
 
     Args:
         model_path: a .gguf file or a model folder.
-        options: the run's; destination and memory limits do not count.
+        options: of the run; destination and memory limits do not count.
 
     Raises:
         OSError: a file cannot be read.
@@ -67,7 +67,7 @@ def fingerprint_of(
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Describe each difference in words; empty if the two are equal."""
+    """Describe each difference in words; empty if both are equal."""
     changed = []
     for name in sorted(before.keys() | now.keys()):
         was, is_now = before.get(name), now.get(name)
@@ -97,7 +97,7 @@ def _content_of(path: Path) -> str:
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:
-    """Flatten a setting to strings; a compound one gives one per part."""
+    """Flatten a setting to strings; a dataclass gives one per field."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found: dict[str, str] = {}
         for field in dataclasses.fields(value):

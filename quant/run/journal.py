@@ -1,7 +1,6 @@
 """Records the finished parts of a run, so that a later run continues from there.
 
-A unit of work is recorded only once everything it wrote is on disk. The journal is replaced as a
-whole, never changed in place.
+A unit is recorded once everything it wrote is on disk. The journal is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _FILE = "journal.json"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One unit of work: a layer, or a tensor outside the layers."""
+    """A finished unit: a layer, or a tensor outside the layers."""
 
     unit: str
     seconds: float
     losses: dict[str, float] = {}  # of each quantized linear, as a share of its outputs' energy
     notes: tuple[str, ...] = ()  # what the user should know
-    facts: dict[str, Any] = {}  # what the end of the run needs, as JSON
+    facts: dict[str, Any] = {}  # data for the end of the run, as JSON
 
 
 class _Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +40,10 @@ class _Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """The record of a run in a folder.
+    """The record of a run.
 
     Args:
-        folder: exists; may hold the journal of an earlier run.
+        folder: may hold the journal of an earlier run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,22 +51,22 @@ class Journal:
         try:
             self._contents = msgspec.json.decode(self._path.read_bytes(), type=_Contents)
         except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
-            # It is written atomically, so one that does not decode is from another version.
+            # The file is written atomically: if it does not decode, it is from another version.
             self._contents = _Contents(fingerprint={})
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Records of all finished units, in the order in which they finished."""
+        """Records of all finished units, in the order they finished."""
         return self._contents.records
 
     @property
     def is_complete(self) -> bool:
-        """True once only renaming the result is left."""
+        """True once the result only has to be renamed."""
         return self._contents.is_complete
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the run that was started; empty if none was."""
+        """Fingerprint of the recorded run; empty if there is none."""
         return self._contents.fingerprint
 
     @property
@@ -76,7 +75,7 @@ class Journal:
         return self._contents.peak_ram, self._contents.peak_vram
 
     def check(self, fingerprint: Fingerprint, staging: Path) -> None:
-        """Refuse to continue what another run began.
+        """Refuse to continue another run.
 
         Raises:
             ChangedRunError: the fingerprints differ; the message says how.
@@ -89,11 +88,11 @@ class Journal:
             )
 
     def start(self, fingerprint: Fingerprint) -> None:
-        """Start a run with nothing done."""
+        """Start a run with no finished units."""
         self._write(_Contents(fingerprint=fingerprint))
 
     def commit(self, record: Record, peak_ram: int = 0, peak_vram: int = 0) -> None:
-        """Record a finished unit; everything it wrote must be on disk."""
+        """Record a finished unit, whose output must be on disk."""
         ram, vram = self.peaks
         self._write(
             msgspec.structs.replace(
@@ -105,7 +104,6 @@ class Journal:
         )
 
     def complete(self) -> None:
-        """Record that the result is complete."""
         self._write(msgspec.structs.replace(self._contents, is_complete=True))
 
     def _write(self, contents: _Contents) -> None:

@@ -21,10 +21,10 @@ class MemoryUse:
     """Memory in bytes.
 
     Attributes:
-        ram: resident now: heap, stacks, and touched pages of libraries.
-        peak_ram: highest since the process began.
+        ram: resident now.
+        peak_ram: peak since the process began.
         vram: allocated by torch on the GPU now.
-        peak_vram: highest since the process began.
+        peak_vram: peak since the process began.
     """
 
     ram: int
@@ -43,12 +43,12 @@ class MemoryUse:
 
 
 def return_large_blocks() -> None:
-    """Make glibc return large blocks to the system as soon as they are freed, from now on.
+    """Make glibc return large blocks to the system when they are freed.
 
-    By default glibc learns to keep ever larger blocks, up to 32 MiB, and the gaps between used ones
-    grow from layer to layer, differently in each run: an AWQ run peaked 2 to 10 % above its trial;
-    with this it stays within 2 %. The page faults cost about a fifth more CPU time on a small
-    model, so this is for runs with a ceiling. Without glibc nothing changes.
+    By default glibc learns to keep blocks of up to 32 MiB, and the gaps between used ones grow from
+    layer to layer, differently in each run: an AWQ run peaked 2 to 10 % above its trial; with this
+    it stays within 2 %. The page faults cost about a fifth more CPU time on a small model, so this
+    is for runs with a ceiling. Without glibc it does nothing.
     """
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
@@ -56,7 +56,7 @@ def return_large_blocks() -> None:
 
 
 def peak_ram() -> int:
-    """Return this process's peak bytes of memory, since its start or the last reset of the mark.
+    """Return peak bytes of memory since the process began or the mark was reset.
 
     getrusage's mark starts at the parent process's, so it is the second choice.
     """

@@ -1,8 +1,8 @@
-"""Computes a run's peak memory from the model's shapes before the run begins.
+"""Computes a run's peak memory from the model's shapes.
 
-The peak is one layer in float32, the rows of text that pass through it at once, and the method's
-working memory for its largest linear; it does not depend on the number of layers. The factors are
-upper bounds of what `rtn`, `awq` and `gptq` hold at once; a test compares them with a real run.
+The peak is one layer in float32, the rows of text that pass it together, and the method's working
+memory for the largest linear; it does not depend on the number of layers. The factors are upper
+bounds of what `rtn`, `awq` and `gptq` allocate; a test compares them with a real run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4
 MIB = 1 << 20
 
-# Held by a method at once: matrices of second moments, and copies of the weight in float32.
+# Allocated by a method at once: matrices of second moments, and float32 copies of the weight.
 GPTQ_MOMENTS, GPTQ_WEIGHTS = 6, 7
 AWQ_WEIGHTS = 8
 ROUND_PIECES = 8  # copies of a piece in float32, for each worker
-ROUND_PACKED = 3  # of a tensor's result: as pieces, as one, and as stored
-MIXER_COPIES = 8  # of what a layer's linears yield for a token, states' chunks among them
-LINEARS = 4  # per layer, each with a variant of the model where sensitivity is measured
-END_BYTES = 12  # per number of both ends: in the file's pages, as read, and in float32
+ROUND_PACKED = 3  # copies of a tensor's result: as pieces, as one, and as stored
+MIXER_COPIES = 8  # copies of the linears' outputs for a token, chunks of states included
+LINEARS = 4  # per layer; each has a variant when sensitivity is measured
+END_BYTES = 12  # per number of embedding and head: in the page cache, as read, and in float32
 LOGITS = 4  # copies of a few tokens' logits
 HEAP = 32 * MIB  # the allocators' reserve, and small objects
 
@@ -51,8 +51,8 @@ class RunMemory:
     """A run's peak memory in bytes.
 
     Attributes:
-        program: libraries, tokenizer and rows, in memory already.
-        parts: the rest by purpose.
+        program: bytes in use before the run: libraries, tokenizer and rows.
+        parts: other bytes, by purpose.
         free: left by other programs.
         workers: number of threads that round pieces of a weight.
     """
@@ -85,15 +85,13 @@ def plan_memory(
     """Compute the peak, with as many workers as fit.
 
     Args:
-        plan: what each tensor becomes.
-        options: the method, the device and the ceilings.
-        row_tokens: tokens in a row of calibration text; 0 without one.
-        use: present memory use, with all libraries loaded.
-        workers: at most.
+        row_tokens: tokens per row of calibration text; 0 without.
+        use: current memory use, with all libraries loaded.
+        workers: most workers.
         piece_elements: numbers that one worker rounds at once.
 
     Raises:
-        MemoryPlanError: the peak exceeds what may be used.
+        MemoryPlanError: the peak exceeds the memory it may use.
     """
     on_gpu = options.device.startswith("cuda")
     packed = max(tensor.nbytes for tensor in plan.tensors if tensor.scheme is not None)
@@ -127,12 +125,12 @@ def plan_memory(
 
 
 def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use: MemoryUse) -> None:
-    """Refuse `--mixed` where measuring sensitivity takes more than `--max-ram`.
+    """Refuse `--mixed` if measuring sensitivity exceeds `--max-ram`.
 
-    One residual stream per linear of the model is in memory beside one layer, then beside the head.
+    Memory holds one residual stream per linear of the model, and one layer or later the head.
 
     Raises:
-        MemoryPlanError: it takes more.
+        MemoryPlanError: the measurement does not fit.
     """
     spec = source.spec
     streams = (1 + LINEARS * len(spec.layers)) * tokens * spec.hidden_size
@@ -187,7 +185,7 @@ def _parts_of(
     widths = 4 * hidden + 3 * (queries + 2 * keys) + 2 * queries + 2 * keys + 3 * middle
     scores = 0
     if attention.softcap is not None or options.device.startswith("cuda"):
-        scores = 3 * attention.num_heads * row_tokens  # no flash kernel: all scores at once
+        scores = 3 * attention.num_heads * row_tokens  # no flash kernel: all scores exist at once
     moments = [columns * columns for _, columns in linears]
     method = 0
     for (rows, columns), square in zip(linears, moments, strict=True):
@@ -208,7 +206,7 @@ def _parts_of(
 def _parts_of_any(
     slots: list[TensorSlot], hidden: int, options: QuantizeOptions, tokens: int
 ) -> dict[str, int]:
-    """Compute it for a layer with experts, a state or latents; see `calibrated_any`."""
+    """Compute the parts of a layer with experts, a state or latents; see `calibrated_any`."""
     linears = [slot.shape for slot in slots if slot.is_linear]
     rows = sum(slot.shape[0] for slot in slots if slot.is_linear and slot.expert is None)
     widest = max(slot.shape[0] for slot in slots)

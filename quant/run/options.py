@@ -1,4 +1,4 @@
-"""The options of `appliance quantize`. Imports nothing heavy."""
+"""Options of `appliance quantize`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 BLOCK = "block"  # a group size of FP8
-# Options that change how a run goes but not its result.
+# Options that do not change a run's result.
 RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens"})
 
 
@@ -31,7 +31,7 @@ def _named(choices: type[AnyChoice], what: str, name: str) -> AnyChoice:
 
 
 class Method(Enum):
-    """Method that chooses the codes of a weight."""
+    """Method that chooses a weight's codes."""
 
     RTN = "rtn"
     AWQ = "awq"
@@ -43,11 +43,7 @@ class Method(Enum):
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        """Return the method of that name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the method of that name, or raise ConfigError."""
         return _named(cls, "method", name)
 
     @property
@@ -57,22 +53,22 @@ class Method(Enum):
 
     @property
     def scales_inputs(self) -> bool:
-        """True if inputs are scaled first (AWQ)."""
+        """True if the method scales inputs first (AWQ)."""
         return self in (Method.AWQ, Method.AWQ_GPTQ)
 
     @property
     def makes_up(self) -> bool:
-        """True if later columns correct for the rounding of earlier ones (GPTQ)."""
+        """True if later columns correct rounding errors of earlier ones (GPTQ)."""
         return self in (Method.GPTQ, Method.AWQ_GPTQ)
 
 
 def choose_scheme(
     method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
 ) -> LinearScheme:
-    """Choose a scheme; None takes what suits the method.
+    """Choose a scheme; None takes the method's default.
 
     Args:
-        method: FP8 and INT8 have 8 bits, and one scale per output unless groups are asked for.
+        method: FP8 and INT8 have 8 bits, and one scale per output unless a group size is given.
         bits: 3, 4 or 8; 4 by default.
         group_size: 32, 64, 128 or channel; for FP8, channel or block; 64 by default.
         symmetric: no zero points.
@@ -106,10 +102,10 @@ def choose_scheme(
 def end_scheme(bits: int, layers: LinearScheme) -> WeightScheme | None:
     """Return the scheme of an embedding or head of 4 or 8 bits; None for 16.
 
-    Groups and zero points are those of the layers, where these have any.
+    Group size and symmetry are those of the layers, if they have any.
 
     Raises:
-        ConfigError: other bits.
+        ConfigError: the bits are not supported.
     """
     if bits == 16:
         return None
@@ -127,11 +123,7 @@ class WeightFormat(Enum):
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
-        """Return the format of that name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the format of that name, or raise ConfigError."""
         if name == "gguf":
             raise ConfigError(
                 "--format gguf is one of repack: quantize to a folder, with --group-size 32 or a"
@@ -147,40 +139,36 @@ class QuantizeLibrary(Enum):
 
     @classmethod
     def parse(cls, name: str) -> QuantizeLibrary:
-        """Return the engine of that name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the library of that name, or raise ConfigError."""
         return _named(cls, "engine", name)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """Everything that decides the quantized model, its destination and the resources to use.
+    """Settings of the quantized model, its destination and the resources to use.
 
     Attributes:
         scheme: of the layers' linear weights. A weight whose width it does not divide gets smaller
-            groups, with a note.
-        method: the method that chooses codes.
+            groups and a note.
+        method: chooses the codes.
         text: calibration text for methods that need it; by default that of `CalibrationText`.
         head: bits of the head, 4, 8 or 16; of the shared matrix if the model ties head and
             embedding.
-        embedding: bits of the embedding of a model with a head of its own, likewise.
+        embedding: bits of an embedding that is not tied to the head, likewise.
         mixed: mean bits per weight of the layers, scales included, spent where they matter most:
             each linear gets 3, 4, 8 or 16 bits in groups of `scheme`. None: all alike.
-        format: of the written folder; AWQ and GPTQ hold less than compressed-tensors, and what they
-            cannot hold is refused before any work is done.
-        engine: another library may do the work, if it is installed.
-        overwrite: replace an older model folder at the destination.
-        restart: discard what an unfinished run left for this destination.
-        max_ram: most bytes of memory the process may use, libraries included; None takes what is
+        format: of the written folder; a format that cannot hold the weights is refused before any
+            work.
+        engine: library that quantizes, if it is installed.
+        overwrite: replace an existing model folder.
+        restart: discard an unfinished run for this destination.
+        max_ram: limit of the process's memory in bytes, libraries included; None takes what is
             free.
-        max_vram: most bytes torch may allocate on the GPU; None takes what is free.
-        card_tokens: of text that the card which follows is measured on; 0 if none does.
+        max_vram: limit of torch's bytes on the GPU; None takes what is free.
+        card_tokens: tokens of text for the card that follows; 0 for no card.
         max_shard_bytes: size at which a new safetensors file begins.
-        kv_bits: mean bits per KV cache element, scales included, for which each layer's precision
-            is chosen with the calibration text; None leaves the KV cache alone.
+        kv_bits: mean bits per KV cache element, scales included, to choose each layer's precision
+            by; None leaves the KV cache alone.
     """
 
     scheme: LinearScheme = field(default_factory=WeightScheme)
@@ -206,13 +194,13 @@ class QuantizeOptions:
 
     @property
     def form(self) -> str:
-        """The weights' target form, in words."""
+        """The weights' scheme, in words."""
         mixed = "" if self.mixed is None else f", mixed to {self.mixed:g} bits on average"
         return f"{self.scheme}{mixed}"
 
     @property
     def needs_text(self) -> bool:
-        """True if the model sees calibration rows, to choose codes or precisions."""
+        """True if codes or precisions are chosen with calibration rows."""
         return self.method.needs_text or self.mixed is not None or self.kv_bits is not None
 
 

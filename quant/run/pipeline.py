@@ -1,7 +1,7 @@
 """Quantizes a model into a folder, with one tensor or one layer in memory at a time.
 
 source -> plan -> for each unit: read, quantize, write, record -> rename. The result gets its name
-only when it is complete, and recorded units are not done twice.
+once it is complete; recorded units are not repeated.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ def quantize_model(
 ) -> QuantizeReport:
     """Quantize the linear weights of a model's layers and write a model folder.
 
-    An interrupted run leaves its finished layers in `.OUT.partial`, and the same call continues
-    from there, with the same bytes as result. Only a weight or an activation that is not finite
-    leaves nothing, since it would be there again.
+    An interrupted run keeps its finished layers in `.OUT.partial`; the same call continues from
+    there and gives the same bytes. A weight or activation that is not finite discards them, since
+    it would come up again.
 
     Args:
         model_path: a .gguf file, or a folder with config.json and safetensors.
-        out: the folder to write; weights, config and tokenizer.
+        out: the model folder to write.
         options: of the run; 4 bits by rounding by default.
         on_event: called with the run's progress.
 
     Raises:
         CheckpointError: the model is damaged or incomplete.
-        UnsupportedModelError: no code here reads this model.
-        MemoryPlanError: it takes more memory than there is, or than allowed.
+        UnsupportedModelError: the model is not supported.
+        MemoryPlanError: the run exceeds the memory it may use.
         ChangedRunError: an unfinished run for `out` differs from this one.
-        QuantizeError: the destination is taken, the disk is full, a weight is not finite or the
-            model is quantized already.
+        QuantizeError: the destination exists, the disk is full, a weight is not finite or the model
+            is already quantized.
     """
     started = time.monotonic()
     options = options or QuantizeOptions()
@@ -120,7 +120,7 @@ def quantize_model(
 
 
 def what_is_kept(out: Path) -> str:
-    """Say what an unfinished run left for a destination."""
+    """Describe what an unfinished run left for a destination."""
     staging = StagingFolders(out.resolve())
     done = _units_done(staging)
     if not done:
@@ -136,10 +136,10 @@ def _units_done(staging: StagingFolders) -> int:
 
 
 def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> RunPlanned:
-    """Refuse what `quantize_model` would refuse, try the largest layer, and write nothing.
+    """Make the checks of `quantize_model`, try the largest layer, and write nothing.
 
     Returns:
-        The resources the run would take, and what each tensor would become.
+        The run's resources, and each tensor's planned form.
     """
     staging = StagingFolders(out.resolve())
     run = _open(model_path, staging, options, time.monotonic())
@@ -155,7 +155,7 @@ def _open(
 ) -> Run:
     if options.max_ram is not None:
         return_large_blocks()
-    # A run that was killed after renaming its result has only its own traces to remove.
+    # A run killed after renaming its result only has its staging folder to remove.
     is_published = Journal(staging.state).is_complete and not staging.result.exists()
     if options.restart or not is_published:
         check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
@@ -167,7 +167,7 @@ def _open(
 
 
 def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
-    """Refuse what reads text and does not cover a kind of layer that the model has."""
+    """Refuse options that read text but do not support a kind of layer of the model."""
     asked = {
         f"--method {options.method.value}": options.method.needs_text,
         "--mixed": options.mixed is not None,
@@ -252,9 +252,9 @@ def _go_on(
         units = units_of(run.plan)
         events(_start(run, staging.out, units, journal))
         _check_space(run, staging, calibration)
-        if not resumes:  # first: the memory plan counts what it takes, and a bad text fails early
+        if not resumes:  # first: the memory plan counts its memory, and a bad text fails early
             write_tokenizer_files(run.model_path, staging.result)
-        # Finished layers have shown what the others will take; only a first run tries one.
+        # Finished layers show that the others fit; only a first run tries one.
         tried = False if resumes else None
         memory, planned = plan_run(run.source, run.plan, run.options, calibration, is_tried=tried)
         events(planned)
@@ -318,7 +318,7 @@ def _fill(
             else:
                 writer.calibrate(left, options.method, calibration, staging.state / STREAM)
         except QuantizeError:
-            journal.start({})  # a number that is not finite would come up again
+            journal.start({})  # the same number would come up again
             raise
         write_kv_scales(run.source, run.kv, shards)
         shards.flush()
@@ -343,7 +343,7 @@ def _finish(run: Run, result: Path, journal: Journal) -> None:
 
 
 def _calibration(run: Run, state: Path, on_event: OnEvent, *, resumes: bool) -> Calibration | None:
-    """Return the calibration rows, from the text if it is available, else from an earlier run."""
+    """Return the calibration rows: from the text if it is available, else from an earlier run."""
     if not run.options.needs_text:
         return None
     text = run.options.text or CalibrationText()
@@ -351,7 +351,7 @@ def _calibration(run: Run, state: Path, on_event: OnEvent, *, resumes: bool) -> 
         return load_rows(state)
     if text.path is None and text.dataset is None:
         on_event(StepStarted(what="letting the model write text to calibrate with"))
-    # Running the model for its text takes the whole GPU, so a ceiling there means the CPU.
+    # A model that writes text takes the whole GPU: with a ceiling there it runs on the CPU.
     device = run.options.device if run.options.max_vram is None else "cpu"
     return text.rows_of(run.model_path, device=device, max_ram=run.options.max_ram)
 

@@ -1,4 +1,4 @@
-"""Decides the stored form of every tensor of a model before reading any of them."""
+"""Decides the stored form of every tensor before reading any."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of the model and how it will be stored.
+    """A tensor of the model and its stored form.
 
     Attributes:
-        scheme: its quantization; None keeps it in 16 bits.
+        scheme: its quantization; None keeps 16 bits.
         stored: the tensors it becomes.
-        of_head: it belongs to the head that drafts.
+        of_head: part of the draft head.
     """
 
     slot: TensorSlot
@@ -66,14 +66,15 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """Every tensor in the order of the model.
+    """All tensors in the model's order.
 
     Attributes:
         dtype: of scales and unquantized tensors.
-        tensors: in the order in which the model needs them, those of a head that drafts last.
-        kept: modules of linear weights that no group divides, of routers, and of that head.
-        notes: one line for each reason why weights do not get the requested scheme.
-        head: reads the tensors of that head; None without one.
+        tensors: in the order of use, the draft head's last.
+        kept: modules of linear weights that stay dense: widths that no group divides, routers, the
+            draft head.
+        notes: one line per reason why weights do not get the requested scheme.
+        head: reads the draft head's tensors; None without one.
     """
 
     dtype: torch.dtype
@@ -84,7 +85,7 @@ class QuantizePlan:
     head: WeightReader | None = None
 
     def layouts(self) -> list[TensorLayout]:
-        """List every tensor that will be stored."""
+        """List all tensors to store."""
         return [layout for tensor in self.tensors for layout in tensor.stored]
 
     def model_config(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -110,11 +111,10 @@ def make_plan(
     dtype: torch.dtype,
     chosen: Mapping[str, LinearScheme | None] | None = None,
 ) -> QuantizePlan:
-    """Plan a model: quantize the layers' linear weights, and embedding and head on request.
+    """Plan a model: quantize the layers' linears, and embedding and head on request.
 
-    A head that the checkpoint brings for drafting keeps 16 bits.
-
-    `chosen` has the linear weights whose scheme differs from the rest, by name.
+    A draft head of the checkpoint stays in 16 bits. `chosen` maps linear weights to schemes that
+    differ from the rest.
 
     Raises:
         ConfigError: the format cannot hold the weights, or the bits of embedding or head are not
@@ -156,7 +156,7 @@ def make_plan(
 def head_tensors(
     source: ModelSource,
 ) -> tuple[list[TensorSlot], WeightReader | None, tuple[str, ...]]:
-    """Return the tensors of the head that drafts, what reads them, and what to say of it."""
+    """Return the draft head's tensors, their reader, and notes for the user."""
     try:
         head = find_head(source, in_torch=True)
     except ApplianceError as error:
@@ -170,7 +170,7 @@ def head_tensors(
 def choose_store(
     format: WeightFormat, slots: Sequence[TensorSlot], schemes: Mapping[str, LinearScheme | None]
 ) -> WeightStore:
-    """Return the store of a format for weights of these schemes.
+    """Return a format's store for weights of these schemes.
 
     Raises:
         ConfigError: the format cannot hold them.
@@ -192,12 +192,12 @@ def choose_store(
 
 
 def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:
-    """Return the schemes of embedding and head, where they do not stay in 16 bits.
+    """Return the schemes of embedding and head, unless they stay in 16 bits.
 
-    A matrix that serves as both is stored as the embedding.
+    A tied matrix is stored as the embedding.
 
     Raises:
-        ConfigError: unsupported bits, or `--embedding` for an embedding that is also the head.
+        ConfigError: unsupported bits, or `--embedding` for a tied embedding.
     """
     tied = source.spec.tied_head
     if tied and options.embedding != 16:
@@ -213,7 +213,7 @@ def _planned(
     slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype, store: WeightStore
 ) -> PlannedTensor:
     if scheme is None:
-        # A bias that only decides has few numbers, and rounding them would change decisions.
+        # A router's bias has few numbers, and rounding them would change its choices.
         is_bias = slot.role.decides and len(slot.shape) == 1
         layouts = {slot.name: (torch.float32 if is_bias else dtype, slot.shape)}
     else:
@@ -238,6 +238,6 @@ def growth_note(source: ModelSource, plan: QuantizePlan) -> str | None:
 
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
-    """Return float16 if the model has it, else bfloat16, whose range holds any model's weights."""
+    """Return float16 if the model uses it, else bfloat16, whose range holds any weight."""
     dtype = source.config.get("dtype", source.config.get("torch_dtype"))
     return torch.float16 if dtype == "float16" else torch.bfloat16

@@ -22,18 +22,13 @@ LAYER = "layer "  # prefix of the names of units that are layers
 
 
 class EventLog:
-    """Passes events on and appends them to a file in the state folder.
-
-    Args:
-        folder: exists; gets `events.jsonl`.
-    """
+    """Passes events on and appends them to `events.jsonl` in the state folder."""
 
     def __init__(self, folder: Path, on_event: OnEvent = ignore_event) -> None:
         self._path = folder / EVENTS_NAME
         self._on_event = on_event
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Record one event and pass it on."""
         self.record(event)
         self._on_event(event)
 
@@ -43,7 +38,7 @@ class EventLog:
 
 
 class UnitLog:
-    """Commits units.
+    """Commits finished units.
 
     Args:
         bytes_done: bytes of units that an earlier run finished.
@@ -81,7 +76,7 @@ class UnitLog:
         notes: tuple[str, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """Record a finished unit; everything it wrote must be on disk."""
+        """Record a finished unit, whose output must be on disk."""
         use = MemoryUse.now(self._device)
         release_unused()  # otherwise freed blocks fragment the heap and memory grows
         record = Record(
@@ -110,7 +105,7 @@ class UnitLog:
         )
 
     def _remaining_seconds(self) -> float:
-        """Estimate from this run's layers, which are nearly all of the work; else from bytes."""
+        """Estimate by this run's layers, nearly all of the work; without any, by bytes."""
         if self._layer_seconds:
             done = sum(record.unit.startswith(LAYER) for record in self._journal.records)
             mean = sum(self._layer_seconds) / len(self._layer_seconds)

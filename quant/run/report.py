@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """Sizes of the result, and whatever differs from the request.
+    """Sizes of the result, and differences from the request.
 
     Attributes:
         scheme: the requested scheme, in words.
-        num_quantized: linear weights that were quantized.
+        num_quantized: quantized linear weights.
         quantized_parameters: numbers in them.
-        quantized_bytes: their codes, scales and zero points.
-        weight_bytes: all tensors.
+        quantized_bytes: of their codes, scales and zero points.
+        weight_bytes: of all tensors.
         seconds: from opening the model to the finished folder, over all runs.
-        losses: of each quantized linear's outputs, as a share of their energy; none by rounding.
+        losses: of each quantized linear's outputs, as a share of their energy; empty for rounding.
         peak_ram: peak bytes of memory over all runs.
-        peak_vram: peak bytes that torch had on the GPU.
-        calibration: the calibration text, in words; "" without one.
+        peak_vram: peak bytes of torch on the GPU.
+        calibration: the calibration text, in words; "" without.
         calibration_fingerprint: changes with every token of it.
     """
 

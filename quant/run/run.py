@@ -39,13 +39,12 @@ class Run:
     plan: QuantizePlan
     device: torch.device
     started: float  # by time.monotonic
-    kv: KVPlan | None = None  # the KV cache's plan, once it is chosen
+    kv: KVPlan | None = None  # plan of the KV cache, once chosen
 
 
 def report_of(
     run: Run, out: Path, journal: Journal, calibration: Calibration | None
 ) -> QuantizeReport:
-    """Build the report of a finished run."""
     plan, options = run.plan, run.options
     quantized = [tensor for tensor in plan.tensors if tensor.scheme is not None]
     use = MemoryUse.now(run.device)
@@ -78,7 +77,7 @@ def report_of(
 
 
 def _first_of(notes: Iterable[str]) -> Iterator[str]:
-    """Yield the first notes of layers and the number of the others; events have all of them."""
+    """Yield the first notes of layers and the number of the others, which only events have."""
     every = list(notes)
     yield from every[:SHOWN_NOTES]
     if len(every) > SHOWN_NOTES:

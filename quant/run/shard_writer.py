@@ -1,7 +1,7 @@
 """Writes safetensors files whose tensor sizes are known in advance.
 
-Every tensor has its place in a file from the start, so tensors may come in any order, one at a
-time, and the disk space is reserved before any work. Knows nothing of models.
+Each tensor has a fixed place, so tensors may come in any order, one at a time; disk space is
+reserved before any work. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_HEADER_ALIGNMENT = 8  # required by the safetensors format, so that every tensor is aligned
+_HEADER_ALIGNMENT = 8  # the safetensors format aligns every tensor
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -40,8 +40,6 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Name, type and shape of a tensor to be written."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,10 +53,10 @@ class ShardWriter:
     """Writes one or more safetensors files into a folder.
 
     Args:
-        folder: exists; gets the files and, if there are several, their index.
-        layouts: every tensor that will be written.
-        max_shard_bytes: size at which a new file begins; a larger tensor has a file of its own.
-        done: names of tensors that an earlier writer with the same arguments wrote and flushed.
+        folder: gets the files and, if there are several, their index.
+        layouts: all tensors to write.
+        max_shard_bytes: size at which a new file begins; a larger tensor gets its own file.
+        done: tensors that an earlier writer with the same arguments wrote and flushed.
 
     Raises:
         OSError: the disk has no space for all files.
@@ -136,7 +134,7 @@ class ShardWriter:
         flush(self.folder)
 
     def _start_file(self, path: Path, shard: Sequence[TensorLayout]) -> None:
-        # Widest types first: the format has no gaps and every tensor must start aligned.
+        # Widest types first: tensors must be aligned, and the format allows no gaps.
         ordered = sorted(shard, key=lambda layout: (-layout.dtype.itemsize, layout.name))
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0

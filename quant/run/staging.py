@@ -1,6 +1,6 @@
-"""Builds a folder under another name beside it and renames it when it is complete.
+"""Builds a folder under another name and renames it when it is complete.
 
-A later run finds there what it needs to continue, so a kill or a full disk costs little work.
+A later run continues from it, so a kill or a full disk costs little work.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagingFolders:
-    """The folders in which a result is built.
+    """Folders in which a result is built.
 
     Attributes:
-        out: the result's final path; resolved.
+        out: the result's final path, resolved.
     """
 
     out: Path
@@ -37,7 +37,7 @@ class StagingFolders:
 
     @property
     def result(self) -> Path:
-        """The folder that becomes `out`; exists."""
+        """Folder that becomes `out`; exists."""
         return self.folder / "result"
 
     @property
@@ -46,7 +46,7 @@ class StagingFolders:
         return self.folder / "state"
 
     def start_over(self) -> None:
-        """Discard all finished work; both folders are empty afterwards."""
+        """Discard all finished work and leave both folders empty."""
         for part in (self.state, self.result):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
@@ -54,9 +54,9 @@ class StagingFolders:
         flush(self.out.parent)
 
     def publish(self) -> None:
-        """Rename the result, which is on disk, to `out`, in place of an older folder.
+        """Rename the result, which is on disk, to `out`, replacing an older folder.
 
-        If it is interrupted at any point, calling it again completes it.
+        If it is interrupted, calling it again completes it.
         """
         replaced = self.out.with_name(f".{self.out.name}.replaced")
         if self.result.exists():
@@ -69,15 +69,14 @@ class StagingFolders:
         self.discard()
 
     def discard(self) -> None:
-        """Remove everything except `out`."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse a bad destination before any work is done.
+    """Refuse a bad destination before any work.
 
     Raises:
-        QuantizeError: it exists and must not be replaced, or it is not a model folder.
+        QuantizeError: it exists and must not be replaced, or is no model folder.
     """
     if out == source or out in source.parents:
         raise QuantizeError(f"{out} holds the model that is read; choose another folder")
@@ -95,7 +94,7 @@ def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def locked(staging: StagingFolders) -> Iterator[None]:
-    """Lock a staging folder, with what an earlier run left, against other processes.
+    """Lock a staging folder, with the remains of an earlier run, against other processes.
 
     Raises:
         QuantizeError: another process is writing the same result.
@@ -112,7 +111,7 @@ def locked(staging: StagingFolders) -> Iterator[None]:
 def staged_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder and publish it as `out` when the block ends; for short work.
 
-    If the block raises, nothing of it stays and an older `out` is untouched.
+    If the block raises, the folder is removed and an older `out` is untouched.
 
     Raises:
         QuantizeError: another process is writing the same `out`.
@@ -132,7 +131,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path, out: Path) -> int:
-    """Create the folder if needed, lock it and return the descriptor that holds the lock."""
+    """Create the folder if needed and lock it; return the descriptor that holds the lock."""
     while True:
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -144,5 +143,5 @@ def _locked(folder: Path, out: Path) -> int:
             os.close(descriptor)
             raise QuantizeError(f"another process is writing {out}; wait for it to end") from error
         except FileNotFoundError:
-            pass  # the last holder has just finished and removed the folder
+            pass  # the last holder just removed the folder
         os.close(descriptor)

@@ -41,10 +41,10 @@ _CARRIED = (
 
 
 def write_tokenizer_files(model_path: Path, folder: Path) -> None:
-    """Copy a folder's tokenizer files, or write a GGUF file's in Hugging Face's form.
+    """Copy a folder's tokenizer files, or convert a GGUF file's to Hugging Face's form.
 
     Raises:
-        ModelError: the GGUF file's tokenizer is damaged or of an unknown kind.
+        ModelError: the GGUF file's tokenizer is damaged or unknown.
     """
     if model_path.is_dir():
         for name in _CARRIED:

@@ -1,7 +1,7 @@
 """Writes a model folder's tensors unit by unit: layers, and tensors outside the layers.
 
-A unit is done when its tensors are on disk and the journal says so. Units are rounded as they come,
-or calibrated layer by layer.
+A unit is done when its tensors are on disk and the journal records it. Units are rounded one by
+one, or calibrated layer by layer.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class WorkUnit:
     """The smallest work that is finished, or repeated on resuming, as a whole.
 
     Attributes:
-        name: "layer 3", or that of the only tensor.
-        tensors: in the order of the model.
-        layer: index, None for a tensor outside the layers.
+        name: "layer 3", or the tensor's name.
+        tensors: in the model's order.
+        layer: index; None for a tensor outside the layers.
     """
 
     name: str
@@ -63,7 +63,6 @@ class WorkUnit:
 
 
 def units_of(plan: QuantizePlan) -> list[WorkUnit]:
-    """Group all tensors of a plan into units."""
     units: dict[str, tuple[int | None, list[PlannedTensor]]] = {}
     for tensor in plan.tensors:
         layer = tensor.slot.layer
@@ -94,10 +93,10 @@ class UnitWriter:
     def calibrate(
         self, units: list[WorkUnit], method: Method, calibration: Calibration, folder: Path
     ) -> None:
-        """Quantize layer by layer with calibration rows, then round the tensors outside the layers.
+        """Quantize layer by layer with calibration rows; round the tensors outside the layers.
 
         Args:
-            units: all that are not done.
+            units: all unfinished units.
             folder: for the residual stream; may hold that of an interrupted run.
         """
         layers = {unit.layer: unit for unit in units if unit.layer is not None}
@@ -154,8 +153,8 @@ class UnitWriter:
 class Rounding:
     """Rounds pieces of a weight in parallel threads, each with torch on one core.
 
-    Torch's own threads wait for each other after every operation, which takes ten times as long as
-    the work itself while another program uses the cores.
+    Torch's own threads synchronize after each operation, which takes ten times as long as the work
+    while another program uses the cores.
     """
 
     def __init__(

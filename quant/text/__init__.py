@@ -1,1 +1,1 @@
-"""Supplies the text for calibration and the separate text for measuring."""
+"""Text for calibration, and separate text for measuring."""

@@ -1,8 +1,7 @@
 """Cuts calibration text into equal rows of tokens, in an order that a seed decides.
 
-Without a given text, the model writes most of it and Python's help topics are the rest: prose and
-code of free licence that every installation has. Every second topic is left for evaluation, which
-must not see calibration text.
+By default the model writes most of the text; the rest is Python's help topics, prose and code of
+free licence in every installation. Every second topic is reserved for evaluation.
 """
 
 from __future__ import annotations
@@ -36,17 +35,18 @@ if TYPE_CHECKING:
 
     from appliance.quant.text.documents import Document, Message
 
-MOST_DOCUMENTS = 2048  # cut into rows, unless more rows are wanted
+MOST_DOCUMENTS = 2048  # documents to read, unless more rows are needed
 ROWS_NAME = "rows.safetensors"
 DEFAULT_TEXT = "Python's help topics"
-# Of the default rows the model writes so many; benchmark quantize on prose finds half as good:
-# KL divergence 0.157 by AWQ and 0.140 by GPTQ at 4 bits, asymmetric, and 0.155 and 0.143 with half.
+# Share of the default rows that the model writes. With half, benchmark quantize on prose finds KL
+# divergences of 0.155 by AWQ and 0.143 by GPTQ at 4 bits, asymmetric; with this share, 0.157 and
+# 0.140.
 OWN_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The rows that calibrate a model.
+    """Rows that calibrate a model.
 
     Attributes:
         rows: (num_rows, row_tokens) int64.
@@ -70,10 +70,10 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """The request for calibration text.
+    """A request for calibration text.
 
     Attributes:
-        path: a text file, or a folder of them; None takes `default_rows`.
+        path: a text file or folder; None takes `default_rows`.
         row_tokens: tokens per row.
         seed: decides the rows and their order.
         dataset: of a hub, in place of a path: org/name[:split[:column]].
@@ -87,7 +87,7 @@ class CalibrationText:
 
     @classmethod
     def parse(cls, text: str | None, num_tokens: int, *, seed: int) -> CalibrationText:
-        """Parse --text: a path, hf:org/name[:split[:column]], or nothing."""
+        """Parse --text: a path, hf:org/name[:split[:column]], or None."""
         if text is None:
             return cls(num_tokens=num_tokens, seed=seed)
         if text.startswith(DATASET_PREFIX):
@@ -97,7 +97,7 @@ class CalibrationText:
 
     @property
     def is_at_hand(self) -> bool:
-        """True if the text is a file that can be read now, and so may have changed."""
+        """True if the text is a readable file, which may have changed."""
         return self.path is not None and self.path.exists()
 
     def rows_of(
@@ -107,8 +107,8 @@ class CalibrationText:
 
         Args:
             model_path: a .gguf file or a model folder.
-            device: where the model runs, if it writes its text itself.
-            max_ram: most bytes for that; None is what is free.
+            device: to run the model on, if it writes its text.
+            max_ram: limit in bytes for that; None takes what is free.
 
         Raises:
             QuantizeError: the text cannot be read, or is too short.
@@ -140,14 +140,14 @@ def default_rows(
     device: str = "cpu",
     max_ram: int | None = None,
 ) -> Calibration:
-    """Make rows mostly of text that the model writes, and of help topics.
+    """Make rows of text that the model writes, and of help topics.
 
-    For a model that cannot run here, all rows are help topics, and the result's source says so.
+    If the model cannot run here, all rows are help topics, and the result's source says why.
 
     Args:
         model_path: a .gguf file or a model folder.
         text: gives number and length of rows, and the seed.
-        max_ram: most bytes to use; None is what is free.
+        max_ram: limit in bytes; None takes what is free.
 
     Raises:
         QuantizeError: the topics are too short for so many tokens.
@@ -198,10 +198,10 @@ def save_rows(calibration: Calibration, folder: Path) -> None:
 
 
 def load_rows(folder: Path) -> Calibration:
-    """Load the rows that `save_rows` kept.
+    """Load the rows of `save_rows`.
 
     Raises:
-        QuantizeError: they are missing or damaged.
+        QuantizeError: the rows are missing or damaged.
     """
     path = folder / ROWS_NAME
     try:
@@ -230,13 +230,13 @@ def make_calibration(
     row_tokens: int,
     seed: int,
 ) -> Calibration:
-    """Cut documents into rows: each begins where a document does, none spans two.
+    """Cut documents into rows; each row lies in one document.
 
     Args:
-        documents: title and text of each. A model with a chat template sees them as answers to a
-            question about the title, like its training data. Of very many, a sample is taken.
+        documents: title and text of each. A model with a chat template sees each as an answer to a
+            question about its title, as in its training data. Of very many, a sample is taken.
         source: for people.
-        num_tokens: in all rows together, rounded up to whole rows.
+        num_tokens: of all rows, rounded up to whole rows.
         row_tokens: tokens per row.
         seed: decides the rows and their order.
 

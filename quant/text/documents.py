@@ -1,7 +1,6 @@
-"""Reads calibration text document by document from files, folders and a hub's data sets.
+"""Reads calibration text from files, folders and a hub's data sets, one document at a time.
 
-A document is a title and either a text or the messages of a chat. Only the document being read is
-in memory.
+A document is a title and either a text or the messages of a chat.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ PLAIN = (".txt", ".md", ".rst")
 LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 SUFFIXES = (*PLAIN, *LINES, PARQUET)
-COLUMNS = ("messages", "conversations", "text", "content")  # looked for in this order
+COLUMNS = ("messages", "conversations", "text", "content")  # in order of preference
 SPLIT = "train"
 DATASET_PREFIX = "hf:"
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def default_documents(*, held_out: bool) -> list[tuple[str, str]]:
-    """List title and text of Python's help topics: those for calibration, or the held-out ones."""
+    """List title and text of Python's help topics: for calibration, or the held-out ones."""
     return [(name, topics[name]) for name in sorted(topics)[int(held_out) :: 2]]
 
 
@@ -37,8 +36,8 @@ def documents_at(path: Path, column: str | None = None) -> Iterator[Document]:
     """Yield the documents of a file, or of all readable files below a folder.
 
     Args:
-        path: .jsonl and .parquet have a document per row, any other file is one document.
-        column: of these rows; by default the first of `COLUMNS` that they have.
+        path: .jsonl and .parquet files have a document per row, other files are one document.
+        column: of the rows; by default the first of `COLUMNS` they have.
 
     Raises:
         QuantizeError: there is nothing to read, or it is malformed.
@@ -61,14 +60,14 @@ def documents_at(path: Path, column: str | None = None) -> Iterator[Document]:
 
 
 def documents_of_dataset(name: str) -> Iterator[Document]:
-    """Yield the documents of a hub's data set: of the first file of the split.
+    """Yield the documents in the first file of a split of a hub's data set.
 
     `name` is org/name, org/name:split or org/name:split:column.
 
     Raises:
-        QuantizeError: the data set does not exist, cannot be reached, or has no readable file.
+        QuantizeError: the data set is missing, unreachable, or has no readable file.
     """
-    # Imported here: it takes 0.2 s, and most text is on this machine.
+    # Imported here: it takes 0.2 s, and most text is local.
     import huggingface_hub
 
     repo, _, rest = name.partition(":")
@@ -79,7 +78,7 @@ def documents_of_dataset(name: str) -> Iterator[Document]:
         path = huggingface_hub.hf_hub_download(repo, chosen, repo_type="dataset")
     except QuantizeError:
         raise
-    except Exception as error:  # no route, no name, no such repository: each has its own type
+    except Exception as error:  # no route, no name, no such repository: all of different types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise QuantizeError(f"cannot fetch the data set {repo}: {reason}") from error
     yield from documents_at(Path(path), column or None)
@@ -157,7 +156,7 @@ def _rows(path: Path, rows: Iterator[dict[str, Any]], column: str | None) -> Ite
 
 
 def _message(path: Path, number: int, message: object) -> Message:
-    """Convert a message to the form of chat templates; two spellings are common."""
+    """Convert a message to chat templates' form, from either of two common spellings."""
     match message:
         case {"role": str(role), "content": str(content)}:
             return {"role": role, "content": content}

@@ -1,4 +1,4 @@
-"""Cuts evaluation windows from a text that calibration never saw."""
+"""Cuts evaluation windows from text that calibration never saw."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SEPARATOR = "\n\n"  # between documents, as in WikiText
 
 @dataclass(frozen=True, slots=True)
 class HeldOutText:
-    """The request for evaluation text.
+    """A request for evaluation text.
 
     Attributes:
-        path: a text file or a folder of them; None takes the help topics that calibration leaves.
-        num_tokens: in all windows together, at most; None takes the whole text.
-        window: tokens that are read at once.
-        stride: distance between windows, and so the scored tokens of each; None is the window, so
-            that windows do not overlap and each begins without context.
+        path: a text file or folder; None takes the help topics that calibration leaves.
+        num_tokens: most tokens of all windows together; None takes the whole text.
+        window: tokens per window.
+        stride: distance between windows, equal to the scored tokens of each; None is the window, so
+            that windows do not overlap and begin without context.
 
     Raises:
         ConfigError: a number is out of range.
@@ -56,8 +56,8 @@ class HeldOutText:
     def windows_of(self, tokenizer: Tokenizer) -> Windows:
         """Tokenize the text and cut it into windows.
 
-        Documents are joined and cut regardless of where they end; each window begins with BOS if
-        the model wants it. From a longer text, windows are taken evenly spread.
+        Documents are joined and cut regardless of their ends; each window begins with BOS if the
+        model wants it. From a longer text, windows are taken at even distances.
 
         Raises:
             QuantizeError: the text cannot be read, or is too short for one window.
@@ -89,7 +89,7 @@ class Windows:
 
     Attributes:
         tokens: (num_windows, window) int64.
-        stride: how many of a window's last tokens are scored.
+        stride: number of a window's last tokens that are scored.
         source: origin of the text, for people.
     """
 
@@ -99,18 +99,19 @@ class Windows:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with every token, like `Calibration.fingerprint`."""
+        """Changes with every token, as `Calibration.fingerprint` does."""
         return hashlib.blake2b(self.tokens.numpy().tobytes(), digest_size=8).hexdigest()
 
     @property
     def length(self) -> int:
-        """Tokens in a window."""
+        """Tokens per window."""
         return self.tokens.shape[1]
 
     def scored(self, index: int) -> slice:
-        """Return the positions of a window whose next token is scored: all but the last, or fewer.
+        """Return a window's positions whose next token is scored.
 
-        With a stride, tokens that an earlier window scored are context only; the first scores all.
+        With a stride, tokens that an earlier window scored are only context; the first window
+        scores all.
         """
         first = 0 if index == 0 else self.length - self.stride - 1
         return slice(max(0, first), self.length - 1)

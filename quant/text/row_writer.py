@@ -1,6 +1,6 @@
-"""A program that runs a model to write rows of tokens, and prints them: see `self_text`.
+"""A program that runs a model to write rows of tokens and prints them; see `self_text`.
 
-It ends when its parent process ends, or when it exceeds its memory limit.
+It exits if its parent does, or if it exceeds its memory limit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.tokenizer import Tokenizer
 
-AT_ONCE = 32  # rows that are sampled together; another number changes rounding
+AT_ONCE = 32  # rows sampled together; another number changes rounding
 SHORTEST_WORD = 3  # letters of a row's first token
 WATCHED_EVERY = 0.02  # seconds
-BLOCK_TOKENS = 32  # cache slots that a row gets at once, on any device
+BLOCK_TOKENS = 32  # cache slots allocated at once, on any device
 MIB = 1 << 20
 
 
 def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
-    """Draw tokens that are words of letters at random."""
+    """Draw random tokens that are words of letters."""
     chosen = random.Random(seed)
     found: list[int] = []
     while len(found) < count:
@@ -71,7 +71,7 @@ def _sample(
 
 
 def _cache_bytes(source: ModelSource, count: int, row_tokens: int) -> int:
-    """Return the size of a KV cache for all rows sampled together, so that none is preempted."""
+    """Return the bytes of a KV cache that holds all rows sampled together."""
     from appliance.model.executor import heads_of
 
     slots = -(-row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -83,7 +83,7 @@ def _check_fits(model_path: str, count: int, row_tokens: int, max_bytes: int) ->
     """Refuse a model that does not fit with its cache, before reading its weights.
 
     Raises:
-        MemoryPlanError: it does not fit.
+        MemoryPlanError: the model does not fit.
     """
     import torch
 
@@ -106,14 +106,14 @@ def _too_much(needed: str, max_bytes: int) -> str:
 
 
 def _watch(max_bytes: int) -> None:
-    """End this process when its parent is gone or it exceeds its memory limit."""
+    """Exit if the parent is gone or the memory limit is exceeded."""
     process = psutil.Process()
     while not select.select([0], [], [], WATCHED_EVERY)[0]:
         if max_bytes and process.memory_info().rss > max_bytes:
             message = _too_much(f"more than {max_bytes / MIB:,.0f}", max_bytes)
             os.write(2, f"\n{message}\n".encode())
             break
-    os._exit(1)  # the main thread may be in the middle of a step
+    os._exit(1)  # the main thread may be within a step
 
 
 def _main() -> None:

@@ -1,7 +1,7 @@
-"""Lets a model write calibration text: in its own distribution, free of others' licences.
+"""Lets a model write calibration text: its own distribution, free of licences.
 
-The text is sampled in a separate process, so that the whole model's memory is free again before a
-layer is quantized. That process ends with its parent, or when it exceeds its memory limit.
+A separate process samples the text, so that all of its memory is free before a layer is quantized.
+It exits if its parent does, or if it exceeds its memory limit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WrittenRows:
     """Rows that a model wrote.
 
     Attributes:
-        rows: of tokens, all of one length.
-        peak_ram: peak bytes of this process and the model's together.
+        rows: rows of tokens, all of one length.
+        peak_ram: peak bytes of both processes together.
     """
 
     rows: list[list[int]]
@@ -45,17 +45,17 @@ def sample_rows(
     device: str = "cpu",
     max_ram: int | None = None,
 ) -> WrittenRows:
-    """Let a model write rows of tokens, each starting with a random word of its vocabulary.
+    """Let a model write rows of tokens, each from a random first word.
 
     The same seed gives the same rows on one machine.
 
     Args:
-        model_path: a .gguf file or a model folder; the whole model has to fit into memory.
-        count: of rows.
-        row_tokens: in each.
-        seed: of first words and of sampling.
+        model_path: a .gguf file or a model folder; the whole model must fit into memory.
+        count: number of rows.
+        row_tokens: tokens per row.
+        seed: of first words and sampling.
         device: cpu or cuda.
-        max_ram: most bytes for this process and the model together; None is what is free.
+        max_ram: limit in bytes for both processes; None takes what is free.
 
     Raises:
         QuantizeError: the model cannot run here; the message says why.
@@ -65,7 +65,7 @@ def sample_rows(
     numbers = [str(number) for number in (count, row_tokens, seed, left)]
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", PROGRAM, str(model_path.resolve()), device, *numbers],
-        stdin=subprocess.PIPE,  # never written to: it closes when this process ends
+        stdin=subprocess.PIPE,  # closes when this process ends
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=child_environment(),

@@ -1,4 +1,4 @@
-"""A decoder layer whose linears observe calibration rows and can be changed."""
+"""A decoder layer with linears that record their inputs and can be changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Moments:
-    """Sums over the inputs of a linear."""
+    """Second moments and mean magnitude of a linear's inputs."""
 
     def __init__(self, in_features: int, device: torch.device) -> None:
         self.tokens = 0
@@ -31,7 +31,7 @@ class Moments:
         self._magnitude = torch.zeros(in_features, device=device)
 
     def add(self, x: Tensor) -> None:
-        """Add x (num_tokens, in_features) float32; not allowed after the means were read."""
+        """Add x (num_tokens, in_features) float32; not allowed once the means are read."""
         assert not self._are_means
         self.tokens += x.shape[0]
         self._square.addmm_(x.T, x)
@@ -39,26 +39,26 @@ class Moments:
 
     @property
     def hessian(self) -> Tensor:
-        """The mean of x x^T: (in_features, in_features) float32."""
+        """Mean of x x^T, (in_features, in_features) float32."""
         self._divide()
         return self._square
 
     @property
     def magnitude(self) -> Tensor:
-        """The mean of |x|: (in_features,) float32."""
+        """Mean of |x|, (in_features,) float32."""
         self._divide()
         return self._magnitude
 
     def _divide(self) -> None:
-        """Turn the sums into means in place: there is no room for a second matrix."""
+        """Turn sums into means in place, without memory for a second matrix."""
         if not self._are_means:
             self._square.div_(max(self.tokens, 1))
             self._magnitude.div_(max(self.tokens, 1))
             self._are_means = True
 
 
-class NothingMoreToSee(Exception):  # noqa: N818 - ends a layer early, and is no error
-    """The last observed linear has seen its input."""
+class NothingMoreToSee(Exception):  # noqa: N818 - ends a layer early; no error
+    """The last observed linear got its input."""
 
 
 class ObservedLinear:
@@ -72,7 +72,7 @@ class ObservedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
-        self.moments: Moments | None = None  # filled from its inputs, if set
+        self.moments: Moments | None = None  # of its inputs, if set
         self.is_last_watched = False
 
     @property
@@ -96,7 +96,7 @@ class ObservedLinear:
         return functional.linear(x, self.weight, self.bias)
 
     def scale_inputs(self, scales: Tensor) -> None:
-        """Multiply the columns with (in_features,); inputs come divided by it from now on."""
+        """Multiply the columns by (in_features,); from now on inputs come divided by it."""
         self.weight.mul_(scales)
 
     def scale_outputs(self, rows: slice, scales: Tensor) -> None:
@@ -113,16 +113,16 @@ def observed_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> 
 
 
 def observing(backend: Backend) -> Backend:
-    """Return the backend with linears that can be observed."""
+    """Return the backend with observed linears."""
     return replace(backend, name=f"{backend.name}, observed", prepare_linear=observed_linear)
 
 
 @dataclass(frozen=True, slots=True)
 class TransformerBlock:
-    """A layer and, if it is plain, its linears in the order in which they are used.
+    """A layer and, if it is plain, its linears in the order of use.
 
     Attributes:
-        layer: computes everything but the norm before it.
+        layer: computes all but the norm before it.
         mixer_norm: the norm before it.
     """
 
@@ -140,7 +140,6 @@ class TransformerBlock:
 
     @property
     def output(self) -> ObservedLinear:
-        """Projection from the heads to the stream."""
         return _observed(self.attention.output)
 
     @property
@@ -151,12 +150,10 @@ class TransformerBlock:
 
     @property
     def down(self) -> ObservedLinear:
-        """Projection from the MLP to the stream."""
         return _observed(self._mlp.down)
 
     @property
     def mlp_norm(self) -> Norm:
-        """The norm between attention and MLP."""
         assert self.layer.mlp_norm is not None, "layers without one of them are refused before"
         return self.layer.mlp_norm
 

@@ -1,4 +1,4 @@
-"""Presents a model with some weights in place of its own: those that are quantized already."""
+"""Presents a model with some weights replaced by quantized ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OverlaidWeights:
-    """A `WeightReader` that has others in the place of some weights, by their names."""
+    """A `WeightReader` that replaces some weights, by name."""
 
     def __init__(self, weights: WeightReader, others: Mapping[str, PackedWeight]) -> None:
         self._weights = weights
@@ -44,7 +44,6 @@ class OverlaidWeights:
         return self._others[name] if name in self._others else self._weights.load(name)
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
-        """Read rows `start` to `stop` of a tensor."""
         if name in self._others:
             return self._others[name].rows(slice(start, stop))
         if isinstance(self._weights, ReadsRows):

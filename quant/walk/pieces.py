@@ -1,4 +1,4 @@
-"""Reads weights some rows at a time, so that no tensor is in memory as a whole."""
+"""Reads weights some rows at a time, so that memory never holds a whole tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from appliance.quant.formats import WeightReader
 
 PIECE_ELEMENTS = 1 << 20  # numbers read at once: 4 MiB in float32
-ROW_MULTIPLE = 128  # height of the tallest block of weights that shares a scale
+ROW_MULTIPLE = 128  # height of the tallest block with one scale
 
 
 @runtime_checkable
@@ -34,10 +34,10 @@ class ReadsRows(Protocol):
 
 
 class WeightPieces:
-    """Rows of one weight in float32.
+    """Reads rows of one weight in float32.
 
     Args:
-        weights: the reader; one that cannot read rows loads the whole tensor once.
+        weights: a reader that cannot read rows loads the whole tensor once.
     """
 
     def __init__(self, weights: WeightReader, name: str) -> None:
@@ -50,10 +50,10 @@ class WeightPieces:
             self._whole = weights.load(name)
 
     def rows(self, rows: slice) -> Tensor:
-        """Read some rows; packed ones are dequantized.
+        """Read some rows, dequantizing packed ones.
 
         Raises:
-            QuantizeError: they hold NaN or infinity.
+            QuantizeError: the rows hold NaN or infinity.
         """
         if self._reader is not None:
             part = self._reader.load_rows(self._name, rows.start, rows.stop)
@@ -72,7 +72,7 @@ class WeightPieces:
 
 
 def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
-    """Split a tensor's rows into pieces of about so many numbers.
+    """Split a tensor's rows into pieces of about `elements` numbers.
 
     Pieces are whole blocks of rows, so that each can be quantized on its own.
     """
@@ -82,13 +82,13 @@ def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
 
 
 class FloatReader(ModelReader):
-    """Reads layers in float32 and stacks weights of one input, with no extra memory."""
+    """Reads layers in float32 and stacks weights with one input, without extra memory."""
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         super().__init__(source, device, torch.float32)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Look up embedding rows of (num_tokens,) int64 as the first layer sees them.
+        """Look up embedding rows of (num_tokens,) int64 as the first layer gets them.
 
         Returns:
             (num_tokens, hidden_size) float32.
@@ -100,12 +100,11 @@ class FloatReader(ModelReader):
         return rows if float(scale) == 1.0 else rows * scale
 
     def _dense(self, name: str) -> Tensor:
-        """Read a norm or a bias in float32."""
         pieces = WeightPieces(self._source.weights, name)
         return pieces.rows(slice(0, self._source.weights.shape(name)[0])).to(self._device)
 
     def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
-        """Read one part that holds the rows of all sources."""
+        """Read the rows of all sources as one part."""
         names = [self._names.in_layer(index, source) for source in sources]
         shapes = [self._source.weights.shape(f"{name}.weight") for name in names]
         rows = sum(shape[0] for shape in shapes)
@@ -125,7 +124,7 @@ def pieces_of(
     """Yield all rows of a weight in order, in float32.
 
     Raises:
-        QuantizeError: it holds NaN or infinity.
+        QuantizeError: the weight holds NaN or infinity.
     """
     pieces = WeightPieces(weights, name)
     for rows in row_ranges(tuple(weights.shape(name)), elements):

@@ -1,7 +1,6 @@
-"""Finds the linear that reads a weight's input in a layer of any kind, and the order of use.
+"""Finds a weight's linear and its order of use in a layer of any kind.
 
-Weights of one stage can be quantized by the same pass of text through the layer: none of them
-changes what another one of the stage reads.
+Weights of one stage can be quantized in the same pass of text: none changes another's input.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _INTO_MLP = (Role.GATE, Role.UP, Role.GATE_UP)
 
 
 def is_plain(layer: LayerSpec) -> bool:
-    """Return True for attention and an MLP with gates, between which inputs can be scaled."""
+    """Return True for attention and a gated MLP whose inputs can be scaled."""
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, AttentionSpec) or not isinstance(mlp, MLPSpec) or not mlp.gated:
         return False
@@ -38,7 +37,7 @@ def is_plain(layer: LayerSpec) -> bool:
 
 
 def stage_of(slot: TensorSlot, names: TensorNames) -> int:
-    """Return a number that grows in the order of use: of inputs of the mixer, and so on."""
+    """Return a weight's stage, from 0 in the order of use."""
     if _makes_heads(slot, names):
         return 1
     if slot.role in _INTO_MIXER:
@@ -52,7 +51,7 @@ def stage_of(slot: TensorSlot, names: TensorNames) -> int:
 
 
 def linear_of(slot: TensorSlot, layer: DecoderLayer, names: TensorNames) -> ObservedLinear:
-    """Return the linear that a weight is in."""
+    """Return the linear that holds a weight."""
     mixer = layer.mixer
     if slot.role is Role.OUTPUT:
         assert mixer is not None
@@ -80,7 +79,7 @@ def _mlp_of(slot: TensorSlot, layer: DecoderLayer) -> MLP:
 
 
 def _makes_heads(slot: TensorSlot, names: TensorNames) -> bool:
-    """Return True for what makes query heads of less in latent attention."""
+    """Return True for latent attention's up projection of queries."""
     return slot.role is Role.QUERY and slot.name.endswith(f".{names.latent.query_up}.weight")
 
 
@@ -90,13 +89,13 @@ def _observed(linear: object) -> ObservedLinear:
 
 
 def check_walked(source: ModelSource, lost: str) -> None:
-    """Refuse a model whose layers no code here runs one by one.
+    """Refuse a model whose layers cannot be run one by one.
 
     Args:
-        lost: what there cannot be.
+        lost: what the user does not get, for the message.
 
     Raises:
-        QuantizeError: transformers' modules execute it.
+        QuantizeError: transformers' modules execute the model.
     """
     if source.fallback is not None:
         raise QuantizeError(

@@ -1,4 +1,4 @@
-"""Runs whole rows of text through layers, each read when it is needed."""
+"""Runs whole rows of text through layers that are read when needed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RowLayers:
     def block(
         self, index: int, others: Mapping[str, PackedWeight] | None = None
     ) -> TransformerBlock:
-        """Read a layer, with others in the place of some of its weights."""
+        """Read a layer, with `others` in place of some of its weights."""
         reader = self.reader
         if others:
             overlaid = OverlaidWeights(self._source.weights, others)
@@ -58,7 +58,7 @@ class RowLayers:
         return TransformerBlock(layer, norm)
 
     def run(self, block: TransformerBlock, stream: Tensor) -> Tensor:
-        """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the stream after."""
+        """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the new stream."""
         norm = block.mixer_norm
         hidden = norm.of(stream, self._backend)
         step, cache = self._step(len(stream) // self._row_tokens, block)

@@ -23,7 +23,7 @@ class RowSteps:
     """Builds steps of rows of one length, from their first token on.
 
     Attributes:
-        row_blocks: blocks of the cache per row; a step's blocks begin with block 0.
+        row_blocks: cache blocks per row; a step's blocks begin with block 0.
 
     Raises:
         UnsupportedModelError: a layer needs more than the stream and its own cache.
@@ -47,7 +47,7 @@ class RowSteps:
         self._steps: dict[tuple[int, bool], Step] = {}
 
     def step(self, count: int, *, is_sealed: bool = False) -> Step:
-        """Return a step of so many rows; with a sealed cache each row has an open block."""
+        """Return a step of `count` rows; in a sealed cache each row has an open block."""
         key = count, is_sealed
         if key not in self._steps:
             self._steps[key] = self._make(count, is_sealed=is_sealed)

@@ -1,8 +1,8 @@
-"""Keeps the residual stream of all calibration rows in files, one per layer reached.
+"""Keeps the residual stream of all calibration rows in a file per layer reached.
 
-Files are written under another name, flushed and renamed; the one before stays until the next
-begins, so that a layer can be repeated. They are read and written by copy: a mapped file would
-count as memory, and a full disk would kill the process that writes to it.
+A file is written under another name, flushed and renamed; the previous one stays until the next
+begins, so that a layer can be repeated. Files are copied, not mapped: a mapped file would count as
+memory, and a full disk would kill the process that writes to it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ResidualStream:
     """The inputs of one layer.
 
     Args:
-        folder: exists; holds the files.
+        folder: holds the files.
         num_rows: rows of calibration text.
         row_tokens: tokens per row.
         width: hidden elements per token.
-        layer: the layer that the stream has reached; its file exists, or is `written` next.
+        layer: the layer that the stream has reached; its file exists or is `written` next.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ResidualStream:
 
     @contextmanager
     def written(self, layer: int) -> Iterator[StreamWriter]:
-        """Write all rows as they enter `layer`; they become the stream when the block ends.
+        """Write all rows as inputs of `layer`; they become the stream when the block ends.
 
         Raises:
-            OSError: for example, the disk is full; the stream is unchanged.
+            OSError: the disk is full, for example; the stream is unchanged.
         """
         for path in self._folder.glob(f"*{_PREFIX}*"):
             if path != self._path(self.layer):
@@ -87,7 +87,7 @@ class ResidualStream:
 
 
 def stream_bytes(rows: Tensor, width: int) -> int:
-    """Return the bytes of one file for calibration rows (num_rows, row_tokens)."""
+    """Return a file's bytes for calibration rows (num_rows, row_tokens)."""
     return rows.numel() * width * FLOAT.itemsize
 
 
@@ -104,7 +104,7 @@ def write_all(descriptor: int, tensor: Tensor, offset: int | None = None) -> int
     """Write a tensor's bytes at the end or at an offset; return their number.
 
     Raises:
-        OSError: they do not fit.
+        OSError: the bytes do not fit.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
     written = 0

@@ -1,7 +1,6 @@
 """Runs calibration rows through a model with one layer in memory, the rest on disk.
 
-Results do not depend on the available memory: rows always pass through a layer in the same
-portions.
+Results do not depend on memory: rows always pass through a layer in the same portions.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from appliance.quant.kv.calibrate import AttentionWatch
     from appliance.quant.walk.block import ObservedLinear, TransformerBlock
 
-TOKENS_AT_ONCE = 512  # of whole rows; a longer row passes alone
+TOKENS_AT_ONCE = 512  # in whole rows; a longer row passes alone
 
 
 def tokens_at_once(row_tokens: int) -> int:
-    """Return how many tokens pass through a layer together: the rows that fit, or one row."""
+    """Return the tokens that pass through a layer together: the rows that fit, or one row."""
     return max(1, TOKENS_AT_ONCE // row_tokens) * row_tokens
 
 
@@ -42,8 +41,8 @@ class Walk:
         rows: (num_rows, row_tokens) int64.
         folder: for the residual stream, 4 bytes per token and hidden element, twice while it
             advances; created if missing.
-        layer: the layer that the rows have reached; its stream is in the folder, unless it is 0.
-        watch: observes every layer's attention, for `kv`.
+        layer: the layer that the rows have reached; unless it is 0, the folder holds its stream.
+        watch: records every layer's attention, for `kv`.
 
     Attributes:
         seconds: spent in layers so far.
@@ -61,7 +60,7 @@ class Walk:
         self.seconds = 0.0
         self._device = device
         self._num_rows, self._row_tokens = rows.shape
-        # GPU kernels have no float32 cache; for whole rows torch's own do well there.
+        # GPU kernels have no float32 cache; torch's are fast on whole rows.
         choice = "reference" if device.type == "cuda" else "auto"
         backend = observing(select_backend(device, choice))
         if watch is not None:
@@ -82,16 +81,16 @@ class Walk:
         return self._layers.block(index)
 
     def layer(self, index: int, others: Mapping[str, PackedWeight]) -> TransformerBlock:
-        """Read a layer of any kind, with others in the place of some of its weights."""
+        """Read a layer of any kind, with `others` in place of some of its weights."""
         return self._layers.block(index, others)
 
     def observe(
         self, block: TransformerBlock, linears: list[ObservedLinear], *, to_end: bool = False
     ) -> list[Moments]:
-        """Run all rows through a layer and return the moments of some of its linears' inputs.
+        """Run all rows through a layer; return the moments of some linears' inputs.
 
-        Nothing is computed past the last of them, unless `to_end`: where rows choose experts, a
-        linear may see none of some rows.
+        It stops after the last of these linears unless `to_end`: if rows choose experts, a linear
+        may get none of some rows.
         """
         moments = [Moments(linear.in_features, self._device) for linear in linears]
         for linear, seen in zip(linears, moments, strict=True):
@@ -110,13 +109,13 @@ class Walk:
         return moments
 
     def advance(self, block: TransformerBlock) -> None:
-        """Run all rows through a layer in its present form; the next layer sees the results."""
+        """Run all rows through a layer as it is now, for the next layer."""
         with self._stream.written(self._stream.layer + 1) as writer:
             for rows in self._portions():
                 writer.write(self._run(block, rows).cpu())
 
     def energy(self) -> Tensor:
-        """Return the mean squares of the present stream: (num_rows, row_tokens)."""
+        """Return the mean squares of the current stream, (num_rows, row_tokens)."""
         portions = [self._stream.read(rows) for rows in self._portions()]
         return torch.cat([rows.square().mean(-1) for rows in portions]).to(self._device)
 
