@@ -1,6 +1,6 @@
-"""Logs each request on demand: key, route, status and time.
+"""Logs each request's key, route, status and time, on demand.
 
-Never logs the query, headers or body, which are private.
+Never logs the private parts: query, headers and body.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """ASGI middleware around the door, so that refused requests are logged too."""
+    """ASGI middleware around the door, so it logs refused requests too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        logger.setLevel(logging.INFO)  # shown at any --log-level, since --access-log asked for it
+        logger.setLevel(logging.INFO)  # --access-log asks for it, so any --log-level shows it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and log it when its response has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,7 +58,7 @@ class AccessLog:
 
 
 def _holder(scope: Scope) -> str:
-    """Return the key's name; "-" if no key is required or the request was refused."""
+    """Return the key's name; "-" without keys or for a refused request."""
     try:
         return key_name(scope) or "-"
     except KeyError:

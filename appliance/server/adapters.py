@@ -1,4 +1,4 @@
-"""The routes that load and unload adapters; they are vLLM's."""
+"""Routes that load and unload adapters, as in vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = False  # the name may exist; from now on it means these files
+    load_inplace: bool = False  # if the name exists, it now means these files
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
@@ -55,7 +55,6 @@ class UnknownAdapterError(RequestError):
 
 
 def adapters_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
 
     @router.post("/v1/load_lora_adapter", **describes(LoadAdapterRequest, None))
@@ -117,8 +116,8 @@ def _asked_for(adapters: AdapterRegistry, body: LoadAdapterRequest) -> AdapterRe
     """Return the adapter to load.
 
     Raises:
-        AdapterDoorError: it is outside the allowed folder, or no folder is allowed.
-        RequestError: there is no adapter at that path, or the name is invalid.
+        AdapterDoorError: the path is outside the allowed folder, or no folder is allowed.
+        RequestError: the path holds no adapter, or the name is invalid.
     """
     if adapters.folder is None:
         raise AdapterDoorError("no folder of adapters is allowed; start the server with --lora-dir")

@@ -1,6 +1,6 @@
-"""The routes of dashboards: the feed of `appliance.events`, block tables, the quality card, aborts.
+"""Dashboard routes: the feed of `appliance.events`, block tables, the quality card, aborts.
 
-The feed costs the engine nothing, and costs this process something only while it is watched.
+The feed costs the engine nothing, and this process only while someone watches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_WATCHERS = 16
 TICK_SECONDS = 0.2
 STATS_SECONDS = 1.0
-MAX_STEPS_SHOWN = 256  # of the steps since the previous stats
+MAX_STEPS_SHOWN = 256  # of the steps since the last stats event
 
 
 class Aborted(msgspec.Struct, frozen=True):
@@ -56,13 +56,13 @@ class Aborted(msgspec.Struct, frozen=True):
 
 
 class GoneError(RequestError):
-    """The request or sequence is not live, or never was."""
+    """The request or sequence is not live."""
 
     status = 404
 
 
 class NotYoursError(RequestError):
-    """The request came with another key."""
+    """Another key sent the request."""
 
     status = 403
     type = "permission_error"
@@ -72,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 
 def admin_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
     watchers: set[Watcher] = set()
 
@@ -108,7 +107,7 @@ def admin_router(server: ServerState) -> APIRouter:
         from appliance.server.block_feed import table_entries
 
         if owner is None or not server.may_manage(key_name(request.scope), owner):
-            # From the hashes, someone who guesses a prompt could tell that it was asked.
+            # Hashes would let someone who guesses a prompt verify the guess.
             table = msgspec.structs.replace(table, hashes=b"")
         return json_response(
             BlockTable(
@@ -123,7 +122,7 @@ def admin_router(server: ServerState) -> APIRouter:
         "/admin/v1/requests/{request_id}/abort", **describes(None, Aborted, path=("request_id",))
     )
     async def abort(request: Request) -> Response:
-        """End a request in any phase; its client is told."""
+        """Abort a request in any phase; its client gets an error."""
         request_id = request.path_params["request_id"]
         engine = (server.holder_of(request_id) or server.default).engine
         holder = key_name(request.scope)
@@ -141,7 +140,7 @@ def admin_router(server: ServerState) -> APIRouter:
 
     @router.get("/admin/v1/quality", **describes(None, None))
     async def quality(request: Request) -> Response:
-        """The quality card of a model, as `quality.json` has it; null if there is none."""
+        """Return a model's quality card, as in `quality.json`; null if there is none."""
         card = server.find(request.query_params.get("model")).quality_card
         content = b"null" if card is None else card.as_json
         return Response(content, media_type="application/json")
@@ -150,14 +149,14 @@ def admin_router(server: ServerState) -> APIRouter:
 
 
 class Watcher:
-    """The feeds of one dashboard: changes only, of one model at a time.
+    """The feed of one dashboard: changes only, of one model at a time.
 
-    Of a model with several replicas it gets blocks and sequences of one, and numbers of all.
+    Of a model with several replicas it shows one's blocks and sequences, and everyone's numbers.
 
     Args:
         blocks: feed of the block map.
         holder: name of its API key.
-        replica: number of the one to look at; the last one if there are fewer.
+        replica: number of the replica to show; the last one if there are fewer.
     """
 
     def __init__(
@@ -178,7 +177,7 @@ class Watcher:
 
     @property
     def _engine(self) -> EngineClient:
-        """The process whose blocks and sequences are shown."""
+        """The engine process that it shows."""
         return shown_replica(self._state, self._replica)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -192,7 +191,6 @@ class Watcher:
             await asyncio.sleep(TICK_SECONDS)
 
     def poll(self) -> list[Event]:
-        """Return the events that are due."""
         self._look_at(self._server.shown(self._state))
         engine = self._engine
         events: list[Event] = []
@@ -212,14 +210,14 @@ class Watcher:
         return events
 
     def _look_at(self, model: ModelState) -> None:
-        """Switch to this model; the block map detects a new engine by itself."""
+        """Switch to a model; the block map detects a new engine by itself."""
         if model is not self._state:
             self._state, self._last_step = model, None
             self._sequences = SequenceFeed(model, self._engine, self._holder)
             self._rates = TokenRates()
 
     def _new_jobs(self) -> list[Job]:
-        """Return the jobs that made progress; a lost one counts as ended."""
+        """Return the jobs with progress; a lost one counts as ended."""
         folder = self._server.jobs_folder
         before, self._jobs = self._jobs, {} if folder is None else read_jobs(folder)
         ended = [job for file, job in before.items() if file not in self._jobs]
@@ -250,7 +248,7 @@ class Watcher:
         )
 
     def _new_steps(self) -> tuple[StepView, ...]:
-        """Return the steps since the last call, of this engine only."""
+        """Return this engine's steps since the last call."""
         recent = self._state.metrics.recent_steps
         latest = recent[-1].number if recent else 0
         last, self._last_step = self._last_step, latest
@@ -260,30 +258,30 @@ class Watcher:
 
 
 class LogFeed:
-    """The log lines that one watcher has not seen yet."""
+    """Log lines that a watcher has not seen yet."""
 
     def __init__(self, warnings: RecentWarnings) -> None:
         self._warnings = warnings
         self._told = 0
 
     def poll(self) -> Log | None:
-        """Return the lines since the last call that are still kept."""
+        """Return the kept lines since the last call."""
         new, self._told = self._warnings.total - self._told, self._warnings.total
         lines = tuple(self._warnings.lines)
         return Log(lines=lines[max(0, len(lines) - new) :]) if new else None
 
 
 class TokenRates:
-    """Tokens per second between two looks at the engine's counters."""
+    """Tokens per second between two reports."""
 
     def __init__(self) -> None:
         self._before: tuple[float, int, int] | None = None
 
     def update(self, stats: EngineStats, when: float) -> tuple[float, float]:
-        """Return the rates of prompt and generated tokens since the last call; 0 if nothing is new.
+        """Return the rates of prompt and generated tokens since the last call, or 0.
 
         Args:
-            when: monotonic time at which they came.
+            when: monotonic time of the report.
         """
         now = (when, stats.prompt_tokens_total, stats.generation_tokens_total)
         before, self._before = self._before, now
@@ -304,17 +302,17 @@ def accepts_gzip(header: str) -> bool:
 
 
 def _new_feed() -> BlockFeed:
-    """Import numpy for the first dashboard only: it takes 12 MiB."""
+    """Import numpy, 12 MiB, only for the first dashboard."""
     from appliance.server.block_feed import BlockFeed
 
     return BlockFeed()
 
 
 def _replica(text: str) -> int:
-    """Read the number of a replica.
+    """Parse a replica's number.
 
     Raises:
-        RequestError: it is none.
+        RequestError: the text is no number.
     """
     if not (text.isdecimal() and len(text) < 4):
         raise RequestError(f"replica must be a number from 0, got {text[:20]!r}", param="replica")
@@ -322,13 +320,13 @@ def _replica(text: str) -> int:
 
 
 def shown_replica(state: ModelState, replica: int) -> EngineClient:
-    """Return a model's replica by its number; the last one if there are fewer."""
+    """Return a model's replica by number; the last one if there are fewer."""
     replicas = state.engine.replicas
     return replicas[min(replica, len(replicas) - 1)]
 
 
 def replica_views(state: ModelState) -> tuple[ReplicaView, ...]:
-    """Describe the replicas of a model; none if it has one process."""
+    """Describe a model's replicas; empty for a single process."""
     replicas = state.engine.replicas
     if len(replicas) == 1:
         return ()
@@ -346,7 +344,7 @@ def replica_views(state: ModelState) -> tuple[ReplicaView, ...]:
 
 
 def server_info(state: ModelState, replica: int = 0) -> Info:
-    """Describe the server, and the model once it is loaded, as one of its replicas has it."""
+    """Describe the server and, once loaded, the model as one replica has it."""
     engine = shown_replica(state, replica)
     facts: dict[str, Any] = {}
     if engine.info is not None:

@@ -1,6 +1,6 @@
-"""All choices of one API request, from the engine's deltas to pieces of text.
+"""Combines the engine's deltas for all choices of an API request into pieces of text.
 
-Knows nothing of any wire format.
+Knows no wire format.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
     from appliance.tokenizer import Tokenizer
 
-MAX_TURN = 64  # pieces handed over together
+MAX_TURN = 64  # pieces per batch
 
 logger = logging.getLogger(__name__)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A settled piece of one choice: text or parts, their tokens, the end."""
+    """A final piece of one choice: text or parts, their tokens, the end."""
 
     choice: int
     text: str
-    tokens: tuple[TokenLogprobs, ...]  # empty unless asked for
+    tokens: tuple[TokenLogprobs, ...]  # empty unless requested
     finish_reason: FinishReason | None
-    parts: tuple[Part, ...] | None = None  # in place of the text, if it is split
-    stopped_by: str = ""  # at the end, the stop string
-    completion_tokens: int = 0  # of all choices up to this piece
+    parts: tuple[Part, ...] | None = None  # replaces the text if a reader splits it
+    stopped_by: str = ""  # the stop string, at the end
+    completion_tokens: int = 0  # of all choices, up to this piece
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
-        """Return the parts; unsplit text is one part."""
         if self.parts is not None:
             return self.parts
         return (Content(self.text),) if self.text else ()
@@ -58,30 +57,27 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Whole:
-    """A choice from beginning to end."""
-
-    text: str = ""  # once it has ended
+    text: str = ""  # complete at the end
     tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
-    cumulative_logprob: float | UnsetType = UNSET  # of beam search and best_of
-    parts: list[Part] = field(default_factory=list)  # as they came, if the text is split
+    cumulative_logprob: float | UnsetType = UNSET  # with beam search and best_of
+    parts: list[Part] = field(default_factory=list)  # in order, if a reader splits the text
     stopped_by: str = ""  # the stop string at its end
-    # Parts with their tokens, as they came, where these are reported.
+    # Parts with their tokens, in order, if log probabilities are reported.
     reported: list[tuple[Sequence[Part], Sequence[TokenLogprobs]]] = field(default_factory=list)
 
     @property
     def all_parts(self) -> list[Part]:
-        """Return the parts; unsplit text is one part."""
         return self.parts or ([Content(self.text)] if self.text else [])
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Splits the text of choices into thoughts, content and calls.
+    """Makes readers that split choices into thoughts, content and calls.
 
     Attributes:
-        make: a reader for one choice.
-        shown: control tokens that it has to see.
+        make: makes a reader for one choice.
+        shown: control tokens that the reader needs to see.
     """
 
     make: Callable[[], Reader]
@@ -92,25 +88,25 @@ class Reading:
 class _Choice:
     text: ChoiceText
     reader: Reader | None
-    held: list[TokenLogprobs] = field(default_factory=list)  # of text that may still change
+    held: list[TokenLogprobs] = field(default_factory=list)  # of text that is not final
     likelihood: Likelihood = field(default_factory=Likelihood)
     ended: bool = False
 
 
 class Answer:
-    """The answers to one or several prompts; the requests are submitted on construction.
+    """The answers to one or several prompts; submits the requests on construction.
 
-    Choices are numbered prompt by prompt; candidates of best_of are among the pieces. Always close
-    it; that aborts what still runs.
+    Numbers choices prompt by prompt. Its pieces include candidates of best_of. Always close it:
+    that aborts running requests.
 
     Args:
-        requests: one for each prompt.
-        reading: splits their text; None leaves it whole.
-        request_id: id of the HTTP request, for the log after a failure.
+        requests: one per prompt.
+        reading: splits the text; None keeps it whole.
+        request_id: id of the HTTP request, for the log.
 
     Raises:
         EngineUnavailableError: the engine is not ready.
-        QuarantinedError: one of the requests has killed engines.
+        QuarantinedError: a request has killed engines.
         RateLimitError: the API key has used up its limit.
     """
 
@@ -144,12 +140,12 @@ class Answer:
         self._begin(tokenizer)
 
     def _begin(self, tokenizer: Tokenizer) -> None:
-        """Submit the requests, and reset all counts."""
+        """Submit the requests and reset all counts."""
         sampling, reading = self._sampling, self._reading
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._cached_tokens = [0] * len(self._requests)
-        self._drafts = [(0, 0)] * self.num_choices  # proposed and accepted of each choice
+        self._drafts = [(0, 0)] * self.num_choices  # drafted and accepted tokens per choice
         self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
         shown = frozenset() if reading is None else reading.shown
         self._choices = [
@@ -168,7 +164,7 @@ class Answer:
             raise
 
     async def _begin_again(self) -> None:
-        """Submit everything again after the engine died, if nothing has been sent."""
+        """Submit everything again after the engine died, unless a piece was sent."""
         for generation in self._generations:
             generation.close()
         await self._state.engine.ready()
@@ -176,7 +172,6 @@ class Answer:
         self._begin(self._state.serving()[1])
 
     def usage(self) -> Usage:
-        """Token counts so far."""
         usage = self.usage_at(self.completion_tokens)
         proposed, accepted = map(sum, zip(*self._drafts, strict=True))
         if self._reading is not None or proposed:
@@ -188,7 +183,7 @@ class Answer:
         return usage
 
     def usage_at(self, completion_tokens: int) -> Usage:
-        """Return the token counts at a piece with this many generated tokens; without details."""
+        """Return the token counts up to a piece with this many generated tokens; no details."""
         prompt = self.prompt_tokens
         return Usage(
             prompt,
@@ -199,22 +194,21 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache."""
+        """Prompt tokens found in the prefix cache."""
         return sum(self._cached_tokens)
 
     @property
     def seconds(self) -> Seconds:
-        """Durations so far."""
         return self._timer.seconds
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """Yield all pieces available at a time; each choice ends with a finish reason.
+        """Yield batches of the available pieces; each choice ends with a finish reason.
 
-        If the engine dies before the first piece, everything is submitted again.
+        If the engine dies before the first piece, submits everything again.
 
         Raises:
             RequestError: the engine refused the request.
-            EngineError: it failed, or the engine died.
+            EngineError: the engine failed or died.
         """
         told = False
         try:
@@ -242,7 +236,7 @@ class Answer:
             (generation,) = self._generations
             async for delta in generation:
                 pieces = self._take(0, delta)
-                # Whatever came while the client was not reading goes out together.
+                # Sends together what arrived while the client was not reading.
                 while len(pieces) < MAX_TURN and (more := generation.ready()) is not None:
                     pieces += self._take(0, more)
                 if pieces:
@@ -254,7 +248,7 @@ class Answer:
     async def whole(self) -> list[Whole]:
         """Return the requested choices once all have ended; raises like `pieces`.
 
-        If the engine dies before that, everything is submitted again.
+        If the engine dies before that, submits everything again.
         """
         try:
             return await self._whole()
@@ -308,10 +302,10 @@ class Answer:
         )
 
     def _take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
-        """Return the pieces that a delta adds; empty if nothing can be shown yet."""
+        """Return the pieces that a delta completes."""
         number = prompt * self._sampling.num_choices + delta.index
         choice = self._choices[number]
-        if choice.ended:  # by a stop string, while more deltas were queued
+        if choice.ended:  # by a stop string, with more deltas queued
             return []
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
@@ -324,7 +318,7 @@ class Answer:
             self._metrics.observe_wait(self._owner, delta.queue_seconds)
         if len(delta.token_ids) < 2 or not (self._sampling.stop or choice.reader):
             return self._push(prompt, number, delta)
-        # Tokens after its end in the same step are not part of the answer.
+        # Drop tokens of the same step after its end.
         pieces: list[Piece] = []
         for kept, one in enumerate(delta.one_by_one(), 1):
             pieces += self._push(prompt, number, one)
@@ -364,7 +358,7 @@ class Answer:
     def _read(
         self, reader: Reader, text: str, num_tokens: int, reason: FinishReason | None
     ) -> tuple[tuple[Part, ...], FinishReason | None]:
-        """Return the parts of a text, and the finish reason: STOP if nothing may follow."""
+        """Return a text's parts and the finish reason: STOP if nothing may follow."""
         thought = reader.thinking
         parts = reader.push(text)
         if thought or reader.thinking:
@@ -376,7 +370,7 @@ class Answer:
     def _shown(
         self, delta: SequenceDelta, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[TokenLogprobs, ...]:
-        """Return a delta's log probabilities, without those of an end token."""
+        """Return a delta's log probabilities, without an end token's."""
         if (
             delta.finish_reason is FinishReason.STOP
             and delta.token_ids
@@ -387,5 +381,5 @@ class Answer:
 
 
 def how_ended(request_id: str, *, complete: bool) -> str:
-    """Describe the end for the log; a failure has the id that a client can quote."""
+    """Describe the end for the log; after a failure, with the request id."""
     return "complete" if complete else f"ended early (x-request-id {request_id or '-'})"

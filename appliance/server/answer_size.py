@@ -1,8 +1,7 @@
-"""Limits the size of unstreamed answers, which are held in memory whole, and again as JSON.
+"""Limits the size of unstreamed answers, which memory holds whole, and again as JSON.
 
 Prompts, choices, tokens and log probabilities multiply, as do vectors and dimensions: each within
-its own bound, together they make hundreds of megabytes. A stream is sent as it comes and has no
-such limit.
+its own limit, they can still make hundreds of megabytes. A stream has no such limit.
 """
 
 from __future__ import annotations
@@ -10,21 +9,21 @@ from __future__ import annotations
 from appliance.errors import RequestError
 
 MAX_TOKENS = 2**20
-MAX_LOGPROBS = 2**19  # some 50 MB of JSON
-# An answer with more log probabilities is built in a thread: it takes as long as about a hundred
-# steps of the engine.
+MAX_LOGPROBS = 2**19  # about 50 MB of JSON
+# Encode an answer with more log probabilities in a thread: it takes as long as about a hundred
+# engine steps.
 OFF_LOOP_LOGPROBS = 2**12
 MAX_VECTOR_BYTES = 2**26
-# One number as text, and as a part of base64.
+# Bytes of one number as text, and within base64.
 FLOAT_BYTES, BASE64_BYTES = 16.0, 16 / 3
 
 
 def most_tokens(prompts: int, choices: int, logprobs: int | None) -> int:
-    """Return the most tokens that each choice may have.
+    """Return the maximum number of tokens per choice.
 
     Args:
-        choices: number of them.
-        logprobs: alternatives reported for each token; None reports nothing.
+        choices: number of choices.
+        logprobs: alternatives per token; None reports nothing.
     """
     answers = prompts * choices
     most = MAX_TOKENS // answers
@@ -39,13 +38,13 @@ def check_answer(
     """Refuse an answer that would be too large.
 
     Args:
-        choices: number of them.
-        tokens: most tokens of a choice.
-        logprobs: alternatives reported for each token; None reports nothing.
-        param: the field to blame.
+        choices: number of choices.
+        tokens: maximum per choice.
+        logprobs: alternatives per token; None reports nothing.
+        param: the field at fault.
 
     Raises:
-        RequestError: it would be; the message has the numbers.
+        RequestError: it is too large; the message has the numbers.
     """
     most = most_tokens(prompts, choices, logprobs)
     if tokens <= most:
@@ -64,16 +63,16 @@ def check_answer(
 
 
 def check_scores(prompts: int, choices: int, tokens: int, logprobs: int) -> None:
-    """Refuse scores of prompts that would be too large an answer.
+    """Refuse prompt scores that would make too large an answer.
 
     Args:
-        prompts: number of them.
-        choices: number for each prompt; each repeats the scores.
+        prompts: number of prompts.
+        choices: number per prompt; each repeats the scores.
         tokens: length of the longest prompt.
-        logprobs: alternatives reported for each token.
+        logprobs: alternatives per token.
 
     Raises:
-        RequestError: it would be; the message has the numbers.
+        RequestError: it is too large; the message has the numbers.
     """
     total = prompts * choices * tokens * (1 + logprobs)
     if total > MAX_LOGPROBS:
@@ -86,16 +85,16 @@ def check_scores(prompts: int, choices: int, tokens: int, logprobs: int) -> None
 
 
 def check_vectors(vectors: int, dimensions: int, bytes_per_value: float, *, param: str) -> None:
-    """Refuse vectors that would be too large an answer.
+    """Refuse vectors that would make too large an answer.
 
     Args:
-        vectors: their number.
+        vectors: number of vectors.
         dimensions: of each vector.
-        bytes_per_value: in the answer; 0 if it has only their similarity.
-        param: the field to blame.
+        bytes_per_value: in the answer; 0 if it has only similarities.
+        param: the field at fault.
 
     Raises:
-        RequestError: it would be; the message has the numbers.
+        RequestError: it is too large; the message has the numbers.
     """
     each = dimensions * max(4.0, bytes_per_value)
     most = int(MAX_VECTOR_BYTES // each)

@@ -1,4 +1,4 @@
-"""The API process's web application: the routes behind the door, every error in one shape."""
+"""The web application of the API process: all routes behind the door, one error format."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ CLIENT_GONE_STATUS = 499  # nginx's status for a client that closed the connecti
 
 
 def create_app(server: ServerState) -> FastAPI:
-    """Build the application of one server."""
     app = FastAPI(
         title="Appliance",
         version=__version__,
-        docs_url=None,  # they load scripts from a public host
+        docs_url=None,  # these pages load scripts from a public host
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -73,7 +72,7 @@ def create_app(server: ServerState) -> FastAPI:
     app.add_middleware(Door, config=config, keys=server.keys, metrics=server.metrics)
     if config.access_log:
         app.add_middleware(AccessLog)
-    app.add_middleware(Proxies, config=config)  # the last one is the outermost
+    app.add_middleware(Proxies, config=config)  # the last one added is the outermost
     answer_error = partial(_answer_error, [route for router in routers for route in router.routes])
     for kind in (ApplianceError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
@@ -90,7 +89,7 @@ async def _answer_error(
 
 
 def _methods_of(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
-    """Return all methods of a path; Starlette reports those of its first route only."""
+    """Return all methods of a path; Starlette reports only its first route's."""
     found: set[str] = set()
     for route in routes:
         if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:

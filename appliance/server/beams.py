@@ -1,4 +1,4 @@
-"""Prepares a beam search for the engine: checks its width, and translates stop strings to bytes."""
+"""Prepares beam search for the engine: checks the width and converts stop strings to bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 async def prepare_beams(state: ModelState, requests: list[Request]) -> list[Request]:
-    """Prepare requests with beam search; others stay as they are.
+    """Prepare requests with beam search; return others unchanged.
 
     Raises:
-        RequestError: the engine runs fewer sequences than it has beams.
+        RequestError: the engine runs fewer sequences than the request has beams.
     """
     sampling = requests[0].sampling
     if not sampling.use_beam_search:

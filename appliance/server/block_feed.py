@@ -1,6 +1,6 @@
 """The block map for one watcher: a snapshot, then changes.
 
-A slow watcher gets fewer updates; nothing is queued for it.
+A slow watcher gets fewer updates; nothing queues up for it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo, Table
 
 HASH_BYTES = 16
-MAX_RUNS = 2000  # beyond this a snapshot is smaller
+MAX_RUNS = 2000  # with more, a snapshot is smaller
 
 
 class BlockFeed:
-    """The changes of blocks for one watcher."""
-
     def __init__(self) -> None:
         self._epoch = 0
         self._source: object = None
@@ -34,7 +32,7 @@ class BlockFeed:
         """Return the changes since the last call, or None.
 
         Args:
-            metadata: (num_blocks,) live words of the engine; another object means another engine.
+            metadata: (num_blocks,) live words; another object means another engine.
         """
         words = np.frombuffer(metadata, dtype=np.uint64).copy()
         known, self._known = self._known, words
@@ -68,13 +66,13 @@ def cells_of(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
 def ages_of(words: NDArray[np.uint64], now: float) -> NDArray[np.uint16]:
     """Return the seconds since each block changed owner (num_blocks,), at most `MAX_SHOWN_AGE`.
 
-    A block that was never used has the largest age.
+    A block never used has the maximum age.
 
     Args:
         words: the engine's, (num_blocks,).
         now: monotonic seconds.
     """
-    # 32-bit arithmetic wraps around as the stamps do. The stamp of a new step may be ahead.
+    # 32-bit arithmetic wraps around as the stamps do. A new step's stamp may be ahead.
     past = (np.uint32(stamp_of(now)) - unpack(words).stamp).astype(np.int32).clip(min=0)
     seconds = np.minimum(past // STAMPS_PER_SECOND, MAX_SHOWN_AGE)
     return np.where(words == 0, MAX_SHOWN_AGE, seconds).astype(np.uint16)
@@ -94,7 +92,7 @@ def table_entries(table: Table, metadata: memoryview) -> tuple[TableEntry, ...]:
 def changed_runs(before: NDArray[np.uint64], after: NDArray[np.uint64]) -> tuple[BlockRun, ...]:
     """Return the blocks whose words differ, as runs of neighbours with equal new cells.
 
-    This includes a block that returned to the same state: its age is 0 again.
+    Includes a block that returned to its state: its age is 0 again.
     """
     changed = np.flatnonzero(before != after)
     if changed.size == 0:

@@ -1,4 +1,4 @@
-"""Reads request bodies within limits, and decodes them strictly."""
+"""Reads request bodies within limits and decodes them strictly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.errors import RequestError
 from appliance.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 
 BODY_SECONDS = 30.0
-OFF_LOOP_BYTES = 64 * 1024  # larger bodies are decoded in a thread
+OFF_LOOP_BYTES = 64 * 1024  # a thread decodes larger bodies
 _MAX_NAMES_LOGGED = 100
 _MAX_DIGITS = 400
 
@@ -33,10 +33,10 @@ async def read_json(
     """Read and decode a body.
 
     Returns:
-        The struct, and the object as sent, which has the fields that the struct lacks.
+        The struct, and the raw object with any other fields.
 
     Raises:
-        RequestError: it is too large, too slow, not JSON, or does not fit the struct.
+        RequestError: the body is too large, too slow, not JSON, or does not fit the struct.
     """
     body = await read_body(request, max_bytes=max_bytes)
     if len(body) < OFF_LOOP_BYTES:
@@ -45,7 +45,7 @@ async def read_json(
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """Read the bytes of a JSON body, at most `max_bytes`."""
+    """Read a JSON body of at most `max_bytes`."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(f"the content type must be application/json, not {media_type!r}")
@@ -55,7 +55,7 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
-    """Read the bytes of any body, at most `max_bytes`.
+    """Read a body of at most `max_bytes`.
 
     Raises:
         RequestError: it is too large or too slow.
@@ -82,7 +82,7 @@ def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, An
     """Decode strictly: exact types, no NaN, no number out of range, no repeated key.
 
     Raises:
-        RequestError: it is none of that; `param` names the field at fault, if one is.
+        RequestError: the body breaks a rule; `param` names the field at fault.
     """
     try:
         decoded = msgspec.json.decode(body, type=kind)
@@ -96,14 +96,14 @@ def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, An
         raise _wrong_field(str(error)) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError and json's own are this
+    except ValueError as error:  # base of msgspec.DecodeError, UnicodeDecodeError and json's error
         raise RequestError(f"the body is not valid JSON: {error}") from None
     assert isinstance(plain, dict)
     return decoded, plain
 
 
 def note_ignored(fields: Mapping[str, Any], known: set[str]) -> None:
-    """Log the names of fields without effect, each name once."""
+    """Log the names of ignored fields, each once."""
     for name in fields.keys() - known - _names_logged:
         if len(_names_logged) < _MAX_NAMES_LOGGED:
             _names_logged.add(name)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class Bucket:
-    """Starts full; taking more than it holds overdraws it, and the debt refills first.
+    """Starts full. Taking more than it holds overdraws it; it repays the debt first.
 
     Args:
-        size: the most it holds.
+        size: capacity.
         seconds: time to fill an empty one.
         clock: returns monotonic seconds.
     """
@@ -29,5 +29,5 @@ class Bucket:
         return max(0.0, (wanted - self._left) / self._rate)
 
     def take(self, amount: float) -> None:
-        """Take an amount, even one that overdraws it."""
+        """Take an amount; may overdraw."""
         self._left -= amount

@@ -1,4 +1,4 @@
-"""A TLS certificate from files, reloaded when they change."""
+"""A TLS certificate from files, reloaded after changes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Certificate:
     """A certificate and its private key.
 
     Args:
-        file: the certificate in PEM, followed by its chain.
-        key_file: its private key; None if that is in the same file.
+        file: the certificate and its chain in PEM.
+        key_file: its private key; None if `file` contains it.
 
     Attributes:
         context: for a server; new connections use the latest certificate.
@@ -41,13 +41,13 @@ class Certificate:
         self._load(self.context)
 
     async def follow(self) -> None:
-        """Reload the files whenever they change, until cancelled."""
+        """Reload the files after each change, until cancelled."""
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             self.refresh()
 
     def refresh(self) -> None:
-        """Reload changed files; keep the old certificate if they are invalid."""
+        """Reload changed files; keep the old certificate if the new one is invalid."""
         try:
             stamp = self._read_stamp()
             if stamp == self._stamp:
@@ -55,7 +55,7 @@ class Certificate:
             self._check()
             self._load(self.context)
         except ConfigError as error:
-            # Perhaps only one of the two files is written yet: check again later.
+            # Only one of the two files may be written yet: check again later.
             logger.warning("the TLS certificate stays as it was: %s", error)
         else:
             self._stamp = stamp
@@ -77,7 +77,7 @@ class Certificate:
 
         try:
             context.load_cert_chain(self._file, self._key_file, no_password)
-        except OSError as error:  # also of ssl
+        except OSError as error:  # base of ssl's errors, too
             raise ConfigError(self._why(error)) from None
 
     def _why(self, error: OSError) -> str:
@@ -91,10 +91,10 @@ class Certificate:
         )
 
     def _check(self) -> None:
-        """Run a handshake with a client that trusts this certificate only.
+        """Run a handshake with a client that trusts only this certificate.
 
         Raises:
-            ConfigError: it cannot be loaded, or no client would accept it.
+            ConfigError: the certificate cannot be loaded, or no client would accept it.
         """
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load(server)
@@ -104,7 +104,7 @@ class Certificate:
         client.load_verify_locations(self._file)
         up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
         ends = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
-        for _ in range(4):  # each has two turns
+        for _ in range(4):  # each side takes two turns
             for end in ends:
                 try:
                     end.do_handshake()

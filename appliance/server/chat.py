@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: formats the pieces of an answer as chat completions."""
+"""POST /v1/chat/completions: formats an answer's pieces as chat completions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def chat_frames(
         head.choices = [choice]
         return data_frame(head)
 
-    choices: dict[int, ChoiceFrames] = {}  # choices that have begun
+    choices: dict[int, ChoiceFrames] = {}  # choices begun
 
     def frames_of(piece: Piece) -> bytes:
         begin, choice = b"", choices.get(piece.choice)
@@ -69,7 +69,7 @@ async def chat_frames(
 
 
 def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> ChatCompletion:
-    """Build the answer as one object, from choices that have ended."""
+    """Build the answer as one object from ended choices."""
     choices = []
     for number, whole in enumerate(wholes):
         message = _message(exchange, whole)

@@ -1,4 +1,4 @@
-"""Frames of one choice of a streamed chat, a part of the answer in each."""
+"""Frames of one choice of a streamed chat, one part each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ChoiceFrames:
 
     Args:
         number: index of the choice.
-        frame: a frame with this choice in it.
-        alike: frames differ in the choice only, so one can be the template of the next.
+        frame: makes a frame with this choice.
+        alike: frames differ only in the choice, so one can be the template of the next.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class ChoiceFrames:
         self._frame = frame
         self._alike = alike
         self._calls = 0
-        self._templates: dict[type[Part], FrameTemplate] = {}  # of the latest call, for arguments
+        self._templates: dict[type[Part], FrameTemplate] = {}  # for the last call's arguments
 
     def begin(self) -> bytes:
-        """Return the first frame, which has the role only."""
+        """Return the first frame, which has only the role."""
         return self._one(ChatDelta(role="assistant", content=""))
 
     def frames(self, piece: Piece) -> bytes:
-        """Return the frames of one piece; the choice's last frame has the finish reason only."""
+        """Return the frames of one piece; the choice's last frame has only the finish reason."""
         frames = b""
         parts = piece.all_parts
-        if piece.tokens:  # with the first part, if any is certain
+        if piece.tokens:  # on the first part, if any is final
             first = self._delta(parts[0]) if parts else ChatDelta(content="")
             frames += self._one(first, chat_logprobs(piece.tokens, self._tokenizer))
             parts = parts[1:]
@@ -100,10 +100,10 @@ class ChoiceFrames:
 
 
 def reason_of(reason: str, *, called: bool) -> str:
-    """Return OpenAI's word for why a choice ended: a cut stays a cut, also where a tool was called.
+    """Return OpenAI's finish reason; a cut-off answer keeps its reason even after a tool call.
 
     Args:
         reason: the engine's.
-        called: there are calls.
+        called: the answer has calls.
     """
     return TOOL_CALLS if called and reason == FinishReason.STOP.value else reason

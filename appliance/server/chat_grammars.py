@@ -1,4 +1,4 @@
-"""Builds the grammar of a chat's answer from its tools and its format."""
+"""Builds a chat answer's grammar from its tools and format."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 async def chat_grammar(state: ModelState, chat: Conversation, *, thinking: bool) -> Grammar | None:
-    """Return the grammar for the engine; None if any answer is valid.
+    """Return the grammar for the engine; None allows any answer.
 
     Args:
         thinking: the answer begins inside a thought.
 
     Raises:
-        RequestError: two settings exclude each other, or a schema cannot be compiled.
+        RequestError: two settings exclude each other, or a schema does not compile.
     """
     tools = chat.tools
     form = chat.form or grammar_of(chat.sampling)
     content = None if form is None else await checked_grammar(state, form[1], form[0])
     if content is None and not (tools.required or tools.strict):
         if tools.definitions:
-            expect_grammars(state)  # the next request may have to call
+            expect_grammars(state)  # the next request may need one
         return None
     _, tokenizer = state.serving()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Log probabilities in the form of chat completions."""
+"""Formats log probabilities for chat completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
-    """Return log probabilities with the text and bytes of every token."""
+    """Return log probabilities with each token's text and bytes."""
 
     def entry(candidate: Candidate) -> TopLogprob:
         token_id = candidate.token_id

@@ -1,4 +1,4 @@
-"""POST /v1/completions: formats the pieces of an answer as text completions."""
+"""POST /v1/completions: formats an answer's pieces as text completions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def completion_frames(
 
     Args:
         usage: makes the chunks with token counts.
-        echo: text in front of each choice.
+        echo: text before each choice.
     """
     head = Completion(
         id=exchange.id,
@@ -47,7 +47,7 @@ async def completion_frames(
         head.choices = [CompletionChoice(number, text, logprobs, finish_reason)]
         return data_frame(head)
 
-    templates: dict[int, FrameTemplate] = {}  # of the choices that have begun
+    templates: dict[int, FrameTemplate] = {}  # of choices begun
 
     def frames_of(piece: Piece) -> bytes:
         number, frames = piece.choice, b""
@@ -81,7 +81,7 @@ async def completion_frames(
 def whole_completion(
     exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, echo: Sequence[str]
 ) -> Completion:
-    """Build the answer as one object, from choices that have ended; see `completion_frames`."""
+    """Build the answer as one object from ended choices; see `completion_frames`."""
     per_prompt = len(wholes) // len(answer.prompt_logprobs)
     choices = [
         CompletionChoice(
@@ -111,13 +111,13 @@ def whole_completion(
 def completion_logprobs(
     tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int
 ) -> CompletionLogprobs:
-    """Return log probabilities with the text of every token; the first starts at `offset`."""
+    """Return log probabilities with each token's text; the first starts at `offset`."""
     found = CompletionLogprobs([], [], [], [])
     for token in tokens:
         text = tokenizer.token_text(token.chosen.token_id)
         top = {text: token.chosen.logprob}
         for candidate in token.top:
-            # Among tokens with the same text the likeliest comes first.
+            # Among tokens with the same text, keep the likeliest.
             top.setdefault(tokenizer.token_text(candidate.token_id), candidate.logprob)
         found.tokens.append(text)
         found.token_logprobs.append(token.chosen.logprob)

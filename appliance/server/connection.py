@@ -1,8 +1,8 @@
-"""One client's connection: HTTP/1.1 with limits on each client's time and share.
+"""A client's connection: HTTP/1.1 with time limits and a share of connections.
 
-No client can hold a connection: a request's head must arrive within seconds, an unread body has a
-deadline, and an answer must be read at a minimum rate. When there are too many connections, an idle
-one is closed, or the new one is refused.
+No client can hold a connection: a request's head has seconds to arrive, an unread body has a
+deadline, and the client must read answers at a minimum rate. At the limit of connections, the
+server closes an idle one or refuses the new one.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
 HEADER_SECONDS = 10.0  # for a request's head, from its first byte
-LINGER_SECONDS = 5.0  # for the rest of a body once its request is answered
-STALL_SECONDS = 60.0  # for a client that does not read
+LINGER_SECONDS = 5.0  # for the rest of a body after its answer
+STALL_SECONDS = 60.0  # for a client that stops reading
 CHECK_SECONDS = 10.0
-LEAST_RATE = 1024  # bytes per second that count as reading
-# An ASGI extension: a function that writes a piece of a response that has begun and has no
-# content-length. It returns False if it cannot write at once; then send the piece as usual.
+LEAST_RATE = 1024  # bytes per second; slower counts as stopped
+# ASGI extension: a function that writes a piece of a begun response without content-length. It
+# returns False if it cannot write at once; then send the piece as usual.
 CHUNKS = "appliance.chunks"
-# Bytes that may wait in the kernel, and as many again in front of it. Slow readers are only noticed
-# if these are few: by default megabytes fit in between.
+# Bytes that may wait in the kernel, and again as many before it. Small, because slow readers show
+# only once these are full: the default is megabytes.
 _UNSENT_BYTES = 4 * 1024
 
 
 def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
-    """Return uvicorn's factory of connections.
+    """Return uvicorn's connection factory.
 
     Args:
         max_connections: of all clients together.
@@ -50,8 +50,8 @@ def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
 class HttpProtocol(H11Protocol):
     """One connection.
 
-    h11 is strict and limits a stranger's input, but is slow for each piece of a stream. So
-    responses may write pieces past it, see `CHUNKS`.
+    h11 is strict and limits input, but is slow per piece of a stream. So responses may write pieces
+    past it, see `CHUNKS`.
 
     Args:
         max_connections: of all clients together.
@@ -63,7 +63,7 @@ class HttpProtocol(H11Protocol):
         self.app = self._serve
         self._max_connections = max_connections
         self._idle_since = 0.0
-        self._deadline: asyncio.TimerHandle | None = None  # of a head or of an unread body
+        self._deadline: asyncio.TimerHandle | None = None  # for a head or an unread body
         self._deadline_of = ""
         self._check: asyncio.TimerHandle | None = None
         self._unsent = 0  # bytes at the last check
@@ -72,7 +72,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if no request of the connection is being answered."""
+        """True if no request is open."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,7 +88,6 @@ class HttpProtocol(H11Protocol):
         self._make_room()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Stop the clocks."""
         super().connection_lost(error)
         self._unset_keepalive_if_required()
         self._clear_deadline()
@@ -96,14 +95,14 @@ class HttpProtocol(H11Protocol):
             self._check.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes and start the deadline of a request that begins."""
+        """Receive bytes and set a deadline for a new request."""
         if self.transport.is_closing():
             return
         super().data_received(data)
         self._watch_request()
 
     def on_response_complete(self) -> None:
-        """Reset the deadlines for the connection's next request."""
+        """Reset the deadlines for the next request."""
         self._idle_since = self.loop.time()
         super().on_response_complete()
         self._watch_request()
@@ -119,7 +118,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Do nothing: an upgrade request may be answered in HTTP/1.1."""
+        """Do nothing: HTTP/1.1 may answer an upgrade request."""
 
     def _refuse(self, error: Exception, status: int | None = None) -> None:
         usual, body, headers = describe(error)
@@ -134,7 +133,7 @@ class HttpProtocol(H11Protocol):
         self.transport.write(b"\r\n".join([*lines, b"", content]))
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle for longest, if there are too many."""
+        """Close the longest idle connection if there are too many."""
         if len(self.connections) <= self._max_connections:
             return
         open_ones = [one for one in self.connections if not one.transport.is_closing()]
@@ -165,7 +164,7 @@ class HttpProtocol(H11Protocol):
             self._set_deadline("head", HEADER_SECONDS)
         else:
             self._clear_deadline()
-            if self.timeout_keep_alive_task is None:  # the last byte of an unread body ended it
+            if self.timeout_keep_alive_task is None:  # the unread body has just ended
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
@@ -183,7 +182,7 @@ class HttpProtocol(H11Protocol):
             self._deadline = None
 
     def _check_progress(self) -> None:
-        """Close a connection whose client stopped reading, even while it is closing."""
+        """Close the connection if its client stopped reading, even while it is closing."""
         unsent = self.transport.get_write_buffer_size()
         read = self._wrote or not unsent or unsent < self._unsent - LEAST_RATE * CHECK_SECONDS
         self._stalled = 0.0 if read else self._stalled + CHECK_SECONDS
@@ -206,7 +205,7 @@ class HttpProtocol(H11Protocol):
 
     def _write_chunk(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
         if not (piece and cycle.response_started) or cycle.response_complete:
-            return False  # an empty chunk would be the end
+            return False  # an empty chunk would end the response
         if self.flow.write_paused:
             return False
         if not cycle.disconnected:

@@ -1,4 +1,4 @@
-"""A chat request, as all protocols are translated to it."""
+"""A chat request in the form to which all protocols are translated."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ class Conversation:
     """One chat.
 
     Attributes:
-        sampling: sampling, format and terms of the request.
-        turns: builds the messages as templates expect them; slow, so called in a thread; raises
+        sampling: sampling, format and terms.
+        turns: builds the messages for the template; slow, so call it in a thread; raises
             RequestError for unsupported parts.
         tools: the offered tools.
-        max_tokens: limit of the answer; None for as many as fit.
+        max_tokens: limit of the answer; None uses the remaining context.
         options: variables for the chat template.
-        thought_tokens: limit of a thought; None for none.
-        logprobs: alternatives to report for each token; None reports nothing.
-        form: the requesting field's name and the grammar of the answer; None leaves it to
-            `sampling`.
+        thought_tokens: limit of a thought; None for no limit.
+        logprobs: alternatives per token; None reports nothing.
+        form: the requesting field's name and the answer's grammar; None leaves it to `sampling`.
         param: field of the body that holds the messages.
         begins_answer: the prompt ends with the opening of an answer.
     """

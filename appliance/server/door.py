@@ -1,7 +1,7 @@
-"""Admission of requests: Host, Origin and site against misled browsers, then the key.
+"""Admits requests: Host, Origin and site against misled browsers, then the key.
 
-An ASGI middleware around everything. It refuses by default and decides by `scope["path"]` and
-headers alone, so no new route is open by accident.
+An ASGI middleware around everything. Refuses by default and decides by `scope["path"]` and headers
+alone, so no new route is open by accident.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from appliance.server.shared_metrics import SharedMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
-PREFLIGHT_SECONDS = 600  # that a browser may cache the answer
+PREFLIGHT_SECONDS = 600  # lifetime in browsers' caches
 
-_KEY_NAME = "key_name"  # in the state of a request
+_KEY_NAME = "key_name"  # key in a request's state
 WELL_FORMED_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 
 
 def key_name(scope: Scope) -> str:
-    """Return the name of a request's key; empty if no key is required."""
+    """Return the name of a request's key; "" without keys."""
     name: str = scope["state"][_KEY_NAME]
     return name
 
@@ -45,7 +45,7 @@ class Door:
     """Checks every request, counts every response and gives it an id.
 
     Args:
-        keys: the accepted ones.
+        keys: the accepted keys.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Door:
         self._keys = KeyCheck(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit a request, or answer with the reason for refusing it."""
+        """Admit a request or answer with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -73,12 +73,12 @@ class Door:
                 response = MutableHeaders(scope=message)
                 response["x-request-id"] = request_id
                 if scope["path"].startswith(ANTHROPIC_PATH):
-                    response["request-id"] = request_id  # where that protocol's clients look
+                    response["request-id"] = request_id  # Anthropic's clients look there
                 if foreign is not None:
                     response["access-control-allow-origin"] = foreign
                     response["access-control-expose-headers"] = "x-request-id, retry-after"
                     response.add_vary_header("origin")
-                # Only known routes are labels: a stranger's paths would fill the metrics.
+                # Only known routes become labels: a stranger's paths would fill the metrics.
                 route = getattr(scope.get("route"), "path", "none")
                 self._metrics.count_response(route, message["status"])
             await send(message)
@@ -105,7 +105,7 @@ class Door:
 
 
 def _check_framing(headers: Headers) -> None:
-    """Refuse a body with two lengths: a proxy in front may have read the other one."""
+    """Refuse a body with two lengths: a proxy in front may have used the other one."""
     if "transfer-encoding" in headers and "content-length" in headers:
         raise FramingError("the request has both Content-Length and Transfer-Encoding; send one")
 
@@ -115,7 +115,7 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
 
 
 def _preflight(headers: Headers) -> Response:
-    """Answer a browser's CORS preflight of an allowed origin."""
+    """Answer a CORS preflight from an allowed origin."""
     wanted = headers.get("access-control-request-headers", "")
     allowed = {
         "access-control-allow-methods": "GET, POST, DELETE",

@@ -1,4 +1,4 @@
-"""The engine's metrics for Prometheus, from its latest report; scraping never wakes the engine."""
+"""Exports the engine's latest report to Prometheus; scraping never wakes the engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 
 
 class EngineCollector(Collector):
-    """Collects metrics from the engine's latest report."""
-
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self._labels = {"model_name": state.model_id}
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metric families; the registry calls it."""
         yield from self._counters()
         yield from self._gauges()
         yield from self._requests()
@@ -218,7 +215,7 @@ class EngineCollector(Collector):
             yield gauge(name, text, samples)
 
     def _requests(self) -> Iterator[Metric]:
-        # Zeros too, so that no series ends in idle times.
+        # Includes zeros, so that no series ends when idle.
         names = self._state.key_names
         counts = Counter({(name, state): 0 for name in names for state in ("running", "waiting")})
         for request, started in self._state.engine.open_requests():

@@ -1,4 +1,4 @@
-"""Maps every failure to an error body by one table: OpenAI's, or that of the path's protocol."""
+"""Maps errors to error bodies by one table: OpenAI's, or the path's own protocol's."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 2  # seconds, while the engine loads or restarts
-REQUEST_ID = "request_id"  # in the state of a request
-ENGINE_DIED = "x-engine-died"  # header for the front of a cluster: this request was being computed
+REQUEST_ID = "request_id"  # key in a request's state
+ENGINE_DIED = "x-engine-died"  # header for a cluster's front: the engine died with this request
 
 
 class ForbiddenError(RequestError):
-    """A request forged through a browser, as its Host or Origin header shows."""
+    """A request forged through a browser, by its Host or Origin header."""
 
     status = 403
     type = "permission_error"
@@ -45,7 +45,7 @@ class BodyTimeoutError(RequestError):
 
 
 class BodyTooLargeError(RequestError):
-    """The body has more bytes than are accepted."""
+    """The body exceeds the limit."""
 
     status = 413
 
@@ -57,7 +57,7 @@ class MediaTypeError(RequestError):
 
 
 class FramingError(RequestError):
-    """The request's end is ambiguous, so its connection is closed."""
+    """The request's end is ambiguous; closes its connection."""
 
 
 class TooManyWrongKeysError(RequestError):
@@ -86,7 +86,7 @@ class RateLimitError(RequestError):
 
 
 class TooManyConnectionsError(RequestError):
-    """There are too many connections; `retry_after` is in seconds."""
+    """The server has too many connections; `retry_after` is in seconds."""
 
     status = 503
     type = "server_error"
@@ -112,14 +112,13 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
-    """Return status, body and extra headers of an error."""
     match error:
         case RequestError():
             headers = {}
             if (seconds := getattr(error, "retry_after", None)) is not None:
                 headers["retry-after"] = str(math.ceil(seconds))
             if isinstance(error, QuarantinedError):
-                headers["x-should-retry"] = "false"  # OpenAI's clients retry, as after any 500
+                headers["x-should-retry"] = "false"  # OpenAI's clients retry after any 500
             if isinstance(error, FramingError):
                 headers["connection"] = "close"
             if error.status == 401:
@@ -140,13 +139,13 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             body = _body(str(error.detail), "invalid_request_error", None, code)
             return error.status_code, body, dict(error.headers or {})
         case _:
-            # An EngineError's text is for people; a bug's is not.
+            # An EngineError's message is for users; a bug's is not.
             text = str(error) if isinstance(error, EngineError) else "internal error; see the log"
             return 500, _body(text, "server_error", None, "internal_error"), {}
 
 
 def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
-    """Return an error's body in the protocol of a path."""
+    """Return an error's body in the path's protocol."""
     status, body, _ = describe(error)
     path, message = scope.get("path", ""), body.error.message
     if path.startswith(anthropic.PATH):
@@ -157,7 +156,6 @@ def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """Return the whole response to a request that failed."""
     status, _, headers = describe(error)
     if status >= 500 and scope["method"] == "POST":  # health probes are frequent
         request_id, path = request_id_of(scope), scope["path"]
@@ -166,7 +164,7 @@ def error_response(error: Exception, scope: Scope) -> Response:
 
 
 def request_id_of(scope: Scope) -> str:
-    """Return the id that the door gave a request; empty before that."""
+    """Return the request id that the door assigned; "" before that."""
     name: str = scope.get("state", {}).get(REQUEST_ID, "")
     return name
 
@@ -174,7 +172,6 @@ def request_id_of(scope: Scope) -> str:
 def json_response(
     content: Any, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Encode a msgspec struct as a JSON response."""
     return Response(
         msgspec.json.encode(content),
         status_code=status,

@@ -28,7 +28,6 @@ class Exchange:
     def begin(
         cls, state: ModelState, prefix: str, adapter: AdapterRef | None, *, logprobs: bool
     ) -> Exchange:
-        """Begin an exchange whose id starts with `prefix`."""
         info, tokenizer = state.serving()
         return cls(
             id=f"{prefix}{secrets.token_hex(12)}",

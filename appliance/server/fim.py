@@ -1,4 +1,4 @@
-"""Builds prompts with a suffix, between which the model writes."""
+"""Builds fill-in-the-middle prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 async def fim_prompts(
     state: ModelState, prompt: object, suffix: str
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the token ids of each prompt with its suffix, and the ids that end its answer.
+    """Return each prompt's token ids with its suffix, and the ids that end the answers.
 
     Control tokens in either text stay text: source files mention them.
 

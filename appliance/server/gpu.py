@@ -1,6 +1,6 @@
-"""Reads the GPUs from NVIDIA's management library; empty where there is no driver.
+"""Reads the GPUs with NVML; empty without a driver.
 
-Every call of the library may block for milliseconds, so this runs in a thread.
+A call can block for milliseconds, so this runs in a thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from appliance.events import Gpu
 
 ENERGY_SECONDS = 60.0  # window of joules per token
 
-# Bits of nvml.h, "clocks event reasons", without idle clocks and the owner's own settings.
+# Bits of nvml.h, "clocks event reasons", except idle clocks and the owner's own settings.
 REASONS = (
     (0x04, "power cap"),
     (0x08, "hardware slowdown"),
@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 
 def open_nvml(library: Any = None) -> Any:
-    """Load NVIDIA's management library; pynvml by default.
+    """Load NVML; pynvml by default.
 
     Raises:
         Exception: there is no driver, or it fails; pynvml has a class for each error.
@@ -45,10 +45,10 @@ def open_nvml(library: Any = None) -> Any:
 
 
 def ask(call: Callable[[], ResultT]) -> ResultT | None:
-    """Call the library; None if this GPU or its driver does not support the call."""
+    """Call the library; return None if this GPU or driver does not support the call."""
     try:
         return call()
-    except Exception as error:  # NVMLError has one class per code, and old drivers lack functions
+    except Exception as error:  # NVMLError has a class per code, and old drivers lack functions
         logger.debug("a GPU does not say: %s", error)
         return None
 
@@ -57,12 +57,12 @@ class GpuProbe:
     """Reads all GPUs of the machine."""
 
     def __init__(self, library: Any = None) -> None:
-        self._library = library  # pynvml; found when it is needed first
+        self._library = library  # pynvml; loaded on first use
         self._handles: list[Any] | None = None
         self._meters: list[EnergyMeter] = []
 
     def read(self, generated_tokens: int) -> tuple[Gpu, ...]:
-        """Read every GPU now.
+        """Read every GPU.
 
         Args:
             generated_tokens: the engine's total.
@@ -78,7 +78,7 @@ class GpuProbe:
 
     @property
     def handles(self) -> list[Any]:
-        """Return the library's handles of the GPUs, in the order of `read`."""
+        """NVML's device handles, in the order of `read`."""
         return self._handles or []
 
     def _open(self) -> list[Any]:
@@ -86,10 +86,10 @@ class GpuProbe:
             self._library = open_nvml(self._library)
             count = self._library.nvmlDeviceGetCount()
         except Exception as error:
-            # Expected on a machine without a GPU.
+            # Normal on a machine without a GPU.
             logger.debug("no facts of GPUs: %s", error)
             return []
-        # A GPU that fell off the bus, or belongs to another user, must not hide the others.
+        # A GPU that fell off the bus, or is another user's, must not hide the others.
         found = [ask(partial(self._library.nvmlDeviceGetHandleByIndex, at)) for at in range(count)]
         return [handle for handle in found if handle is not None]
 
@@ -101,7 +101,7 @@ class GpuProbe:
         limit = ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
         millijoules = ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         reasons = ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-        if reasons is None:  # drivers before 535 know them by another name
+        if reasons is None:  # drivers before 535 have an older name
             reasons = ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
         energy = None if millijoules is None else millijoules / 1000
         return Gpu(
@@ -120,16 +120,16 @@ class GpuProbe:
 
 
 class EnergyMeter:
-    """Energy per generated token over the last minute, idle times included."""
+    """Energy per generated token over the last minute, idle time included."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, int]] = deque()
 
     def update(self, now: float, joules: float, tokens: int) -> float | None:
-        """Return joules per token over the last minute; None without a token."""
+        """Return joules per token over the last minute; None without tokens."""
         samples = self._samples
         if samples and (tokens < samples[-1][2] or joules < samples[-1][1]):
-            samples.clear()  # counters start again with another engine, or another driver
+            samples.clear()  # a new engine or driver restarts the counters
         samples.append((now, joules, tokens))
         while now - samples[0][0] > ENERGY_SECONDS:
             samples.popleft()

@@ -1,7 +1,7 @@
-"""Reads the format that a body asks for, and checks it before the engine gets it.
+"""Reads the format that a body requests, and checks it before the engine gets it.
 
-A grammar may be made to keep the compiler busy, so it is first compiled in a limited process, off
-the event loop.
+A malicious grammar can keep the compiler busy, so a process with limits compiles it first, off the
+event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 1 << 30
-MAX_KNOWN = 64  # grammars found valid lately: 16 MiB of text at most
+MAX_KNOWN = 64  # recently checked grammars: 16 MiB of text at most
 
 _FORMATS = ("text", "json_object", "json_schema")
 
@@ -36,7 +36,7 @@ class GrammarChecks:
     """Compiles grammars in another process, one at a time, and caches valid ones.
 
     Attributes:
-        vocabulary: the model's, once the first grammar or tool needed it.
+        vocabulary: the model's, once a grammar or tool needed it.
     """
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ class GrammarChecks:
 
 
 async def prepare_grammar(state: ModelState, body: SamplingFields) -> Grammar | None:
-    """Return the grammar that the engine enforces, or None.
+    """Return the grammar for the engine to enforce, or None.
 
     Raises:
-        RequestError: it asks for two formats, or for an invalid one.
+        RequestError: the body requests two formats, or an invalid one.
     """
     found = grammar_of(body)
     if found is None:
@@ -102,22 +102,22 @@ async def prepare_grammar(state: ModelState, body: SamplingFields) -> Grammar | 
 
 
 async def checked_grammar(state: ModelState, grammar: Grammar, param: str) -> Grammar:
-    """Check a grammar, and prepare the engine for it.
+    """Check a grammar and prepare the engine for it.
 
     Raises:
         RequestError: it does not compile, see `GrammarChecks.check`, or names an unknown token.
     """
     grammar = await state.grammars.check(grammar, param)
     vocabulary = await asyncio.shield(expect_grammars(state))
-    if param.endswith("grammar"):  # built here, so it names existing tokens only
+    if param.endswith("grammar"):  # built here, so its tokens exist
         _check_tokens(state, vocabulary, grammar, param)
     return grammar
 
 
 def expect_grammars(state: ModelState) -> asyncio.Future[Vocabulary]:
-    """Send the engine the vocabulary, so that it prepares for grammars when idle.
+    """Send the vocabulary to the engine, which prepares for grammars when idle.
 
-    For a large vocabulary that takes a second, and memory, so only requests with tools or a format
+    Takes a second, and memory, for a large vocabulary, so only requests with tools or a format
     cause it.
     """
     checks = state.grammars
@@ -139,10 +139,10 @@ def _check_tokens(state: ModelState, vocabulary: Vocabulary, grammar: Grammar, p
 
 
 def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
-    """Return the name of the field that asks for a grammar, and the grammar.
+    """Return the name of the field that requests a grammar, and the grammar.
 
     Raises:
-        RequestError: two fields ask for one, or it is invalid.
+        RequestError: two fields request one, or it is invalid.
     """
     given: list[tuple[str, Callable[[], Grammar]]] = []
     if (form := body.response_format) is not None and form.type != "text":
@@ -173,10 +173,10 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def schema_form(param: str, schema: Any) -> tuple[str, Grammar]:
-    """Return the name of the field with a schema, and the grammar of answers that obey it.
+    """Return the schema field's name, and the grammar of answers that obey the schema.
 
     Raises:
-        RequestError: it is not a schema.
+        RequestError: it is no schema.
     """
     try:
         return param, Grammar.json_schema(schema)
@@ -213,4 +213,4 @@ def _make(name: str, value: Any) -> Grammar:
         case _:
             return Grammar(
                 GrammarKind.LARK, value
-            )  # or GBNF, which is parsed in the limited process
+            )  # otherwise GBNF, which the limited process parses

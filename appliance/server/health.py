@@ -1,4 +1,4 @@
-"""Health routes for people, supervisors, load balancers and Prometheus."""
+"""Health routes for users, supervisors, load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 class Health(msgspec.Struct, omit_defaults=True):
     """Answer of /health and /ready."""
 
-    status: str  # ok, asleep, waking or loading, the liveliest of all models; of /ready, ready
-    restarts: int = 0  # of the engine; left out if there were none
+    status: str  # ok, asleep, waking or loading: the most active of all models; in /ready, ready
+    restarts: int = 0  # engine restarts; absent if 0
     quarantined: int = 0  # requests that killed engines and are refused for a while
-    models: dict[str, str] = {}  # states by id, of several models
-    replicas: dict[str, list[str]] = {}  # states of each model's engine processes, of several
+    models: dict[str, str] = {}  # state by model id, if there are several
+    replicas: dict[str, list[str]] = {}  # each model's engine processes, if several
 
 
 def health_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
 
     @router.get("/health", **describes(None, Health))
@@ -47,7 +46,7 @@ def health_router(server: ServerState) -> APIRouter:
                     server.replica_states,
                 )
             )
-        # Open to all, so it hides the reason of a failure.
+        # Public, so it hides the reason of a failure.
         seconds = server.default.engine.seconds_to_start
         when = f"; restart {restarts + 1} begins in {seconds:.0f} s" if seconds > 0 else ""
         return error_response(
@@ -57,7 +56,7 @@ def health_router(server: ServerState) -> APIRouter:
 
     @router.get("/ready", **describes(None, Health))
     async def ready(request: Request) -> Response:
-        """Answer 200 if a request would be accepted now."""
+        """Answer 200 if the server would accept a request now."""
         why = "draining" if server.draining else server.not_working
         able = [model for model in server.models if not model.doubtful]
         if why is None and not able:

@@ -1,6 +1,6 @@
-"""A histogram for Prometheus that is filled once per token.
+"""A Prometheus histogram that one thread fills once per token.
 
-The library's own takes a lock and a method call per bucket; this one is filled by one thread.
+The library's takes a lock and a method call per bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class HistogramCollector(Collector):
 
     Args:
         model_name: value of its only label.
-        bounds: rising upper bounds of the buckets; a value on a bound is below it.
+        bounds: ascending, inclusive upper bounds of the buckets.
     """
 
     def __init__(self, name: str, text: str, model_name: str, bounds: tuple[float, ...]) -> None:
@@ -34,12 +34,11 @@ class HistogramCollector(Collector):
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add a value that was seen `count` times."""
+        """Add a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metric families; the registry calls it."""
         yield histogram(
             self._name, self._text, self._model_name, self._bounds, self._counts, self._sum
         )

@@ -1,8 +1,8 @@
 """Answers a repeated request once: by Idempotency-Key, or by X-Request-ID.
 
 An ASGI middleware behind the door. A repetition during the first answer, or shortly after, gets the
-same answer, streams included. Nothing else of the request may differ, and only the holder of its
-API key can repeat it. Failures are not kept, so that a retry runs.
+same answer, streams included. It must come from the same API key and equal the first request in
+everything else. Failures are not kept, so a retry runs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-KEEP_SECONDS = 300.0  # that an answer is kept after its end
+KEEP_SECONDS = 300.0  # lifetime after an answer's end
 MAX_ANSWERS = 256
-MAX_BYTES = 32 * 2**20  # of all that are kept
+MAX_BYTES = 32 * 2**20  # of all kept answers
 MAX_KEY = 255  # characters
 
 logger = logging.getLogger(__name__)
 
 
 class RepeatedKeyError(RequestError):
-    """The key was used before, for another request."""
+    """Another request used this key."""
 
     status = 422
 
 
 class _Name(NamedTuple):
-    """The identity of a repeated request."""
+    """Identity of a repeatable request."""
 
     holder: str
     header: str
@@ -50,7 +50,7 @@ class _Name(NamedTuple):
 
 
 class Idempotency:
-    """Answers a repeated request with the answer to the first.
+    """Answers a repeated request with the first answer.
 
     Args:
         max_body_bytes: limit of a request's body.
@@ -89,7 +89,7 @@ class Idempotency:
         """Return a request's answer, and True if it is a repetition.
 
         Raises:
-            RepeatedKeyError: its key came with another request.
+            RepeatedKeyError: another request used its key.
         """
         self._forget_what_is_over()
         request = f"{scope['path']}?{scope['query_string'].decode('latin-1')}\n".encode()
@@ -122,7 +122,7 @@ class Idempotency:
 
 
 def _name_of(scope: Scope) -> _Name | None:
-    """Return the identity of a repeatable request; None if it is not repeatable.
+    """Return a repeatable request's identity, or None.
 
     Raises:
         RequestError: its key is invalid.

@@ -52,17 +52,17 @@ async def take_body(
     find: Callable[[str | None], ModelState] | None = None,
     streams: bool = False,
 ) -> tuple[ModelState, StructT]:
-    """Read a request's body if the queue has room, and find the model that it names.
+    """Read a request's body if the queue has room, and find its model.
 
     Args:
-        table: fields that are not supported; see `unsupported`.
+        table: unsupported fields; see `unsupported`.
         harmless: fields without effect.
-        find: returns the model of a name; `ServerState.find` by default.
-        streams: the answer may be a stream, for which `once_loaded` loads the model.
+        find: returns a model by name; `ServerState.find` by default.
+        streams: the answer may stream; then `once_loaded` loads the model.
 
     Raises:
         RequestError: the queue is full, the body is invalid, or the model is unknown.
-        EngineUnavailableError: no model is loaded, or this one cannot be loaded.
+        EngineUnavailableError: no model is loaded, or this one fails to load.
     """
     owner = key_name(request.scope)
     server.check_room(owner)
@@ -91,11 +91,11 @@ async def once_loaded(
 
     Args:
         respond: begins the answer.
-        streams: it is a stream, whose client gets keep-alive comments meanwhile.
+        streams: the answer streams, with keep-alive comments while the model loads.
         wire: the stream's protocol.
 
     Raises:
-        EngineUnavailableError: the model cannot be loaded.
+        EngineUnavailableError: the model fails to load.
     """
     if model.is_loaded or not streams:
         if not model.is_loaded:
@@ -121,12 +121,12 @@ async def begin_chat(
     """Submit a chat to the engine; always close the answer.
 
     Args:
-        owner: name of the API key it came with.
+        owner: name of the request's API key.
         prefix: beginning of the answer's id.
         request_id: id of the HTTP request.
 
     Raises:
-        RequestError: it asks for something unsupported, or the queue is full.
+        RequestError: the chat needs something unsupported, or the queue is full.
         ChatTemplateError: there is no template, or it does not render these messages.
         EngineUnavailableError: no model is loaded.
     """
@@ -164,7 +164,7 @@ async def submit(
     grammar: Grammar | None = None,
     budget: ThoughtBudget | None = None,
 ) -> tuple[Answer, Exchange]:
-    """Check lengths and queue, then submit one request per prompt to the engine."""
+    """Check lengths and queue, then submit one request per prompt."""
     info, _ = state.serving()
     terms = Terms.of(body, state, owner)
     exchange = Exchange.begin(state, prefix, terms.adapter, logprobs=logprobs is not None)

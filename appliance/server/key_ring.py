@@ -1,4 +1,4 @@
-"""The accepted API keys, reloaded when their file changes."""
+"""The accepted API keys, reloaded after changes of their file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _Stamp = tuple[int, int, int] | None
 
 
 class KeyRing:
-    """Maps names to keys; a file that becomes invalid is ignored with one warning.
+    """Maps names to keys; ignores a file that becomes invalid, with one warning.
 
     Args:
         clock: returns monotonic seconds.
 
     Raises:
-        ConfigError: the key file cannot be used.
+        ConfigError: the key file is unusable.
     """
 
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,7 @@ class KeyRing:
         self._keys = known_keys(config)
 
     def __call__(self) -> Mapping[str, ApiKey]:
-        """Return the current keys; empty if no key is required."""
+        """Return the current keys by name; empty means that the server needs none."""
         now = self._clock()
         if now - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = now

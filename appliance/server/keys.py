@@ -1,4 +1,4 @@
-"""Checks API keys by their digests, and limits guessing."""
+"""Checks API keys by digest and limits guessing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from appliance.api_keys import ApiKey
 
-BURST = 10  # different wrong keys of an address, at once
-SECONDS_PER_GUESS = 6.0  # until it may try one more
+BURST = 10  # different wrong keys from an address at once
+SECONDS_PER_GUESS = 6.0  # until an address may try another
 _MAX_ADDRESSES = 4096
-_MAX_REMEMBERED = 64  # wrong keys of an address
+_MAX_REMEMBERED = 64  # wrong keys per address
 
 logger = logging.getLogger(__name__)
 logger.addFilter(Sparing(600.0))
@@ -33,13 +33,13 @@ logger.addFilter(Sparing(600.0))
 @dataclass(slots=True)
 class _Guesser:
     guesses: Bucket
-    wrong: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # digests, latest last
+    wrong: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # digests, oldest first
 
 
 class GuessLimit:
     """Limits wrong keys by address.
 
-    Only different keys count: a program with a wrong key repeats it, and must not lock out others
+    Counts only different keys: a program with a wrong key repeats it, and must not lock out others
     on its machine.
 
     Args:
@@ -51,21 +51,17 @@ class GuessLimit:
         self._guessers: OrderedDict[str, _Guesser] = OrderedDict()
 
     def check(self, address: str) -> None:
-        """Check that an address may try another key.
-
-        Raises:
-            TooManyWrongKeysError: it tried too many.
-        """
+        """Raise TooManyWrongKeysError if an address may not try another key now."""
         guesser = self._guessers.get(address)
         if guesser is not None and (seconds := guesser.guesses.seconds_until(1)):
             raise TooManyWrongKeysError(seconds)
 
     def note(self, address: str, digest: bytes) -> None:
-        """Count a wrong key of an address."""
+        """Count a wrong key from an address."""
         guesser = self._guessers.pop(address, None)
         if guesser is None:
             guesser = _Guesser(Bucket(BURST, BURST * SECONDS_PER_GUESS, self._clock))
-        self._guessers[address] = guesser  # the latest
+        self._guessers[address] = guesser  # now the most recent
         if len(self._guessers) > _MAX_ADDRESSES:
             self._guessers.popitem(last=False)
         if digest in guesser.wrong:
@@ -80,7 +76,7 @@ class GuessLimit:
 
 
 class KeyCheck:
-    """Knows keys by their digests; without any, every request is accepted.
+    """Compares keys by digest; accepts every request if the server has none.
 
     Args:
         known: returns the current keys by name.
@@ -94,16 +90,16 @@ class KeyCheck:
         self._limit = limit or GuessLimit()
 
     def check(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> str:
-        """Compare keys with every known one in constant time.
+        """Compare keys with all known ones in constant time.
 
         Args:
             address: the client's; empty if unknown.
 
         Returns:
-            The name of the key; empty if no key is required.
+            The key's name; "" if the server needs none.
 
         Raises:
-            AuthError: none was given, or one is wrong.
+            AuthError: no key, or a wrong one.
             TooManyWrongKeysError: the address tried too many.
         """
         known = self._known()
@@ -115,7 +111,7 @@ class KeyCheck:
         network = _network(address)
         self._limit.check(network)
         digests = [digest_of(key) for key in keys]
-        # All must be valid and of one holder: a second header is no second guess.
+        # All must be valid and the same holder's: a second header is no second guess.
         holders = {digest: _holder(known, digest) for digest in digests}
         if len(found := set(holders.values())) == 1 and (holder := found.pop()):
             return holder
@@ -134,7 +130,7 @@ def _holder(known: Mapping[str, ApiKey], digest: bytes) -> str:
 
 
 def _network(address: str) -> str:
-    """Return an address, or for IPv6 its network, in which one machine has billions."""
+    """Return an address; for IPv6 its network, of which one machine has billions of addresses."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

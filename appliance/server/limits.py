@@ -1,7 +1,7 @@
-"""Limits of each API key: requests and tokens a minute, and open requests.
+"""Limits of each API key: requests and tokens per minute, and open requests.
 
-A minute's worth can be used at once and refills evenly. Tokens are counted as they are read and
-written; a key that has overdrawn waits before its next request, and running ones are never cut.
+A key can use a minute's worth at once; it refills evenly. Tokens count as they are read and
+written: an overdrawn key waits before its next request, and running ones continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from appliance.api_keys import ApiKey
 
 MINUTE = 60.0  # seconds
-_PARALLEL_RETRY_AFTER = 2.0  # seconds, since nobody knows when a request ends
+_PARALLEL_RETRY_AFTER = 2.0  # seconds; the end of a request is unknown
 
 
 NO_LIMITS = KeyLimits()
@@ -37,7 +37,7 @@ class _Holder:
 
 
 class KeyUse:
-    """Counts the use of each key against its limits.
+    """Counts each key's use against its limits.
 
     Args:
         known: returns the current keys by name.
@@ -54,7 +54,7 @@ class KeyUse:
         self._holders: dict[str, _Holder] = {}
 
     def limits_of(self, name: str) -> KeyLimits:
-        """Return a key's limits; none if no key is required, or the key was removed."""
+        """Return a key's limits; none without keys or for a removed key."""
         key = self._known().get(name)
         return NO_LIMITS if key is None else key.limits
 
@@ -63,10 +63,10 @@ class KeyUse:
 
         Args:
             name: the key's name.
-            num_tokens: tokens of its prompts.
+            num_tokens: of its prompts.
 
         Raises:
-            RateLimitError: its limits leave no room for it now.
+            RateLimitError: the limits leave no room now.
         """
         holder = self._holder(name)
         limits = holder.limits
@@ -78,7 +78,7 @@ class KeyUse:
         if holder.requests and (seconds := holder.requests.seconds_until(1)):
             allowed = counted(limits.requests or 0, "request")
             raise RateLimitError(f"this API key may make {allowed} a minute", seconds)
-        # A prompt longer than a minute's tokens starts on a full bucket.
+        # A prompt of more than a minute's tokens starts on a full bucket.
         wanted = min(num_tokens, limits.tokens or 0)
         if holder.tokens and (seconds := holder.tokens.seconds_until(wanted)):
             allowed = counted(limits.tokens or 0, "token")
@@ -90,7 +90,7 @@ class KeyUse:
         return use
 
     def _holder(self, name: str) -> _Holder:
-        """Return the holder of a key; full buckets if its limits changed."""
+        """Return a key's holder; with full buckets if its limits changed."""
         limits = self.limits_of(name)
         holder = self._holders.setdefault(name, _Holder())
         if holder.limits != limits:
@@ -104,7 +104,7 @@ class KeyUse:
 
 
 class Use:
-    """One open request; `end` it in every case."""
+    """An open request; always `end` it."""
 
     def __init__(self, holder: _Holder) -> None:
         self._holder = holder
@@ -112,12 +112,12 @@ class Use:
         holder.num_open += 1
 
     def take(self, num_tokens: int) -> None:
-        """Count tokens that were read or written."""
+        """Count tokens read or written."""
         if self._holder.tokens is not None:
             self._holder.tokens.take(num_tokens)
 
     def end(self) -> None:
-        """End the request; later calls do nothing."""
+        """End the request; repeated calls do nothing."""
         if not self._ended:
             self._ended = True
             self._holder.num_open -= 1

@@ -1,4 +1,4 @@
-"""The socket that clients connect to; bound first, so that a busy port shows at once."""
+"""The listening socket; bound first, so that a busy port fails at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bind(config: ServerConfig) -> socket.socket:
     """Open the listening socket.
 
     Raises:
-        ConfigError: the address is unavailable, or would be open to all without a key.
+        ConfigError: the address is unavailable, or would be open to everyone without a key.
     """
     host, port = config.host, config.port
     if not is_loopback(host) and not known_keys(config):
@@ -34,7 +34,8 @@ def bind(config: ServerConfig) -> socket.socket:
         )[0]
     except OSError:
         raise ConfigError(f"{host!r} is no address of this machine; use --host 127.0.0.1") from None
-    # asyncio turns off Nagle's delay, 40 ms per response, only where the protocol is named.
+    # asyncio turns off Nagle's delay, 40 ms per response, only for a socket with its protocol
+    # named.
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,7 +49,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def url_of(config: ServerConfig, sock: socket.socket) -> str:
-    """Return the server's URL for clients on this machine."""
+    """Return the server's URL on this machine."""
     return local_url(config.host, sock.getsockname()[1], tls=config.tls_cert is not None)
 
 

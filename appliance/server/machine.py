@@ -1,4 +1,4 @@
-"""The server's use of its machine, read at most about once a second and only when asked."""
+"""Measures the load of server and machine, at most once a second and only on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MachineProbe:
     """Reads processes and GPUs once for all watchers.
 
     Args:
-        engines: lists the engines whose processes count beside this one.
+        engines: lists the engines whose processes count with this one.
         gpus: reads the GPUs.
     """
 
@@ -37,13 +37,13 @@ class MachineProbe:
         self._gpus = gpus or GpuProbe()
         self._reading: asyncio.Task[Machine] | None = None
         self._when = 0.0
-        self._busy: dict[int, float] = {}  # process to its CPU seconds
+        self._busy: dict[int, float] = {}  # CPU seconds by process
         self._processes: dict[int, psutil.Process] = {}
 
     async def read(self) -> Machine | None:
-        """Return a new or the last reading; None if the first one takes too long.
+        """Return a new or the last reading; None if the first takes too long.
 
-        A driver that hangs costs one thread and a short wait.
+        A hanging driver costs one thread and a short wait.
         """
         now = time.monotonic()
         stale = self.latest is None or now - self._when > FRESH_SECONDS
@@ -61,7 +61,7 @@ class MachineProbe:
         return self.latest
 
     def _read(self, now: float, engine_pids: set[int], tokens: int) -> Machine:
-        import psutil  # started by the first watcher
+        import psutil  # only if someone watches
 
         seconds, self._when = now - self._when, now
         before, self._busy = self._busy, {}
@@ -72,7 +72,7 @@ class MachineProbe:
                 times = process.cpu_times()
                 self._busy[pid] = times.user + times.system
                 resident[pid] = process.memory_info().rss
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # it has ended
                 self._processes.pop(pid, None)
         used = sum(spent - before[pid] for pid, spent in self._busy.items() if pid in before)
         memory = psutil.virtual_memory()

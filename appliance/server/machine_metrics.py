@@ -1,4 +1,4 @@
-"""Exports log, processes and GPUs to Prometheus, as `machine` read them for this scrape."""
+"""Exports log counts, processes and GPUs to Prometheus, as `machine` read them for this scrape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from appliance.events import Gpu
     from appliance.server.state import ServerState
 
-# Name and help of a metric, and the field of `Gpu` that it shows.
+# A metric's name and help, and its field of `Gpu`.
 _GPU_GAUGES = (
     ("appliance_gpu_utilization_ratio", "Share of time with work, 0 to 1.", "utilization"),
     ("appliance_gpu_memory_used_bytes", "Memory in use, by anybody.", "memory_used_bytes"),
@@ -30,13 +30,12 @@ _GPU_GAUGES = (
 
 
 class MachineCollector(Collector):
-    """Counts warnings and exports the latest reading; takes none itself, which may block."""
+    """Counts warnings and exports the last reading; takes none, because that may block."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metric families; the registry calls it."""
         warnings = self._state.warnings.total
         yield counter("appliance_log_warnings", "Warnings and errors in the log.", [({}, warnings)])
         machine = self._state.machine.latest

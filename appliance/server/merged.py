@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 async def merged(
     generations: Sequence[Generation], max_queued: int
 ) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
-    """Yield the deltas of several generations as they come, with the generation's number.
+    """Yield the deltas of several generations as they arrive, with the generation's index.
 
     Args:
-        generations: sources; their maker closes them.
-        max_queued: deltas taken ahead of the consumer.
+        generations: sources; the caller closes them.
+        max_queued: deltas to take ahead of the consumer.
     """
-    # The rest waits in its generation, which gives up on a consumer that lags behind.
+    # The rest waits in its generation, which aborts for a slow consumer.
     queue: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue(max_queued)
 
     async def pump(number: int, generation: Generation) -> None:

@@ -1,4 +1,4 @@
-"""Builds metric families for collectors that read numbers kept elsewhere."""
+"""Builds metric families for collectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def gauge(name: str, text: str, samples: Samples) -> Metric:
-    """Build a gauge with a sample for each set of labels."""
+    """Build a gauge with a sample per set of labels."""
     family = GaugeMetricFamily(name, text)
     for labels, value in samples:
         family.add_sample(name, dict(labels), value)
@@ -48,8 +48,8 @@ def histogram(
 
     Args:
         model_name: value of its only label.
-        bounds: rising upper bounds of the buckets.
-        counts: of each bucket alone; the last one is unbounded.
+        bounds: ascending upper bounds of the buckets.
+        counts: per bucket, not cumulative; the last one is unbounded.
         total: sum of all values.
     """
     family = HistogramMetricFamily(name, text, labels=["model_name"])

@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names where the meaning is equal, `appliance_*` for the rest.
 
-Counts come from the engine's latest stats; times are measured here, where the client waits.
+Takes counts from the engine's stats, and measures times here, where the client waits.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ RECENT_STEPS = 1024
 
 
 class RecentTimes:
-    """The latest samples of one latency, for quantiles of the last minute."""
+    """The last samples of a latency, for quantiles of the last minute."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_RECENT_SAMPLES)
 
     def add(self, now: float, seconds: float) -> None:
-        """Add a sample taken at a monotonic time."""
         self._samples.append((now, seconds))
 
     def rate(self, now: float) -> float:
-        """Return samples a second, from the first sample of the last minute; 0 without any."""
+        """Return samples per second since the first sample of the last minute; 0 without any."""
         times = [when for when, _ in self._samples if when >= now - _RECENT_SECONDS]
         return len(times) / max(1.0, now - times[0]) if times else 0.0
 
     def quantiles(self) -> Quantiles:
-        """Return quantiles of the last minute, or of the kept part of it."""
+        """Return quantiles of the last minute, as far as kept."""
         since = time.monotonic() - _RECENT_SECONDS
         seconds = sorted(value for when, value in self._samples if when >= since)
         if not seconds:
@@ -136,11 +135,10 @@ class Metrics:
         )
 
     def add(self, collector: Collector) -> None:
-        """Register a collector of numbers kept elsewhere."""
         self.registry.register(collector)
 
     def take_steps(self, report: StepReport) -> None:
-        """Count the steps that the engine reports."""
+        """Count the engine's steps."""
         self.recent_steps.extend(report.steps)
         for step in report.steps:
             self.step_rows.observe(step.prefill_tokens + step.decode_tokens)
@@ -148,25 +146,25 @@ class Metrics:
             self.step_seconds.observe(step.seconds)
 
     def count_choice(self, reason: str) -> None:
-        """Count a choice that ended."""
+        """Count an ended choice."""
         self._success.labels(self.model_name, reason).inc()
 
     def observe_wait(self, owner: str, seconds: float) -> None:
-        """Add the time that a key's request waited in the queue."""
+        """Add a request's time in the queue."""
         self.shared.observe_wait(owner or NO_KEY, seconds)
 
     def count_shed(self, owner: str) -> None:
-        """Count a key's request that was refused because the queue was full."""
+        """Count a request refused because the queue was full."""
         self.shared.count_shed(owner or NO_KEY)
 
     def count_expired(self, owner: str, state: str) -> None:
-        """Count a key's request that timed out while `waiting` or `running`."""
+        """Count a request that timed out while `waiting` or `running`."""
         self.shared.count_expired(owner or NO_KEY, state)
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Durations of a request: total, up to the first token, and from there to the last."""
+    """A request's durations: total, to the first token, and from there to the last."""
 
     total: float
     prefill: float
@@ -182,10 +180,10 @@ class RequestTimer:
         self._begin = self._arrival  # of the engine's work, once known
         self._first = 0.0
         self._count = 0
-        self._last: dict[int, float] = {}  # choice to the time of its latest token
+        self._last: dict[int, float] = {}  # time of each choice's last token
 
     def tokens(self, choice: int, count: int, queue_seconds: float | None) -> None:
-        """Add the tokens that a choice has just got."""
+        """Record new tokens of a choice."""
         now = time.monotonic()
         metrics = self._metrics
         if queue_seconds is not None:
@@ -206,7 +204,7 @@ class RequestTimer:
 
     @property
     def seconds(self) -> Seconds:
-        """Return the times so far; queueing is part of the total only."""
+        """The times so far; only the total includes queueing."""
         total = time.monotonic() - self._arrival
         if not self._last:
             return Seconds(total, 0.0, 0.0)
@@ -214,7 +212,6 @@ class RequestTimer:
         return Seconds(total, max(0.0, self._first - self._begin), decode)
 
     def end(self, *, complete: bool) -> None:
-        """End the request."""
         metrics, now = self._metrics, time.monotonic()
         metrics.finished += 1
         if self._last:

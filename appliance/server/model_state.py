@@ -1,4 +1,4 @@
-"""One served model as routes see it: its engine, tokenizer, names, queue and metrics."""
+"""A served model as routes see it: engine, tokenizer, names, queue and metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from appliance.server.state import ServerState
     from appliance.tokenizer import Tokenizer
 
-_MOST_NAMES = 20  # of adapters in a message
+_MOST_NAMES = 20  # adapter names in a message
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +38,16 @@ class FoundModel(Protocol):
     """A model on this machine."""
 
     @property
-    def path(self) -> Path:
-        """File or folder."""
-        ...
+    def path(self) -> Path: ...
 
     @property
     def name(self) -> str:
-        """The model's name unless the settings give one."""
+        """The model's name, unless the settings give one."""
         ...
 
     @property
     def sampling(self) -> SamplingDefaults:
-        """Recommended sampling for a model that brings none."""
+        """Recommended sampling for a model that has none."""
         ...
 
 
@@ -60,14 +58,14 @@ class ModelState:
         server: state shared by its models.
         found: its files.
         model_id: its id in the API.
-        quality_card: the model's, if it has one.
+        quality_card: its card, if any.
 
     Attributes:
-        tokenizer: None until it is loaded.
+        tokenizer: None until loaded.
         sampling: defaults for requests.
         queue: waiting requests.
-        adapters: names of adapters, which are served like models.
-        grammars: checks the formats that requests ask for.
+        adapters: adapters, which requests name like models.
+        grammars: checks requested formats.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class ModelState:
 
     @property
     def use(self) -> KeyUse:
-        """Use of each key against its limits."""
+        """Each key's use against its limits."""
         return self.server.use
 
     @property
@@ -109,12 +107,11 @@ class ModelState:
 
     @property
     def several_keys(self) -> bool:
-        """True if more than one key is accepted."""
+        """True if the server accepts more than one key."""
         return self.server.several_keys
 
     @property
     def key_names(self) -> list[str]:
-        """Names of the accepted keys."""
         return list(self.server.keys() or (NO_KEY,))
 
     def _take_warnings(self, report: StepReport) -> None:
@@ -122,13 +119,13 @@ class ModelState:
             self.server.warnings.add(line)
 
     def _rest(self, report: StepReport) -> None:
-        """Stop the tokenizer's processes with the engine's."""
+        """Stop the tokenizer's processes when the engine sleeps."""
         if self.engine.state is EngineState.ASLEEP and self.tokenizer is not None:
             self.tokenizer.rest()
 
     @property
     def is_loaded(self) -> bool:
-        """True if the model has been loaded; it may sleep now."""
+        """True once the model has been loaded, even while it sleeps."""
         return self.tokenizer is not None and self.engine.info is not None
 
     def begin_loading(
@@ -143,7 +140,7 @@ class ModelState:
         """Wait until the model has been loaded.
 
         Raises:
-            EngineUnavailableError: it cannot be loaded; the next call tries again.
+            EngineUnavailableError: loading failed; the next call tries again.
         """
         if self.is_loaded:
             return
@@ -172,7 +169,7 @@ class ModelState:
                 logger.error("%s cannot be loaded: %s", self.model_id, error)
             raise
         finally:
-            loading.cancel()  # nothing, if it has ended
+            loading.cancel()  # no effect if it has ended
             await asyncio.gather(loading, return_exceptions=True)
         self.sampling = choose_defaults(
             self.engine.config.generation_config, tokenizer.sampling, self._found.sampling
@@ -182,7 +179,7 @@ class ModelState:
         return info
 
     async def close(self, *, now: bool = False) -> None:
-        """Stop its processes."""
+        """Stop the model's processes."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
@@ -193,17 +190,17 @@ class ModelState:
 
     @property
     def unavailable(self) -> str | None:
-        """One word for why requests are refused; None if they are accepted."""
+        """Reason to refuse requests, in one word; None if it accepts them."""
         return "draining" if self.server.draining else self.not_working
 
     @property
     def doubtful(self) -> bool:
-        """True if the engine is silent for longer than usual, but not yet hung."""
+        """True if the engine is silent unusually long, but not yet hung."""
         return self.engine.state is EngineState.READY and not self.engine.responsive
 
     @property
     def not_working(self) -> str | None:
-        """One word for why the engine takes no requests; None if it works or sleeps."""
+        """The engine's state if it takes no requests; None if it works or sleeps."""
         if self.engine.state.accepts and self.tokenizer is not None:
             return None
         state = self.engine.state
@@ -228,21 +225,16 @@ class ModelState:
 
     @property
     def aliases(self) -> list[str]:
-        """Further names in requests."""
         return [alias for alias, name in self.server.aliases.items() if name == self.model_id]
 
     def has_name(self, name: str | None) -> bool:
-        """Return True if a request with this name means this model or an adapter of it."""
+        """Return True if the name means this model or an adapter of it."""
         if name is None or name == self.model_id or self.server.aliases.get(name) == self.model_id:
             return True
         return self.adapters.find(name) is not None
 
     def check_model(self, name: str | None) -> None:
-        """Accept the served model and its adapters only.
-
-        Raises:
-            UnknownModelError: it is another.
-        """
+        """Raise UnknownModelError unless the name is the model's or an adapter's."""
         if not self.has_name(name):
             raise UnknownModelError(
                 f"the model {(name or '')[:100]!r} is not served here; the one that is:"
@@ -250,13 +242,13 @@ class ModelState:
             )
 
     def in_words(self) -> str:
-        """The names of the model and of its adapters."""
+        """Format the names of the model and its adapters."""
         adapters = [repr(one) for one in self.adapters.names()[:_MOST_NAMES]]
         beside = f", and as adapters of it {', '.join(adapters)}" if adapters else ""
         return f"{self.model_id!r}{beside}"
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    from appliance.tokenizer import Tokenizer  # takes a while; the engine loads meanwhile
+    from appliance.tokenizer import Tokenizer  # slow; the engine loads meanwhile
 
     return Tokenizer.from_path(path)

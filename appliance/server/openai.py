@@ -33,7 +33,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
 
 def openai_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", **describes(ChatRequest, ChatCompletion, streams=True))
@@ -135,7 +134,7 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
 
 
 def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
-    """Describe a model, or an adapter of it."""
+    """Describe a model or an adapter."""
     info = state.engine.info
     return ModelCard(
         id=state.model_id if adapter is None else adapter,

@@ -1,4 +1,4 @@
-"""Begins the answer to a chat in OpenAI's form, for a client of any kind."""
+"""Begins the answer to an OpenAI chat, for the HTTP routes and `own_model`."""
 
 from __future__ import annotations
 

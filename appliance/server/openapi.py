@@ -1,4 +1,4 @@
-"""Generates /openapi.json from the structs that decode and encode."""
+"""Generates /openapi.json from the request and answer structs."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def describes(
         gives: struct of the answer; None means one of `media_types`.
         streams: the answer may also be a stream.
         path: names of the path parameters.
-        media_types: of an answer that is not a struct.
+        media_types: of an answer without a struct.
         stream_type: media type of a stream.
-        error: struct of every failure.
+        error: struct of every error.
     """
     if gives is not None:
         content: dict[str, Any] = {"application/json": {"schema": _reference(gives)}}
@@ -111,7 +111,7 @@ def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
 
 
 def _pieces(media_type: str) -> dict[str, Any]:
-    """Return the content of answers that no struct describes."""
+    """Return the content of answers without a struct."""
     if media_type == "application/json":
         return {}
     return {"schema": _EVENT if media_type == "text/event-stream" else {"type": "string"}}

@@ -1,7 +1,7 @@
-"""Protects this server against other web pages, by Host, Origin and site.
+"""Protects the server against other web pages, by Host, Origin and site.
 
-A browser on this machine reaches the server as its owner does. So a foreign Host is refused, which
-may have been pointed here (DNS rebinding), and so are requests of pages of another origin.
+A browser on this machine reaches the server as its owner does. So the server refuses a foreign Host
+(DNS rebinding) and requests from pages of another origin.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def is_loopback(host: str) -> bool:
 
 
 class Origins:
-    """The Host names of a server, and the origins that it answers.
+    """The host names of a server and the origins that it accepts.
 
     Args:
-        config: address, allowed hosts and allowed origins of the server.
+        config: the server's address, allowed hosts and allowed origins.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         hosts, self._allowed = _words(config.allowed_hosts), _words(config.allowed_origins)
         own = config.host.lower()
-        # A server that other machines reach has many names, and a key that foreign pages lack.
+        # A server open to other machines has many names, and a key that foreign pages lack.
         any_host = _ANY in hosts or not (hosts or is_loopback(own))
         own_names = {*_LOOPBACK_NAMES, f"[{own}]" if ":" in own else own}
         self._hosts = None if any_host else own_names | hosts
 
     def check(self, host: str, origins: Iterable[str]) -> str | None:
-        """Refuse a foreign host name or origin.
+        """Check host name and origin.
 
         Returns:
-            The foreign origin that is allowed, if the request came from one.
+            The request's foreign origin, if it is an allowed one.
 
         Raises:
-            ForbiddenError: one of them is not accepted.
+            ForbiddenError: one of them is not allowed.
         """
         host = host.lower()
         match = _HOST.fullmatch(host)
@@ -82,14 +82,13 @@ class Origins:
 def check_site(sites: Iterable[str]) -> None:
     """Refuse requests that a page of another site triggers, such as images and scripts.
 
-    Such a request has no Origin, and its page cannot read the answer, but it holds resources all
-    the same.
+    Such a request has no Origin, and its page cannot read the answer, but it still takes resources.
 
     Args:
-        sites: all Sec-Fetch-Site headers; only browsers send one.
+        sites: all Sec-Fetch-Site headers; only browsers send them.
 
     Raises:
-        ForbiddenError: it comes from another site.
+        ForbiddenError: the request comes from another site.
     """
     if not _OWN_SITES.issuperset(sites):
         raise ForbiddenError(

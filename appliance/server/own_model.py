@@ -1,4 +1,4 @@
-"""A model for this process alone: what a server has, without HTTP, in a thread of its own."""
+"""A model for this process alone: a server without HTTP, in its own thread."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ ResultT = TypeVar("ResultT")
 
 
 class OwnModel:
-    """A loaded model with its engine's process; as a context manager it ends both.
+    """A loaded model and its engine process; as a context manager it ends both.
 
-    It may be used from any thread that has no part in it, by one question at a time.
+    Use it from one outside thread, for one question at a time.
 
     Args:
-        engine: its settings; replicas are of no use to one person.
+        engine: its settings; ignores replicas.
         found: its files.
         on_progress: called with stage, done, total, in another thread.
-        engine_command: command of the engine's process.
+        engine_command: command of the engine process.
 
     Raises:
-        ApplianceError: it cannot be loaded, or is not for chats.
+        ApplianceError: loading fails, or the model is not for chats.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class OwnModel:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Its id, alone."""
+        """The model's id, alone."""
         return (self._model.model_id,)
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        """Yield the answer to a chat in OpenAI's form, as server-sent events.
+        """Yield the answer to an OpenAI chat as server-sent events.
 
         Raises:
             ApplianceError: the request is refused, or the engine fails.
@@ -83,7 +83,7 @@ class OwnModel:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
 
         def put(frame: bytes | None) -> None:
-            with suppress(RuntimeError):  # who asked has gone, and the loop with it
+            with suppress(RuntimeError):  # the caller's loop has closed
                 here.call_soon_threadsafe(queue.put_nowait, frame)
 
         answering = asyncio.run_coroutine_threadsafe(_answer(self._model, body, put), self._loop)
@@ -95,7 +95,7 @@ class OwnModel:
             answering.cancel()
 
     def close(self) -> None:
-        """End the engine's process, and wait for it."""
+        """End the engine process and wait for it."""
         if not self._thread.is_alive():
             return
         if (model := getattr(self, "_model", None)) is not None:

@@ -1,4 +1,4 @@
-"""Turns messages or prompts into token ids; chats and long texts in a thread."""
+"""Converts messages or prompts to token ids; chats and long texts in a thread."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
 
-MAX_PROMPTS = 64  # of one request to /v1/completions
+MAX_PROMPTS = 64  # per request to /v1/completions
 _OFF_LOOP_CHARACTERS = 4096
-_TAIL = 16  # tokens at the end of a prompt that may begin a thought
+_TAIL = 16  # tokens at a prompt's end that may begin a thought
 
 ResultT = TypeVar("ResultT")
 
@@ -35,18 +35,18 @@ class ChatPrompt:
 
     ids: list[int]
     reading: Reading | None
-    thinking: bool  # the answer begins within a thought
+    thinking: bool  # the answer begins inside a thought
     budget: ThoughtBudget | None
 
 
 async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatPrompt:
-    """Render a conversation by the model's chat template.
+    """Render a conversation with the model's chat template.
 
     Args:
-        salt: only chats of the same salt share tokenized texts; see `terms.salt_of`.
+        salt: only chats with the same salt share tokenized texts; see `terms.salt_of`.
 
     Raises:
-        RequestError: a message is of an unsupported kind.
+        RequestError: a message is unsupported.
         ChatTemplateError: there is no template, or it fails on these messages.
     """
     _, tokenizer = state.serving()
@@ -73,7 +73,7 @@ async def chat_prompt(state: ModelState, chat: Conversation, salt: str) -> ChatP
         budget = thought_budget(chat.thought_tokens, tokenizer, thinking=thinking)
         return ChatPrompt(ids, reading, thinking, budget)
 
-    # Even a chat of short texts can carry a lot beside them.
+    # Even a chat of short texts can have large tools or options.
     return await off_loop(state, encode)
 
 
@@ -99,10 +99,9 @@ async def completion_prompts(
     param: str = "prompt",
     most: int = MAX_PROMPTS,
 ) -> list[list[int]]:
-    """Return the token ids of each prompt: a text, texts, token ids or lists of these.
+    """Return each prompt's token ids; accepts a text, texts, token ids or lists of these.
 
     Args:
-        state: the server's.
         prompt: the body's field.
         param: its name.
         most: limit on prompts.
@@ -134,7 +133,7 @@ async def completion_prompts(
 
 
 def prompt_text(prompt: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[str]:
-    """Return the text of each prompt; token ids are detokenized."""
+    """Return each prompt's text, decoded from token ids if need be."""
     texts = []
     for one in _separate(prompt, "prompt"):
         if isinstance(one, str):

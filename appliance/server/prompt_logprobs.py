@@ -1,4 +1,4 @@
-"""`prompt_logprobs` in vLLM's shape: the log probability of each token of a prompt."""
+"""`prompt_logprobs` in vLLM's shape: log probabilities of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def prompt_logprobs(
     answer: Answer, number: int, tokenizer: Tokenizer
 ) -> PromptLogprobs | UnsetType:
-    """Return the scores of one prompt; unset if not requested."""
+    """Return one prompt's scores; UNSET if not requested."""
     if not answer.scores_prompts:
         return UNSET
     return [None, *(_place(one, tokenizer) for one in answer.prompt_logprobs[number])]

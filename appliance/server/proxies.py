@@ -1,6 +1,6 @@
-"""Undoes reverse proxies: their path prefix, and the client's address.
+"""Undoes reverse proxies: their path prefix and the client's address.
 
-An ASGI middleware outside all others, so that the door, the log and the limits see the client.
+The outermost ASGI middleware, so that door, log and limits see the client.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class Proxies:
     """Reads the headers of trusted proxies.
 
-    `X-Forwarded-For` and `X-Forwarded-Proto` count only from a trusted proxy, since anybody can
-    send them. The proxy may keep its path prefix or strip it.
+    Anyone can send `X-Forwarded-For` and `X-Forwarded-Proto`, so they count only from a trusted
+    proxy. A proxy may keep its path prefix or strip it.
 
     Args:
         config: names the proxies and the path.
 
     Raises:
-        ConfigError: a proxy is not an address, or the path is invalid.
+        ConfigError: a proxy is no address, or the path is invalid.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -41,7 +41,6 @@ class Proxies:
             self._behind = self._route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         await self._behind(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,10 +55,10 @@ class Proxies:
 
 
 def root_path(config: ServerConfig) -> str:
-    """Normalize the path prefix, without a trailing slash; empty for none.
+    """Normalize the path prefix, without a trailing slash; "" for none.
 
     Raises:
-        ConfigError: it is not a path.
+        ConfigError: it is no path.
     """
     path = config.root_path.rstrip("/")
     if path and (not path.startswith("/") or any(c in path for c in "?#%\\ ") or "//" in path):

@@ -1,4 +1,4 @@
-"""The quality card of the served model; the caller has read and validated it."""
+"""The served model's quality card, already read and validated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedCard:
-    """The quality card of the served model's weights.
+    """The quality card of the served weights.
 
     Attributes:
         as_json: the whole card as JSON.

@@ -1,4 +1,4 @@
-"""Bounds the queue in requests and tokens, and estimates when there will be room."""
+"""Bounds the queue in requests and tokens, and estimates the wait for room."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Queue:
         self._keys = keys
 
     def has_room(self, requests: int = 1, tokens: int = 0) -> bool:
-        """Return True if so many requests and prompt tokens more can run or wait.
+        """Return True if this many more requests and prompt tokens can run or wait.
 
         One prompt of any length may wait alone.
         """
@@ -44,11 +44,10 @@ class Queue:
     def check(self, owner: str, requests: int = 1, tokens: int = 0) -> None:
         """Refuse a key's requests if the queue is full.
 
-        In a full queue, a key with less than its share still gets in.
+        A full queue still admits a key below its share.
 
         Raises:
-            QueueFullError: too many wait; it estimates when there will be room, by the starts of
-                the last minute.
+            QueueFullError: too many wait; estimates the wait from the starts of the last minute.
         """
         if self.has_room(requests, tokens):
             return
@@ -66,7 +65,7 @@ class Queue:
         )
 
     def _excess(self, requests: int) -> int:
-        """Return how many requests must start first."""
+        """Return the number of requests that must start first."""
         engine = self._engine
         infos = [one.info for one in engine.replicas]
         slots = sum(0 if info is None else info.max_num_seqs for info in infos)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_BYTES = 4 * 2**20  # of an answer to keep
 MAX_AHEAD = 8  # messages that wait for the fastest follower
-FAILED = "failed"  # in the state of a request: its stream has begun well and ended badly
+FAILED = "failed"  # key in a request's state: its stream began well and ended badly
 
 
 class SharedAnswer:
-    """Begins on construction, and ends when the last connection leaves.
+    """Begins on construction and ends when the last connection leaves.
 
     Args:
         scope: ASGI scope of the first request.
@@ -26,10 +26,8 @@ class SharedAnswer:
         clock: returns monotonic seconds.
 
     Attributes:
-        digest: as above.
-        scope: as above.
         ended: when it was complete; None before.
-        spoiled: it cannot be repeated: it failed, was cut off, or is too large to keep.
+        spoiled: not repeatable: it failed, was cut off, or is too large to keep.
         num_bytes: size of its body so far.
     """
 
@@ -43,12 +41,12 @@ class SharedAnswer:
         self._clock = clock
         self._messages: list[Message | None] = []  # None once all followers have it
         self._error: Exception | None = None
-        self._places: dict[int, int] = {}  # messages that each follower has
+        self._places: dict[int, int] = {}  # number of messages that each follower has
         self._num_followed = 0
         self._complete = False
         self._changed = asyncio.Event()
         self._abandoned = asyncio.Event()
-        # A response must not bypass this and write to the first connection.
+        # Removed, so that a response cannot bypass this and write to the first connection.
         scope["extensions"] = {}
         self._making = asyncio.create_task(self._make(app, body))
 
@@ -56,10 +54,10 @@ class SharedAnswer:
         """Send the answer from its beginning, until it or the client ends.
 
         Args:
-            again: this is a repetition, which a header says.
+            again: add the header of a repetition.
 
         Raises:
-            Exception: the answer failed with it.
+            Exception: the answer's own failure.
         """
         number, self._num_followed = self._num_followed, self._num_followed + 1
         self._places[number] = 0
@@ -100,7 +98,7 @@ class SharedAnswer:
 
         try:
             await app(self.scope, receive, self._take)
-        except Exception as error:  # raised for all followers
+        except Exception as error:  # raised to all followers
             self._error = error
         finally:
             if self._error is not None or self.scope["state"].get(FAILED):

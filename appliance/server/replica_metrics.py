@@ -1,7 +1,7 @@
-"""The metrics of each replica of a model, beside those of all together.
+"""Metrics of each replica of a model.
 
-They have families of their own: a label on those of `engine_metrics`, which are sums, would make
-dashboards count twice. A model with one process has none.
+Separate families: labels on the sums in `engine_metrics` would make dashboards count twice. A model
+with one process has none.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 
 class ReplicaCollector(Collector):
-    """Collects metrics from the latest reports of a model's replicas."""
+    """Collects metrics from the last reports of a model's replicas."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metric families; the registry calls it."""
         replicas = self._state.engine.replicas
         if len(replicas) == 1:
             return

@@ -1,6 +1,6 @@
-"""Makes the engine of a served model: one process, or several with what each of them may use.
+"""Makes a model's engine: one process, or several that divide threads, memory and GPUs.
 
-What several processes may use was tested on CPUs; on GPUs it has not been run yet.
+Several processes are tested on CPUs only, not yet on GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Memories:
     """The memory of the host, and of each GPU that a replica has alone.
 
     Args:
-        limit: bytes of all engines together in each of them; None is what is free.
+        limit: bytes of all engines together in each of them; None means the free memory.
         is_shared: there are several models.
     """
 
@@ -43,10 +43,10 @@ class Memories:
         self._residencies: dict[str, Residency] = {}
 
     def of(self, gpu: str, *, divided: bool = False) -> Residency:
-        """Return the memory of a GPU; "" is where engines without one of their own are.
+        """Return the memory of a GPU; "" is the place of engines without their own GPU.
 
         Args:
-            divided: replicas divide it, so there must be a limit before the first one looks.
+            divided: replicas divide it, so it needs a limit before the first one measures.
         """
         found = self._residencies.get(gpu)
         if found is None:
@@ -65,14 +65,14 @@ def make_engine(
     make: MakeClient,
     gpus: Sequence[str] | None = None,
 ) -> ServedEngine:
-    """Make the engine that the settings of a model ask for.
+    """Make a model's engine from its settings.
 
     Args:
-        make: makes a client from its settings, its memory, its number and what it shares.
-        gpus: ids of the GPUs that there are; None looks.
+        make: makes a client from its settings, its memory, its number and the shared state.
+        gpus: ids of the present GPUs; None finds them.
 
     Raises:
-        ConfigError: the replicas are more than this machine has GPUs or threads for.
+        ConfigError: the machine has too few GPUs or threads for the replicas.
     """
     if config.replicas == 1:
         return make(config, memories.of(""), 0, None)
@@ -93,7 +93,7 @@ def divided(config: EngineConfig) -> list[EngineConfig]:
     Raises:
         ConfigError: there are fewer threads than processes.
     """
-    import psutil  # needed here only
+    import psutil  # needed only here
 
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     number, each = config.replicas, config.tensor_parallel
@@ -112,7 +112,7 @@ def divided(config: EngineConfig) -> list[EngineConfig]:
 
 
 def _own_gpus(config: EngineConfig, gpus: Sequence[str] | None) -> list[str]:
-    """Return a GPU for each replica; none where the CPU computes.
+    """Return a GPU for each replica; none on a CPU.
 
     Raises:
         ConfigError: there are too few.
@@ -136,14 +136,14 @@ def _own_gpus(config: EngineConfig, gpus: Sequence[str] | None) -> list[str]:
 
 
 def gpu_ids() -> list[str]:
-    """Return the ids of the GPUs that CUDA shows: those of CUDA_VISIBLE_DEVICES, else all."""
+    """Return the ids of the GPUs that CUDA shows: CUDA_VISIBLE_DEVICES's, or all."""
     given = visible_gpus()
     if given is not None:
         return given
     try:
         nvml = open_nvml()
         handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
-    except Exception:  # no driver: pynvml has a class for each error
+    except Exception:  # no driver; pynvml has a class for each error
         return []
     ids = [ask(partial(nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
     return [one.decode() if isinstance(one, bytes) else one for one in ids if one is not None]

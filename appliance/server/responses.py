@@ -15,16 +15,16 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Output tokens by purpose, and proposed ones by what became of them."""
+    """Output tokens by purpose, and drafted ones by outcome."""
 
-    reasoning_tokens: int | UnsetType = UNSET  # in thoughts; where the model can think or call
-    # Of speculative decoding, where there was any.
+    reasoning_tokens: int | UnsetType = UNSET  # in thoughts, if the model can think or call
+    # Of speculative decoding, if any.
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
-    """Token counts of one request; prompts count once, whatever `n` is."""
+    """Token counts of one request; prompts count once for any `n`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,7 +34,7 @@ class Usage(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """One candidate for a token; `bytes` are exact where `token` cannot be."""
+    """A candidate for a token; `bytes` are exact where `token` cannot be."""
 
     token: str
     logprob: float
@@ -55,10 +55,10 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CalledFunctionText(msgspec.Struct):
-    """The called tool and its arguments as JSON; a stream sends pieces of that."""
+    """The called tool and its arguments as JSON, or a piece of them in a stream."""
 
     arguments: str
-    name: str | UnsetType = UNSET  # where a call begins
+    name: str | UnsetType = UNSET  # only at the beginning of a call
 
 
 class AnsweredCall(msgspec.Struct):
@@ -70,12 +70,12 @@ class AnsweredCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """A whole answer; `content` is null if it is all thoughts and calls."""
+    """A whole answer; `content` is null if it has only thoughts and calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
-    # The thought under both names that clients look for, and calls, where there are some.
+    # The thought under both names in use, and calls, if any.
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[AnsweredCall] | UnsetType = UNSET
@@ -92,14 +92,14 @@ class ChatChoice(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """The probability of one token at one place of a prompt."""
+    """A token's probability at one place of a prompt."""
 
     logprob: float
-    rank: int | None  # 1 is the likeliest; known of the reported alternatives only
+    rank: int | None  # 1 is the likeliest; known only among the reported alternatives
     decoded_token: str
 
 
-# By token id, of each place: the token that is there, and the likeliest. None of the first.
+# Per position, by token id: the prompt's token and the likeliest. None at the first.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -113,7 +113,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # where it was asked for
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # if requested
 
 
 class CallDelta(msgspec.Struct):
@@ -126,13 +126,13 @@ class CallDelta(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """The addition of a chunk; an empty one accompanies the finish reason."""
+    """A chunk's addition; an empty one accompanies the finish reason."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # the same
-    tool_calls: list[CallDelta] | UnsetType = UNSET  # one at a time
+    reasoning: str | UnsetType = UNSET  # same text as `reasoning_content`
+    tool_calls: list[CallDelta] | UnsetType = UNSET  # one per chunk
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -153,14 +153,14 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     system_fingerprint: str
-    usage: Usage | UnsetType | None = UNSET  # null until the last chunk, if it was asked for
+    usage: Usage | UnsetType | None = UNSET  # null until the last chunk, if requested
 
 
 class CompletionLogprobs(msgspec.Struct):
     """Log probabilities in the form of text completions."""
 
     tokens: list[str]
-    token_logprobs: list[float | None]  # None of a first token, which nothing precedes
+    token_logprobs: list[float | None]  # None for a first token, which has no context
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]  # characters before each token
 
@@ -173,7 +173,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     cumulative_logprob: float | UnsetType = UNSET  # with best_of or beam search
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # where it was asked for
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # if requested
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -189,17 +189,17 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "appliance"
-    parent: str | None = None  # of an adapter, the model that it changes
-    max_model_len: int | None  # null until it is loaded for the first time
-    default_parameters: dict[str, float]  # of sampling, where a request says nothing
+    parent: str | None = None  # an adapter's base model
+    max_model_len: int | None  # null until first loaded
+    default_parameters: dict[str, float]  # default sampling
     state: str  # ready, asleep (the next request loads it), loading, waking, restarting or failed
-    aliases: list[str]  # that requests may name as well
+    aliases: list[str]  # other names that requests may use
 
 
 class ModelList(msgspec.Struct, kw_only=True):

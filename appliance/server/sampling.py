@@ -1,4 +1,4 @@
-"""Translates a body's fields to `SamplingParams`, and checks lengths against the context."""
+"""Converts a body's fields to `SamplingParams`, and checks lengths against the context."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def sampling_params(
     grammar: Grammar | None = None,
     budget: ThoughtBudget | None = None,
 ) -> SamplingParams:
-    """Translate a body's fields; null means the default.
+    """Convert a body's fields; null means the default.
 
     Args:
-        defaults: of the loaded model, for random sampling only: temperature 0 and beam search
-            ignore them.
+        defaults: the loaded model's, for random sampling: temperature 0 and beam search ignore
+            them.
         max_tokens: result of `completion_budget`.
-        logprobs: alternatives reported per token; None for no report.
+        logprobs: alternatives per token; None reports nothing.
         grammar: constrains the answer.
         budget: for the answer's thought.
 
@@ -45,9 +45,8 @@ def sampling_params(
         raise RequestError("prompt_logprobs are not streamed; leave stream out", param="stream")
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
-    if (
-        fields.use_beam_search and fields.temperature
-    ):  # the default is not 0, so it is not known later
+    # The default is not 0, so an explicit value shows only here.
+    if fields.use_beam_search and fields.temperature:
         raise RequestError(
             "temperature does not go with beam search, which takes the likeliest answers; leave "
             "temperature out",
@@ -102,13 +101,13 @@ def completion_budget(
     param: str,
     default: int | None = None,
 ) -> int:
-    """Return the token limit of an answer; prompts are never cut.
+    """Return an answer's token limit; prompts are never cut.
 
     Args:
         prompt_tokens: length of the prompt.
-        max_tokens: requested by the client; None if not.
+        max_tokens: the client's limit, if any.
         param: field of the prompt.
-        default: used without a request, as far as the context allows.
+        default: limit without a client's, as far as the context allows.
 
     Raises:
         ContextLengthError: the prompt does not fit.

@@ -1,6 +1,6 @@
-"""Requests as strict structs, from which the JSON schema in /openapi.json is made.
+"""Requests as strict structs, the source of the JSON schema in /openapi.json.
 
-Fields that a struct does not have are in `unsupported` or have no effect.
+Fields that no struct has are in `unsupported`, or have no effect.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
-# Checked elsewhere, by a message with both ends of the range.
+# Checked elsewhere, for a message with both bounds.
 Priority = Annotated[
     int, Meta(extra_json_schema={"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY})
 ]
 Timeout = Annotated[
     float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT})
 ]  # seconds
-# Checked elsewhere, by a message with the known values.
+# Checked elsewhere, for a message with the known values.
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
 TextType = Annotated[str, Meta(extra_json_schema={"const": "text"})]
 FunctionType = Annotated[str, Meta(extra_json_schema={"const": "function"})]
@@ -54,7 +54,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Extras of a stream."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: with it, in every chunk
+    continuous_usage_stats: bool | None = None  # vLLM's: counts in every chunk
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -75,7 +75,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A constraint on the answer in vLLM's words; one field is set."""
+    """A constraint on the answer, as in vLLM; set one field."""
 
     json: dict[str, Any] | bool | str | None = None
     regex: str | None = None
@@ -85,7 +85,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class TermsFields(msgspec.Struct, kw_only=True):
-    """The fields that every request to the engine shares; null means the same as absent."""
+    """Fields of every engine request; null equals absent."""
 
     model: str | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] | None = None
@@ -95,7 +95,7 @@ class TermsFields(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(TermsFields, kw_only=True):
-    """The fields that chat and text completions share."""
+    """Fields that chat and text completions share."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -129,7 +129,7 @@ class SamplingFields(TermsFields, kw_only=True):
     ) = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = None  # and its kin: older names of vLLM
+    guided_json: dict[str, Any] | bool | str | None = None  # this and the next: older names of vLLM
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -138,14 +138,14 @@ class SamplingFields(TermsFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message; only text has a meaning here."""
+    """One part of a message; only text is supported."""
 
     type: TextType
     text: str | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """The called tool; its arguments are JSON, or the object itself."""
+    """The called tool; its arguments are JSON text or the object itself."""
 
     name: str
     arguments: Any = None
@@ -181,14 +181,14 @@ class Function(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """Something that a model may call."""
+    """A tool that the model may call."""
 
     type: FunctionType
     function: Function
 
 
 class FunctionName(msgspec.Struct, kw_only=True):
-    """One of the tools."""
+    """Name of a tool."""
 
     name: str
 
@@ -201,14 +201,14 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """The tools that may be called, or of which one must be."""
+    """The tools that the model may call, or must call one of."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
 class ChosenTools(msgspec.Struct, kw_only=True):
-    """The tool that must be called, or those that are allowed."""
+    """The tool that the model must call, or those that it may call."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "allowed_tools"]})]
     function: FunctionName | None = None
@@ -218,7 +218,7 @@ class ChosenTools(msgspec.Struct, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    # Limited by the body's size only: agents send hundreds.
+    # Limited only by the body's size: agents send hundreds.
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: list[Tool] | None = None

@@ -1,7 +1,6 @@
 """POST /v1/completions with echo and logprobs, or echo alone: scores a given text.
 
-The engine scores a prompt's tokens while it computes them, in whole chunks. Evaluation harnesses
-use this.
+The engine scores a prompt's tokens in whole chunks as it computes them. For evaluation harnesses.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class EchoScoring:
 
     Attributes:
         exchange: the API request.
-        answer: of the engine; always close it.
+        answer: the engine's; always close it.
         prompts: token ids of each prompt.
-        texts: their texts.
+        texts: text of each prompt.
         generated: tokens after each prompt, 0 or 1.
     """
 
@@ -66,7 +65,7 @@ class EchoScoring:
         """Submit one request per prompt.
 
         Raises:
-            RequestError: it asks for more than scores and one token.
+            RequestError: the body requests more than scores and one token.
         """
         generated = body.max_tokens or 0
         for name, value in (

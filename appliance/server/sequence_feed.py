@@ -1,4 +1,4 @@
-"""The live sequences for one watcher, from the engine's view and the API process's facts."""
+"""Live sequences for one watcher, from the engine's report and the API process's facts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
     from appliance.stats import SequenceView
 
-RATE_SECONDS = 1.0  # over which a rate is smoothed
-SHOWN_TOKENS = 400  # of a prompt, if prompts are shown
+RATE_SECONDS = 1.0  # smoothing window of a rate
+SHOWN_TOKENS = 400  # of a prompt, if the server shows prompts
 
 Key = tuple[str, int]
 
@@ -24,7 +24,7 @@ class SequenceFeed:
     """The changes of sequences for one watcher.
 
     Args:
-        engine: the process whose sequences they are.
+        engine: the process with the sequences.
         holder: name of the watcher's key; it sees no other key's prompts.
     """
 
@@ -72,14 +72,12 @@ class SequenceFeed:
 
 
 class TokenRate:
-    """Tokens per second of one sequence, smoothed."""
-
     def __init__(self) -> None:
         self._before: tuple[float, int] | None = None
         self._rate = 0.0
 
     def update(self, now: float, tokens: int) -> float:
-        """Return the rate of a sequence with so many tokens at a monotonic time."""
+        """Return the smoothed rate after `tokens` tokens at a monotonic time."""
         before, self._before = self._before, (now, tokens)
         if before is None or now <= before[0]:
             return self._rate

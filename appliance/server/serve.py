@@ -1,4 +1,4 @@
-"""The API process from start to end: listen, start the engine, serve, drain, leave."""
+"""The API process from start to end: listen, start the engine, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class RunningServer:
         info: the loaded engine's.
         chats: the model has a chat template.
         sampling: defaults for requests.
-        others: ids of the models that are loaded on request.
-        replicas: engine processes of the model.
+        others: ids of the models to load on request.
+        replicas: number of engine processes of the model.
     """
 
     url: str
@@ -69,7 +69,7 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True)
 class ModelToServe:
-    """A model on this machine, and its quality card if it has one."""
+    """A model on this machine, and its quality card, if any."""
 
     model: FoundModel
     quality_card: ServedCard | None = None
@@ -91,17 +91,16 @@ def run_server(
 ) -> int:
     """Serve until a signal ends it.
 
-    SIGTERM and SIGINT let running streams finish for a while; a second signal ends at once.
+    SIGTERM and SIGINT drain running streams; a second signal ends at once.
 
     Args:
-        found: the models of `settings.served`; the first that loads is loaded now, others on
-            request.
+        found: the models of `settings.served`; loads the first that loads now, others on request.
         on_progress: called with stage, done, total while the model loads.
-        on_ready: called once requests are accepted.
+        on_ready: called once the server accepts requests.
         engine_command: command of the engine process.
         launched: the first engine process, if already started.
         warnings: log lines kept for dashboards.
-        notice: tells the service manager; None if there is none.
+        notice: notifies the service manager, if any.
 
     Returns:
         Number of finished requests.
@@ -133,7 +132,7 @@ def opened_server(
     warnings: RecentWarnings | None = None,
     notice: ServiceNotice | None = None,
 ) -> Iterator[ApiServer]:
-    """Open the listening socket of a server that has not begun to run; see `run_server`."""
+    """Open the listening socket of a server that is not running yet; see `run_server`."""
     config = settings.server
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
     sock = bind(config)
@@ -199,13 +198,13 @@ class ApiServer:
     async def run(
         self, on_progress: ProgressCallback, on_ready: ReadyCallback, *, signals: bool = True
     ) -> None:
-        """Serve until told to stop, by `stop` or by a signal if `signals`."""
+        """Serve until `stop`, or a signal if `signals`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
             loop.add_signal_handler(number, self.stop)
         await self.state.default.engine.prepare()
         loading = asyncio.create_task(self._load(on_progress))
-        web = await asyncio.to_thread(self._web_server)  # the engine waits for no import of ours
+        web = await asyncio.to_thread(self._web_server)  # in parallel with the engine's start
         following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
         serving = asyncio.create_task(web.serve(sockets=[self._socket]))
         stopping = asyncio.create_task(self._stop.wait())
@@ -262,7 +261,7 @@ class ApiServer:
         raise failure
 
     async def _drain(self) -> None:
-        """Refuse new requests, and give those in flight time to end."""
+        """Refuse new requests, and give open ones time to finish."""
         self.state.draining = True
         self._notice.stopping()
         if self.state.num_open:
@@ -276,11 +275,11 @@ class ApiServer:
             model.engine.fail_all(EngineUnavailableError("the server is shutting down"))
 
     def _is_alive(self) -> bool:
-        """Return False if an engine has work but makes no progress, so it should be ended."""
+        """Return False if an engine with work makes no progress; the watchdog should end it."""
         return not any(model.doubtful for model in self.state.models)
 
     def stop(self) -> None:
-        """Let what runs end for a while; a second call ends at once."""
+        """Drain and stop; a second call stops at once."""
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()

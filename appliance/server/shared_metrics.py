@@ -1,6 +1,6 @@
 """Prometheus metrics of the whole server, and the text of all metrics.
 
-Families of one name, one from each model, are merged.
+Merges the models' families of the same name.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ class SharedMetrics:
         registry.register(_Build())
 
     def add(self, collector: Collector) -> None:
-        """Register a collector of numbers kept elsewhere."""
         self.registries[0].register(collector)
 
     def know_keys(self, names: Iterable[str]) -> None:
-        """Start the counters of each key at zero, so that no series starts with its first event."""
+        """Start each key's counters at zero, so that no series begins with its first event."""
         for name in names:
             self._waits.labels(name)
             self._shed.labels(name)
@@ -69,23 +68,21 @@ class SharedMetrics:
                 self._expired.labels(name, state)
 
     def observe_wait(self, key: str, seconds: float) -> None:
-        """Add the time that a key's request waited in the queue."""
+        """Add a request's time in the queue."""
         self._waits.labels(key).observe(seconds)
 
     def count_shed(self, key: str) -> None:
-        """Count a key's request that was refused because the queue was full."""
+        """Count a request refused because the queue was full."""
         self._shed.labels(key).inc()
 
     def count_expired(self, key: str, state: str) -> None:
-        """Count a key's request that timed out while `waiting` or `running`."""
+        """Count a request that timed out while `waiting` or `running`."""
         self._expired.labels(key, state).inc()
 
     def count_response(self, route: str, status: int) -> None:
-        """Count a response."""
         self._responses.labels(route, str(status)).inc()
 
     def render(self) -> bytes:
-        """Return the text for Prometheus."""
         merged = CollectorRegistry()
         merged.register(_Merged(self.registries))
         return generate_latest(merged)

@@ -1,4 +1,4 @@
-"""The state that all routes of one server share: models, settings, keys, metrics and log."""
+"""The state that all routes of a server share: models, settings, keys, metrics and log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
     from appliance.server.model_state import ModelState
 
-LATEST = ":latest"  # Ollama's clients add it
+LATEST = ":latest"  # Ollama's clients append it
 
 
 @dataclass(slots=True)
@@ -31,15 +31,15 @@ class ServerState:
     """One server.
 
     Attributes:
-        aliases: further names of models, mapped to ids.
-        models: the served ones, at least one; the first is the default.
-        is_up: a model has been loaded, so requests are accepted.
-        draining: new requests are refused; running ones go on.
-        closing: endless streams must end.
+        aliases: model id by alias.
+        models: at least one; the first is the default.
+        is_up: a model has been loaded, so the server accepts requests.
+        draining: refuse new requests while running ones finish.
+        closing: end endless streams.
         jobs_folder: progress files of long tasks on this machine; None for none.
         warnings: log lines of this process and the engines, for dashboards.
-        keys: the accepted ones.
-        use: use of each key against its limits.
+        keys: accepted keys.
+        use: each key's use against its limits.
         text_pool: threads for templates and tokenizers.
     """
 
@@ -73,7 +73,7 @@ class ServerState:
         """Check that each name means one model or adapter.
 
         Raises:
-            ConfigError: a name means two, or an alias none.
+            ConfigError: a name means two, or an alias means none.
         """
         check_names([model.model_id for model in self.models], self.aliases)
         taken = {model.model_id: model.model_id for model in self.models} | self.aliases
@@ -88,17 +88,17 @@ class ServerState:
 
     @property
     def several_keys(self) -> bool:
-        """True if more than one key is accepted."""
+        """True if the server accepts more than one key."""
         return len(self.keys()) > 1
 
     def may_manage(self, holder: str, owner: str) -> bool:
-        """Return True if a key may end a request, and see its text.
+        """Return True if a key may end a request and see its text.
 
         With several keys, only the owner's and the nameless one may.
 
         Args:
             holder: name of the key that asks.
-            owner: name of the key that the request came with.
+            owner: name of the request's key.
         """
         return not self.several_keys or holder in (BARE_NAME, owner)
 
@@ -108,14 +108,14 @@ class ServerState:
         return self.models[0]
 
     def find(self, name: str | None) -> ModelState:
-        """Return the model that a request names, by its id, an alias or one of its adapters.
+        """Return a model by its id, an alias or one of its adapters.
 
         Raises:
-            UnknownModelError: no such model is served.
+            UnknownModelError: the server does not serve it.
         """
         if name is None:
             return self.default
-        for exact in (True, False):  # an id goes before an adapter
+        for exact in (True, False):  # ids take precedence over adapters
             for model in self.models:
                 if name == model.model_id if exact else model.has_name(name):
                     return model
@@ -127,7 +127,7 @@ class ServerState:
         )
 
     def find_tagged(self, name: str | None) -> ModelState:
-        """Return the model that a request names, with the tag that Ollama's clients add."""
+        """Return a model by name, with or without the tag that Ollama's clients append."""
         try:
             return self.find(name)
         except UnknownModelError:
@@ -143,7 +143,7 @@ class ServerState:
         first: ApplianceError | None = None
         for model in self.models:
             if self.is_up and not model.is_loaded and not self.draining:
-                return  # it will be loaded
+                return  # the request loads it
             try:
                 model.serving()
                 model.queue.check(owner)
@@ -155,7 +155,7 @@ class ServerState:
         raise first
 
     def holder_of(self, request_id: str) -> ModelState | None:
-        """Return the model that runs a request; None if it is not open."""
+        """Return the model that runs a request, or None."""
         for model in self.models:
             if model.engine.owner_of(request_id) is not None:
                 return model
@@ -163,7 +163,6 @@ class ServerState:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests."""
         return sum(model.engine.num_running + model.engine.num_waiting for model in self.models)
 
     @property
@@ -172,9 +171,9 @@ class ServerState:
         return sum(model.metrics.finished for model in self.models)
 
     def shown(self, before: ModelState | None = None) -> ModelState:
-        """Return the model that a dashboard shows.
+        """Return the model for a dashboard to show.
 
-        It stays the same unless another one is busy and it is not.
+        Keeps the last one, unless that is idle and another is busy.
         """
         current = before or self.default
         at_work = [model for model in self.models if model.engine.num_running]
@@ -184,7 +183,7 @@ class ServerState:
 
     @property
     def not_working(self) -> str | None:
-        """One word for why no model is available; None if one is, even asleep."""
+        """The state if no model is available; None if one is, even asleep."""
         can_load = self.is_up and not self.draining
         if can_load and any(not one.is_loaded for one in self.models):
             return None
@@ -193,7 +192,7 @@ class ServerState:
 
     @property
     def replica_states(self) -> dict[str, list[str]]:
-        """The states of the replicas by model, where there are several."""
+        """The replicas' states by model, for models with several."""
         return {
             model.model_id: [replica.state.value for replica in model.engine.replicas]
             for model in self.models

@@ -1,7 +1,7 @@
-"""Server-sent events with keep-alive, and a watch for clients that go away.
+"""Server-sent events with keep-alive, and a watch for clients that disconnect.
 
-Nothing is sent before the first frame or keep-alive, so an earlier error still has its own status;
-a later one is a frame with `error`, which ends the stream.
+Sends nothing before the first frame or keep-alive, so an earlier error has its own status; a later
+one is a frame with `error`, which ends the stream.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from appliance.server.repeated import FAILED
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-KEEP_ALIVE_SECONDS = 10.0  # of silence, before a comment is sent
-STALL_SECONDS = 60.0  # for a client that does not read
+KEEP_ALIVE_SECONDS = 10.0  # of silence before a comment
+STALL_SECONDS = 60.0  # for a client that stops reading
 DONE = b"data: [DONE]\n\n"
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_GZIP = zlib.MAX_WBITS | 16  # with that format's header
+_GZIP = zlib.MAX_WBITS | 16  # the gzip format
 
 _encode = msgspec.json.Encoder().encode
 
@@ -54,13 +54,13 @@ def event_frame(kind: str, content: Any) -> bytes:
 
 
 class FrameTemplate:
-    """Frames that differ in one text; the rest is encoded once.
+    """Frames that differ in one text; encodes the rest once.
 
     Args:
         frame: one such frame, with `MARK` in place of the text.
     """
 
-    MARK = secrets.token_hex(16)  # that no client or model can guess
+    MARK = secrets.token_hex(16)  # unguessable for clients and models
 
     def __init__(self, frame: bytes) -> None:
         self._around = frame.split(msgspec.json.encode(self.MARK))
@@ -73,14 +73,14 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
     """Run work for a waiting client; cancel it when the client disconnects.
 
     Raises:
-        ClientGoneError: it disconnected.
+        ClientGoneError: the client disconnected.
     """
     return await _guarded(work, _disconnect(receive))
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The form of a stream in one protocol.
+    """A protocol's form of a stream.
 
     Attributes:
         media_type: the response's.
@@ -97,13 +97,13 @@ SERVER_SENT_EVENTS = Wire()
 
 
 class EventStream(Response):
-    """A response that sends frames as they come.
+    """A response that streams frames.
 
     Args:
         frames: complete frames.
         wire: the protocol's form.
         on_close: called at the stream's end, even if it never began.
-        gzip: compress it; every frame is still readable on arrival.
+        gzip: compress; every frame stays readable on arrival.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EventStream(Response):
     ) -> None:
         headers = {**_HEADERS, "content-encoding": "gzip"} if gzip else _HEADERS
         super().__init__(headers=headers, media_type=wire.media_type)
-        del self.headers["content-length"]  # of the empty body that is not sent
+        del self.headers["content-length"]  # of the empty body
         self.wire = wire
         self._frames = frames
         self._on_close = on_close
@@ -145,7 +145,7 @@ class EventStream(Response):
 
 
 class _Stream:
-    """Sends one stream; the lock separates frames and keep-alive comments.
+    """Sends one stream; a lock separates frames and keep-alive comments.
 
     Frames set no timer: one task watches for silence and stalls.
     """
@@ -167,7 +167,7 @@ class _Stream:
         self._write_chunk: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(CHUNKS)
         self._started = False
         self._ended = False
-        self._last = time.monotonic()  # when the latest write began or ended
+        self._last = time.monotonic()  # time at which the last write began or ended
 
     async def send_all(self, frames: AsyncGenerator[bytes, None]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The chunks of a stream that carry token counts."""
+"""Chunks with token counts, for streams of the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StreamUsage:
-    """Chunks of a stream of the OpenAI routes that carry token counts.
+    """The chunks of a stream that carry token counts.
 
     Attributes:
         at_end: a last chunk has the whole answer's counts.
-        in_chunks: every chunk has the counts so far, of all choices together.
+        in_chunks: every chunk has the counts so far, of all choices.
     """
 
     at_end: bool = False
@@ -24,7 +24,7 @@ class StreamUsage:
 
     @classmethod
     def of(cls, body: SamplingFields, config: ServerConfig) -> StreamUsage:
-        """Follow `stream_options`, and the setting that adds the counts to every stream."""
+        """Read `stream_options`, and the setting that adds counts to every stream."""
         options = body.stream_options
         at_end = config.force_include_usage or (options is not None and bool(options.include_usage))
         in_chunks = at_end and options is not None and bool(options.continuous_usage_stats)

@@ -30,11 +30,11 @@ class Terms:
 
     @classmethod
     def of(cls, body: TermsFields, state: ModelState, owner: str) -> Terms:
-        """Read a body's terms, and the name of its API key.
+        """Read a body's terms.
 
         Raises:
-            RequestError: the priority is not available.
-            UnknownModelError: the model or adapter is no longer served.
+            RequestError: the priority is not allowed.
+            UnknownModelError: the server no longer serves the model or adapter.
         """
         own = state.use.limits_of(owner).priority
         priority = own if body.priority is None else body.priority
@@ -65,11 +65,6 @@ class Terms:
         pooling: Pooling | None = None,
         labels: tuple[int, ...] = (),
     ) -> Request:
-        """Build a request for the engine.
-
-        Raises:
-            RequestError: the timeout is out of range.
-        """
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
@@ -94,12 +89,12 @@ def salt_of(state: ModelState, body: TermsFields, owner: str) -> str:
 def prefix_salt(owner: str, asked: str) -> str:
     """Return a salt that two requests share only if owner and `cache_salt` agree.
 
-    It is a digest, so that a client's secret stays in this process; it is the same in every
-    process, so that a cache on disk is found again.
+    A digest keeps a client's secret in this process; it is the same in every process, so that a
+    cache on disk stays usable.
 
     Args:
         owner: name of the API key; empty shares with all.
-        asked: the body's `cache_salt`; empty for none.
+        asked: the body's `cache_salt`, or empty.
     """
     if not owner and not asked:
         return ""

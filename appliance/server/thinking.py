@@ -1,4 +1,4 @@
-"""The requested effort of thinking, for the chat template and as a budget."""
+"""Translates the requested thinking effort, for the chat template and as a budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 16 * 1024  # as JSON
 # Set by the server itself.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know three
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates have three levels
 
 
 def template_options(effort: Effort | None, given: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -28,11 +28,11 @@ def template_options(effort: Effort | None, given: dict[str, Any] | None = None)
         given: `chat_template_kwargs`, which take precedence.
 
     Raises:
-        RequestError: there are too many, or one has a field of its own.
+        RequestError: there are too many, or one has its own field.
     """
     options: dict[str, Any] = {}
     if effort is not None:
-        # The two names by which templates know it.
+        # Templates use either name.
         options["enable_thinking"] = options["thinking"] = effort != "none"
         if effort != "none":
             options["reasoning_effort"] = _EFFORTS.get(effort, effort)
@@ -57,7 +57,7 @@ def template_options(effort: Effort | None, given: dict[str, Any] | None = None)
 def thought_budget(
     most: int | None, tokenizer: Tokenizer, *, thinking: bool
 ) -> ThoughtBudget | None:
-    """Return the budget of a thought; None if it is unlimited, or there is none.
+    """Return a thought's budget; None if there is no limit or no thought.
 
     Args:
         most: tokens of a thought; None for no limit.
@@ -75,6 +75,6 @@ def thought_budget(
 
     opening = () if thinking else tokens(marks.opening)
     budget = most
-    if opening:  # by the model itself: one more token has to follow the opening mark
+    if opening:  # the model writes the opening mark, and needs one more token after it
         budget = len(opening) + max(1, budget)
     return ThoughtBudget(budget, opening, tokens(marks.closing))

@@ -28,12 +28,12 @@ Choice = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A function that a model may call.
+    """A function that the model may call.
 
     Attributes:
         name: letters, digits, underscores and dashes.
-        parameters: JSON Schema of the arguments; None for none.
-        place: of the schema in the body, for errors.
+        parameters: JSON Schema of the arguments, if any.
+        place: the schema's path in the body, for errors.
         description: for the model.
         strict: arguments must obey the schema.
     """
@@ -50,12 +50,12 @@ class Tools:
     """The tools that an answer may or must call.
 
     Attributes:
-        definitions: for the chat template; None if no tool may be called.
+        definitions: for the chat template; None forbids calls.
         schemas: JSON Schema of the arguments, by name.
-        places: of these schemas in the body, in their order.
-        required: tools of which one must be called; empty if the model may choose.
+        places: paths of these schemas in the body, in order.
+        required: tools of which the model must call one; empty leaves it the choice.
         strict: arguments must obey their schema.
-        one_call: at most one call is allowed.
+        one_call: allow a single call.
     """
 
     definitions: tuple[dict[str, Any], ...] | None = None
@@ -79,8 +79,8 @@ class Tools:
         Args:
             offers: the listed tools.
             choice: the body's `tool_choice`.
-            named: the tool that must be called, once.
-            one_call: at most one call is allowed.
+            named: the tool that the model must call once.
+            one_call: allow a single call.
 
         Raises:
             RequestError: a definition is invalid, or the choice names none of them.
@@ -118,7 +118,7 @@ def allowed(offers: Sequence[Offer], names: Sequence[str]) -> list[Offer]:
     """Return the offers that a `tool_choice` of type allowed_tools names.
 
     Raises:
-        RequestError: it names another.
+        RequestError: it names an unknown tool.
     """
     if unknown := set(names) - {offer.name for offer in offers}:
         raise RequestError(
@@ -129,7 +129,7 @@ def allowed(offers: Sequence[Offer], names: Sequence[str]) -> list[Offer]:
 
 
 def new_call_id(*, short: bool) -> str:
-    """Return a unique id for a call.
+    """Return a unique call id.
 
     Args:
         short: nine letters and digits, as some templates require.
@@ -140,7 +140,7 @@ def new_call_id(*, short: bool) -> str:
 
 
 def _definition(offer: Offer) -> dict[str, Any]:
-    """Build a tool's definition as templates expect it."""
+    """Build a tool's definition for chat templates."""
     if not _NAME.fullmatch(offer.name):
         where = offer.place.rpartition(".")[0]
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Translates messages and tools of an OpenAI chat for templates, and checks them."""
+"""Checks messages and tools of an OpenAI chat and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the turns, with the arguments of calls as JSON text.
+    """Return the turns, with calls' arguments as JSON text.
 
     Raises:
-        RequestError: a message is of an unsupported kind.
+        RequestError: a message is unsupported.
     """
-    names: dict[str, str] = {}  # of tools, by the id of a call
+    names: dict[str, str] = {}  # a tool's name by call id
     turns = []
     for number, message in enumerate(messages):
         turn = _turn(message, f"messages[{number}]")

@@ -9,7 +9,7 @@ from appliance.errors import RequestError
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
-# Name to the values that change nothing.
+# Values without effect, by field.
 _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": _NOTHING,
     "bad_words": _NOTHING,
@@ -45,11 +45,7 @@ HARMLESS = {
 
 
 def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse the first field with an unsupported value.
-
-    Raises:
-        RequestError: there is one; the message names it.
-    """
+    """Raise RequestError for the first field with an unsupported value."""
     for name in fields.keys() & table.keys():
         value = fields[name]
         if value in table[name]:

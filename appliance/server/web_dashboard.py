@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from appliance.config import ServerConfig
 
-MAX_SESSIONS = 8  # a process of some 60 MiB each
+MAX_SESSIONS = 8  # processes of about 60 MiB each
 MAX_TICKETS = 64
 TICKET_SECONDS = 12 * 3600
 COOKIE = "appliance_dashboard"
-# textual-serve's markup has scripts and styles in it, and loads a font from a public host.
+# textual-serve's page has inline scripts and styles, and loads a font from a public host.
 POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; font-src 'self'; connect-src 'self' {scheme}://{host}; "
@@ -49,7 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Tickets:
-    """Tickets that browsers get for the key, limited in number and lifetime.
+    """Tickets that browsers get in exchange for the key, limited in number and lifetime.
 
     Args:
         clock: returns monotonic seconds.
@@ -57,7 +57,7 @@ class Tickets:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ends: dict[bytes, float] = {}  # digest to when it ends, oldest first
+        self._ends: dict[bytes, float] = {}  # end by digest, oldest first
 
     def issue(self) -> str:
         ticket, now = secrets.token_urlsafe(32), self._clock()
@@ -68,15 +68,15 @@ class Tickets:
         return ticket
 
     def knows(self, ticket: str) -> bool:
-        """Return True if the ticket was issued and is still valid."""
+        """Return True if the ticket is valid."""
         return self._ends.get(_digest(ticket), 0.0) > self._clock()
 
 
 class WebDashboard(Server):
-    """Serves the dashboard of one server to browsers.
+    """Serves one server's dashboard to browsers.
 
     Args:
-        config: address and key; without a key it serves this machine only.
+        config: address and key; without a key, serves only this machine.
     """
 
     def __init__(self, arguments: Sequence[str], config: ServerConfig) -> None:
@@ -108,7 +108,7 @@ class WebDashboard(Server):
         return app
 
     async def handle_index(self, request: web.Request) -> web.Response:
-        """Return the page, with addresses by the name that the browser uses."""
+        """Return the page, with URLs for the host name that the browser uses."""
         context = {
             "font_size": 16,
             "app_websocket_url": f"{_websocket_scheme(request)}://{request.host}/ws",
@@ -156,7 +156,7 @@ class WebDashboard(Server):
         return True
 
     async def _take_key(self, request: web.Request) -> web.Response:
-        """Exchange the right key for a ticket, so that no address contains the key."""
+        """Exchange the right key for a ticket, so that no URL contains the key."""
         form = await request.post()
         try:
             self._keys.check([], [str(form.get("key", ""))], request.remote or "")
@@ -182,7 +182,7 @@ async def _send_icon(request: web.Request) -> web.Response:
 
 
 def _digest(ticket: str) -> bytes:
-    # Looked up by a digest, so that the time of a comparison tells nothing.
+    # Lookup by digest makes the time of a comparison useless.
     return hashlib.sha256(ticket.encode(errors="replace")).digest()
 
 

@@ -1,6 +1,6 @@
 """GET /: the status page with a chat, served from files without a build step.
 
-Open to all: it contains no data, and fetches it with the key that a person types.
+Public: it contains no data, and fetches it with the key that the user types.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from appliance.docs import NAMES, read
 from appliance.server.openapi import describes
 
 FOLDER = Path(__file__).parent / "static"
-# Path to file and media type.
+# File and media type by path.
 FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -30,10 +30,10 @@ FILES: Final = {
         )
     },
 }
-# The pages of /docs, also open to all: Markdown for each topic, and their names.
+# The pages of /docs, also public: Markdown for each topic, and their names.
 DOCUMENTS: Final = ("/docs/topics.txt", *(f"/docs/{name}.md" for name in NAMES))
 HEADERS: Final = {
-    # Scripts, styles and pictures come from these files only.
+    # Scripts, styles and pictures come only from these files.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -50,7 +50,6 @@ HEADERS: Final = {
 
 
 def web_page_router() -> APIRouter:
-    """The routes."""
     router = APIRouter()
     for path, (name, media_type) in FILES.items():
         _add(router, path, (FOLDER / name).read_bytes(), media_type)
@@ -75,7 +74,7 @@ def _for_programs() -> Response:
 def _add(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {**HEADERS, "etag": tag}
-    # The root answers programs too; other files are not part of an API.
+    # The root also answers programs; other files are not part of an API.
     is_root = path == "/"
     documented = describes(None, None, media_types=("text/html", "text/plain"))
     if is_root:

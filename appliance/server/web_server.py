@@ -1,4 +1,4 @@
-"""The HTTP server of the API process, which leaves signals to `serve`."""
+"""The API process's HTTP server; leaves signals to `serve`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOSE_SECONDS = 2  # for responses that have just ended
 
 
 class WebServer(uvicorn.Server):
-    """Wakes up once a second, not ten times."""
+    """Wakes up once a second instead of ten times."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -32,13 +32,13 @@ class WebServer(uvicorn.Server):
 
     @classmethod
     def of(cls, state: ServerState, certificate: Certificate | None) -> WebServer:
-        """Make one with the application of a server."""
+        """Make one with a server's application."""
         log = logging.getLogger("uvicorn")
         log.handlers[:] = logging.getLogger("appliance").handlers
         log.setLevel(logging.WARNING)
         logging.getLogger("uvicorn.error").filters[:] = [
             Sparing()
-        ]  # strangers trigger its messages
+        ]  # strangers can trigger its messages
         return cls(
             uvicorn.Config(
                 create_app(state),
@@ -62,7 +62,7 @@ class WebServer(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Update the Date header until told to stop; an idle server does nothing else."""
+        """Update the Date header until told to stop; otherwise idle."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0)

@@ -14,10 +14,10 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """Text of the model to itself."""
+    """Text of a thought."""
 
     thinking: str = ""
-    signature: str = ""  # a digest; nothing is checked when the block comes back
+    signature: str = ""  # a digest; the server ignores it when the block comes back
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
@@ -38,7 +38,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class AnthropicUsage(msgspec.Struct, kw_only=True):
-    """Token counts; those of the prompt that were cached are counted apart."""
+    """Token counts; cached prompt tokens count separately."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -73,7 +73,7 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """A block begins; it is empty."""
+    """An empty block begins."""
 
     index: int
     content_block: AnswerBlock
@@ -98,7 +98,7 @@ class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
 
 
 class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """More of a call's input: JSON, once all pieces are together."""
+    """More of a call's input; all pieces together are JSON."""
 
     partial_json: str
 
@@ -135,4 +135,4 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """Nothing has happened."""
+    """Keep-alive."""

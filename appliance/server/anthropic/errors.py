@@ -1,4 +1,4 @@
-"""Failures in the shape of Anthropic's API."""
+"""Errors in the shape of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class AnthropicErrorBody(msgspec.Struct, kw_only=True):
 
 
 def error_body(status: int, message: str, request_id: str) -> AnthropicErrorBody:
-    """Build the body of a failure; its kind follows from the status."""
+    """Build an error body; the status determines its type."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return AnthropicErrorBody(error=AnthropicError(kind, message), request_id=request_id)

@@ -1,4 +1,4 @@
-"""An answer as a message of Anthropic's API, in one object or event by event."""
+"""Formats an answer as a message of Anthropic's API, whole or as events."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ WIRE = Wire(keep_alive=_frame(Ping()), frame=lambda body: event_frame("error", b
 async def message_frames(
     exchange: Exchange, answer: Answer, *, max_tokens: int
 ) -> AsyncGenerator[bytes, None]:
-    """Frames: the beginning, each block from start to stop, the reason with usage, the end.
+    """Yield frames: message start, each block from start to stop, stop reason with usage, end.
 
     Args:
-        max_tokens: that the client requested.
+        max_tokens: the client's limit.
     """
     blocks: _BlockFrames | None = None
     last: Piece | None = None
@@ -80,7 +80,7 @@ async def message_frames(
 def whole_message(
     exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, max_tokens: int
 ) -> AnthropicMessage:
-    """The answer in one object; see `message_frames`."""
+    """Build the answer as one object; see `message_frames`."""
     (whole,) = wholes
     message = _message(exchange, answer, _blocks(whole.all_parts))
     called = any(isinstance(block, ToolUseBlock) for block in message.content)
@@ -94,7 +94,7 @@ def whole_message(
 def stop_delta(
     answer: Answer, reason: str, stopped_by: str, *, called: bool, max_tokens: int
 ) -> StopDelta:
-    """Return why a message ended: a cut stays a cut, also where a tool was called."""
+    """Return the stop reason; a cut-off answer keeps its reason even after a tool call."""
     if reason == FinishReason.LENGTH.value:
         full = answer.completion_tokens < max_tokens
         return StopDelta("model_context_window_exceeded" if full else "max_tokens", None)
@@ -104,17 +104,16 @@ def stop_delta(
 
 
 class _BlockFrames:
-    """Makes frames of parts, each run of a kind as a block of its own."""
+    """Makes frames from parts; a run of one kind is one block."""
 
     def __init__(self) -> None:
         self.called = False
         self._index = -1
-        self._kind: type[Part] | None = None  # of the block that is open
-        self._template: FrameTemplate | None = None  # of its deltas
-        self._thought: list[str] = []  # that is open
+        self._kind: type[Part] | None = None  # of the open block
+        self._template: FrameTemplate | None = None  # of the block's deltas
+        self._thought: list[str] = []  # in the open block
 
     def frames(self, part: Part) -> bytes:
-        """Return the frames of one part."""
         if isinstance(part, CallBegin):
             self.called = True
             return self._start(CallArguments, _call(part, {}))
@@ -130,7 +129,7 @@ class _BlockFrames:
         return frames + self._template.fill(part.text)
 
     def stop(self) -> bytes:
-        """Return the frame that ends the open block, if one is open."""
+        """Return the frame that ends the open block, or nothing."""
         if self._kind is None:
             return b""
         frames = b""
@@ -156,7 +155,7 @@ def _delta(kind: type[Part] | None) -> TextDelta | ThinkingDelta | InputDelta:
 
 def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
     blocks: list[AnswerBlock] = []
-    arguments: list[str] = []  # of the latest call
+    arguments: list[str] = []  # of the last call
 
     def end_call() -> None:
         if arguments and isinstance(call := blocks[-1], ToolUseBlock):
@@ -188,7 +187,7 @@ def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Return a call's input; empty if it was cut off, as the stop reason says."""
+    """Return a call's input; empty if it was cut off (the stop reason tells)."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

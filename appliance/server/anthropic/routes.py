@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def anthropic_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
     described = partial(describes, error=AnthropicErrorBody)
 
@@ -98,7 +97,7 @@ def _conversation(
 
 
 def _options(body: CountRequest) -> dict[str, Any]:
-    """Return the template's variables; thinking is off unless requested, where it can be."""
+    """Return template variables; turns thinking off unless requested, if the template can."""
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     effort = None if body.output_config is None else body.output_config.effort
     options = template_options(effort or ("none" if not thinks else None))

@@ -28,7 +28,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
-    """A part of a message; its type says which of the fields count."""
+    """A part of a message; `type` determines the used fields."""
 
     type: str
     text: str | None = None
@@ -37,7 +37,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Any = None  # of a tool's result: text or blocks
+    content: Any = None  # a tool's result: text or blocks
     is_error: bool | None = None
 
 
@@ -49,7 +49,7 @@ class AnthropicTurn(msgspec.Struct, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """Something that a model may call."""
+    """A tool that the model may call."""
 
     name: str
     type: str | None = None

@@ -1,4 +1,4 @@
-"""Messages and tools of Anthropic's API, checked, as templates expect them."""
+"""Checks messages and tools of Anthropic's API and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def turns_of(body: CountRequest) -> list[Turn]:
-    """Return the turns; the system prompt and each tool result are turns of their own.
+    """Return the turns; the system prompt and each tool result become separate turns.
 
     Raises:
-        RequestError: a message has something unsupported.
+        RequestError: a message has unsupported content.
     """
     turns: list[Turn] = []
     if body.system:
         turns.append({"role": "system", "content": _text(body.system, "system")})
-    names: dict[str, str] = {}  # of tools, by the id of a call
+    names: dict[str, str] = {}  # a tool's name by call id
     for number, message in enumerate(body.messages):
         where = f"messages.{number}"
         if message.role == "assistant":
@@ -48,7 +48,7 @@ def tools_of(body: CountRequest) -> Tools:
     """Return the tools of a request.
 
     Raises:
-        RequestError: one is not the client's own, or the choice fits none.
+        RequestError: a tool runs on Anthropic's servers, or the choice matches none.
     """
     offers = []
     for number, tool in enumerate(body.tools or ()):
@@ -85,7 +85,7 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> Tur
             case ContentBlock(type="thinking", thinking=str(thinking)):
                 thoughts.append(thinking)
             case ContentBlock(type="redacted_thinking"):
-                pass  # only its maker can read it
+                pass  # only its author can read it
             case ContentBlock(type="tool_use", id=str(call_id), name=str(name)):
                 check_nesting(block.input, "messages")
                 names[call_id] = name
@@ -103,7 +103,7 @@ def _assistant(message: AnthropicTurn, where: str, names: dict[str, str]) -> Tur
 
 
 def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[Turn]:
-    """Split a user's turn: each tool result becomes a turn of its own, in order."""
+    """Split a user's turn: each tool result becomes a separate turn, in order."""
     turns: list[Turn] = []
     texts: list[str] = []
 
@@ -122,7 +122,7 @@ def _others(message: AnthropicTurn, where: str, names: dict[str, str]) -> list[T
                 turn = {
                     "role": "tool",
                     "tool_call_id": call_id,
-                    # Templates have no other place for a failure.
+                    # Templates have no other place for an error.
                     "content": f"Error: {content}" if block.is_error else content,
                 }
                 if call_id in names:

@@ -33,7 +33,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 
 
 class AnswerLine(msgspec.Struct, kw_only=True):
-    """The fields of every line; the last one adds the reason and the durations in nanoseconds."""
+    """Fields of every line; the last one adds the reason and durations in nanoseconds."""
 
     model: str
     created_at: str

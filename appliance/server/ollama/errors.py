@@ -1,4 +1,4 @@
-"""Failures in the shape of Ollama's API."""
+"""Errors in the shape of Ollama's API."""
 
 from __future__ import annotations
 
@@ -14,5 +14,4 @@ class OllamaErrorBody(msgspec.Struct):
 
 
 def error_body(message: str) -> OllamaErrorBody:
-    """Build the body of a failure."""
     return OllamaErrorBody(message)

@@ -1,4 +1,4 @@
-"""Writes an answer as lines of JSON, as Ollama streams it, or as a single line."""
+"""Formats an answer as Ollama's lines of JSON, streamed or single."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from appliance.server.answer import Answer, Whole
     from appliance.server.exchange import Exchange
 
-# Line ends to some readers of lines, so they are escaped: NEL, LINE and PARAGRAPH SEPARATOR.
+# Some readers end lines at NEL, LINE and PARAGRAPH SEPARATOR, so escape them.
 _LINE_ENDS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -53,7 +53,7 @@ WIRE = Wire(media_type="application/x-ndjson", keep_alive=b" ", frame=line_frame
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The content of some parts of an answer."""
+    """Content of some parts of an answer."""
 
     content: str
     thought: str
@@ -61,7 +61,6 @@ class Found:
 
 
 def chat_line(model: str, found: Found) -> ChatLine:
-    """Make a line of a chat."""
     message = OllamaMessage(content=found.content, thinking=found.thought or UNSET)
     if found.calls:
         message.tool_calls = found.calls
@@ -69,7 +68,7 @@ def chat_line(model: str, found: Found) -> ChatLine:
 
 
 def generate_line(model: str, found: Found) -> GenerateLine:
-    """Make a line of generated text, which has no calls."""
+    """Make a line of generated text; it has no calls."""
     return GenerateLine(
         model=model,
         created_at=now(),
@@ -83,7 +82,7 @@ class LineStream(Generic[LineT]):
 
     Args:
         make: builds a line from content, without an end.
-        model: as the client named it.
+        model: the name in the request.
     """
 
     def __init__(
@@ -97,11 +96,11 @@ class LineStream(Generic[LineT]):
         self._make: Callable[[str, Found], LineT] = make
         self._model = model
         self._short_ids = exchange.tokenizer.dialect.form.short_ids
-        self._call: tuple[str, list[str]] | None = None  # that has begun: name and arguments
+        self._call: tuple[str, list[str]] | None = None  # the open call: name and arguments
         self._num_calls = 0
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield lines as they become final, calls whole; the last line has the counts."""
+        """Yield final lines, with whole calls; the last line has the counts."""
         reason = ""
         async for pieces in self._answer.pieces():
             frames = b""
@@ -116,7 +115,6 @@ class LineStream(Generic[LineT]):
         yield line_frame(self._end(self._make(self._model, Found("", "", [])), reason))
 
     def whole(self, wholes: Sequence[Whole]) -> LineT:
-        """Build the answer as one object."""
         (whole,) = wholes
         found = self._find(whole.all_parts, ended=True)
         return self._end(self._make(self._model, found), whole.finish_reason)
@@ -142,7 +140,7 @@ class LineStream(Generic[LineT]):
         return Found(content, thought, calls)
 
     def _end_call(self, calls: list[OllamaAnsweredCall]) -> str:
-        """Add the call that has begun, or its text if it was cut and is not an object."""
+        """Add the open call; return its text instead if it is cut off and no object."""
         if self._call is None:
             return ""
         (name, pieces), self._call = self._call, None
@@ -173,10 +171,10 @@ class LineStream(Generic[LineT]):
 
 
 def now() -> str:
-    """Return the current time as Ollama writes it."""
+    """Return the current time in Ollama's format."""
     return written(datetime.now(UTC))
 
 
 def written(moment: datetime) -> str:
-    """Format a time in UTC as Ollama does."""
+    """Format a UTC time as Ollama does."""
     return moment.isoformat().replace("+00:00", "Z")

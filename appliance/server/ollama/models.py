@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
     from appliance.server.model_state import ModelState
 
-_NEVER = "9999-12-31T23:59:59Z"  # the model is not unloaded
+_NEVER = "9999-12-31T23:59:59Z"  # the model stays loaded
 
 
 def check_name(state: ModelState, name: str) -> str:
-    """Accept the served model and its adapters, with or without the tag that clients add.
+    """Check that a name means the model or an adapter, with or without Ollama's tag.
 
     Returns:
         The name without the tag.
 
     Raises:
-        UnknownModelError: no such model is served.
+        UnknownModelError: the server does not serve it.
     """
     try:
         state.check_model(name)
@@ -38,7 +38,6 @@ def check_name(state: ModelState, name: str) -> str:
 
 
 def tag(state: ModelState) -> Tag:
-    """Build a model's entry in the list of models."""
     info, name = state.engine.info, _name(state)
     return Tag(
         name=name,
@@ -51,12 +50,11 @@ def tag(state: ModelState) -> Tag:
 
 
 def is_resident(state: ModelState) -> bool:
-    """Return True if the model is loaded and does not sleep."""
+    """Return True if the model is loaded and awake."""
     return state.is_loaded and state.engine.state is not EngineState.ASLEEP
 
 
 def running(state: ModelState) -> RunningModel:
-    """Build a model's entry in the list of loaded models."""
     info, _ = state.serving()
     name, size = _name(state), info.weight_bytes + info.kv_bytes + info.workspace_bytes
     return RunningModel(
@@ -72,7 +70,6 @@ def running(state: ModelState) -> RunningModel:
 
 
 def shown(state: ModelState) -> Shown:
-    """Describe the model."""
     info, tokenizer = state.serving()
     capabilities = ["completion"]
     if tokenizer.chat_template is not None:

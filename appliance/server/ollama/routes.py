@@ -64,12 +64,11 @@ if TYPE_CHECKING:
     from appliance.server.schema import Effort, SamplingFields
     from appliance.server.state import ServerState
 
-# Clients infer features from it, so it is the version whose API this is.
+# Clients infer features from it, so it is the version of the implemented API.
 VERSION = "0.12.0"
 
 
 def ollama_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
     described = partial(describes, error=OllamaErrorBody, stream_type=WIRE.media_type)
 
@@ -177,7 +176,7 @@ def _conversation(
 
 
 def _template_options(think: bool | Effort | None) -> dict[str, Any]:
-    """Return variables for the template; the template's defaults apply to the rest."""
+    """Return template variables; the template's defaults cover the rest."""
     if think is True:
         return {"enable_thinking": True, "thinking": True}
     return template_options("none" if think is False else think)
@@ -186,7 +185,7 @@ def _template_options(think: bool | Effort | None) -> dict[str, Any]:
 async def _begin_text(
     state: ModelState, body: GenerateRequest, prompt: str, scope: Scope
 ) -> tuple[Answer, Exchange]:
-    """Begin the answer to a prompt, as a chat of one turn or to the raw text."""
+    """Begin the answer to a prompt, as a chat of one turn or from the raw text."""
     owner, request_id = key_name(scope), request_id_of(scope)
     if not (body.raw or body.suffix):
         turns: list[Turn] = [{"role": "user", "content": prompt}]
@@ -227,7 +226,7 @@ async def _begin_text(
 
 
 def _sampling(state: ModelState, body: OllamaRequest) -> tuple[SamplingFields, int | None]:
-    """Return the sampling options and the token limit; None for as many as fit."""
+    """Return the sampling options and the token limit; None uses the remaining context."""
     options = body.options or Options()
     most = int(options.num_predict or 0)
     sampling = sampling_of(options, stream=body.stream is not False)
@@ -242,7 +241,7 @@ def _form(body: OllamaRequest) -> tuple[str, Grammar] | None:
 
 
 def _loaded(line: LineT) -> LineT:
-    """Build the answer to a request that only asks to load the model, which is loaded."""
+    """Build the answer to a request that only loads the model."""
     line.done, line.done_reason = True, "load"
     return line
 

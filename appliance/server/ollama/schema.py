@@ -30,9 +30,9 @@ Most = Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | Annotated[float, Meta(ge=-2,
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """Sampling options; others are refused if they would change an answer."""
+    """Sampling options; an unsupported one is an error if it would change the answer."""
 
-    num_predict: Most | None = None  # below 1: as fits
+    num_predict: Most | None = None  # below 1: as many as fit
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_k: Most | None = None  # below 1: all
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
@@ -98,21 +98,21 @@ class OllamaFunction(msgspec.Struct, kw_only=True):
 
 
 class OllamaTool(msgspec.Struct, kw_only=True):
-    """Something that a model may call."""
+    """A tool that the model may call."""
 
     function: OllamaFunction
     type: str | None = None
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    """Body of POST /api/chat; without messages it only asks whether the model is loaded."""
+    """Body of POST /api/chat; without messages it only loads the model."""
 
     messages: list[OllamaTurn] | None = None
     tools: list[OllamaTool] | None = None
 
 
 class GenerateRequest(OllamaRequest, kw_only=True):
-    """Body of POST /api/generate; without a prompt it only asks whether the model is loaded."""
+    """Body of POST /api/generate; without a prompt it only loads the model."""
 
     prompt: str | None = None
     system: str | None = None
@@ -121,7 +121,7 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /api/embed; without input it only asks whether the model is loaded."""
+    """Body of POST /api/embed; without input it only loads the model."""
 
     model: str
     input: str | list[str] | None = None

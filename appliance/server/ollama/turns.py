@@ -1,4 +1,4 @@
-"""Translates messages, tools and options of Ollama's API, and checks them."""
+"""Checks messages, tools and options of Ollama's API and converts them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def turns_of(messages: Sequence[OllamaTurn]) -> list[Turn]:
     """Return the turns; calls and results without an id get one, in order.
 
     Raises:
-        RequestError: a message has something unsupported.
+        RequestError: a message has unsupported content.
     """
-    open_calls: list[tuple[str, str]] = []  # id and name of those without a result
+    open_calls: list[tuple[str, str]] = []  # id and name of calls without a result
     turns: list[Turn] = []
     count = 0
     for number, message in enumerate(messages):
@@ -93,7 +93,7 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
     """Translate the sampling options.
 
     Raises:
-        RequestError: an option would change the answer and is not supported.
+        RequestError: an unsupported option would change the answer.
     """
     if options.mirostat:
         raise _refused("mirostat", "leave it out, or 0")
@@ -111,7 +111,7 @@ def sampling_of(options: Options, *, stream: bool) -> SamplingFields:
         stream=stream,
         temperature=options.temperature,
         top_k=None if options.top_k is None else max(-1, int(options.top_k)),
-        top_p=options.top_p or None,  # 0 keeps all, as there
+        top_p=options.top_p or None,  # 0 keeps all, as in Ollama
         min_p=options.min_p,
         seed=None if options.seed is None else int(options.seed),
         stop=options.stop,

@@ -1,4 +1,4 @@
-"""POST /api/embed and /api/embeddings: vectors of texts as Ollama answers them."""
+"""POST /api/embed and /api/embeddings: vectors in Ollama's shape."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ async def embedded(
     param: str,
     dimensions: int | None = None,
 ) -> Embedded:
-    """Embed texts; without any there are no vectors.
+    """Embed texts.
 
     Args:
-        state: the server's.
-        request: the client's.
-        model: the name that it gave.
-        texts: the texts to embed.
+        model: the name in the request.
+        texts: may be empty.
         param: field of the texts.
         dimensions: length to cut vectors to.
 
     Raises:
-        RequestError: it asks for something unsupported, or the queue is full.
+        RequestError: the request needs something unsupported, or the queue is full.
     """
     begin = time.monotonic()
     recipe = embedding_recipe(state)

@@ -22,7 +22,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """Text of the model to itself."""
+    """Text of a thought."""
 
     text: str = ""
 
@@ -84,14 +84,14 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseFailure(msgspec.Struct):
-    """The reason why there is no answer."""
+    """The reason for a failure."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(msgspec.Struct):
-    """The reason why an answer is not complete."""
+    """The reason for an incomplete answer."""
 
     reason: str
 
@@ -104,7 +104,7 @@ class ReasoningSaid(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """Answer of POST /v1/responses, as it is sent and stored."""
+    """Answer of POST /v1/responses, as sent and stored."""
 
     id: str
     object: Literal["response"] = "response"

@@ -1,6 +1,6 @@
 """Carries thoughts as `encrypted_content`, which stateless clients send back unchanged.
 
-It hides nothing: the thought is also sent as text, which some clients drop.
+Hides nothing: the answer has the thought as text too, which some clients drop.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ _MARK = "appliance-1:"
 
 
 def carried(thought: str) -> str:
-    """Encode a thought in a form of our own."""
+    """Encode a thought."""
     return _MARK + base64.b64encode(thought.encode()).decode()
 
 
 def thought_of(content: str, where: str) -> str:
-    """Decode what `carried` made.
+    """Decode a thought from `carried`.
 
     Args:
-        content: what the client sent.
+        content: the client's text.
         where: its place in the body.
 
     Raises:
-        RequestError: another server made it.
+        RequestError: another server encoded it.
     """
     try:
         if content.startswith(_MARK):

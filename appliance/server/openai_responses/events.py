@@ -1,4 +1,4 @@
-"""The events of a streamed response; the number of each is its last field."""
+"""Events of a streamed response; the sequence number is each one's last field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.server.responses import TokenLogprob
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """The response as it stands: created, in_progress, completed, incomplete or failed."""
+    """The response so far: created, in_progress, completed, incomplete or failed."""
 
     type: str
     response: ResponseObject
@@ -31,7 +31,7 @@ class ItemEvent(msgspec.Struct, kw_only=True):
 
 
 class PartEvent(msgspec.Struct, kw_only=True):
-    """The part of an item begins or is done."""
+    """A part of an item begins or is done."""
 
     type: str
     item_id: str

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from appliance.server.responses import TokenLogprob
 
 _MARK = FrameTemplate.MARK
-_END = b"0}\n\n"  # of a frame whose last field is the number 0
+_END = b"0}\n\n"  # of a frame that ends in the number 0
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ async def response_frames(responding: Responding, answer: Answer) -> AsyncGenera
         yield events.end(answer, reason)
     except Exception as error:
         if not begun:
-            raise  # it still has a status of its own
+            raise  # the response has no status yet
         if not isinstance(error, ApplianceError):
             logger.exception("a stream failed")
         yield events.fail(error)
@@ -132,7 +132,7 @@ class _Events:
         return frames + self._part("response.content_part.added", item, empty)
 
     def _more(self, text: str) -> bytes:
-        """Make a delta's frame; all but text and number is encoded once."""
+        """Make a delta's frame; encodes everything but text and number only once."""
         if self._delta is None:
             item, index = self._output.items[-1], len(self._output.items) - 1
             event: Any = TextDelta(item_id=item.id, output_index=index, delta=_MARK)

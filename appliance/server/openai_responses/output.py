@@ -34,15 +34,15 @@ class OutputItems:
 
     Args:
         names: namespace and name of each tool, by the model's name for it.
-        short_ids: calls get the short ids that some templates require.
-        carries: thoughts also have `encrypted_content`.
+        short_ids: use the short call ids that some templates require.
+        carries: add `encrypted_content` to thoughts.
     """
 
     def __init__(
         self, names: Mapping[str, tuple[str, str]], *, short_ids: bool, carries: bool
     ) -> None:
         self._logprobs: list[TokenLogprob] = []  # of the open item
-        self.items: list[OutputItem] = []  # the latest may be open
+        self.items: list[OutputItem] = []  # the last one may be open
         self.is_open = False
         self._names = names
         self._short_ids = short_ids
@@ -56,7 +56,7 @@ class OutputItems:
         return not isinstance(self.items[-1], _KINDS[type(part)])
 
     def push(self, part: Part, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Add a part with its tokens' reports, and close the item that it ends."""
+        """Add a part with its tokens' log probabilities, closing the item that it ends."""
         if self.begins(part):
             self.close("completed")
             self.items.append(self._item(part))

@@ -43,8 +43,8 @@ class Responding:
 
     Args:
         before: items of the conversation so far, as JSON.
-        store: keeps the response if the client asks for it; else None.
-        owner: name of the API key it came with.
+        store: keeps the response if the client requests it; otherwise None.
+        owner: name of the request's API key.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Responding:
         self._owner = owner
 
     def whole(self, answer: Answer, wholes: Sequence[Whole]) -> ResponseObject:
-        """Build the response from an answer that has ended."""
+        """Build the response from an ended answer."""
         (whole,) = wholes
         for parts, tokens in whole.reported or [(whole.all_parts, ())]:
             for part, logprobs in self.with_logprobs(parts, tokens):
@@ -82,7 +82,7 @@ class Responding:
     def with_logprobs(
         self, parts: Sequence[Part], tokens: Sequence[TokenLogprobs]
     ) -> Iterator[tuple[Part, list[TokenLogprob]]]:
-        """Yield each part of a piece; its tokens are reported with the first part of a message."""
+        """Yield each part of a piece; a message's first part gets the tokens' log probabilities."""
         for part in parts:
             logprobs: list[TokenLogprob] = []
             if tokens and isinstance(part, Content):
@@ -91,11 +91,9 @@ class Responding:
             yield part, logprobs
 
     def status_of(self, reason: str) -> Status:
-        """Return `completed` or `incomplete` for an answer's finish reason."""
         return "incomplete" if reason == FinishReason.LENGTH.value else "completed"
 
     def end(self, answer: Answer, reason: str) -> ResponseObject:
-        """Build the final response and store it."""
         response = self.response
         response.status = self.status_of(reason)
         if response.status == "incomplete":
@@ -122,7 +120,6 @@ class Responding:
 
 
 def with_id(item: Item) -> Item:
-    """Return an item with an id."""
     if item.id is not None:
         return item
     prefix = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

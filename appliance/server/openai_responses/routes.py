@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from appliance.server.openai_responses.schema import TextConfig
     from appliance.server.state import ServerState
 
-MAX_METADATA = 16  # entries, of 64 characters for the name and 512 for the value
+MAX_METADATA = 16  # entries; 64 characters per name and 512 per value
 MAX_LISTED = 100
 MAX_REFERENCES = 1024
 
 
 def responses_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
     store = KeptResponses()
 
@@ -66,7 +65,7 @@ def responses_router(server: ServerState) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}", **describes(None, ResponseObject, path=_ID))
     async def response(request: Request) -> Response:
-        """Return a stored response; it is not streamed again."""
+        """Return a stored response; it cannot be streamed again."""
         kept = store.get(key_name(request.scope), request.path_params["response_id"])
         if request.query_params.get("stream", "false") != "false":
             raise RequestError("a kept response is not streamed; leave stream out", param="stream")
@@ -74,7 +73,7 @@ def responses_router(server: ServerState) -> APIRouter:
 
     @router.delete("/v1/responses/{response_id}", **describes(None, DeletedResponse, path=_ID))
     async def delete(request: Request) -> Response:
-        """Delete a response; those that followed it stay complete."""
+        """Delete a response; later ones in its conversation stay complete."""
         response_id = request.path_params["response_id"]
         store.delete(key_name(request.scope), response_id)
         return json_response(DeletedResponse(id=response_id))
@@ -115,7 +114,7 @@ def _before(store: KeptResponses, owner: str, previous: str | None) -> bytes:
 
 
 def _resolved(store: KeptResponses, owner: str, items: list[Item]) -> list[Item]:
-    """Replace references by the items that they name."""
+    """Replace references with the items that they name."""
     names = [item.id for item in items if item.type == "item_reference" and item.id is not None]
     if not names:
         return items

@@ -32,12 +32,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 ENCRYPTED = "reasoning.encrypted_content"  # in `include`
 LOGPROBS = "message.output_text.logprobs"
-# Tools that coding agents offer to any model; leaving them out equals never calling them.
+# Tools that coding agents offer to any model; the server omits them, as if never called.
 SKIPPED_TOOLS = {"image_generation", "tool_search", "web_search"}
 
 
 class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of an item; only text has a meaning here."""
+    """A part of an item; only text is supported."""
 
     type: str
     text: str | None = None
@@ -45,9 +45,9 @@ class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An item of a conversation; its type says which of the fields count."""
+    """An item of a conversation; `type` determines the used fields."""
 
-    type: str | None = None  # a message, if there is none
+    type: str | None = None  # a message by default
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -62,7 +62,7 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Something that a model may call; a namespace holds several."""
+    """A tool that the model may call; a namespace holds several."""
 
     type: str
     name: str | None = None
@@ -73,7 +73,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChoiceTool(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The tool that must be called, or the tools that may be."""
+    """The tool that the model must call, or the tools that it may call."""
 
     type: str
     name: str | None = None
@@ -129,6 +129,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
     @property
     def logprobs(self) -> int | None:
-        """Alternatives to report for each token; None reports nothing."""
+        """Alternatives per token; None reports nothing."""
         wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         return self.top_logprobs or 0 if wanted else None

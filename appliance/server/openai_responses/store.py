@@ -1,6 +1,6 @@
-"""Stores responses for a while, so that a conversation can continue from one by its id.
+"""Stores responses for a while, so that a conversation can continue from a response's id.
 
-They are in memory only, and private to their API key.
+In memory only, and private to each API key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kept:
     """A response and the conversation up to its end, as JSON.
 
     Attributes:
-        response: the object as it was sent.
+        response: the object as sent.
         conversation: an array of items, earlier turns included.
         names: ids of its items.
         own: byte range of its own input's items in it.
@@ -59,12 +59,11 @@ class Kept:
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
         return len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
 
 
 class KeptResponses:
-    """Stored responses, least recently used first; the key with the most loses one first.
+    """Stored responses, least recently used first; evicts from the key with the most.
 
     Args:
         clock: returns monotonic seconds.
@@ -72,7 +71,7 @@ class KeptResponses:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._of: dict[str, OrderedDict[str, Kept]] = {}  # by the name of a key
+        self._of: dict[str, OrderedDict[str, Kept]] = {}  # by key name
 
     def keep(
         self, owner: str, response_id: str, response: bytes, conversation: bytes, own: slice
@@ -105,7 +104,7 @@ class KeptResponses:
         """Return items of a key's conversations as JSON, by id.
 
         Raises:
-            NotKeptError: one is not stored.
+            NotKeptError: an item is not stored.
         """
         now = self._clock()
         kept = [one for one in self._of.get(owner, {}).values() if one.until >= now]

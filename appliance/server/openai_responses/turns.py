@@ -1,4 +1,4 @@
-"""Translates items and tools of the Responses API for templates, and checks them."""
+"""Checks items and tools of the Responses API and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _decode = msgspec.json.Decoder(list[Item]).decode
 
 
 def items_of(given: str | list[Item]) -> list[Item]:
-    """Return the items of an input, each with its type."""
+    """Return an input's items, each with its type."""
     if isinstance(given, str):
         return [
             Item(type="message", role="user", content=[InputPart(type="input_text", text=given)])
@@ -45,7 +45,7 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
         items: the new ones.
 
     Raises:
-        RequestError: an item has something unsupported.
+        RequestError: an item has unsupported content.
     """
     turns = _Turns()
     if instructions:
@@ -60,11 +60,11 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
 
 
 class _Turns:
-    """Makes turns from items; a thought, text and calls in a row are one turn."""
+    """Makes turns from items; adjacent thoughts, text and calls form one turn."""
 
     def __init__(self) -> None:
         self.found: list[Turn] = []
-        self._names: dict[str, str] = {}  # of tools, by the id of a call
+        self._names: dict[str, str] = {}  # a tool's name by call id
 
     def add(self, turn: Turn) -> None:
         self.found.append(turn)
@@ -109,7 +109,7 @@ class _Turns:
                 )
 
     def _own(self, *ends: str) -> Turn:
-        """Return the assistant's latest turn; a new one if it has one of these fields already."""
+        """Return the assistant's last turn; a new one if it already has one of these fields."""
         latest = self.found[-1] if self.found else {"role": ""}
         if latest["role"] == "assistant" and not any(latest.get(field) for field in ends):
             return latest
@@ -138,7 +138,7 @@ def tools_of(body: ResponsesRequest) -> Tools:
     """Return the tools of a request.
 
     Raises:
-        RequestError: only OpenAI runs one of them, or the choice names none.
+        RequestError: a tool runs only at OpenAI, or the choice names none.
     """
     offers = list(_offers(body.tools or (), "tools", None))
     one_call = body.parallel_tool_calls is False
@@ -192,7 +192,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def full_names(tools: Sequence[ResponsesTool] | None) -> dict[str, tuple[str, str]]:
-    """Map the name that a model calls to the tool's namespace and name."""
+    """Map each name that the model calls to the tool's namespace and name."""
     return {
         flat_name(outer.name, inner.name): (outer.name, inner.name)
         for outer in tools or ()

@@ -1,1 +1,1 @@
-"""Routes that read texts and generate nothing: vectors, relevance, tokens."""
+"""Routes that read texts without generating: vectors, relevance, tokens."""

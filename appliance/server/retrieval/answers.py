@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 
 class ReadUsage(msgspec.Struct):
-    """Token counts; nothing is generated."""
+    """Token counts of a request that generates nothing."""
 
     prompt_tokens: int
     total_tokens: int
@@ -34,13 +34,13 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
 
 class FoundDocument(msgspec.Struct):
-    """A document as it was given."""
+    """A document as given."""
 
     text: str
 
 
 class Ranked(msgspec.Struct, kw_only=True):
-    """One document, and how relevant it is."""
+    """A document and its relevance."""
 
     index: int
     relevance_score: float
@@ -54,7 +54,7 @@ class RerankAnswer(msgspec.Struct, kw_only=True):
     model: str
     usage: ReadUsage
     results: list[Ranked]
-    scorer: str  # what the numbers are
+    scorer: str  # the kind of score
 
 
 class Score(msgspec.Struct, kw_only=True):
@@ -74,7 +74,7 @@ class ScoreList(msgspec.Struct, kw_only=True):
     model: str
     data: list[Score]
     usage: ReadUsage
-    scorer: str  # what the numbers are
+    scorer: str  # the kind of score
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -87,7 +87,7 @@ class Tokenized(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """Answer of GET /tokenizer_info: what a client needs that has no tokenizer of its own."""
+    """Answer of GET /tokenizer_info, for clients without a tokenizer."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     vocab_size: int

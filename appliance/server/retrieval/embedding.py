@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from appliance.server.model_state import ModelState
     from appliance.server.schema import TermsFields
 
-MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MAX_INPUTS = 2048  # per request, as OpenAI has it
 
 Inputs = str | list[str | int | list[int]]
 
-# The answer of a request that reads and generates nothing.
+# The result of a request that only reads.
 READ_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 
@@ -49,7 +49,7 @@ class Wanted:
         terms: the body's.
         scope: ASGI scope of the HTTP request, with its key and id.
         param: name of the inputs' field.
-        dimensions: None for all.
+        dimensions: length to cut vectors to; None keeps all.
         bytes_per_value: in the answer.
     """
 
@@ -62,10 +62,10 @@ class Wanted:
 
 
 def embedding_recipe(state: ModelState) -> EmbeddingRecipe:
-    """Return the served model's recipe of embedding.
+    """Return the served model's embedding recipe.
 
     Raises:
-        RequestError: it cannot embed; the message says why.
+        RequestError: the model cannot embed; the message says why.
     """
     recipe = state.serving()[1].retrieval.embedding
     if recipe.refused:
@@ -82,10 +82,11 @@ async def embed(
 
     Returns:
         A function that makes the vectors, (num_inputs, dimensions), too slow for the event loop;
-        and the tokens read.
+            and
+        the number of tokens read.
 
     Raises:
-        RequestError: it asks for something unsupported, or the queue is full.
+        RequestError: the request needs something unsupported, or the queue is full.
     """
     readings = await begin_embedding(state, wanted)
     try:
@@ -103,10 +104,10 @@ async def embed(
 
 
 async def begin_embedding(state: ModelState, wanted: Wanted) -> Readings:
-    """Check everything and submit; close what it returns.
+    """Check everything and submit; close the result.
 
     Raises:
-        RequestError: it asks for something unsupported, or the queue is full.
+        RequestError: the request needs something unsupported, or the queue is full.
     """
     info, _ = state.serving()
     recipe = embedding_recipe(state)
@@ -131,12 +132,13 @@ def begin_reading(
     labels: tuple[int, ...] = (),
     second_texts: Sequence[int] = (),
 ) -> Readings:
-    """Submit prompts that are only read.
+    """Submit prompts to read without generating.
 
-    `second_texts` are the places where the second text of each begins, if they are pairs.
+    Args:
+        second_texts: where each pair's second text begins, if the prompts are pairs.
 
     Raises:
-        ContextLengthError: one of them does not fit.
+        ContextLengthError: a prompt does not fit.
         RequestError: the queue is full.
     """
     info, _ = state.serving()
@@ -156,15 +158,15 @@ def begin_reading(
 
 
 def with_prompt(inputs: Inputs, recipe: EmbeddingRecipe, name: str | None) -> Inputs:
-    """Prefix texts with one of the checkpoint's prompts; token ids stay unchanged.
+    """Prefix texts with one of the checkpoint's prompts; keep token ids unchanged.
 
     Args:
         inputs: texts or token ids.
         recipe: the model's, with the prompts.
-        name: the prompt's name; None for the default, if there is one.
+        name: the prompt's name; None for the default, if any.
 
     Raises:
-        RequestError: there is no prompt of that name.
+        RequestError: no prompt has this name.
     """
     if name is not None and name not in recipe.prompts:
         known = ", ".join(sorted(recipe.prompts)) or "none"
@@ -177,5 +179,5 @@ def with_prompt(inputs: Inputs, recipe: EmbeddingRecipe, name: str | None) -> In
 
 
 def prompted(text: str, recipe: EmbeddingRecipe, name: str | None) -> str:
-    """Prefix a text with the prompt of a known name, or else with the default."""
+    """Prefix a text with the named or the default prompt."""
     return recipe.prompts.get(name or recipe.default_prompt or "", "") + text

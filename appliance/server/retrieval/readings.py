@@ -1,7 +1,4 @@
-"""Reads the prompts of one API request, a few at a time.
-
-Knows nothing of any wire format.
-"""
+"""Reads the prompts of one API request, a few at a time. Knows no wire format."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.server.model_state import ModelState
 
-WINDOW = 32  # most requests in the engine at once, beside others'
+WINDOW = 32  # maximum of its requests in the engine at once
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +26,7 @@ class Readings:
     """Reads prompts; always close it.
 
     Args:
-        state: the server.
-        requests: one for each prompt, all of the same API key.
+        requests: one per prompt, all from the same API key.
         request_id: id of the HTTP request, for the log.
 
     Raises:
@@ -51,11 +47,11 @@ class Readings:
         self._complete = False
 
     async def pooled(self) -> list[bytes]:
-        """Return the pooled states of each prompt, float32 in the machine's byte order.
+        """Return each prompt's pooled states, float32 in the machine's byte order.
 
         Raises:
-            RequestError: the engine refused one, or it took too long.
-            EngineError: it failed on one, or died twice.
+            RequestError: the engine refused a prompt, or it took too long.
+            EngineError: the engine failed on a prompt, or died twice.
         """
         found: list[bytes | None] = [None] * len(self._requests)
         numbered = iter(enumerate(self._requests))
@@ -74,7 +70,6 @@ class Readings:
         return [content for content in found if content is not None]
 
     def close(self) -> None:
-        """End the request, whatever its outcome."""
         self._use.end()
         self._timer.end(complete=self._complete)
         logger.info(

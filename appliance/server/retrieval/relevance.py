@@ -40,7 +40,7 @@ class Judged:
 
     Attributes:
         readings: the engine's; always close them.
-        scorer: name of the score, for people.
+        scorer: name of the score, for display.
         pairs: indices of each pair's two vectors; None if a pair is one prompt.
     """
 
@@ -49,7 +49,7 @@ class Judged:
     pairs: list[tuple[int, int]] | None
 
     async def scores(self) -> list[float]:
-        """Return the score of each pair; raises like `Readings.pooled`."""
+        """Return each pair's score; raises like `Readings.pooled`."""
         pooled = await self.readings.pooled()
         if self.pairs is None:
             return [_probability(array("f", content)) for content in pooled]
@@ -69,15 +69,14 @@ async def begin_judging(
     """Submit pairs in the checkpoint's form.
 
     Args:
-        state: the server.
         fields: the body's.
         scope: ASGI scope of the HTTP request, with its key and id.
         pairs: queries with documents.
-        instruction: says what makes a document relevant.
+        instruction: defines relevance.
         param: field of the documents.
 
     Raises:
-        RequestError: it asks for something unsupported, or the queue is full.
+        RequestError: the request needs something unsupported, or the queue is full.
     """
     _, tokenizer = state.serving()
     if len(pairs) > MAX_INPUTS:

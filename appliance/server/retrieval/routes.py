@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 
 def retrieval_router(server: ServerState) -> APIRouter:
-    """Return the routes of one server."""
     router = APIRouter()
 
     @router.post("/v1/embeddings", **describes(EmbeddingRequest, EmbeddingList))

@@ -39,7 +39,7 @@ class EmbeddingRequest(TermsFields, kw_only=True):
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
-    prompt_name: str | None = None  # one of the checkpoint's, such as query
+    prompt_name: str | None = None  # the checkpoint's prompt, such as query
 
 
 class TextDocument(msgspec.Struct, kw_only=True):

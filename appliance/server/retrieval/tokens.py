@@ -1,4 +1,4 @@
-"""Tokenizes texts and chats, and back, in vLLM's shapes."""
+"""Tokenizes and detokenizes texts and chats, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tok
     """Tokenize a prompt or a chat.
 
     Args:
-        state: the server.
-        body: the request's.
         owner: name of the API key.
 
     Raises:
@@ -67,7 +65,6 @@ async def _chat_ids(state: ModelState, body: TokenizeRequest, owner: str) -> lis
 
 
 def tokenizer_info(state: ModelState) -> TokenizerInfo:
-    """Describe the tokenizer."""
     info, tokenizer = state.serving()
     bos, eos = tokenizer.bos_token_id, next(iter(tokenizer.eos_token_ids), None)
     template = tokenizer.chat_template
@@ -82,10 +79,10 @@ def tokenizer_info(state: ModelState) -> TokenizerInfo:
 
 
 async def detokenized(state: ModelState, body: DetokenizeRequest) -> Detokenized:
-    """Detokenize.
+    """Decode token ids.
 
     Raises:
-        RequestError: the model has no such token.
+        RequestError: the model lacks a token.
     """
     info, tokenizer = state.serving()
     largest = max(body.tokens, default=0)

@@ -1,4 +1,4 @@
-"""Arithmetic on vectors of texts. Loads numpy."""
+"""Vector arithmetic. Loads numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def matrix_of(
 
     Args:
         pooled: hidden states, float32 in the machine's byte order.
-        dimensions: length to cut them to; None leaves them whole.
+        dimensions: length to cut them to; None keeps them whole.
         normalize: to length 1, after the cut.
     """
     rows = np.stack([np.frombuffer(content, np.float32) for content in pooled])
@@ -31,13 +31,13 @@ def matrix_of(
 
 
 def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale rows to length 1; rows of zeros stay."""
+    """Scale rows to length 1; keep zero rows."""
     lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return (rows / np.where(lengths == 0.0, 1.0, lengths)).astype(np.float32)
 
 
 def embeddings_of(rows: NDArray[np.float32], *, base64: bool) -> list[EmbeddingRow]:
-    """Encode rows for clients: little-endian float32 as base64, or numbers."""
+    """Encode rows as base64 of little-endian float32, or as numbers."""
     if base64:
         texts = [b64encode(row.astype("<f4").tobytes()).decode() for row in rows]
         return [EmbeddingRow(index=number, embedding=text) for number, text in enumerate(texts)]
@@ -50,6 +50,6 @@ def floats_of(rows: NDArray[np.float32]) -> list[list[float]]:
 
 
 def cosines(rows: NDArray[np.float32], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the cosine between two rows, for each pair of row numbers."""
+    """Return the cosine of each pair of rows."""
     rows = _unit(rows)
     return [float(np.clip(rows[one] @ rows[other], -1.0, 1.0)) for one, other in pairs]
