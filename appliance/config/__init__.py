@@ -1,7 +1,7 @@
 """Settings from flags, environment and TOML, read once into frozen structs.
 
-`sections` is the place to add one. The only package that reads environment variables; it imports
-nothing heavy.
+Add a setting in `sections`. Only this package reads environment variables; it imports nothing
+heavy.
 """
 
 from appliance.config.address import authority_to_trust, local_url, network_url, server_to_watch

@@ -1,4 +1,4 @@
-"""The settings of adapters, which are part of the engine's section."""
+"""Settings of adapters, part of the engine's section."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from appliance.config.setting import Group, Setting
 
 
 class AdapterConfig(ParallelConfig, frozen=True, kw_only=True):
-    """Adapters that requests may name, and how many of them are in memory."""
+    """Adapters that requests may name, and the number kept in memory."""
 
     lora: Annotated[
         str,

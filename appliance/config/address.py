@@ -1,4 +1,4 @@
-"""Addresses of a server: from this machine, from others, and for commands that talk to it."""
+"""A server's addresses: on this machine, for other machines, and for commands."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from appliance.config.sources import load_section
 if TYPE_CHECKING:
     from appliance.config.top_section import TopConfig
 
-_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on, and as reached from here
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listening address to local address
 _ELSEWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # addresses for documentation
 
 
 def local_url(host: str, port: int, *, tls: bool = False) -> str:
-    """Return the URL at which this machine reaches a server on a host and port."""
+    """Return the URL of a server's host and port on this machine."""
     return _url(_EVERY_ADDRESS.get(host, host), port, tls=tls)
 
 
@@ -41,13 +41,14 @@ def network_url(host: str, port: int, *, tls: bool = False) -> str | None:
 
 
 def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str | None]:
-    """Return the address of the server that a command talks to, and the key to send.
+    """Return a command's server and the key to send.
 
-    The key is the environment's, else the configured one, which goes only to the configured server.
+    The key is the environment's, else the configured one, which is only sent to the configured
+    server.
 
     Args:
-        url: `TopConfig.url`; without one, where a server with these settings listens.
-        path: configuration file; None means the usual place, if a file is there.
+        url: `TopConfig.url`; None for the configured server.
+        path: configuration file; None for the usual place, if there is one.
 
     Raises:
         ConfigError: a setting of the server is unusable.
@@ -65,13 +66,13 @@ def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str
 
 
 def authority_to_trust(top: TopConfig, path: Path | None = None) -> str | None:
-    """The file with the certificates that a command trusts; None means those of Python.
+    """Return the file of certificates that a command trusts; None for Python's.
 
-    Without one of its own it is the configured server's certificate, for that server.
+    By default it is the configured server's certificate, for that server.
 
     Args:
-        top: its settings.
-        path: configuration file; None means the usual place, if a file is there.
+        top: the command's settings.
+        path: configuration file; None for the usual place, if there is one.
     """
     if top.ca_file is not None or top.url is not None:
         return top.ca_file
@@ -79,7 +80,7 @@ def authority_to_trust(top: TopConfig, path: Path | None = None) -> str | None:
 
 
 def _key_to_watch(server: ServerConfig) -> str | None:
-    """Return the key without a name, or the only key; None if there are several named ones."""
+    """Return the nameless key, or the only key; None if there are several named ones."""
     keys = known_keys(server)
     key = next(iter(keys.values())) if len(keys) == 1 else keys.get(BARE_NAME)
     return None if key is None else key.secret

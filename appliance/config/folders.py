@@ -1,4 +1,4 @@
-"""Folders of our files, by the environment."""
+"""Folders of the appliance's files, from the environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.errors import ConfigError
 CACHE_VARIABLE = ENV_PREFIX + "CACHE_DIR"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 MODELS_VARIABLE = ENV_PREFIX + "MODELS_DIR"  # where tests find models
-# Variables of ours that set no field of a section.
+# Variables that set no field of a section.
 OTHER_VARIABLES = {CACHE_VARIABLE, CONFIG_VARIABLE, MODELS_VARIABLE}
 
 
@@ -24,12 +24,11 @@ def cache_dir() -> Path:
 
 
 def kv_dir() -> Path:
-    """Return the default folder of a server's KV blocks."""
     return cache_dir() / "kv"
 
 
 def jobs_dir() -> Path:
-    """Return the folder in which this user's long jobs report progress, see `appliance.jobs`."""
+    """Return the folder where this user's jobs report progress, see `appliance.jobs`."""
     return cache_dir() / "jobs"
 
 
@@ -37,7 +36,7 @@ def config_path(named: Path | None = None) -> Path | None:
     """Find the configuration file; None if there is none.
 
     Args:
-        named: by a flag; else APPLIANCE_CONFIG may name one, else it is in the usual place.
+        named: file that a flag names; None for APPLIANCE_CONFIG, else the usual place.
 
     Raises:
         ConfigError: the named file does not exist.
@@ -55,10 +54,9 @@ def config_path(named: Path | None = None) -> Path | None:
 
 
 def is_credential(path: Path) -> bool:
-    """Return True for a file that systemd shows to this service alone.
+    """Return True for a file that systemd shows only to this service.
 
-    It grants the service's account access by a list, which in the mode looks like access for a
-    group.
+    Its access list for the service's account looks like group access in the file's mode.
     """
     folder = os.environ.get("CREDENTIALS_DIRECTORY")
     return bool(folder) and path.absolute().is_relative_to(folder or "")

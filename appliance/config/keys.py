@@ -1,4 +1,4 @@
-"""Collects a server's API keys from settings and key file, and our clients' own key."""
+"""Collects a server's API keys from settings and key file, and the commands' own key."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ KEY_VARIABLE = fields_of(ServerConfig)["api_key"].variable
 
 
 def api_key_from_environment() -> str | None:
-    """Return the key with which our clients talk to a server."""
+    """Return the key that commands send to a server."""
     return os.environ.get(KEY_VARIABLE) or None
 
 
 def key_file(server: ServerConfig) -> Path | None:
-    """Return the path of a server's key file, if it has one."""
     return None if server.api_key_file is None else Path(server.api_key_file).expanduser()
 
 
 def known_keys(server: ServerConfig) -> dict[str, ApiKey]:
-    """Return all keys that a server accepts, by name: its settings' and its key file's.
+    """Return a server's keys from settings and key file, by name; empty if it needs none.
 
-    Empty if no key is needed.
-
-    Raises:
-        ConfigError: the file is unreadable or invalid.
+    Raises ConfigError if the key file is unreadable or invalid, or repeats a name.
     """
     mine = check_keys(server.api_key, server.api_keys)
     if (path := key_file(server)) is None:
@@ -41,11 +37,11 @@ def known_keys(server: ServerConfig) -> dict[str, ApiKey]:
 
 
 def own_key(server: ServerConfig) -> tuple[str | None, dict[str, str]]:
-    """Return a key that manages everything, for a program that starts the server to watch it.
+    """Return an administrator's key for a program that starts the server to watch it.
 
     Returns:
-        The key, None if none is needed; and the environment that makes the server accept it: if all
-        of several keys have names, or only digests are stored, the key is an additional one.
+        The key, None if none is needed; and the environment that makes the server accept it. If all
+        of several keys have names, or only digests are stored, it is an additional key.
     """
     keys, environment = known_keys(server), dict(os.environ)
     if not keys:

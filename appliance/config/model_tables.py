@@ -1,4 +1,4 @@
-"""The models of a configuration file, a table [models.NAME] for each, and other names for them."""
+"""The models of a configuration file: a table [models.NAME] for each, and aliases."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _NAME = re.compile(r"\w[\w./:@+-]{0,127}")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is served, with settings of its own.
+    """A served model and its settings.
 
     Attributes:
-        engine: its settings.
-        name: its id in the API; None takes the model's own.
+        name: id in the API; None for the model's own.
     """
 
     engine: EngineConfig
@@ -36,9 +35,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a server.
 
     Attributes:
-        engine: of the model, if no table describes one.
-        models: of the file's tables; the first one is loaded first.
-        aliases: other names, each with the model's name it stands for.
+        engine: for the model, if no table describes one.
+        models: of the file's tables; the first is loaded first.
+        aliases: model name by alias.
     """
 
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
@@ -48,12 +47,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def served(self) -> tuple[ModelConfig, ...]:
-        """The models to serve, at least one."""
+        """Models to serve, at least one."""
         plain = ModelConfig(engine=self.engine, name=self.server.served_model_name)
         return self.models or (plain,)
 
     def with_engines(self, change: Callable[[EngineConfig], EngineConfig]) -> Settings:
-        """Return settings with every model's changed."""
+        """Return settings with every model's settings changed."""
         models = tuple(
             msgspec.structs.replace(one, engine=change(one.engine)) for one in self.models
         )
@@ -64,7 +63,7 @@ def model_tables(path: Path, tables: Mapping[str, Any]) -> dict[str, dict[str, A
     """Return the keys of each model's table in a parsed file.
 
     Raises:
-        ConfigError: a table, its name or one of its keys is none.
+        ConfigError: a table, its name or a key is invalid.
     """
     models = tables.get(MODELS, {})
     fields = fields_of(EngineConfig)
@@ -90,10 +89,10 @@ def model_tables(path: Path, tables: Mapping[str, Any]) -> dict[str, dict[str, A
 
 
 def alias_table(path: Path, tables: Mapping[str, Any]) -> dict[str, str]:
-    """Return what stands behind each alias in a parsed file.
+    """Return the model name of each alias in a parsed file.
 
     Raises:
-        ConfigError: it is no table of names.
+        ConfigError: the table is invalid.
     """
     aliases = tables.get(ALIASES, {})
     if not isinstance(aliases, dict):
@@ -105,11 +104,11 @@ def alias_table(path: Path, tables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_names(names: Iterable[str], aliases: Mapping[str, str]) -> None:
-    """Make sure that a name stands for one model.
+    """Check that each name means one model.
 
     Args:
         names: ids of all models.
-        aliases: other names, each with the id it stands for.
+        aliases: model id by alias.
 
     Raises:
         ConfigError: two models share a name, or an alias is a model's name or names none.

@@ -1,4 +1,4 @@
-"""Reads and writes lists of names with paths, NAME=PATH,NAME=PATH."""
+"""Reads and writes lists of named paths, NAME=PATH,NAME=PATH."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ if TYPE_CHECKING:
 
 
 def named_paths(text: str, setting: str) -> dict[str, str]:
-    """Return the paths by name.
+    """Parse a list into paths by name.
 
     Args:
-        text: the list; empty for none.
-        setting: its name, for messages.
+        setting: the setting's name, for messages.
 
     Raises:
         ConfigError: an entry has no name or no path, or a name occurs twice.

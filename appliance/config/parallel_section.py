@@ -1,4 +1,4 @@
-"""The settings of several processes for one model, which are part of the engine's section."""
+"""Settings of several processes for one model, part of the engine's section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.config.setting import Group, Setting
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes that serve a model: whole copies, and those that share one."""
+    """Processes that serve a model: replicas, and ranks that divide one model."""
 
     replicas: Annotated[
         int,
@@ -42,5 +42,5 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_divided(self) -> bool:
-        """True if several processes are to share one model."""
+        """True if several processes share one model."""
         return self.tensor_parallel > 1 or self.gpu_split not in ("auto", "1")

@@ -1,4 +1,4 @@
-"""Writes the settings as a reference page and as an example configuration file."""
+"""Writes the settings' reference page and an example configuration file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MODELS_EXAMPLE = (
 
 
 def settings_reference() -> str:
-    """Write a Markdown table of all settings for each section."""
+    """Write a Markdown table of settings for each section."""
     parts = [
         "A flag wins over an environment variable, which wins over the configuration file, "
         "`~/.config/appliance/config.toml` or the one that `--config` or "
@@ -47,7 +47,7 @@ def settings_reference() -> str:
 
 
 def example_config() -> str:
-    """Write a whole configuration file with every setting at its default."""
+    """Write a configuration file with every setting at its default."""
     lines = [
         "# Settings of appliance: take the # away from those that are to change.",
         "# If it holds keys, nobody else may read it: chmod 600",
@@ -85,7 +85,7 @@ def _row(field: Field) -> str:
 
 
 def _note(field: Field) -> str:
-    """Return the bounds, unless there are none."""
+    """Return the bounds as a sentence, if there are any."""
     if not field.bounds:
         return ""
     unit = " tokens" if field.setting.unit is Unit.TOKENS else ""
@@ -93,7 +93,7 @@ def _note(field: Field) -> str:
 
 
 def _toml(field: Field) -> str:
-    """Return the default in TOML; "auto" where it is not a value."""
+    """Return the default in TOML; "auto" for one that has no value."""
     if field.default is None or field.default == "":
         if field.type is str:
             return '""'

@@ -1,8 +1,7 @@
 """All settings: a frozen struct per section of the configuration file.
 
-A setting is added here, or in the file of its section, and nowhere else: its flag, environment
-variable, key in the configuration file, help text and line of the reference come from its field.
-Imports nothing heavy.
+Add a setting here or in its section's file: its flag, environment variable, key in the
+configuration file, help text and line of the reference come from its field. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from appliance.config.units import GIB, MIB
 from appliance.errors import ConfigError
 
 MOST_BYTES = 2**50
-SELF_DRAFT = "self"  # the model that is served drafts, at fewer bits
+SELF_DRAFT = "self"  # the served model drafts for itself, at fewer bits
 
 
 class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the engine process.
 
     Raises:
-        ConfigError: a value is out of bounds, on construction.
+        ConfigError: a value is out of bounds.
     """
 
     model: Annotated[
@@ -226,12 +225,12 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def draft_model(self) -> str:
-        """The model that drafts, `SELF_DRAFT` or a name; empty if none does."""
+        """The draft model, `SELF_DRAFT` or a name; empty if there is none."""
         return self._named("draft")
 
     @property
     def eagle_head(self) -> str:
-        """The folder, or the name, of the EAGLE-3 head that drafts; empty if none does."""
+        """Folder or name of the EAGLE-3 head; empty if there is none."""
         return self._named("eagle")
 
     def _named(self, wanted: str) -> str:

@@ -1,4 +1,4 @@
-"""The settings of the API process. Imports nothing heavy."""
+"""Settings of the API process. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of the API process.
 
     Raises:
-        ConfigError: a value is out of bounds, on construction.
+        ConfigError: a value is out of bounds.
     """
 
     host: Annotated[

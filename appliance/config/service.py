@@ -1,4 +1,4 @@
-"""The service manager that started this process, as its environment tells."""
+"""The service manager that started this process, from the environment."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServiceSocket:
-    """Systemd's way to be told how a service is, see sd_notify(3).
+    """Socket that reports a service's state to systemd, see sd_notify(3).
 
     Attributes:
-        address: of a Unix datagram socket; a first `@` stands for the zero byte of an abstract one.
-        watchdog_seconds: after which it expects a sign of life; None if it expects none.
+        address: of a Unix datagram socket; a leading `@` stands for the zero byte of an abstract
+            one.
+        watchdog_seconds: longest time between two reports; None if none are expected.
     """
 
     address: str
@@ -20,7 +21,7 @@ class ServiceSocket:
 
 
 def service_socket() -> ServiceSocket | None:
-    """Return the socket for this process; None if no service manager wants to be told."""
+    """Return this process's socket; None if no service manager expects reports."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return None

@@ -1,4 +1,4 @@
-"""Describes one setting: its valid values and the messages for invalid ones.
+"""Describes a setting: its valid values, and messages for invalid ones.
 
 Flags, environment, configuration files and the reference all read these definitions, which annotate
 the fields of the structs in `sections`.
@@ -30,7 +30,7 @@ _NUMBERS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
 class Group(Enum):
-    """Groups of settings in help and reference, in this order."""
+    """Groups of settings in help and reference, in order."""
 
     ADDRESS = "Address and keys"
     MODEL = "Model"
@@ -43,7 +43,7 @@ class Group(Enum):
 
 
 class Unit(Enum):
-    """Unit of a number; the value is the word after it."""
+    """Unit of a number; the value is its word."""
 
     NONE = ""
     BYTES = "bytes"
@@ -57,15 +57,14 @@ class Setting:
 
     Attributes:
         help: one sentence.
-        group: its group in help and reference.
         unit: of a number.
         low: least value.
         high: largest value.
         choices: all valid values; empty means any.
-        named: further ones that end in a name, such as "draft=MODEL".
-        default_is: the default in words, where the value does not explain itself.
+        named: further choices that end in a name, such as "draft=MODEL".
+        default_is: the default in words, if the value does not explain itself.
         has_flag: the command line accepts it.
-        is_key: it is an API key, which no message may contain.
+        is_key: an API key, which messages must not contain.
     """
 
     help: str
@@ -85,11 +84,10 @@ class Field:
     """A setting as a field of its section.
 
     Attributes:
-        name: of the field, and of the key in a configuration file.
+        name: of the field and of the key in a configuration file.
         type: bool, int, float, str or dict.
-        is_optional: None is a value.
-        default: its value if nothing sets it.
-        setting: everything else.
+        is_optional: None is a valid value.
+        setting: the definition.
     """
 
     name: str
@@ -107,12 +105,12 @@ class Field:
         return ENV_PREFIX + self.name.upper()
 
     def read(self, value: object, origin: str) -> object:
-        """Parse a written value: text, or a value of TOML or Python.
+        """Parse a written value: text, or a value from TOML or Python.
 
         `origin` names the value's source in messages.
 
         Raises:
-            ConfigError: it is of the wrong type or out of bounds.
+            ConfigError: the value has the wrong type or is out of bounds.
         """
         if self.is_optional and (value is None or value == ""):
             return None
@@ -175,7 +173,7 @@ class Field:
         return self.shown(self.default) if self.default not in (None, "", {}) else ""
 
     def as_text(self, value: object) -> str:
-        """Write a value so that a variable of the environment can hold it."""
+        """Write a value for an environment variable."""
         return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
     def shown(self, value: object) -> str:
@@ -216,7 +214,7 @@ class Field:
 
 @lru_cache
 def fields_of(section: type[msgspec.Struct]) -> Mapping[str, Field]:
-    """Return the settings of a section by name, in their order there."""
+    """Return a section's settings by name, in order."""
     return {info.name: _field(info) for info in msgspec.structs.fields(section)}
 
 
@@ -228,14 +226,14 @@ def check_all(section: msgspec.Struct) -> None:
     """Check each setting of a section.
 
     Raises:
-        ConfigError: one is out of bounds.
+        ConfigError: a setting is out of bounds.
     """
     for name, field in fields_of(type(section)).items():
         field.check(getattr(section, name), name)
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Suggest the nearest known word for an unknown one, or list all."""
+    """Suggest the known word nearest to an unknown one, or list all."""
     known = list(words)
     found = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {found[0]!r}?" if found else f"; known: {', '.join(known)}"
@@ -251,12 +249,12 @@ def _field(info: Any) -> Field:
 
 
 def _holds_text(value: object) -> bool:
-    """Return True unless a table holds a value that is not text."""
+    """Return True unless a table holds a value other than text."""
     return not isinstance(value, dict) or all(isinstance(one, str) for one in value.values())
 
 
 def _is_named(value: object, setting: Setting) -> bool:
-    """Return True for one of the choices that end in a name, with a name."""
+    """Return True for a choice that ends in a name, with a name."""
     starts = [one[: one.index("=") + 1] for one in setting.named]
     return isinstance(value, str) and any(
         value.startswith(start) and value != start for start in starts

@@ -1,4 +1,4 @@
-"""Merges flags over environment over configuration file over defaults, tracking each origin."""
+"""Merges flags over environment over configuration file over defaults, tracking origins."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class WrittenSetting:
     """A setting as a user wrote it.
 
     Attributes:
-        value: text, or a value of TOML or Python; not checked yet.
-        origin: the flag, variable or file and key, for messages.
+        value: text, or a value from TOML or Python; not checked yet.
+        origin: the flag, variable, or file and key, for messages.
     """
 
     value: object
@@ -54,12 +54,12 @@ def load_settings(flags: Given, path: Path | None = None) -> Settings:
     """Load the settings of a server.
 
     Args:
-        flags: setting name to value; None means that the flag was not given.
-        path: configuration file; None means the usual place, if a file is there.
+        flags: value by setting; None if the flag was not given.
+        path: configuration file; None for the usual place, if there is one.
 
     Raises:
-        ConfigError: an unknown key of the file (the nearest valid one is named), or a wrong type or
-            value; the message names the flag, variable or key at fault.
+        ConfigError: an unknown key, a wrong type or an invalid value; the message names the flag,
+            variable or key, and the nearest valid key.
     """
     mine = fields_of(EngineConfig).keys()
     engine = {name: value for name, value in flags.items() if name in mine}
@@ -119,11 +119,10 @@ def load_section(
     *,
     spell: Callable[[str], str] = flag_of,
 ) -> AnySection:
-    """Load the settings of one section, ignoring the values of others.
+    """Load the settings of one section, ignoring values of others.
 
     Args:
-        section: its struct.
-        given: setting name to value, over everything else; None means not given.
+        given: value by setting, over everything else; None if not given.
         path: configuration file, see `load_settings`.
         spell: names a given setting in messages; by default its flag.
 
@@ -152,13 +151,13 @@ def written_settings(
     spell: Callable[[str], str] = flag_of,
     table: tuple[str, Given] = ("", {}),
 ) -> dict[str, WrittenSetting]:
-    """Collect what is written for a section, by setting; the arguments are `load_section`'s.
+    """Collect a section's written settings by name; arguments as for `load_section`.
 
     Args:
         table: place and keys of a further table of the file, over the section's own.
 
     Raises:
-        ConfigError: an unknown key; values are not checked.
+        ConfigError: a key is unknown; values are not checked.
     """
     fields = fields_of(section)
     written: dict[str, WrittenSetting] = {}
@@ -190,17 +189,16 @@ def with_kv_folder(settings: Settings) -> Settings:
 
 
 def warn_of_unknown_variables() -> None:
-    """Log a warning for each environment variable that looks like a setting but is none.
+    """Log a warning for each unknown environment variable that looks like a setting.
 
-    It is no error, since the environment is shared: the variable may be for another version or for
-    a program around this one.
+    It is no error: the variable may be for another version or for a program around this one.
     """
     for message in unknown_variables():
         logger.warning("%s", message)
 
 
 def unknown_variables() -> Iterator[str]:
-    """Describe each environment variable that looks like a setting but is none."""
+    """Describe each unknown environment variable that looks like a setting."""
     known = {field.variable for one in SECTIONS.values() for field in fields_of(one).values()}
     names = [variable.removeprefix(ENV_PREFIX) for variable in sorted(known | OTHER_VARIABLES)]
     for variable in sorted(os.environ):
@@ -212,7 +210,7 @@ def unknown_variables() -> Iterator[str]:
 
 
 def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, Any]:
-    """Read a section of a configuration file; keys of other sections are checked too."""
+    """Read a section of a configuration file, checking keys of other sections too."""
     if path is None:
         return {}
     tables, mode = _parse(path)
@@ -237,7 +235,7 @@ def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, A
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the tables of a file, and its mode."""
+    """Return a file's tables and mode."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file), os.fstat(file.fileno()).st_mode

@@ -1,4 +1,4 @@
-"""The settings of the dashboard. Imports nothing heavy."""
+"""Settings of the dashboard. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Settings of the dashboard.
 
     Raises:
-        ConfigError: a value is out of bounds, on construction.
+        ConfigError: a value is out of bounds.
     """
 
     url: Annotated[

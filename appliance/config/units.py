@@ -13,10 +13,10 @@ _SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 512MiB, 2G or 1.5GB; G and GiB are 2**30, GB is 10**9.
+    """Parse a size such as 512MiB, 2G or 1.5GB into bytes; G and GiB are 2**30, GB is 10**9.
 
     Raises:
-        ConfigError: it is not a size.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if match is None:
@@ -27,10 +27,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a duration such as 30m, 12h, 7d or 2w.
+    """Parse a duration such as 30m, 12h, 7d or 2w into seconds.
 
     Raises:
-        ConfigError: it is not a duration.
+        ConfigError: the text is not a duration.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text.lower())
     if match is None:

@@ -1,4 +1,4 @@
-"""Checks settings: that they can be read, where each comes from, and who may read the files."""
+"""Checks settings: that they are readable, their origins, and access to their files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIST = "`appliance settings` lists all there are"
 
 
 def check_settings(scope: Scope) -> Iterator[Finding]:
-    """Read every section, and name the origin of what differs from its default."""
+    """Read every section, and list non-default settings with their origins."""
     try:
         file = config_path(scope.config)
     except ConfigError as error:
@@ -41,7 +41,7 @@ def check_settings(scope: Scope) -> Iterator[Finding]:
 
 
 def check_variables(scope: Scope) -> Iterator[Finding]:
-    """Find variables that look like settings and are none."""
+    """Find unknown variables that look like settings."""
     unknown = list(unknown_variables())
     for message in unknown:
         yield Finding("variables", Grade.WARN, message, f"rename or unset it; {_LIST}")
@@ -50,7 +50,7 @@ def check_variables(scope: Scope) -> Iterator[Finding]:
 
 
 def check_private_files(scope: Scope) -> Iterator[Finding]:
-    """Check the users who may read keys and change settings."""
+    """Check that other users can neither read keys nor change settings."""
     server = scope.server
     try:
         keys = known_keys(server)
@@ -84,7 +84,7 @@ def _who_may(path: Path, name: str, bits: int, verb: str) -> Finding:
 
 
 def _changed(name: str, file: Path | None) -> Iterator[str]:
-    """Describe the settings of a section that differ from their defaults."""
+    """Describe a section's non-default settings."""
     section = SECTIONS[name]
     written = written_settings(section, {}, file)
     for key, field in fields_of(section).items():

@@ -1,4 +1,4 @@
-"""Runs every check; one that fails itself is a finding, and hinders no other."""
+"""Runs every check; a check that fails is itself a finding and stops no other."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def scope_of(
     *,
     is_quick: bool = False,
 ) -> Scope:
-    """Collect what is to be checked; unreadable settings count as the defaults.
+    """Collect the inputs of the checks; unreadable settings count as the defaults.
 
     Args:
         config: file that a flag names.
-        model: that a flag names; it is run in this process if no server answers.
+        model: that a flag names; it runs in this process if no server answers.
         url: of a server that a flag names.
-        is_quick: leave out what takes more than a few seconds.
+        is_quick: skip checks that take more than a few seconds.
     """
     engine = _section(EngineConfig, config)
     if model is not None:
@@ -80,7 +80,7 @@ def scope_of(
 
 
 def examine(scope: Scope) -> Iterator[Finding]:
-    """Yield the findings of all checks, as they are made."""
+    """Yield the findings of all checks as they arrive."""
     for check in CHECKS:
         try:
             yield from check(scope)

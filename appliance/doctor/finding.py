@@ -1,4 +1,4 @@
-"""The result and the input of a check."""
+"""The input and the result of a check."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class Grade(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: of the thing, in a word or two.
-        grade: how it is.
+        name: what was checked, in a word or two.
         found: in words; never an API key.
-        fix: what to do about it; empty where nothing is to be done.
+        fix: what to do; empty if nothing is.
     """
 
     name: str
@@ -44,20 +43,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The machine, settings, model and server to be checked.
+    """The machine, settings, model and server to check.
 
     Attributes:
-        engine: its settings; defaults where the real ones cannot be read.
+        engine: settings; defaults if the real ones are unreadable.
         server: likewise.
         top: likewise.
         config: configuration file that a flag names.
         url: of a server that a flag names.
-        model: on this machine; None if it is not there.
-        model_problem: why it cannot be there.
+        model: on this machine; None if it is not here.
+        model_problem: why the model's name is invalid.
         runs_model: run the model in this process if no server answers.
-        is_quick: leave out what takes more than a few seconds.
+        is_quick: skip checks that take more than a few seconds.
         root: of the system's own files.
-        nvml: in place of pynvml.
+        nvml: replaces pynvml.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -74,13 +73,10 @@ class Scope:
 
 
 class Check(Protocol):
-    """A check of one kind of thing."""
+    """A check of one kind of thing; it changes nothing."""
 
-    def __call__(self, scope: Scope) -> Iterable[Finding]:
-        """Look, and change nothing."""
-        ...
+    def __call__(self, scope: Scope) -> Iterable[Finding]: ...
 
 
 def show_gib(count: float) -> str:
-    """Format bytes in GiB."""
     return f"{count / GIB:,.1f} GiB"

@@ -1,4 +1,4 @@
-"""Folders of caches and models: may they be written to, is there room, is something left over."""
+"""Checks the folders of caches and models: write access, free space, leftovers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LITTLE_FREE = 5 * GIB  # a small model of the hub in 4 bits
 
 
 def check_folders(scope: Scope) -> Iterator[Finding]:
-    """Write a file that has no name into each folder, and look at the room on its disk."""
+    """Write a nameless file into each folder, and check its disk's free space."""
     for name, folder, setting in _folders(scope):
         yield _writable(name, folder, setting)
         existing = _existing(folder)
@@ -38,7 +38,7 @@ def check_folders(scope: Scope) -> Iterator[Finding]:
 
 
 def check_leftovers(scope: Scope) -> Iterator[Finding]:
-    """Find what interrupted tasks and downloads have left."""
+    """Find leftovers of interrupted tasks and downloads."""
     stale = stale_jobs(jobs_dir())
     if stale:
         names = shlex.join(str(path.with_suffix(".*")) for path in stale).replace("'", "")
@@ -77,7 +77,7 @@ def _writable(name: str, folder: Path, setting: str) -> Finding:
         fix = f"move {existing} away, or choose another folder with {setting}"
         return Finding(f"{name} folder", Grade.FAIL, f"{existing} is no folder", fix)
     try:
-        with tempfile.TemporaryFile(dir=existing):  # it never has a name, where the disk allows
+        with tempfile.TemporaryFile(dir=existing):  # it has no name, if the disk supports that
             pass
     except OSError as error:
         found = f"{existing} cannot be written to: {error.strerror}"
@@ -96,7 +96,7 @@ def _private(folder: Path) -> Finding:
 
 
 def _existing(folder: Path) -> Path:
-    # Not Path.exists, which raises where a parent is closed to us.
+    # Not Path.exists, which raises if a parent is closed to this user.
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 

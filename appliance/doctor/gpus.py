@@ -1,4 +1,4 @@
-"""NVIDIA's driver and GPUs, as its management library describes them."""
+"""Checks NVIDIA's driver and GPUs through its management library."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _FIXES = {
 
 
 def check_gpus(scope: Scope) -> Iterator[Finding]:
-    """Look at the driver, then at each GPU, then at each pair."""
+    """Check the driver, then each GPU, then each pair."""
     try:
         library = open_nvml(scope.nvml)
-    except Exception as error:  # each error of the library has a class of its own
+    except Exception as error:  # each error of the library has its own class
         yield _without_driver(scope, str(error))
         return
     probe = GpuProbe(library)
@@ -144,7 +144,7 @@ def _peers(name: str, library: Any, first: Any, second: Any) -> Finding:
 
 
 def _cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, without importing it; None for CPUs."""
+    """Return the CUDA version of the installed torch without importing it; None for CPU."""
     try:
         if version("torch").endswith("+cpu"):
             return None

@@ -1,4 +1,4 @@
-"""Memory of this machine, Windows below Linux, and what computes on the CPU."""
+"""Checks memory, Windows below Linux, and the CPU library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WINDOWS_DISK = re.compile(r"/mnt/[a-z](/|$)")
 
 
 def check_memory(scope: Scope) -> Iterator[Finding]:
-    """Compare memory that programs may take with the model's weights."""
+    """Compare available memory with the model's weights."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -44,7 +44,7 @@ def check_memory(scope: Scope) -> Iterator[Finding]:
 
 
 def check_wsl(scope: Scope) -> Iterator[Finding]:
-    """Report if Windows runs this Linux, and which files are slow there."""
+    """Report if this Linux runs under Windows, and which files are slow there."""
     try:
         version = (scope.root / "proc/version").read_text()
     except OSError as error:
@@ -63,7 +63,7 @@ def check_wsl(scope: Scope) -> Iterator[Finding]:
 
 
 def check_cpu_library(scope: Scope) -> Iterator[Finding]:
-    """Load the C library as an engine does, and name the instructions that it would use."""
+    """Load the C library as an engine does, and name the instructions it would use."""
     choice = scope.engine.cpu_isa
     try:
         library = load_library()
@@ -113,7 +113,7 @@ def _weight_bytes(scope: Scope) -> int | None:
 
 
 def _cgroup_limit(scope: Scope) -> int | None:
-    """Return the bytes that a container may still take; None without a limit."""
+    """Return the bytes that a container may still use; None without a limit."""
     folder = scope.root / "sys/fs/cgroup"
     try:
         limit = (folder / "memory.max").read_text().strip()

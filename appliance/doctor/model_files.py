@@ -1,4 +1,4 @@
-"""Checks model files: content against published hashes, and headers against sizes."""
+"""Checks model files: contents against published hashes, headers against sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_model(scope: Scope) -> Iterator[Finding]:
 
 
 def _contents(path: Path, fix: str) -> Finding:
-    """Open the model as an engine does; every tensor must be in its place."""
+    """Open the model as an engine does, which finds missing tensors."""
     start = time.monotonic()
     try:
         from appliance.model.source import open_model  # imports NumPy

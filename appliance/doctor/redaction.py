@@ -1,4 +1,4 @@
-"""Takes API keys, and names of people and machines, out of a text."""
+"""Removes API keys, and names of people and machines, from a text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HIDDEN = "[hidden]"
 
-# Keys of this server and of those whose names everybody knows, addresses with a password.
+# Keys of this server and of well-known services, passwords in URLs.
 _SHAPES = (
     re.compile(r"\b(?:sk|hf|gh[pousr]|xox[a-z])[-_][A-Za-z0-9_\-]{8,}"),
     re.compile(r"(?<=Bearer )\S+"),
@@ -32,7 +32,7 @@ _COMMON_USERS = frozenset({"root", "user", "appliance", "nobody", "ubuntu", "deb
 
 
 def hide_keys(text: str, scope: Scope) -> str:
-    """Replace every API key, wherever it got into the text."""
+    """Replace every API key in the text."""
     for secret in sorted(_secrets(scope), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for shape in _SHAPES:
@@ -41,7 +41,7 @@ def hide_keys(text: str, scope: Scope) -> str:
 
 
 def hide_people(text: str) -> str:
-    """Replace home folders, the user's and the machine's name, and addresses in a network."""
+    """Replace home folders, the user's and the machine's name, and network addresses."""
     text = text.replace(str(Path.home()), "~")
     text = re.sub(r"/(home|Users)/[^/\s]+", "~", text)
     names = {_user(): "USER", socket.gethostname(): "HOST"}
@@ -53,7 +53,7 @@ def hide_people(text: str) -> str:
 
 
 def _secrets(scope: Scope) -> set[str]:
-    """Collect the keys of the settings, the key file and the environment, also of invalid ones."""
+    """Collect the keys, valid or not, of the settings, the key file and the environment."""
     entries = [scope.server.api_key or "", *scope.server.api_keys.values()]
     entries += [text for name, text in os.environ.items() if _is_secret(name)]
     if (file := key_file(scope.server)) is not None:
@@ -75,19 +75,19 @@ def _is_secret(name: str) -> bool:
 
 
 def _words(file: Path) -> list[str]:
-    """Find what may be keys in a key file, valid or not."""
+    """Find possible keys in a key file, valid or not."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:
         return []
-    # Behind the name; or the whole line, which may be a key without a name that holds a =.
+    # The part after the name, or the whole line: a nameless key may contain a =.
     return [part.strip() for line in lines for part in (line.partition("=")[2], line)]
 
 
 def _key_lines(file: Path) -> list[str]:
     """Find quoted words in a configuration file, or in its key file, that may be keys.
 
-    The file is read as text, for its settings may be invalid.
+    The file is read as text, since its settings may be invalid.
     """
     try:
         text = file.read_text(errors="replace")
@@ -104,5 +104,5 @@ def _key_lines(file: Path) -> list[str]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # no such user, in a container
+    except (KeyError, OSError):  # a container may have no such user
         return ""

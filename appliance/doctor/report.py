@@ -1,4 +1,4 @@
-"""Findings as text, as JSON, and as a bug report in Markdown."""
+"""Writes findings as text, as JSON, and as a bug report in Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "nvidia-m
 
 
 def as_line(finding: Finding) -> str:
-    """Format a finding, and its fix on a line below."""
+    """Format a finding, with its fix on a second line."""
     line = f"{finding.grade.value:<8} {finding.name:<16} {finding.found}"
     return f"{line}\n{'':<26}fix: {finding.fix}" if finding.fix else line
 
@@ -27,7 +27,7 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Format as an object with version and findings."""
+    """Format an object with version and findings."""
     rows = [
         {"name": one.name, "status": one.grade.value, "found": one.found, "fix": one.fix}
         for one in findings
@@ -36,7 +36,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_markdown(findings: Sequence[Finding]) -> str:
-    """Format a bug report to be completed; nothing is hidden yet."""
+    """Format a bug report for the user to complete; nothing is redacted yet."""
     software = [("appliance", __version__), ("Python", platform.python_version())]
     software += [(name, _version_of(name)) for name in _PACKAGES]
     software.append(("system", f"{platform.system()} {platform.release()} {platform.machine()}"))

@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 SAMPLE_PROMPT = "Once upon a time"
 SAMPLE_TOKENS = 32
-_PATIENCE = 10.0  # seconds for an answer that takes no computing
+_PATIENCE = 10.0  # seconds for an answer without computation
 _SAMPLE_PATIENCE = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """A server, as far as it answers.
+    """Facts that a server reports.
 
     Attributes:
         problem: why there is no answer; None if there is one.
-        is_ours: it answers as an appliance does.
+        is_ours: it is an appliance.
         health: its state in words.
         works: it would compute an answer now.
         status: of a request with the key.
-        models: that it serves.
-        context_length: of the first of them, in tokens; None if it does not tell.
-        version: its own; None if it does not tell.
+        models: the served models.
+        context_length: of the first model, in tokens; None if unknown.
+        version: of the server; None if unknown.
     """
 
     problem: str | None = None
@@ -57,7 +57,7 @@ class Timings:
 
 
 async def ask_server(server: Server) -> ServerFacts:
-    """Ask for health, models and version; no answer is a fact, too."""
+    """Ask for health, models and version; a missing answer is a fact, too."""
     import httpx
 
     async with server.client(_PATIENCE) as client:
@@ -82,7 +82,7 @@ async def ask_server(server: Server) -> ServerFacts:
 
 
 async def time_sample(server: Server, model: str) -> Timings:
-    """Let a server's model continue a text.
+    """Time a completion by a server's model.
 
     Raises:
         httpx.HTTPError: no answer, or not within two minutes.

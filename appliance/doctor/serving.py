@@ -1,4 +1,4 @@
-"""The port, the server behind it, and a sample of its answers."""
+"""Checks the port, the server behind it, and a sample of its answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_port(scope: Scope) -> Iterator[Finding]:
 
 
 def check_server(scope: Scope) -> Iterator[Finding]:
-    """Ask the configured server, or the one that a flag names, how it is."""
+    """Ask the configured server, or the one that a flag names, for its state."""
     server = _server(scope)
     facts = asyncio.run(ask_server(server))
     if facts.problem is not None:
@@ -77,7 +77,7 @@ def check_server(scope: Scope) -> Iterator[Finding]:
 
 
 def check_sample(scope: Scope) -> Iterator[Finding]:
-    """Time a short answer, of the server or else of the model in this process."""
+    """Time a short answer by the server, or by the model in this process."""
     import httpx
 
     if scope.is_quick:
@@ -123,14 +123,14 @@ def _in_process(scope: Scope) -> str:
     """Load the model here and time it.
 
     Raises:
-        ApplianceError: it cannot be loaded, or does not fit; the message has the memory plan.
+        ApplianceError: the model cannot be loaded or does not fit; the message has the memory plan.
     """
     assert scope.model is not None
     start = time.monotonic()
     from appliance.engine.sampling_params import SamplingParams  # imports the engine's messages
     from appliance.llm import LLM
 
-    settings = msgspec.structs.asdict(scope.engine)  # of the file that a flag names, too
+    settings = msgspec.structs.asdict(scope.engine)  # includes the file that a flag names
     options = {name: value for name, value in settings.items() if value is not None}
     llm = LLM(**options | {"model": str(scope.model.path)})
     loaded = time.monotonic() - start

@@ -1,1 +1,1 @@
-"""Plans what a model needs on this machine, or on a GPU that is not here, before it is loaded."""
+"""Plans a model's needs on this machine, or on a GPU from a table, before loading it."""

@@ -1,4 +1,4 @@
-"""Every way to serve a model that is worth a look, each with what it needs and how it would do."""
+"""Lists the ways to serve a model, with their memory and expected speed."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
 KV_WORDS = ("auto", "bf16", "int8", "int4")
-# What `appliance quantize` makes of a layer's matrices: bits with scales of groups of 128.
+# Bits per weight from `appliance quantize`: codes, and scales of groups of 128.
 _QUANTIZED = {"as it is": None, "int8": 8 + 16 / 128, "int4": 4 + 16 / 128}
 _COMFORT = 10.0  # tokens/s of one stream, faster than most people read
 
 
 @dataclass(frozen=True, slots=True)
 class FitRow:
-    """One way to serve.
+    """One way to serve a model.
 
     Attributes:
-        weights: "as it is", or what `appliance quantize` would make.
-        kv: the precision of the KV cache, as `--kv-cache-dtype` takes it.
-        kv_format: what that is here.
+        weights: "as it is", or a form that `appliance quantize` can make.
+        kv: precision of the KV cache, as `--kv-cache-dtype` takes it.
+        kv_format: its format on this device.
         context_length: tokens.
         streams: whole contexts that fit at once.
         plan: of memory; None if it does not fit.
-        refusal: why not, with the nearest that does.
-        rate: most tokens/s of one stream, see `token_time`; None without a bandwidth.
+        refusal: why it does not fit, with the nearest that does.
+        rate: upper bound of one stream's tokens/s, see `token_time`; None without a bandwidth.
     """
 
     weights: str
@@ -55,12 +55,12 @@ class FitRow:
 
     @property
     def experts_on_cpu(self) -> int:
-        """Number of layers whose experts stay in host memory."""
+        """Layers whose experts stay in host memory."""
         return 0 if self.plan is None else len(self.plan.host_experts.layers)
 
     @property
     def total_bytes(self) -> int:
-        """All that is planned, without experts in host memory; 0 if it does not fit."""
+        """Planned bytes without experts in host memory; 0 if it does not fit."""
         if self.plan is None:
             return 0
         plan = self.plan
@@ -76,17 +76,15 @@ def candidates(
     context_length: int | None = None,
     streams: int = 1,
 ) -> list[FitRow]:
-    """List the ways to serve, the best first.
+    """List the ways to serve a model, best first.
 
-    Those that fit come first; among them those that are fast enough to read along, then those that
-    leave all experts where the rest is, then those that change the model least, then the faster.
-    Weights as they are come before weights to be made.
+    First come those that fit; among them those fast enough to read along, then those with no
+    experts in host memory, then those that change the model least, then the faster. Existing
+    weights come before weights to be made.
 
     Args:
-        source: the model.
-        config: the settings; its KV precision, context and sizes are varied.
-        place: the memory.
-        context_length: tokens; None tries the model's own, and shorter ones where that is too long.
+        config: settings; KV precision, context and sizes are varied.
+        context_length: tokens; None tries the model's own, and shorter ones if that is too long.
         streams: whole contexts to hold at once.
 
     Raises:
@@ -165,7 +163,7 @@ def _contexts(wanted: int) -> Iterator[int]:
 
 
 def _saved_bytes(source: ModelSource, bits: float) -> int | None:
-    """Return what quantizing a 16-bit model's matrices saves; None if they are packed already."""
+    """Return the bytes that quantizing a 16-bit model saves; None if it is already packed."""
     saved = 0.0
     for slot in source.slots():
         if not slot.is_linear:
@@ -179,7 +177,7 @@ def _saved_bytes(source: ModelSource, bits: float) -> int | None:
 def _rate(
     source: ModelSource, plan: MemoryPlan, request: MemoryRequest, place: ModelPlace, context: int
 ) -> float | None:
-    """Return most tokens/s of one stream, at half of its context."""
+    """Return the upper bound of one stream's tokens/s, at half of its context."""
     if place.bandwidth is None:
         return None
     kv_bytes = request.kv_bytes_per_token * context / 2
@@ -188,7 +186,7 @@ def _rate(
 
 
 def _quantized(choice: ExpertChoice | None, bits: float) -> ExpertChoice | None:
-    """Return what may leave the device, in so many bits instead of 16."""
+    """Scale the sizes of experts from 16 bits to `bits`."""
     if choice is None:
         return None
     share = bits / 16

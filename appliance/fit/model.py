@@ -1,4 +1,4 @@
-"""Opens a model for a plan: from this machine, or a hub's headers without its weights."""
+"""Opens a model for a plan: from this machine, or from a hub's headers without weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def opened(model: str, cache_dir: Path) -> Iterator[tuple[str, ModelSource, Path
     """Yield a model's name, its source, and its path if it is on this machine.
 
     Raises:
-        ModelError: there is no such model, or it cannot be served.
+        ModelError: the model does not exist, or cannot be served.
     """
     found = find_model(model, cache_dir=cache_dir)
     if found is not None:

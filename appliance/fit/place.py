@@ -1,4 +1,4 @@
-"""The memory that a model would go to: this machine's, or that of a GPU in the table."""
+"""The memory for a model: this machine's, or that of a GPU in the table."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from appliance.errors import ConfigError
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
 
-# A CUDA context with its libraries, which a GPU that is not here cannot tell.
+# Assumed bytes of a CUDA context with its libraries.
 _CONTEXT_BYTES = GIB // 2
 _STATED = "its maker's figure"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """Memory with a bandwidth.
+    """Memory with its bandwidth.
 
     Attributes:
         name: for people.
-        bandwidth: GB/s; None if it was not measured.
+        bandwidth: GB/s; None if not measured.
         gpu_bytes: of a GPU that need not be here; None for this machine.
-        how: where the bandwidth comes from.
+        how: source of the bandwidth.
     """
 
     name: str
@@ -35,12 +35,11 @@ class ModelPlace:
 
 
 def place_of(gpu: str | None, config: EngineConfig, *, measures: bool = True) -> ModelPlace:
-    """Return the place for a model.
+    """Return the memory for a model.
 
     Args:
-        gpu: a name of the table; None takes what `config.device` takes here.
-        config: the engine's settings.
-        measures: run the bandwidth test of this machine's memory, about three seconds.
+        gpu: a name in the table; None for the device of `config` on this machine.
+        measures: measure this machine's memory bandwidth, about three seconds.
 
     Raises:
         ConfigError: the GPU is not in the table.

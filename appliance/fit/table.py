@@ -18,13 +18,12 @@ _KV_COSTS = {"bf16": "0", "fp16": "0", "int8": "0.0007", "int4-sealed": "0.006"}
 
 
 def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title: str) -> str:
-    """Write the table; the first row is what `serve --auto` takes among weights as they are.
+    """Write the table; `serve --auto` takes the first row among weights as they are.
 
     Args:
         found: ranked.
-        place: the memory.
-        card: figures of the model's own quality card, if it has one.
-        title: the model.
+        card: figures of the model's quality card, if it has one.
+        title: the model's name.
     """
     rows = [_HEADS, *(_row(number, one) for number, one in enumerate(found, 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
@@ -61,7 +60,7 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
 
 
 def as_data(found: Sequence[FitRow], place: ModelPlace) -> dict[str, Any]:
-    """Return the same for JSON."""
+    """Return the candidates as JSON."""
     return {
         "place": {"name": place.name, "gb_per_second": place.bandwidth, "how": place.how},
         "candidates": [

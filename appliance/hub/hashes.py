@@ -10,19 +10,19 @@ from pathlib import Path
 from appliance.hub.growth import Progress, ignore_progress
 from appliance.hub.packaged import PACKAGED
 
-SHOWN_FROM = 1 << 30  # bytes; less is hashed before anybody could read of it
+SHOWN_FROM = 1 << 30  # bytes; hashing fewer is too fast to report
 _CHUNK = 1 << 22
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 def known_hashes(model: Path) -> dict[Path, str]:
-    """Return the files of a model, a folder or a file, that have a known hash, and the hash."""
+    """Return the published hashes of a model's files, by file."""
     files = [model] if model.is_file() else sorted(one for one in model.iterdir() if one.is_file())
     return known_hashes_of(files)
 
 
 def known_hashes_of(files: Iterable[Path]) -> dict[Path, str]:
-    """Return those of the files that have a known hash, and the hash."""
+    """Return the published hashes of those files that have one, by file."""
     packaged = {model.filename: model.sha256 for model in PACKAGED.values()}
     found = {}
     for file in files:
@@ -40,7 +40,7 @@ def find_damaged(expected: Mapping[Path, str], progress: Progress = ignore_progr
     """Hash files and return those that do not match.
 
     Args:
-        expected: files and their hashes, as `known_hashes` returns them.
+        expected: hash by file, from `known_hashes`.
         progress: called with bytes, if there are many.
     """
     total, done, damaged = sum(file.stat().st_size for file in expected), 0, []

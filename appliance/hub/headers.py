@@ -1,6 +1,6 @@
-"""Fetches the headers of a hub's model: all that a plan needs, kilobytes instead of gigabytes.
+"""Fetches the headers of a hub's model for a plan: kilobytes instead of gigabytes.
 
-The files get their whole length on the disk as holes, so that the readers of real models open them.
+The files have their full length with holes, so that the usual readers open them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 
     from appliance.hub.name import HubName
 
-_FIRST_GUESS = 1 << 20  # bytes of a GGUF file's header, doubled until it is whole
+_FIRST_GUESS = 1 << 20  # bytes of a GGUF file's header, doubled until it suffices
 _MOST_HEADER = 100_000_000
 
 
 def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], object]) -> Path:
-    """Write a model without its weights.
+    """Write a model's files without weights.
 
     Args:
-        model: as for a download.
         folder: empty, for the files.
-        is_whole: reads a GGUF file's header, and raises `CheckpointError` if it is cut.
+        is_whole: reads a GGUF file's header; raises `CheckpointError` if it is cut off.
 
     Returns:
         The folder, or the GGUF file in it.
@@ -55,7 +54,7 @@ def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], objec
             for piece in answer.iter_bytes():
                 found += piece
                 if len(found) >= end - begin:
-                    break  # it sends the whole file
+                    break  # the server sends the whole file
         return found[: end - begin]
 
     try:

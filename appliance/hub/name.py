@@ -1,4 +1,4 @@
-"""The name of a model on a hub: `org/name`, with `@revision`, with `:FILE.gguf`, or both."""
+"""A hub's name of a model: `org/name`, with `@revision`, `:FILE.gguf`, or both."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class HubName:
 
     Attributes:
         repo: `org/name`.
-        revision: branch, tag or commit; None is the hub's main branch.
-        file: one of its GGUF files; None is the safetensors folder, or the only GGUF file.
+        revision: branch, tag or commit; None for the main branch.
+        file: one of its GGUF files; None for the safetensors folder or the only GGUF file.
     """
 
     repo: str
@@ -27,7 +27,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """Read a name; None if it is none of a hub."""
+        """Parse a name; None if it is not a hub's."""
         match = _FORM.fullmatch(text)
         if match is None or match["repo"].endswith(".gguf"):
             return None

