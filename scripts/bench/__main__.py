@@ -20,6 +20,7 @@ BENCHMARKS = {
     "cpu_quality": "cpu.quality",
     "adapters": "engine.adapters",
     "cluster": "engine.cluster",
+    "copied_text": "engine.copied_text",
     "decode": "engine.decode",
     "fallback": "engine.fallback",
     "host_step": "engine.host_step",

@@ -13,6 +13,10 @@ thread computes, so that other work on the machine counts little:
 Traffic: more adapters are registered than there are slots, requests choose theirs by Zipf's law,
 and a fixed number of them is open at any time. The same requests without adapters run in
 alternation. `slot_hits` counts requests whose adapter was in a slot when they came.
+
+With `--peer FOLDER`, where the package xllamacpp is installed, llama.cpp answers a request for each
+slot with an adapter of its own, from the same factors, in alternation with ours: tokens a second
+while answers grow, `peer_ratio` ours over its.
 """
 
 from __future__ import annotations
@@ -26,11 +30,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance import LLM, SamplingParams
+from appliance.bench.figures import spread
 from appliance.engine.request import Request
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
+from bench.lib.llama_peer import Peer
 from bench.lib.prompts import random_tokens
-from bench.lib.random_adapters import write_adapters
+from bench.lib.random_adapters import write_adapters, write_gguf_adapters
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -134,6 +140,45 @@ def traffic(
     }
 
 
+def peer_throughput(
+    options: Namespace, engine: LLMEngine, refs: Sequence[AdapterRef], model: Path, folder: Path
+) -> dict[str, Any]:
+    """Compare tokens a second of answers that grow together, each with another adapter."""
+    if options.peer is None:
+        return {}
+    own = refs[: options.slots]
+    paths = write_gguf_adapters(folder / "gguf", model, own)
+    peer = Peer(options.peer, model, options.threads, len(own), adapters=list(map(str, paths)))
+    bodies = [
+        {
+            "prompt": random_tokens(PROMPT_TOKENS, random.Random(number)),
+            "n_predict": options.tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "lora": [{"id": number, "scale": 1.0}],
+        }
+        for number in range(len(own))
+    ]
+    speeds: dict[str, list[float]] = {"ours": [], "llama.cpp": []}
+    for turn in range(options.rounds + 1):
+        seconds = decode_seconds(engine, own, options.tokens, time.perf_counter)
+        begin = time.perf_counter()
+        answered = peer.ask({"bodies": bodies})
+        took = time.perf_counter() - begin
+        prompts = [one["timings"]["prompt_ms"] / 1e3 for one in answered]
+        if turn:  # the first one warms up
+            speeds["ours"].append(len(own) / seconds)
+            tokens = sum(one["timings"]["predicted_n"] for one in answered)
+            speeds["llama.cpp"].append(tokens / (took - sum(prompts)))
+    peer.close()
+    pairs = zip(speeds["ours"], speeds["llama.cpp"], strict=True)
+    return {
+        "tokens_per_second": {name: spread(found) for name, found in speeds.items()},
+        "peer_ratio": round(statistics.median(one / other for one, other in pairs), 3),
+    }
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the packaged one")
@@ -146,6 +191,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="of an answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peer", type=Path, help="folder with the package xllamacpp")
     options = parser.parse_args()
 
     common: dict[str, Any] = {
@@ -181,6 +227,7 @@ def main() -> None:
         for ref in refs[: options.slots]:
             pool.install(ref)
         compared = steps(options, bare.engine, adapted, refs)
+        beside = peer_throughput(options, adapted, refs, Path(bare.path), folder)
         loads.clear()
         shares = [(1 + place) ** -options.zipf for place in range(len(refs))]
         chosen = random.Random(0).choices(refs, shares, k=options.requests)
@@ -197,6 +244,7 @@ def main() -> None:
         "rank": options.rank,
         "adapter_mb": round(adapted.info.adapter_bytes / (options.slots + 1) / 1e6, 1),
         "steps": compared,
+        **beside,
         "traffic": {
             "adapters": options.adapters,
             "distinct_adapters": len({one.name for one in chosen}),

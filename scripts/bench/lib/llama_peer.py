@@ -17,10 +17,14 @@ class Peer:
 
     Args:
         folder: has the package xllamacpp.
+        settings: as `llama_in_process.py` takes them.
     """
 
-    def __init__(self, folder: Path, model: Path, threads: int, slots: int) -> None:
-        command = [sys.executable, str(PROGRAM), str(model), str(threads), str(slots)]
+    def __init__(
+        self, folder: Path, model: Path, threads: int, slots: int, **settings: object
+    ) -> None:
+        numbers = str(threads), str(slots)
+        command = [sys.executable, str(PROGRAM), str(model), *numbers, json.dumps(settings)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -1,24 +1,27 @@
-"""Write adapters of random factors in PEFT's format, each with content of its own."""
+"""Write adapters of random factors, each with content of its own."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from gguf_models import gguf_factors, write_gguf_adapter
+from safetensors.torch import load_file, save_file
 
 from appliance.engine.request import AdapterRef
 from appliance.files import stamp_of
+from appliance.model.adapters.adapter import LowRank
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
 
 def write_adapters(folder: Path, model: Path, count: int, rank: int) -> list[AdapterRef]:
-    """Write adapters that change every linear that they may.
+    """Write adapters in PEFT's format that change every linear that they may.
 
     Args:
         folder: gets a folder for each.
@@ -46,3 +49,30 @@ def write_adapters(folder: Path, model: Path, count: int, rank: int) -> list[Ada
         )
         refs.append(AdapterRef(path.name, str(path), stamp_of(path)))
     return refs
+
+
+def write_gguf_adapters(folder: Path, model: Path, adapters: Sequence[AdapterRef]) -> list[Path]:
+    """Write adapters of PEFT's format in llama.cpp's.
+
+    Args:
+        folder: gets a file for each.
+        model: the GGUF file that they are for.
+        adapters: as `write_adapters` returned them.
+    """
+    folder.mkdir()
+    source = open_model(model)
+    paths = []
+    for one in adapters:
+        stored = load_file(Path(one.path) / "adapter_model.safetensors")
+        parts = {
+            name: LowRank(
+                stored[f"base_model.model.{name}.lora_A.weight"].float(),
+                stored[f"base_model.model.{name}.lora_B.weight"].float(),
+                scale=1.0,
+            )
+            for name in adapter_targets(source.spec, source.family.names)
+        }
+        rank = next(iter(parts.values())).rank
+        factors = gguf_factors(source, parts)
+        paths.append(write_gguf_adapter(folder / f"{one.name}.gguf", factors, alpha=float(rank)))
+    return paths
