@@ -64,7 +64,6 @@ def write_gguf(
         base_path: a GGUF file of the unquantized model, for settings and tokenizer; its weights are
             not read.
         out: the file; replaced only when the new one is complete.
-        overwrite: replace an existing file.
         on_progress: called with a stage, the number of weights done, and their total.
 
     Raises:

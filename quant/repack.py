@@ -65,7 +65,6 @@ def repack_model(
     Args:
         model_path: a folder, or a .gguf file whose weights have zero points.
         format: AWQ or GPTQ.
-        overwrite: replace an existing model folder.
         on_progress: called with a stage, the number of weights done, and their total.
 
     Raises:

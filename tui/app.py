@@ -56,11 +56,7 @@ SCREENS: dict[str, type[DashboardScreen]] = {
 
 
 class Feed(Protocol):
-    """A source of events.
-
-    Attributes:
-        name: shown on the screen.
-    """
+    """A source of events."""
 
     name: str
 
@@ -74,7 +70,6 @@ class DashboardApp(App[None]):
 
     Args:
         controls: commands for the same server; None for a recording.
-        recorder: writes the feed to a file.
 
     Attributes:
         session: the feed's state and the user's view of it.

@@ -35,7 +35,6 @@ class DisplaySettings:
 
     Attributes:
         colors: number of colours; AUTO asks the terminal's environment.
-        ascii: draw only ASCII.
         theme: a key of `SCHEMES`.
     """
 

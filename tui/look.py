@@ -58,7 +58,6 @@ class Held:
     """A paused picture.
 
     Attributes:
-        state: the state shown.
         at: its time, in seconds of the monotonic clock.
     """
 
@@ -72,13 +71,9 @@ class Look:
 
     Attributes:
         mode: meaning of the block map's colours.
-        focus: the highlighted sequence.
         ended: the sequence that had the focus until it ended.
-        held: the paused picture.
         level: zoom into the map, 0 for all of it.
         cursor: physical block under the cursor.
-        sort: order of the request table.
-        ascending: reverse that order.
         query: words that a table line must contain.
         log_back: lines the log is scrolled back.
         facts_down: lines the model screen is scrolled down.

@@ -129,9 +129,6 @@ def pixels(
     """Draw the block map.
 
     Args:
-        grid: the place of each block.
-        mode: meaning of the colours.
-        emphasis: the part to highlight.
         now: seconds of the clock of `blocks.changed`.
         adapters: number of the adapter, by owner slot.
 

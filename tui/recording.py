@@ -41,8 +41,6 @@ class _ConnectionLine(msgspec.Struct, frozen=True):
 
 
 class RecordingLine(msgspec.Struct, frozen=True):
-    """A recorded item."""
-
     t: float  # seconds since the beginning
     name: str
     data: msgspec.Raw
@@ -92,7 +90,6 @@ class Recorder:
 
     Args:
         path: a new file; an existing one is not overwritten.
-        source: URL of the server.
 
     Attributes:
         failure: why writing stopped; empty while it works.

@@ -31,7 +31,6 @@ class TopOptions:
     """Options of `appliance top` besides the server.
 
     Attributes:
-        record: file to record the feed to.
         replay: recording to play instead of following a server.
         colors: value of a `display.Colors`.
         theme: key of `scheme.SCHEMES`.

@@ -37,11 +37,8 @@ class Session:
         url: the server's address as the user typed it.
         controls: commands for the same server; None for a recording.
         lettered: draw the map with letters, without half blocks or colours.
-        recorder: writes the feed to a file.
 
     Attributes:
-        state: the latest state of the server.
-        timeline: earlier states.
         changed: called when the view settings change.
     """
 

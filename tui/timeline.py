@@ -27,9 +27,7 @@ class Segment:
 
     Attributes:
         begin: time of the state, in seconds of the caller's clock.
-        state: the state before the items.
         lines: the encoded items of an open segment.
-        open_bytes: bytes of `lines`.
         packed: the items of a closed segment, compressed.
         size: rough bytes of a closed segment.
     """

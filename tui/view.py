@@ -26,7 +26,6 @@ class View:
 
     Attributes:
         url: the server's address as the user typed it.
-        latest: the latest state of the server.
         now: monotonic seconds.
         lettered: draw the map with letters, without half blocks or colours.
         recording: the feed is being written to a file.

@@ -14,7 +14,6 @@ class Viewport:
     """A window on `num_blocks` blocks, drawn on `columns` x `rows` cells.
 
     Attributes:
-        span: the visible blocks.
         lettered: each cell is one pixel with a letter instead of two pixels.
         level: 0 shows all blocks; the last level is lettered.
     """
@@ -34,8 +33,6 @@ class Viewport:
         """Place the window around the cursor.
 
         Args:
-            columns: cells of the area.
-            rows: cells of the area.
             level: index into `levels`, limited to the last.
             cursor: block to keep visible; None for the first.
             lettered: draw letters at every level, for terminals without half blocks or colours.

@@ -71,7 +71,6 @@ def authority_to_trust(top: TopConfig, path: Path | None = None) -> str | None:
     By default it is the configured server's certificate, for that server.
 
     Args:
-        top: the command's settings.
         path: configuration file; None for the usual place, if there is one.
     """
     if top.ca_file is not None or top.url is not None:

@@ -107,7 +107,6 @@ def check_names(names: Iterable[str], aliases: Mapping[str, str]) -> None:
     """Check that each name means one model.
 
     Args:
-        names: ids of all models.
         aliases: model id by alias.
 
     Raises:

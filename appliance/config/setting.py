@@ -57,13 +57,9 @@ class Setting:
 
     Attributes:
         help: one sentence.
-        unit: of a number.
-        low: least value.
-        high: largest value.
         choices: all valid values; empty means any.
         named: further choices that end in a name, such as "draft=MODEL".
         default_is: the default in words, if the value does not explain itself.
-        has_flag: the command line accepts it.
         is_key: an API key, which messages must not contain.
     """
 
@@ -86,8 +82,6 @@ class Field:
     Attributes:
         name: of the field and of the key in a configuration file.
         type: bool, int, float, str or dict.
-        is_optional: None is a valid value.
-        setting: the definition.
     """
 
     name: str

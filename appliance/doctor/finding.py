@@ -32,7 +32,6 @@ class Finding:
     Attributes:
         name: what was checked, in a word or two.
         found: in words; never an API key.
-        fix: what to do; empty if nothing is.
     """
 
     name: str

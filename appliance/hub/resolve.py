@@ -38,7 +38,6 @@ def resolve_model(
         model: a folder, a .gguf file, a hub id as in `HubName`, a packaged model's name, or "" for
             the default model.
         cache_dir: folder of packaged models; a hub's models go to the hub's cache.
-        progress: called with bytes downloaded.
 
     Raises:
         ModelError: the model does not exist, or cannot be fetched.

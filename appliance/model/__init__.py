@@ -1,1 +1,1 @@
-"""Describes models as data, and executes them with torch or the CPU library."""
+"""Describes models as data and executes them with torch or the CPU library."""

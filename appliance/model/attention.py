@@ -29,7 +29,6 @@ class Attention:
     """Grouped-query attention over the paged cache.
 
     Attributes:
-        spec: heads, scale, window, soft cap.
         rope: index into `Step.rotations`.
         qkv: maps hidden to query heads, key heads, value heads and gates, in this order; without
             those that other heads or another layer provide.
@@ -57,7 +56,7 @@ class Attention:
         cache: AnyLayerCache,
         adapters: LayerAdapters | None = None,
     ) -> Tensor:
-        """Attend: hidden (num_tokens, hidden_size) to the same shape."""
+        """Map hidden (num_tokens, hidden_size) to the same shape."""
         spec, backend = self.spec, self.backend
         num_tokens = hidden.shape[0]
         qkv = run_adapted(self.qkv, hidden, adapters, AdapterPlace.INTO_MIXER)
@@ -89,7 +88,7 @@ class Attention:
         return run_adapted(self.output, attended, adapters, AdapterPlace.OUT_OF_MIXER)
 
     def _with_values(self, qkv: Tensor) -> Tensor:
-        """Complete query and key heads by values, and norm these."""
+        """Append or norm the value heads."""
         spec = self.spec
         if not spec.keys_are_values and self.value_norm is None:
             return qkv
@@ -119,9 +118,9 @@ def write_step(
     batch: RaggedBatch,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Write a step's keys and values to the cache, and seal the blocks they fill.
+    """Write a step's keys and values to the cache and seal the blocks they fill.
 
-    The arguments are those of `kv_write.reference.rotate_and_write_with`; returns the queries.
+    Arguments as for `kv_write.reference.rotate_and_write_with`; returns the queries.
     """
     if not isinstance(cache, SealedBlocks):
         return backend.rotate_and_write(qkv, cos, sin, cache, batch.slot_mapping, norms)

@@ -1,4 +1,4 @@
-"""Loads a weight and checks that its numbers mean something."""
+"""Loads a weight and checks its numbers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DENSE_DTYPES = frozenset({*DTYPE_NAMES, "float64"})
 
 
 def load_checked(source: ModelSource, name: str, device: torch.device | None) -> Weight:
-    """Load a weight onto one of torch's devices; None leaves it where it was read.
+    """Load a weight onto a torch device; None leaves it where it was read.
 
     Raises:
-        CheckpointError: it holds NaN or infinity.
-        UnsupportedModelError: its type has no meaning without a `quantization_config`.
+        CheckpointError: the weight holds NaN or infinity.
+        UnsupportedModelError: its type needs a `quantization_config`, which is missing.
     """
     weight = source.weights.load(name)
     if arrays.is_array(weight) and arrays.dtype_name(weight.dtype) not in _DENSE_DTYPES:
@@ -55,7 +55,7 @@ def _is_finite(weight: Weight) -> bool:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """Look at the sum, which decides nearly all cases, many times faster than at each element."""
+    """Check the sum first, which decides nearly all cases and is many times faster."""
     if math.isfinite(arrays.total(tensor)):
         return True
     return arrays.is_finite(tensor)

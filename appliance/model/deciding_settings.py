@@ -1,7 +1,6 @@
-"""Names the settings that a tensor's shape comes from, for the message that says it does not fit.
+"""Names the settings that a tensor's shape depends on, for error messages.
 
-A setting is tried with another value: if the tensor should then have another shape, it is one of
-them. Knows no family.
+It changes each setting: if the expected shape changes, the shape depends on it. Knows no family.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MOST_NAMED = 6
 
 
 def deciding_settings(family: Family, config: Mapping[str, Any], slot: TensorSlot) -> str:
-    """List the numbers of a config that a tensor's shape comes from, such as "conv_L_cache = 5".
+    """List the settings that a tensor's shape depends on, such as "conv_L_cache = 5".
 
     Returns:
         An empty string if there are none.
@@ -37,7 +36,7 @@ def deciding_settings(family: Family, config: Mapping[str, Any], slot: TensorSlo
 def _decides(
     family: Family, config: Mapping[str, Any], slot: TensorSlot, key: str, value: int
 ) -> bool:
-    for other in (2 * value, value // 2):  # one of them may contradict the rest
+    for other in (2 * value, value // 2):  # one of them may contradict other settings
         try:
             spec = family.spec({**config, key: other})
         except ApplianceError:

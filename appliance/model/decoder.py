@@ -1,4 +1,4 @@
-"""The torch decoder: executes a `DecoderSpec` with the operations of one backend."""
+"""The torch decoder: executes a `DecoderSpec` with one backend's operations."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def _ignore() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model whose weights are laid out for one backend; it holds no cache.
+    """A model with weights laid out for one backend; it holds no cache.
 
     Attributes:
         dtype: of activations.
-        token_inputs: what tokens add after each layer.
-        ropes: the distinct kinds of RoPE, in the order of the layers' indices.
-        first_norm: of the embedding, before the first layer; None: the stream as it is.
-        positions: embeddings of positions, which are added to those of tokens.
-        weight_bytes: bytes of the weights as laid out, without those in host memory.
+        token_inputs: per-layer inputs from tokens.
+        ropes: distinct kinds of RoPE, in the order of the layers' indices.
+        first_norm: of the embedding, before the first layer; None if there is none.
+        positions: learned position embeddings, added to the tokens'.
+        weight_bytes: as laid out, without weights in host memory.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
         on_layer: called after each layer, to show progress in a long step.
     """
@@ -69,7 +69,6 @@ class Decoder:
 
     @property
     def is_enqueued(self) -> bool:
-        """See `Executor`."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         return all(mlp.is_enqueued for mlp in layers)
 
@@ -82,17 +81,7 @@ class Decoder:
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Run one step and write its keys and values to the cache.
-
-        Args:
-            token_ids: (num_tokens,) int64, the rows of all sequences in turn.
-            positions: (num_tokens,) int64, each row's position in its sequence.
-            batch: maps rows to sequences and their blocks.
-            rows: (num_rows,) int64, rows whose logits are wanted, possibly none; None means all.
-
-        Returns:
-            Logits, (num_rows, vocab_size) float32.
-        """
+        """Run one step; see `Executor.forward`."""
         return self.logits(self.hidden(token_ids, positions, batch, cache, rows))
 
     @torch.inference_mode()

@@ -1,8 +1,8 @@
-"""Opens the head that a checkpoint brings for drafting: multi-token prediction.
+"""Opens a checkpoint's own draft head: multi-token prediction.
 
-At a token it reads its embedding and the hidden state of the token before it, under the model's
-last norm, and says what follows the token (DeepSeek-V3, arXiv 2412.19437). Embedding and output
-matrix are the model's. A head of the other kind, in a folder of its own, is opened by `eagle_head`.
+At each token it reads the token's embedding and the previous token's hidden state after the model's
+last norm, and predicts the next token (DeepSeek-V3, arXiv 2412.19437). Embedding and output matrix
+are the model's. `eagle_head` opens heads from folders of their own.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _KINDS = {"attention": "attention", "*": "attention", "moe": "experts", "E": "ex
 
 @dataclass(frozen=True, slots=True)
 class HeadSource:
-    """A checked head whose weights can be read one by one.
+    """A checked draft head whose weights can be read one by one.
 
     Attributes:
         source: its layers and last norm, with embedding and output matrix.
-        join: what makes its stream.
+        join: names of the parts that join embedding and hidden state.
         chains_normed: see `DraftHeadNames`.
-        shared: the roles of tensors that are the model's.
-        reads: layers of the model before which it reads the stream; empty: it reads the hidden
-            states under the last norm.
-        fuse: full name, without `.weight`, of the linear that makes one of these streams.
-        names: (tokens that it says,) int64, the model's numbers of these; None: the same.
+        shared: roles of tensors that are the model's.
+        reads: layers of the model whose input streams the head reads; empty: it reads the hidden
+            states after the last norm.
+        fuse: full name, without `.weight`, of the linear that fuses these streams.
+        names: (head's vocabulary size,) int64, the model's ids of the head's tokens; None if equal.
     """
 
     source: ModelSource
@@ -53,7 +53,7 @@ class HeadSource:
     names: NDArray[np.int64] | None = field(default=None, compare=False)
 
     def slots(self) -> list[TensorSlot]:
-        """List every tensor of its own."""
+        """List the head's own tensors."""
         spec = self.source.spec
         return [
             *(slot for slot in self.source.slots() if slot.role not in self.shared),
@@ -63,7 +63,7 @@ class HeadSource:
         ]
 
     def width_slots(self) -> list[TensorSlot]:
-        """List the linears that bring what it reads to the stream's width."""
+        """List the linears that map the head's inputs to the stream's width."""
         hidden = self.source.spec.hidden_size
         found = {self.join.linear: 2, self.fuse: len(self.reads)}
         return [
@@ -74,10 +74,10 @@ class HeadSource:
 
 
 def open_head(model: ModelSource) -> HeadSource:
-    """Open the first head of a checkpoint.
+    """Open a checkpoint's first draft head.
 
     Raises:
-        ConfigError: it brings none, or one that is not covered here.
+        ConfigError: there is none, or its kind is not supported.
         CheckpointError: a part of it is missing or of the wrong shape.
     """
     head = find_head(model)
@@ -90,14 +90,13 @@ def open_head(model: ModelSource) -> HeadSource:
 
 
 def find_head(model: ModelSource, *, in_torch: bool = False) -> HeadSource | None:
-    """Open the first head of a checkpoint; None if it has no tensors of one.
+    """Open a checkpoint's first draft head; None if it has no tensors of one.
 
     Args:
-        model: the checkpoint.
         in_torch: see `open_model`.
 
     Raises:
-        ConfigError: it is not covered here.
+        ConfigError: its kind is not supported.
         CheckpointError: a part of it is missing or of the wrong shape.
     """
     names = _names_of(model)
@@ -128,7 +127,7 @@ def find_head(model: ModelSource, *, in_torch: bool = False) -> HeadSource | Non
 
 
 def _names_of(model: ModelSource) -> DraftHeadNames | None:
-    """Return the names of the head's tensors, if the settings say that there is one."""
+    """Return the names of the head's tensors, if the settings declare a head."""
     names = model.family.draft_head
     if names is None or not model.path.is_dir() or not model.config.get(names.count):
         return None
@@ -156,7 +155,7 @@ def _check_width(model: ModelSource, head: HeadSource) -> None:
 def _layers(
     spec: DecoderSpec, config: dict[str, Any], names: DraftHeadNames
 ) -> tuple[LayerSpec, ...]:
-    """Return the head's layers, which are like some of the model's."""
+    """Return the head's layers, which equal some of the model's."""
     if not names.kinds:
         return (spec.layers[max(spec.cache_layers)],)
     listed = next((config[key] for key in names.kinds if config.get(key)), "*E")

@@ -1,11 +1,11 @@
-"""Opens an EAGLE-3 head, trained for one model and kept in a folder of its own (arXiv 2503.01840).
+"""Opens an EAGLE-3 head, trained for one model, from its own folder (arXiv 2503.01840).
 
-At a token it reads its embedding and, of the token before it, the streams of the model before three
-layers, which a linear makes into one hidden state. One layer, whose attention reads both halves
-side by side, says what follows the token, in a vocabulary of the model's frequent tokens.
+At each token it reads the token's embedding and, for the previous token, the model's streams before
+three layers, which a linear fuses into one hidden state. One layer, whose attention reads both
+halves side by side, predicts the next token in a vocabulary of the model's frequent tokens.
 
-The layout is that of the authors' checkpoints and of SpecForge, whose layer is `midlayer.`, or that
-of speculators, whose layer is `layers.0.`, with its settings in a section.
+Two layouts are read: that of the authors and of SpecForge, with a layer `midlayer.`, and that of
+speculators, with a layer `layers.0.` and settings in a section.
 """
 
 from __future__ import annotations
@@ -39,20 +39,18 @@ _BESIDE = {"d2t", "t2d"}
 
 
 def open_eagle(path: Path, model: ModelSource) -> HeadSource:
-    """Open the head in a folder, for a model.
+    """Open the EAGLE-3 head in a folder for a model.
 
     Raises:
-        ConfigError: it is none, or it was made for another model.
+        ConfigError: the folder has no head, or one for another model.
         CheckpointError: a part of it is missing or of the wrong shape.
-        UnsupportedModelError: a setting asks for arithmetic that no code here has.
+        UnsupportedModelError: a setting asks for unsupported arithmetic.
     """
     return _Opening(path, model).head()
 
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """The head that is being opened."""
-
     path: Path
     model: ModelSource
 
@@ -94,7 +92,7 @@ class _Opening:
         return head
 
     def _settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of its layer."""
+        """Return the settings of the head's layer."""
         section = config.get(_SECTION)
         found = dict(section) if isinstance(section, dict) else dict(config)
         if isinstance(section, dict):
@@ -117,10 +115,10 @@ class _Opening:
                 raise self._refusal(key, width, f"{wanted}, the model's; take a head made for it")
 
     def _reads(self, config: dict[str, Any]) -> tuple[int, ...]:
-        """Return the layers of the model before which it reads the stream.
+        """Return the layers of the model whose input streams the head reads.
 
-        A list by itself has these. In `eagle_config`, as SpecForge and ModelOpt write it, it has
-        the layers behind which it reads.
+        A list in the config itself names these layers. A list in `eagle_config`, as SpecForge and
+        ModelOpt write it, names the layers just before them.
         """
         count = len(self.model.spec.layers)
         section = config.get("eagle_config")
@@ -140,7 +138,7 @@ class _Opening:
         return tuple(one + shift for one in numbers)
 
     def _names(self, folder: SafetensorsFolder, spec: DecoderSpec) -> NDArray[np.int64] | None:
-        """Return the model's number of each token that it says."""
+        """Return the model's id of each token of the head."""
         present = set(folder.tensor_names())
         if "t2d" in present and folder.shape("t2d") != (spec.read_tokens,):
             raise self._refusal(

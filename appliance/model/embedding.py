@@ -1,4 +1,4 @@
-"""Token embedding from a plain or a packed matrix; unpacks only the rows it looks up."""
+"""Token embedding from a plain or packed matrix; unpacks only the rows it looks up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Embedding:
     dtype: torch.dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Look up token_ids (num_tokens,): (num_tokens, hidden_size)."""
+        """Map token_ids (num_tokens,) to (num_tokens, hidden_size)."""
         if isinstance(self.weight, PackedWeight | GgmlWeight):
             rows = self.weight.rows(token_ids).dequantize(self.dtype)
         else:
@@ -41,7 +41,7 @@ class Embedding:
 
     @classmethod
     def of(cls, weight: Weight, scale: float, dtype: torch.dtype) -> Embedding:
-        """Prepare a matrix for lookups that yield `dtype`."""
+        """Prepare a matrix for lookups of type `dtype`."""
         if not isinstance(weight, PackedWeight | GgmlWeight):
             weight = dense(weight, dtype)
         return cls(weight, torch.tensor(scale, dtype=dtype).item(), dtype)

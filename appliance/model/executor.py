@@ -1,4 +1,4 @@
-"""The protocols of executors of a `DecoderSpec`: the torch decoder and the CPU library."""
+"""Protocols of a `DecoderSpec`'s executors: the torch decoder and the CPU library."""
 
 from __future__ import annotations
 
@@ -19,36 +19,34 @@ if TYPE_CHECKING:
 
 
 class Cache(Protocol):
-    """All physical blocks of all layers, in a layout that only the executor knows."""
+    """All physical blocks of all layers, in the executor's own layout."""
 
     @property
-    def block_size(self) -> int:
-        """Token slots per block."""
-        ...
+    def block_size(self) -> int: ...
 
     @property
     def states(self) -> Tensor:
-        """State slots of recurrent layers, (num_slots, state_bytes) uint8; a row is a state."""
+        """State slots of recurrent layers, (num_slots, state_bytes) uint8."""
         ...
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Bytes of a block in all layers."""
         ...
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of one open block in all layers; 0 if none is sealed."""
+        """Bytes of an open block in all layers; 0 if no layer is sealed."""
         ...
 
     def read_block(self, block: int, open_block: int = -1) -> bytes:
-        """Return the bytes of a block, and of its open block if given; for host memory only."""
+        """Return a block's bytes, and those of its open block if given, for host memory."""
         ...
 
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
-        """Write back the bytes that `read_block` returned."""
+        """Write back the bytes of `read_block`."""
         ...
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
@@ -56,7 +54,7 @@ class Cache(Protocol):
         ...
 
     def copy_open(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy open blocks; without sealed layers there are none."""
+        """Copy open blocks, which only sealed layers have."""
         ...
 
 
@@ -67,11 +65,10 @@ class Executor(Protocol[AnyCache]):
     """A loaded model; it holds no cache.
 
     Attributes:
-        dtype: of activations, and of weights that are not packed.
-        device: where tensors of a step go.
-        is_enqueued: True if a step is enqueued whole: no layer waits to know which experts it
-            needs.
-        weight_bytes: bytes that the weights take as they are laid out.
+        dtype: of activations and of unpacked weights.
+        is_enqueued: True if a step is enqueued as a whole: no layer waits for the choice of its
+            experts.
+        weight_bytes: of the weights as laid out.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
     """
 
@@ -91,12 +88,11 @@ class Executor(Protocol[AnyCache]):
     def adapter_slots(
         self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int
     ) -> AdapterSlots:
-        """Make room for adapters that steps may use.
+        """Allocate slots for adapters.
 
         Args:
-            targets: the linears that they may change, see `adapter_targets`.
-            count: number of slots.
-            most_ranks: of an adapter.
+            targets: the linears that adapters may change, see `adapter_targets`.
+            most_ranks: largest rank of an adapter.
         """
         ...
 
@@ -126,7 +122,7 @@ class Executor(Protocol[AnyCache]):
             token_ids: (num_tokens,) int64, the rows of all sequences in turn.
             positions: (num_tokens,) int64, each row's position in its sequence.
             batch: maps rows to sequences and their blocks.
-            rows: (num_rows,) int64, rows whose logits are wanted, possibly none; None means all.
+            rows: (num_rows,) int64, rows to return logits of, possibly none; None means all.
 
         Returns:
             Logits, (num_rows, vocab_size) float32.
@@ -144,22 +140,22 @@ class Executor(Protocol[AnyCache]):
         """Run one step as `forward` does, up to the head.
 
         Returns:
-            Hidden states under the last norm, (num_rows, hidden_size), in the activations' dtype.
+            Hidden states after the last norm, (num_rows, hidden_size), in the activations' dtype.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head alone: what `forward` returns, of some of the rows that `hidden` returned."""
+        """Run the head on rows that `hidden` returned; the result is that of `forward`."""
         ...
 
 
 def heads_of(spec: DecoderSpec) -> Sequence[tuple[int, int]]:
-    """List (num_kv_heads, head_dim) of each layer that has a KV cache of its own."""
+    """List (num_kv_heads, head_dim) of each layer with its own KV cache."""
     return [(mixer.num_kv_heads, mixer.head_dim) for mixer in spec.cache_layers.values()]
 
 
 def state_views(spec: DecoderSpec, states: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-    """View state slots (num_slots, state_bytes) uint8 as the tensors of each recurrent layer."""
+    """View state slots (num_slots, state_bytes) uint8 as each recurrent layer's tensors."""
     import torch
 
     views = []

@@ -1,7 +1,7 @@
-"""Presents the experts of a layer one by one, where a checkpoint holds them together.
+"""Presents a layer's experts one by one if a checkpoint stores them together.
 
 Checkpoints may stack the weights of all experts in one tensor, put gate and up into one matrix, or
-both: one half after the other or in turns, outputs first or inputs first. Knows no family.
+both: as halves or alternating rows, outputs first or inputs first. Knows no family.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def separate_experts(
     weights: WeightReader, spec: DecoderSpec, names: TensorNames, where: str
 ) -> WeightReader:
-    """Return a reader that has each expert's own tensors, whatever form they are stored in.
+    """Return a reader with a tensor per expert, in whatever form they are stored.
 
     Raises:
         CheckpointError: a stored tensor has the wrong shape; `where` names the model.
@@ -51,14 +51,13 @@ def separate_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The place of an expert's tensor.
+    """An expert's part of a stored tensor.
 
     Attributes:
-        stored_shape: what the stored tensor should have.
-        expert: its number in a stack; None where the stored tensor is of one expert.
-        shape: of the expert's tensor.
-        first: its first row among those of the stored matrix, of outputs.
-        step: from one of its rows to the next.
+        stored_shape: expected shape of the stored tensor.
+        expert: its index in a stack; None if the stored tensor holds one expert.
+        first: its first row in the stored matrix.
+        step: distance between its rows.
         transposed: the stored matrix has inputs before outputs.
     """
 
@@ -79,7 +78,7 @@ class _Part:
 def _find(
     slot: TensorSlot, spec: DecoderSpec, names: TensorNames, present: frozenset[str]
 ) -> _Part | None:
-    """Find an expert's tensor in one that is there; None if it is in none."""
+    """Find the stored tensor that holds an expert's; None if there is none."""
     if slot.expert is None or slot.layer is None:
         return None
     mlp = spec.layers[slot.layer].mlp
@@ -110,44 +109,38 @@ def _stack(slot: TensorSlot, names: ExpertNames) -> str:
 
 
 class SeparatedExperts:
-    """A `WeightReader` that cuts experts' tensors out of those that hold several."""
+    """A `WeightReader` that cuts experts' tensors out of stored stacks."""
 
     def __init__(self, weights: WeightReader, parts: dict[str, _Part]) -> None:
         self._weights = weights
         self._parts = parts
 
     def tensor_names(self) -> list[str]:
-        """List all tensors; each expert's instead of those that hold several."""
+        """List all tensors, with each expert's instead of stacks."""
         stored = {part.stored for part in self._parts.values()}
         rest = [name for name in self._weights.tensor_names() if name not in stored]
         return [*rest, *self._parts]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
         part = self._parts.get(name)
         return self._weights.shape(name) if part is None else part.shape
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a quantized weight's codes, None if it is dense."""
         return self._weights.packed_bits(self._stored(name))
 
     def float_bits(self, name: str) -> int | None:
-        """Return the bits of floating-point codes, None of others."""
         return self._weights.float_bits(self._stored(name))
 
     def notes(self) -> tuple[str, ...]:
-        """Return what the user should know about the tensors loaded so far."""
         return self._weights.notes()
 
     def load(self, name: str) -> Weight:
-        """Read one tensor."""
         part = self._parts.get(name)
         if part is None:
             return self._weights.load(name)
         return self._rows(part, 0, part.shape[0])
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` of a dense tensor."""
         part = self._parts.get(name)
         if part is None:
             assert isinstance(self._weights, DenseWeights), name

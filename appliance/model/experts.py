@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses MLPs for each token, and their outputs are summed."""
+"""Mixture of experts: a router chooses MLPs per token; their weighted outputs are summed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Some of the experts for each token, and one for all of them.
+    """Routed experts, and an optional shared one.
 
     Attributes:
         router_weight: (num_experts, hidden_size) float32.
@@ -35,8 +35,8 @@ class Experts:
         selection_bias: (num_experts,) float32.
         shared_gate: (1, hidden_size) float32.
         expert_scale: (num_experts,) float32.
-        grouped: all experts as one operation, here or in host memory; without it `experts` has them
-            one by one, and the host waits to know which are chosen.
+        grouped: all experts as one operation, here or in host memory; if None, `experts` run one by
+            one and the host waits for the router's choice.
         norms: the experts' own; see `ExpertsSpec`.
     """
 
@@ -62,7 +62,7 @@ class Experts:
     ) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape; sums in float32.
 
-        `stream` is what hidden is a norm of.
+        `hidden` is a norm of `stream`.
         """
         if self.norms is None:
             chosen = self._begin_chosen(hidden, hidden)
@@ -79,9 +79,9 @@ class Experts:
         return norm.of(x, self.backend)
 
     def _begin_chosen(self, routed: Tensor, hidden: Tensor) -> Callable[[], Tensor]:
-        """Sum what each row's experts say of hidden; float32. The router reads `routed`.
+        """Start the experts that the router chooses by `routed`; return their float32 sum's getter.
 
-        Experts in host memory begin here and are waited for in the call of what this returns.
+        Experts in host memory start here; calling the result waits for them.
         """
         logits = linear(routed.float(), self.router_weight, self.router_bias)
         ids, weights = route(logits, self.router, self.selection_bias, self.expert_scale)
@@ -100,7 +100,7 @@ class Experts:
         return total
 
     def _shared(self, hidden: Tensor, adapters: LayerAdapters | None) -> Tensor:
-        """Return what the MLP of all rows says, float32."""
+        """Return the shared MLP's output, float32."""
         if self.shared is None:
             return torch.zeros_like(hidden, dtype=torch.float32)
         said = self.shared(hidden, adapters).float()

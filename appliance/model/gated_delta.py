@@ -27,7 +27,8 @@ class GatedDelta:
     """Linear attention by the gated delta rule, between a short convolution and a gated norm.
 
     Attributes:
-        inputs: maps hidden to queries, keys and values; gates; shares; decays, in this order.
+        inputs: maps hidden to queries, keys and values; gates; shares (beta); decays, in this
+            order.
         filters: (channels, taps) float32, of queries, keys and values.
         rates: (num_value_heads,) float32, multiply the decays.
         decay_bias: (num_value_heads,) float32.
@@ -52,7 +53,7 @@ class GatedDelta:
     ) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape; the rule runs in float32.
 
-        `state` holds the filters' latest inputs and what the rule carries on, in all slots.
+        `state` holds the filters' latest inputs and the rule's state, in all slots.
         """
         spec, (tail, held) = self.spec, state
         assert step.spans is not None

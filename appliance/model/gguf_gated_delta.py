@@ -1,7 +1,7 @@
-"""Puts Gated DeltaNet's tensors of GGUF files back into the order of Hugging Face checkpoints.
+"""Restores the Hugging Face order of Gated DeltaNet's tensors from GGUF files.
 
-llama.cpp stores value heads by their place among those of a key head, and then by key head. Knows
-no family.
+llama.cpp orders value heads by their place under a key head first, then by key head. Knows no
+family.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def stored_rows(
     part: str, names: GatedDeltaNames, spec: GatedDeltaSpec
 ) -> NDArray[np.int64] | None:
-    """Return the stored row of each row, (out_features,) int64; None where the order is the same.
+    """Return each row's stored row, (out_features,) int64; None if the order is the same.
 
     `part` is the tensor's name in its layer, without `.weight`.
     """
@@ -43,9 +43,9 @@ def stored_rows(
 def as_in_checkpoints(
     tensor: Weight, part: str, names: GatedDeltaNames, spec: GatedDeltaSpec
 ) -> Weight:
-    """Undo what else differs: the order of the last linear's inputs.
+    """Restore the order of the last linear's inputs.
 
-    Packed columns stay where they are, with the inputs that they belong to.
+    Packed columns keep their place and get an `input_order`.
     """
     if part != names.output:
         return tensor
@@ -59,7 +59,7 @@ def as_in_checkpoints(
 
 
 def _tiled(spec: GatedDeltaSpec, width: int) -> NDArray[np.int64]:
-    """Return each element's stored place, where a value head has `width` elements."""
+    """Return each element's stored place; a value head has `width` elements."""
     shared = spec.num_value_heads // spec.num_key_heads
     stored = np.arange(spec.num_value_heads * width).reshape(shared, spec.num_key_heads, width)
     return stored.swapaxes(0, 1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Presents a GGUF file's tensors under their Hugging Face names and row order."""
+"""Presents a GGUF file's tensors under their Hugging Face names, in that row order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class GGUFWeights:
-    """Reads tensors by their Hugging Face names; quantized ones keep their own codes.
-
-    Args:
-        file: an open file of the family.
-        family: has a GGUF mapping.
-        spec: built from the file's metadata.
-    """
+    """Reads tensors by their Hugging Face names; quantized ones keep their codes."""
 
     def __init__(self, file: GGUFFile, family: Family, spec: DecoderSpec) -> None:
         assert family.gguf is not None
@@ -52,7 +46,6 @@ class GGUFWeights:
                 self._slots[slot.name] = (slot, name)
 
     def tensor_names(self) -> list[str]:
-        """List the Hugging Face names of the tensors in the file."""
         return list(self._slots)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -61,7 +54,7 @@ class GGUFWeights:
         shape = tuple(self._file.shape(stored))
         if slot.role in (Role.FILTER, Role.ROUTER, Role.RATE):
             return slot.shape if squeezed(shape) == squeezed(slot.shape) else shape
-        if slot.role is Role.HEAD_NORM:  # heads of a group in a row
+        if slot.role is Role.HEAD_NORM:  # a row per group of heads
             return slot.shape if prod(shape) == prod(slot.shape) else shape
         if self._is_halved(slot, stored):
             return slot.shape if self._halves_fit(slot) else shape
@@ -69,33 +62,33 @@ class GGUFWeights:
             return shape
         if self._is_merged(slot, stored):
             shape = (*shape[:1], *(shape[1] // 2, *shape[2:])) if len(shape) == 3 else shape
-        # One tensor holds all experts; with more or fewer of them no expert's shape fits.
+        # One tensor holds all experts; a wrong number of them fits no expert's shape.
         return shape[1:] if shape[:1] == (self._num_experts(slot),) else shape
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a matrix's codes in the packed form; None if it loads dense."""
+        """Return the bits of a matrix's codes in packed form; None if it loads dense."""
         slot, stored = self._slots[name]
         if self._is_halved(slot, stored):
             return None
         return widened_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
 
     def held_bytes(self, name: str) -> float:
-        """Return the bytes of each of a matrix's weights in the CPU library, with its scales."""
+        """Return a matrix's bytes per weight in the CPU library, scales included."""
         return held_bytes(self._file.type(self._slots[name][1]))
 
     def block_size(self, name: str) -> int:
-        """Return the inputs of a matrix that share scales in the file."""
+        """Return the number of inputs that share scales in the file."""
         return self._file.type(self._slots[name][1]).block_size
 
     def float_bits(self, name: str) -> int | None:
-        """Return the bits of floating-point codes, None of others."""
+        """Return the bits of a weight's floating-point codes; None if it has none."""
         slot, stored = self._slots[name]
         if self._is_halved(slot, stored):
             return None
         return FLOAT_BITS.get(self._file.type_name(stored))
 
     def notes(self) -> tuple[str, ...]:
-        """Report the loss in types that the packed form does not hold exactly."""
+        """Report the loss in types that the packed form cannot hold exactly."""
         losses = self._file.losses()
         if not losses:
             return ()
@@ -106,7 +99,6 @@ class GGUFWeights:
         return self.load_rows(name, 0, self.shape(name)[0])
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
-        """Read rows `start` to `stop` of a tensor."""
         slot, stored_name = self._slots[name]
         if self._is_halved(slot, stored_name):
             return latent_heads(self._file, *self._halves(slot))[start:stop]
@@ -133,7 +125,7 @@ class GGUFWeights:
 
     def _ordered_rows(self, slot: TensorSlot, stored_name: str, start: int, stop: int) -> Weight:
         order, shape = self._stored_rows(slot), self._file.shape(stored_name)
-        # the only row, without its number, or rows of groups of heads
+        # a single row stored as a vector, or a row per group of heads
         if slot.role is Role.HEAD_NORM or (slot.shape[0] == 1 and len(shape) < len(slot.shape)):
             return self._file.load_rows(stored_name, 0, shape[0])
         if order is None:
@@ -145,7 +137,7 @@ class GGUFWeights:
         return LinearPart(tensor, None).rows(rows).weight
 
     def _stored_name(self, slot: TensorSlot, usual: str, present: set[str]) -> str | None:
-        """Return the tensor that holds a slot's; None if the file has none."""
+        """Return the stored tensor that holds a slot's; None if there is none."""
         if usual in present:
             return usual
         if slot.layer is None:
@@ -159,12 +151,12 @@ class GGUFWeights:
         return None
 
     def _is_merged(self, slot: TensorSlot, stored: str) -> bool:
-        """Return True if a stack holds rows of gate and then of up."""
+        """Return True if a stack holds rows of gate, then of up."""
         merged = f".{self._gguf_names.experts.stacked_gate_up}.weight"
         return slot.role in (Role.GATE, Role.UP) and stored.endswith(merged)
 
     def _is_halved(self, slot: TensorSlot, stored: str) -> bool:
-        """Return True if keys and values of latents are tensors of their own."""
+        """Return True if keys and values of latents are separate tensors."""
         return slot.role is Role.LATENT_HEADS and stored == self._halves(slot)[0]
 
     def _halves(self, slot: TensorSlot) -> tuple[str, str]:
@@ -187,7 +179,7 @@ class GGUFWeights:
         )
 
     def _stored_rows(self, slot: TensorSlot) -> NDArray[np.int64] | None:
-        """Return each row's stored row; None where the order is the same."""
+        """Return each row's stored row; None if the order is the same."""
         if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
             return halves_from_pairs(slot.shape[0], self._head_dim(slot))
         delta, part = self._delta(slot)
@@ -214,7 +206,7 @@ class GGUFWeights:
 
 
 def latent_heads(file: GGUFFile, keys: str, values: str) -> Tensor:
-    """Read each head's linears of keys and of values, and put its rows one after the other."""
+    """Read each head's key and value linears and concatenate their rows."""
     rows = []
     for head in range(file.shape(keys)[0]):
         for name in (keys, values):
@@ -225,7 +217,7 @@ def latent_heads(file: GGUFFile, keys: str, values: str) -> Tensor:
 
 
 def names_in_gguf(mapping: GGUFMapping, present: set[str]) -> TensorNames:
-    """Return a mapping's names, or the others if the first layer's norm has its name there."""
+    """Return a mapping's names, or its other names if the first layer's norm has one of them."""
     others = mapping.other_names
     if others is not None and f"{others.in_layer(0, others.mixer_norm)}.weight" in present:
         return others
@@ -233,5 +225,5 @@ def names_in_gguf(mapping: GGUFMapping, present: set[str]) -> TensorNames:
 
 
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without its dimensions of 1, which llama.cpp's converter drops."""
+    """Return a shape without dimensions of 1, which llama.cpp's converter drops."""
     return tuple(size for size in shape if size != 1)

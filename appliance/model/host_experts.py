@@ -1,7 +1,7 @@
-"""Experts that stay in host memory: the CPU library multiplies them there for another device.
+"""Experts in host memory, multiplied there by the CPU library for another device.
 
-Rows, choices and weights cross the bus, and sums come back; no weight does. What the device was
-given to do after `begin` it does meanwhile.
+Rows, choices and router weights cross the bus, and sums come back; expert weights never do. The
+device executes work enqueued after `begin` in the meantime.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 
 
 class HostSide:
-    """The CPU library's threads, the weights that it holds, and the memory of the crossings.
+    """The CPU library's threads, the weights it holds, and the transfer buffers.
 
-    All layers share that memory: the device takes a layer's sums before it writes the next layer's
-    rows, and the host waits for those before it reads or writes any of it.
+    All layers share the buffers: the device takes a layer's sums before it writes the next layer's
+    rows, and the host waits for those before it reads or writes a buffer.
 
     Args:
-        engine: multiplies.
-        device: has the rest of the model.
-        dtype: of activations, and of weights that are not packed.
+        dtype: of activations and of unpacked weights.
     """
 
     def __init__(self, engine: NativeEngine, device: torch.device, dtype: torch.dtype) -> None:
@@ -48,7 +46,7 @@ class HostSide:
         self._buffers: dict[tuple[Hashable, ...], Tensor] = {}
 
     def lay_out(self, expert: Callable[[int], MLPWeights], spec: ExpertsSpec) -> HostExperts:
-        """Lay out the experts of one layer, which are read one at a time."""
+        """Lay out the experts of one layer, reading one at a time."""
         before = self.arena.nbytes
         gate, up, down = lay_out_each(self._packer, expert, spec)
         router = RouterStruct(num_experts=spec.router.num_experts, top_k=spec.router.top_k)
@@ -57,7 +55,7 @@ class HostSide:
         return HostExperts(self, struct, gating_struct(spec.activation), nbytes)
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that the device reads and writes by itself; it grows with the rows."""
+        """Return memory that the device can access; it grows with the rows."""
         rows, *row = shape
         key = (name, *row, dtype)
         kept = self._buffers.get(key)
@@ -70,10 +68,10 @@ class HostSide:
 
 @dataclass(frozen=True, slots=True)
 class HostExperts:
-    """The experts of one layer; as `RoutedMLPs`, but in two parts.
+    """The experts of one layer, like `RoutedMLPs` but in two steps.
 
     Attributes:
-        nbytes: bytes of host memory that the weights and biases take.
+        nbytes: host memory of weights and biases.
     """
 
     side: HostSide
@@ -91,7 +89,7 @@ class HostExperts:
 
         Returns:
             A function that waits for the rows, multiplies, and returns the weighted sums on the
-            device, (num_tokens, hidden_size) float32. It is called before the next `begin`.
+            device, (num_tokens, hidden_size) float32. Call it before the next `begin`.
         """
         rows, device = len(hidden), hidden.device
         sent = [

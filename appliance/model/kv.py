@@ -18,7 +18,7 @@ def planned_kv(source: ModelSource) -> tuple[KVLayer, ...] | None:
     """Read the plan of `appliance quantize --kv-bits`; None if there is none.
 
     Raises:
-        CheckpointError: it is damaged or of another model.
+        CheckpointError: the plan is damaged or of another model.
     """
     if not source.path.is_dir():
         return None
@@ -26,7 +26,7 @@ def planned_kv(source: ModelSource) -> tuple[KVLayer, ...] | None:
 
 
 def kv_scales(source: ModelSource) -> tuple[list[Tensor | None], int]:
-    """Read FP8 scales of each layer, (2, num_kv_heads) or None, and count layers without.
+    """Read each layer's FP8 scales, (2, num_kv_heads) or None; count layers without.
 
     Raises:
         CheckpointError: a scale has an unknown shape.
@@ -41,7 +41,7 @@ def wants_fp8(source: ModelSource) -> bool:
     """Return True if `kv_cache_scheme` in config.json asks for FP8 keys and values.
 
     Raises:
-        UnsupportedModelError: it asks for something else.
+        UnsupportedModelError: it asks for another precision.
     """
     config: Any = source.config.get("quantization_config")
     scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None

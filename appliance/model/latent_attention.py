@@ -1,4 +1,4 @@
-"""Multi-head latent attention as a layer's mixer; keys and values of heads are never made."""
+"""Multi-head latent attention as a layer's mixer; it never builds per-head keys and values."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention in the space of latents; see `LatentAttentionSpec`.
+    """Attention in the latent space; see `LatentAttentionSpec`.
 
     Attributes:
         rope: index into `Step.rotations`.
-        inputs: maps hidden to queries, or to their latents, and then to tokens.
-        queries: maps that to query heads; set together with `query_norm`.
+        inputs: maps hidden to queries or their latents, then to the cached token.
+        queries: maps query latents to query heads; set together with `query_norm`.
         norm: of latents.
-        keys: (num_heads, plain_dim, latent), bring queries into the latents' space.
-        values: (num_heads, value_dim, latent), bring what heads attend to out of it.
-        output: maps values of heads to hidden.
+        keys: (num_heads, plain_dim, latent), map queries into the latent space.
+        values: (num_heads, value_dim, latent), map attended latents to values.
+        output: maps the heads' values to hidden.
     """
 
     spec: LatentAttentionSpec
@@ -46,7 +46,7 @@ class LatentAttention:
     output: Linear
 
     def __call__(self, hidden: Tensor, step: Step, cache: AnyLayerCache) -> Tensor:
-        """Attend: hidden (num_tokens, hidden_size) to the same shape."""
+        """Map hidden (num_tokens, hidden_size) to the same shape."""
         spec = self.spec
         found = self.inputs(hidden)
         queries, tokens = found[:, : -spec.width].contiguous(), found[:, -spec.width :]
@@ -65,7 +65,7 @@ class LatentAttention:
         return self.output(values.flatten(1))
 
     def _write(self, tokens: Tensor, step: Step, cache: AnyLayerCache) -> None:
-        """Bring tokens (num_tokens, width) into the cache."""
+        """Write tokens (num_tokens, width) to the cache."""
         spec = self.spec
         latents, turning = tokens.split([spec.latent, spec.rope_dim], dim=-1)
         rotated = self._rotated(turning.unsqueeze(1), step).squeeze(1)

@@ -1,4 +1,4 @@
-"""The weights of a layer as they are read, before an executor lays them out."""
+"""A layer's weights as read, before an executor lays them out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
-    """The weights of an MLP."""
-
-    gate_up: list[LinearPart]  # rows of gate, then of up; of up alone without a gate
+    gate_up: list[LinearPart]  # rows of gate, then of up; up alone without a gate
     down: LinearPart
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNorms:
-    """Norms of the stream for the router and for the experts, and of what MLP and experts say."""
+    """Norms of the stream for router and experts, and of the outputs of MLP and experts."""
 
     router: Norm
     input: Norm
@@ -35,7 +33,7 @@ class ExpertNorms:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputWeights:
-    """The weights that make the inputs of all layers from tokens; see `TokenInputSpec`."""
+    """Weights of the per-layer inputs from tokens; see `TokenInputSpec`."""
 
     embedding: Weight  # (vocab_size, num_layers * width)
     projection: LinearPart
@@ -44,7 +42,7 @@ class TokenInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputWeights:
-    """The weights that add a layer's input to the stream."""
+    """Weights that add a layer's input to the stream."""
 
     gate: LinearPart
     up: LinearPart
@@ -53,7 +51,7 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """The weights of a layer's experts; those of an expert are read when they are asked for."""
+    """Weights of a layer's experts; each expert is read on request."""
 
     router: Tensor  # (num_experts, hidden_size) float32
     router_bias: Tensor | None  # (num_experts,) float32
@@ -67,9 +65,9 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """The weights of grouped-query attention."""
+    """Weights of grouped-query attention."""
 
-    inputs: list[LinearPart]  # rows of query heads, key heads, value heads, gates, in this order
+    inputs: list[LinearPart]  # rows of query heads, key heads, value heads, gates
     output: LinearPart
     query_norm: Norm | None
     key_norm: Norm | None
@@ -79,10 +77,10 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """The weights of latent attention; what rotates is in halves."""
+    """Weights of latent attention; rotated rows are in halves."""
 
-    inputs: list[LinearPart]  # of queries, or of their latents; of tokens
-    queries: LinearPart | None  # makes query heads of the first, under their norm
+    inputs: list[LinearPart]  # rows of queries or their latents; of the cached token
+    queries: LinearPart | None  # maps normed query latents to query heads
     query_norm: Norm | None
     norm: Norm  # of latents
     keys: Tensor  # (num_heads, plain_dim, latent)
@@ -92,8 +90,6 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvWeights:
-    """The weights of a gated short convolution."""
-
     inputs: list[LinearPart]
     output: LinearPart
     filters: Tensor  # (width, taps) float32
@@ -102,8 +98,6 @@ class ShortConvWeights:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaWeights:
-    """The weights of Gated DeltaNet."""
-
     inputs: list[LinearPart]  # rows of queries, keys and values; gates; shares; decays
     output: LinearPart
     filters: Tensor  # (channels, taps) float32
@@ -114,8 +108,6 @@ class GatedDeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """The weights of Mamba-2."""
-
     inputs: list[LinearPart]  # rows of gates; values, keys and queries; steps
     output: LinearPart
     filters: Tensor  # (channels, taps) float32
@@ -133,14 +125,14 @@ MixerWeights: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """All weights of one layer; linears of one input are split as in the checkpoint."""
+    """All weights of one layer; linears with one input are split as in the checkpoint."""
 
     mixer: MixerWeights | None
     mlp: MLPWeights | ExpertsWeights | None
-    # Before the mixer, or before the MLP of a layer without; None: the stream as it is.
+    # Before the mixer, or before the MLP of a layer without one; None if there is none.
     first_norm: Norm | None
     mixer_post_norm: Norm | None
-    mlp_norm: Norm | None  # between mixer and MLP; None beside one that is its own too
+    mlp_norm: Norm | None  # between mixer and MLP; None if both share the first
     mlp_post_norm: Norm | None
     token_input: LayerInputWeights | None
     output_scale: float | None

@@ -1,4 +1,4 @@
-"""One decoder layer, in the order of the paper: attention or another mixer, then the MLP."""
+"""One decoder layer: attention or another mixer, then the MLP."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class ActivatedLinear:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """down(act(gate(x)) * up(x)), or without gate down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
-    middle: Linear  # hidden to what down reads
+    middle: Linear  # hidden to the input of down
     down: Linear
 
     def __call__(self, hidden: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
@@ -103,7 +103,7 @@ class MLP:
 class DecoderLayer:
     """Mixer and MLP on a residual stream; either may be missing.
 
-    A layer takes its input normed already and norms its output for the next layer, so that each
+    A layer's input is already normed, and the layer norms its output for the next one, so each
     addition to the stream is one operation with the norm after it.
 
     Attributes:
@@ -111,12 +111,12 @@ class DecoderLayer:
         mlp_norm: of the stream between mixer and MLP, or before both if they are parallel.
         mlp_post_norm: of the MLP's output.
         next_norm: of the stream after this layer: the next layer's, or the decoder's last.
-        index: of the layer.
-        cache_place: of the cache that it reads among those of all layers; None without a mixer.
-        token_input: adds what the tokens add after the layer.
+        cache_place: index of its cache among all layers' caches; None without a mixer.
+        token_input: adds the layer's input from the tokens.
         output_scale: multiplies the stream at the end.
-        is_parallel: the MLP reads the stream before the mixer; without `mlp_norm`, what that reads.
-        replaces: the stream goes on as a norm of it.
+        is_parallel: the MLP reads the stream before the mixer; without `mlp_norm`, it reads the
+            mixer's input.
+        replaces: a norm of the stream replaces the stream.
     """
 
     backend: Backend
@@ -144,14 +144,13 @@ class DecoderLayer:
         """Run the layer.
 
         Args:
-            hidden: (num_tokens, hidden_size), the stream under this layer's first norm.
+            hidden: (num_tokens, hidden_size), the stream after this layer's first norm.
             stream: (num_tokens, hidden_size), the sum so far.
-            step: data shared by the step's layers.
-            cache: what the mixer keeps of earlier steps; None without one.
-            rows: the only rows needed after the mixer; None means all.
+            cache: of the mixer; None without one.
+            rows: rows needed after the mixer; None means all.
 
         Returns:
-            Hidden and stream for the next layer, of these rows.
+            Hidden and stream of these rows for the next layer.
         """
         adapted = step.adapted
         adapters = None if adapted is None else adapted.at(self.index)
@@ -182,7 +181,7 @@ class DecoderLayer:
     def _add_both(
         self, mixed: Tensor, read: Tensor, stream: Tensor, adapters: LayerAdapters | None
     ) -> tuple[Tensor, Tensor]:
-        """Add what the mixer says and the MLP beside it; `read` is what the mixer reads."""
+        """Add the outputs of mixer and parallel MLP; `read` is the mixer's input."""
         assert self.mlp is not None
         if self.mlp_norm is not None:
             read = self.mlp_norm.of(stream, self.backend)
@@ -216,7 +215,7 @@ class DecoderLayer:
         return mixer(hidden, step, cache, adapters)
 
     def _end(self, stream: Tensor, step: Step, rows: Tensor | None) -> Tensor:
-        """Do what comes after the MLP."""
+        """Add the layer's input from the tokens and scale the stream."""
         if self.token_input is not None:
             assert step.token_inputs is not None
             inputs = step.token_inputs[:, self.index]

@@ -1,4 +1,4 @@
-"""Linears of a decoder: weights of one input are fused where their packing allows."""
+"""Linears of a decoder: weights with one input are fused if their packing allows it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
-    """One weight of a checkpoint, ready on the device."""
+    """A checkpoint's weight on the device."""
 
     weight: Weight  # (out_features, in_features)
     bias: Tensor | None  # (out_features,)
@@ -40,9 +40,9 @@ class LinearPart:
         return weight.device
 
     def rows(self, index: arrays.Rows) -> LinearPart:
-        """Return some output rows, a range or those that an array lists.
+        """Return some output rows, a range or a list of indices.
 
-        An FP8 weight becomes dense, since this may cut its blocks.
+        An FP8 weight becomes dense, since the rows may cut its blocks.
         """
         bias = None if self.bias is None else self.bias[index]
         if isinstance(self.weight, PackedWeight | Fp4Weight | GgmlWeight):
@@ -55,7 +55,7 @@ class LinearPart:
 
 
 class SideBySide:
-    """Linears of one input that could not be fused; concatenates their outputs."""
+    """Linears with one input that could not be fused; concatenates their outputs."""
 
     def __init__(self, parts: list[Linear]) -> None:
         self.parts = parts
@@ -69,9 +69,9 @@ class SideBySide:
 
 
 def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype) -> Linear:
-    """Prepare one linear whose output rows are those of the parts in order.
+    """Prepare one linear with the output rows of all parts, in order.
 
-    Neighbours with the same packing are stacked; if several remain, they are called in turn.
+    Neighbours with the same packing are stacked; if several remain, they run in turn.
     """
     linears = [
         backend.prepare_linear(part.weight, part.bias, dtype) for part in stack_neighbours(parts)
@@ -80,7 +80,7 @@ def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype)
 
 
 def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
-    """Stack the same output rows into as few parts as packing allows."""
+    """Stack parts into as few as their packing allows, in order."""
     runs: list[list[LinearPart]] = []
     for part in parts:
         if runs and _stacks(runs[-1][-1].weight, part.weight):
@@ -96,7 +96,7 @@ def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
 
 
 def _stacks(upper: Weight, lower: Weight) -> bool:
-    """Return True if one weight can follow another in one matrix."""
+    """Return True if two weights can be stacked."""
     if isinstance(upper, PackedWeight):
         return isinstance(lower, PackedWeight) and lower.stacks_with(upper)
     if isinstance(upper, Fp8Weight):
@@ -134,17 +134,16 @@ def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:
 
 
 def halves_from_pairs(num_rows: int, head_dim: int) -> NDArray[np.int64]:
-    """Return each row's stored row, where heads are stored as interleaved pairs.
+    """Return each row's stored row for heads stored as interleaved pairs.
 
-    A stored head holds rows 0, d/2, 1, d/2 + 1, ... of the head; the result (num_rows,) int64
-    undoes that.
+    A stored head holds rows 0, d/2, 1, d/2 + 1, ...; the result (num_rows,) int64 undoes that.
     """
     pairs = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 
 
 def turning_in_halves(num_heads: int, before: int, spec: LatentAttentionSpec) -> NDArray[np.int64]:
-    """Return each row's stored row, where `before` rows of a head come before those that rotate."""
+    """Return each row's stored row; a head has `before` rows that do not rotate first."""
     turning = np.arange(spec.rope_dim)
     if spec.interleaved:
         turning = halves_from_pairs(spec.rope_dim, spec.rope_dim)
@@ -153,7 +152,7 @@ def turning_in_halves(num_heads: int, before: int, spec: LatentAttentionSpec) ->
 
 
 def with_gates(parts: list[LinearPart], spec: AttentionSpec) -> list[LinearPart]:
-    """Split gates off the rows of queries, where each head's follow its query; they come last."""
+    """Move gates, stored after each query head, behind all other rows."""
     if not spec.output_gate:
         return parts
     queries, *others = parts

@@ -1,6 +1,6 @@
 """Builds the torch decoder from a model source, layer by layer.
 
-Weights are laid out for the backend and released at once, so that peak memory is about the finished
+Each weight is laid out for the backend and released, so that peak memory is about the finished
 model and one layer.
 """
 
@@ -75,18 +75,17 @@ def load_decoder(
     """Read all weights and lay them out.
 
     Args:
-        source: an opened and checked model.
         backend: lays out the weights and later executes them.
-        dtype: of activations, and of weights that are not packed.
+        dtype: of activations and of unpacked weights.
         on_progress: called with a stage, the number of parts done, and their total.
-        context_length: most tokens of a sequence; the model's own by default. Some models rotate
-            differently if it exceeds their training context.
-        host: multiplies the experts that stay in host memory.
-        host_layers: their layers.
+        context_length: most tokens of a sequence, by default the model's own; some models rotate
+            differently beyond their training context.
+        host: multiplies the experts in host memory.
+        host_layers: layers with experts in host memory.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
-        UnsupportedModelError: a weight that is not packed has a type of less than 16 bits.
+        UnsupportedModelError: an unpacked weight has a type of less than 16 bits.
     """
     reader = ModelReader(source, device, dtype)
     for_host = reader.for_host()
@@ -107,7 +106,7 @@ def load_decoder(
             assert host is not None
             assert isinstance(layer_spec.mlp, ExpertsSpec)
             in_host = host.lay_out(partial(for_host.expert, index), layer_spec.mlp)
-        # No name holds the weights that were read while the next layer's are.
+        # No variable keeps a layer's weights alive while the next layer's are read.
         layers.append(builder.layer(index, reader.layer(index), layer_spec, next_norm, in_host))
         report("weights", index + 1, total)
     token_inputs = builder.token_inputs(reader.token_input())
@@ -115,7 +114,7 @@ def load_decoder(
     matrix, head_matrix = reader.embedding_and_head()
     embedding = Embedding.of(matrix, spec.embedding_scale, dtype)
     if head_matrix is matrix and isinstance(embedding.weight, Tensor):
-        head_matrix = embedding.weight  # one copy, where the backend keeps it as it is
+        head_matrix = embedding.weight  # one copy, if the backend does not change its layout
     head = backend.prepare_linear(head_matrix, None, dtype)
     is_shared = isinstance(head, DenseLinear) and head.weight is embedding.weight
     report("weights", total, total)
@@ -177,7 +176,7 @@ class LayerBuilder:
         )
 
     def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:
-        """Build what makes the inputs of all layers from tokens."""
+        """Build the per-layer inputs from tokens."""
         spec = self._spec.token_input
         if weights is None or spec is None:
             return None
@@ -191,7 +190,7 @@ class LayerBuilder:
         )
 
     def positions(self, table: Weight | None) -> Embedding | None:
-        """Build what positions add to embeddings."""
+        """Build learned position embeddings."""
         if table is None:
             return None
         embedding = Embedding.of(table, 1.0, self._dtype)
@@ -211,7 +210,7 @@ class LayerBuilder:
         )
 
     def gated(self, parts: list[LinearPart], activation: Gating) -> Linear:
-        """Build act(gate(x)) * up(x), fused if the backend and the packing allow it."""
+        """Build act(gate(x)) * up(x), fused if backend and packing allow it."""
         stacked = stack_neighbours(parts)
         if len(stacked) == 1:
             (part,) = stacked
@@ -318,7 +317,7 @@ class LayerBuilder:
         return self._experts(weights, spec, in_host)
 
     def _mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
-        """Build an MLP, or one expert."""
+        """Build an MLP or one expert."""
         down = self._linear([weights.down])
         if spec.gated:
             return MLP(self.gated(weights.gate_up, spec.activation), down)
@@ -358,7 +357,7 @@ class LayerBuilder:
         )
 
     def _grouped(self, weights: ExpertsWeights, spec: ExpertsSpec) -> RoutedMLPs | None:
-        """Build all experts as one operation, if the backend and the packing allow it."""
+        """Build all experts as one operation, if backend and packing allow it."""
         prepare = self._backend.prepare_experts
         if prepare is None:
             return None
@@ -375,7 +374,6 @@ class LayerBuilder:
         return norm
 
     def optional(self, norm: Norm | None) -> Norm | None:
-        """Count a norm's bytes, if there is one."""
         return None if norm is None else self.counted(norm)
 
     def _linear(self, parts: list[LinearPart]) -> Linear:

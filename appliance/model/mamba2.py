@@ -29,7 +29,7 @@ class Mamba2:
         filter_bias: (channels,) float32.
         step_bias: (num_heads,) float32.
         rates: (num_heads,) float32, of the states' decay.
-        skip: (num_heads,) float32, the share of a row's values that goes by the state.
+        skip: (num_heads,) float32, factor of values added to the output (the paper's D).
         norm: of each group's gated output; its weight is (num_heads * head_dim,).
     """
 
@@ -47,7 +47,7 @@ class Mamba2:
     def __call__(self, hidden: Tensor, step: Step, state: tuple[Tensor, ...]) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape; the scan runs in float32.
 
-        `state` holds the filters' latest inputs and what the scan carries on, in all slots.
+        `state` holds the filters' latest inputs and the scan's state, in all slots.
         """
         spec, (tail, held) = self.spec, state
         assert step.spans is not None

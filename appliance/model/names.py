@@ -1,4 +1,4 @@
-"""Names of a decoder's tensors as plain data, so that formats of one model differ in nothing else.
+"""Names of a decoder's tensors as plain data: the only difference between formats of one model.
 
 Knows no family. Imports nothing of ours.
 """
@@ -12,22 +12,22 @@ _MODEL = "model."
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a layer's experts, without `.weight` or `.bias`, except where a comment says so.
+    """Names of a layer's experts, without `.weight` or `.bias` unless a comment says so.
 
-    `gate_up` and `down` hold the number of an expert in place of `{}`; without `{}` one tensor
-    holds those of all experts, one after another.
+    In `gate_up` and `down`, `{}` is the expert's index; without `{}`, one tensor stacks all
+    experts.
 
     Attributes:
         stacked_gate_up: gate and up of all experts in one tensor, in some checkpoints.
-        stacked_down: the same of down.
-        takes_turns: rows of gate and of up take turns in such a tensor; else halves.
-        transposed: such a tensor of plain weights has inputs before outputs.
+        stacked_down: the same for down.
+        takes_turns: rows of gate and up alternate in such a tensor, instead of halves.
+        transposed: such a tensor has inputs before outputs, if unquantized.
     """
 
     router: str = "mlp.gate"
     selection_bias: str = "mlp.gate.e_score_correction_bias"  # in full
     expert_scale: str = ""  # in full
-    router_norm: str = ""  # in full; with norms of its own, like the next three
+    router_norm: str = ""  # in full; set with norms of its own, like the next three
     input_norm: str = ""
     shared_norm: str = ""
     output_norm: str = ""
@@ -44,7 +44,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputNames:
-    """Names of what tokens add after each layer; the last three in a layer."""
+    """Names of the per-layer inputs from tokens; the last three are within a layer."""
 
     embedding: str = ""
     projection: str = ""
@@ -56,11 +56,13 @@ class TokenInputNames:
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Names of latent attention's parts, without `.weight` or `.bias`; `query` stands alone.
+    """Names of latent attention's parts, without `.weight` or `.bias`.
+
+    `query` replaces the other three of queries.
 
     Attributes:
-        keys: with `values` stands for `heads`, where each head's linear of keys, inputs before
-            outputs, and each head's linear of values are stacks of their own.
+        keys: with `values`, replaces `heads`: stacks of each head's key linear, inputs before
+            outputs, and value linear.
     """
 
     query: str = "self_attn.q_proj"
@@ -85,10 +87,10 @@ class ShortConvNames:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNames:
-    """Names of Gated DeltaNet's parts; full ones of `log_rates` and `decay_bias`.
+    """Names of Gated DeltaNet's parts; `log_rates` and `decay_bias` in full.
 
     Attributes:
-        joined: stands for `qkv` and `gate`, where rows of a key head lie together.
+        joined: replaces `qkv` and `gate`, if rows are grouped by key head.
         joined_rates: the same for `share` and `decay`.
     """
 
@@ -107,7 +109,7 @@ class GatedDeltaNames:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Names:
-    """Names of Mamba-2's parts; full ones of `log_rates`, `step_bias` and `skip`."""
+    """Names of Mamba-2's parts; `log_rates`, `step_bias` and `skip` in full."""
 
     input: str = "mamba.in_proj"
     filter: str = "mamba.conv1d"
@@ -120,13 +122,13 @@ class Mamba2Names:
 
 @dataclass(frozen=True, slots=True)
 class JoinNames:
-    """Full names of what joins an embedding and a hidden state, without `.weight`.
+    """Full names, without `.weight`, of the parts that join embedding and hidden state.
 
-    Without a linear the first layer reads both halves (`LayerSpec.joins`), and the stream is the
+    Without a linear, the first layer reads both halves (`LayerSpec.joins`), and the stream is the
     hidden state.
 
     Attributes:
-        stream_is_normed: it is that under its norm.
+        stream_is_normed: the stream is the normed hidden state.
     """
 
     token_norm: str
@@ -137,16 +139,16 @@ class JoinNames:
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadNames:
-    """Names of a checkpoint's head that drafts (multi-token prediction), without `.weight`.
+    """Names of a checkpoint's draft head (multi-token prediction), without `.weight`.
 
-    In them `{first}` and `{last}` stand for the beginning of the names in the head's first and last
-    layer. Without a setting of the kinds the head is one layer like the last one that attends.
+    `{first}` and `{last}` stand for the name prefix of the head's first and last layer. Without
+    `kinds`, the head is one layer like the model's last attention layer.
 
     Attributes:
         count: setting with the number of heads.
-        layer: as in `TensorNames`; empty: the layers go on behind the model's.
-        kinds: settings that list the kinds of the head's layers, the first that is set counts.
-        chains_normed: a further token's hidden state is the stream under the last norm.
+        layer: as in `TensorNames`; empty: numbered after the model's layers.
+        kinds: settings that list the kinds of the head's layers; the first one set counts.
+        chains_normed: for further tokens, the hidden state is the stream after the last norm.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -161,23 +163,23 @@ class DraftHeadNames:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names of a decoder's parts, without `.weight` or `.bias`, except where a comment says so.
+    """Names of a decoder's parts, without `.weight` or `.bias` unless a comment says so.
 
-    The defaults are the usual ones. `qkv` and `gate_up` list their sources in the order of the
-    rows: three parts and two, or a single fused one; without gates `gate_up` is up alone. Names of
-    parts that a spec does not have are not used.
+    The defaults are the usual names. `qkv` and `gate_up` list their sources in row order: three and
+    two parts, or a single fused one; without gates `gate_up` is up alone. Names of parts that a
+    spec lacks are not used.
     """
 
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     positions: str = ""
-    into_stream: str = ""  # from embeddings of another width, and back
+    into_stream: str = ""  # maps embeddings of another width
     out_of_stream: str = ""
     head: str = "lm_head"
     layer: str = "model.layers.{}."
     mixer_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    qkv_by_key_head: bool = False  # rows of one key head and of its queries lie together
+    qkv_by_key_head: bool = False  # rows are grouped by key head, with its queries
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # in full
@@ -196,9 +198,9 @@ class TensorNames:
     mamba2: Mamba2Names = field(default_factory=Mamba2Names)
 
     def under(self, prefix: str) -> TensorNames:
-        """Return the names in a checkpoint that has another prefix than `model.`.
+        """Return the names in a checkpoint with another prefix than `model.`.
 
-        A prefix that ends in `.model.` comes before the head, too.
+        A prefix that ends in `.model.` applies to the head, too.
         """
 
         def moved(name: str) -> str:
@@ -224,11 +226,10 @@ class TensorNames:
         )
 
     def in_layer(self, index: int, part: str) -> str:
-        """Return the full name of a layer's part."""
         return self.layer.format(index) + part
 
     def linears(self, index: int) -> tuple[tuple[str, ...], ...]:
-        """Return the full names of the weights of a layer's linears, in the order of use.
+        """Return the full names of a layer's linear weights, in the order of use.
 
         Four linears: into the heads, out of them, into the MLP and out of it.
         """

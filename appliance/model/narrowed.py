@@ -1,4 +1,4 @@
-"""Presents a model's matrices at 4 bits, rounded to nearest: the same model, smaller and worse."""
+"""Presents a model's matrices rounded to nearest at 4 bits, for self-drafting."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ _TABLES = (Role.EMBEDDING, Role.HEAD)
 
 
 class NarrowedWeights:
-    """Reads a model's tensors, some of them at 4 bits.
-
-    Args:
-        weights: the model's.
-        names: of the tensors to narrow.
-    """
+    """Reads a model's tensors, some of them at 4 bits."""
 
     def __init__(self, weights: WeightReader, names: frozenset[str]) -> None:
         self._weights = weights
@@ -39,15 +34,13 @@ class NarrowedWeights:
         return self._weights.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a matrix's codes."""
         return SCHEME.bits if name in self._names else self._weights.packed_bits(name)
 
     def float_bits(self, name: str) -> int | None:
-        """Return the bits of floating-point codes, None of others."""
         return None if name in self._names else self._weights.float_bits(name)
 
     def load(self, name: str) -> Weight:
-        """Read one tensor, and round it if it is to be narrowed."""
+        """Read one tensor and round it if it is to be narrowed."""
         weight = self._weights.load(name)
         if name not in self._names:
             return weight
@@ -62,7 +55,7 @@ class NarrowedWeights:
 def narrowed(source: ModelSource) -> ModelSource | None:
     """Return a model with its wide matrices at 4 bits; None if it has hardly any.
 
-    Wide are those of more than 4 bits, if their width divides into groups.
+    Matrices are wide with more than 4 bits and a width that divides into groups.
     """
     matrices = [slot for slot in source.slots() if slot.is_linear or slot.role in _TABLES]
     names = frozenset(slot.name for slot in matrices if _is_wide(slot, source.weights))

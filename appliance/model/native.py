@@ -35,15 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NativeDecoder:
-    """A model in the library's layout; activations are float32 throughout.
+    """A model in the library's layout, with float32 activations.
 
     Attributes:
-        dtype: of weights that are not packed.
-        engine: threads and workspace.
+        dtype: of unpacked weights.
         model: points into `arena`.
-        weight_format: in words.
-        shard: the part of a model that this is; None: it is all of it.
-        num_dense: weights that became dense where the part was cut out.
+        shard: a rank's part of the model; None: all of it.
+        num_dense: weights that became dense when the part was cut out.
     """
 
     spec: DecoderSpec
@@ -94,7 +92,7 @@ class NativeDecoder:
     def own_precisions(
         self, format: KVFormat | Sequence[LayerPrecision]
     ) -> KVFormat | Sequence[LayerPrecision]:
-        """Return the whole model's precisions with the constants of this part's heads alone."""
+        """Return precisions with the constants of this rank's heads only."""
         if isinstance(format, KVFormat) or self.shard is None:
             return format
         return shard_precisions(format, self.shard)
@@ -102,7 +100,7 @@ class NativeDecoder:
     def adapter_slots(
         self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int | None = None
     ) -> NativeAdapterSlots:
-        """See `Executor.adapter_slots`; a slot points at an adapter of any rank."""
+        """Allocate slots for adapters of any rank; see `Executor.adapter_slots`."""
         from appliance.model.adapters.native_slots import NativeAdapterSlots
 
         num_layers = len(self.spec.layers)
@@ -137,7 +135,7 @@ class NativeDecoder:
         """Run one step up to the head; see `Executor.hidden`.
 
         Raises:
-            MemoryError: the step needs more workspace than there is.
+            MemoryError: the step needs more workspace than is free.
         """
         hidden = self._rows(token_ids, rows, self.spec.hidden_size)
         self._step(token_ids, positions, batch, cache, rows, hidden, None)
@@ -152,17 +150,17 @@ class NativeDecoder:
         given: Tensor,
         rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Run one step of a head that drafts, up to the output matrix.
+        """Run one step of a draft head up to the output matrix.
 
         Args:
             given: (num_tokens, hidden_size) float32, hidden states before each row's token.
 
         Returns:
-            Of these rows the stream, and the hidden states under the last norm, both
-            (num_rows, hidden_size) float32.
+            The stream of these rows, and the hidden states after the last norm, both (num_rows,
+            hidden_size) float32.
 
         Raises:
-            MemoryError: the step needs more workspace than there is.
+            MemoryError: the step needs more workspace than is free.
         """
         stream = self._rows(token_ids, rows, self.spec.hidden_size)
         hidden = self._rows(token_ids, rows, self.spec.hidden_size)
@@ -181,11 +179,11 @@ class NativeDecoder:
         """Run one step up to the head, and record the stream before these layers.
 
         Returns:
-            Hidden states of these rows, (num_rows, hidden_size), and the streams of all, side by
-            side, (num_tokens, len(layers) * hidden_size), both float32.
+            Hidden states of these rows, (num_rows, hidden_size), and the streams of all rows side
+            by side, (num_tokens, len(layers) * hidden_size), both float32.
 
         Raises:
-            MemoryError: the step needs more workspace than there is.
+            MemoryError: the step needs more workspace than is free.
         """
         width = self.spec.hidden_size
         hidden = self._rows(token_ids, rows, width)
@@ -201,7 +199,7 @@ class NativeDecoder:
         """Run the head; see `Executor.logits`.
 
         Raises:
-            MemoryError: so many rows need more workspace than there is.
+            MemoryError: so many rows need more workspace than is free.
         """
         logits: Tensor = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)
         check(
@@ -261,7 +259,7 @@ class NativeDecoder:
 def batch_struct(
     token_ids: Tensor, positions: Tensor, batch: RaggedBatch, rows: Tensor | None
 ) -> BatchStruct:
-    """Describe a step's rows to the library, without adapters; the arguments must outlive it."""
+    """Describe a step's rows, without adapters; the arguments must outlive the result."""
     return BatchStruct(
         num_tokens=len(token_ids),
         num_seqs=batch.num_seqs,
@@ -273,7 +271,7 @@ def batch_struct(
         query_start=batch.query_start.data_ptr(),
         context_lens=batch.context_lens.data_ptr(),
         block_tables=batch.block_tables.data_ptr(),
-        # An empty tensor has no address, and no address means all rows.
+        # An empty tensor has a null address, which would mean all rows.
         rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
         open_blocks=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
         state_slots=None if batch.state_slots is None else batch.state_slots.data_ptr(),

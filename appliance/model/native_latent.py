@@ -1,4 +1,4 @@
-"""Lays latent attention out for the CPU library."""
+"""Lays out latent attention for the CPU library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lay_out_latent(
     spec: LatentAttentionSpec,
     rope: int,
 ) -> None:
-    """Lay out latent attention, whose RoPE is number `rope`, into the struct of its layer."""
+    """Lay out latent attention with RoPE number `rope` into its layer's struct."""
     norm, up = weights.query_norm, weights.queries
     struct.attention = AttentionStruct(
         num_heads=spec.num_heads,
@@ -48,5 +48,5 @@ def lay_out_latent(
 
 
 def _heads(packer: WeightPacker, weights: Tensor) -> int:
-    """Lay out a linear of each head, (num_heads, out_features, in_features)."""
+    """Lay out a linear per head, (num_heads, out_features, in_features)."""
     return packer.structs(LinearStruct, [packer.linear(head.contiguous()) for head in weights])

@@ -1,4 +1,4 @@
-"""Lays a model source out for the CPU library, layer by layer."""
+"""Lays out a model source for the CPU library, layer by layer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MOST_LATENT = 1024
 
 
 def why_unsupported(source: ModelSource) -> str | None:
-    """Say why the CPU library does not cover a model; None if it does."""
+    """Say why the CPU library does not support a model; None if it does."""
     for index, attention in source.spec.attention_layers.items():
         width = attention.head_dim
         if width % HEAD_WIDTH_STEP or width > MOST_HEAD_WIDTH:
@@ -85,7 +85,7 @@ def why_unsupported(source: ModelSource) -> str | None:
 
 
 def _recurrent_widths(mixer: MixerSpec | None) -> tuple[int, ...]:
-    """Return the widths of a recurrent head that the library goes through by vectors."""
+    """Return the widths of a recurrent head that the library processes by vectors."""
     if isinstance(mixer, GatedDeltaSpec):
         return mixer.key_dim, mixer.value_dim
     return (mixer.state_dim, mixer.head_dim) if isinstance(mixer, Mamba2Spec) else ()
@@ -106,15 +106,15 @@ def load_native(
     """Read all weights and lay them out.
 
     Args:
-        source: an opened and checked model for which `why_unsupported` returns None.
+        source: a model for which `why_unsupported` returns None.
         engine: lays out the weights and later executes them.
-        dtype: of weights that are not packed.
+        dtype: of unpacked weights.
         on_progress: called with a stage, the number of parts done, and their total.
-        context_length: most tokens of a sequence; the model's own by default.
-        shard: the part of the model to lay out; None is all of it.
-        target: the model that a head drafts for; it must live as long.
-        shared: what such a head has of it, embedding or output matrix.
-        join: what makes such a head's stream.
+        context_length: most tokens of a sequence; by default the model's own.
+        shard: a rank's part of the model; None is all of it.
+        target: the model that a head drafts for; it must outlive the result.
+        shared: matrices that such a head shares with it, embedding or output matrix.
+        join: names of the parts that join such a head's embedding and hidden state.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
@@ -253,7 +253,7 @@ def _lay_out_mlp(
     weights: MLPWeights | ExpertsWeights,
     spec: MLPSpec | ExpertsSpec,
 ) -> None:
-    """Lay out the MLP of all rows, or experts with the one beside them."""
+    """Lay out an MLP, or experts with their shared MLP."""
     of_all: MLPWeights | None
     if isinstance(weights, ExpertsWeights):
         assert isinstance(spec, ExpertsSpec)

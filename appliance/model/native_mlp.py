@@ -1,4 +1,4 @@
-"""Lays MLPs and experts out for the CPU library."""
+"""Lays out MLPs and experts for the CPU library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SCORINGS = {scoring: ScoringCode[scoring.name] for scoring in Scoring}
 def lay_out_mlp(
     packer: WeightPacker, weights: MLPWeights, *, gated: bool
 ) -> tuple[LinearStruct, LinearStruct, LinearStruct]:
-    """Lay out gate, up and down; without a gate up, nothing and down, as the library has it."""
+    """Lay out gate, up and down; without a gate, up, an empty linear and down."""
     down = packer.linear(weights.down.weight, weights.down.bias)
     if not gated:
         (up,) = weights.gate_up
@@ -50,11 +50,11 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
     """Lay out all experts, one at a time, and their router.
 
     Returns:
-        The address of their struct, in the arena.
+        Address of their struct in the arena.
     """
     router = spec.router
     gate, up, down = lay_out_each(packer, weights.expert, spec)
-    # Routers decide, so theirs are the only weights that are never rounded.
+    # Routers make choices, so their weights are never rounded.
     exact = WeightPacker(packer.engine, packer.arena, "float32")
     bias, scale, norms = weights.selection_bias, weights.expert_scale, weights.norms
     struct = ExpertsStruct(
@@ -92,7 +92,7 @@ def lay_out_each(
     """Lay out all experts, one at a time.
 
     Returns:
-        The addresses of the structs of their gates, ups and downs, as `lay_out_mlp` has them.
+        Addresses of the structs of gates, ups and downs, as from `lay_out_mlp`.
     """
     numbers = range(spec.router.num_experts)
     linears = [lay_out_mlp(packer, expert(number), gated=spec.gated) for number in numbers]
@@ -111,7 +111,7 @@ def gating_struct(gating: Gating) -> GatingStruct:
 
 
 def _gate_and_up(parts: list[LinearPart]) -> tuple[LinearPart, LinearPart]:
-    """Return gate and up, which some checkpoints hold in one weight."""
+    """Return gate and up, splitting them if the checkpoint fuses them."""
     if len(parts) == 1:
         width = parts[0].weight.shape[0] // 2
         return parts[0].rows(slice(0, width)), parts[0].rows(slice(width, None))

@@ -1,4 +1,4 @@
-"""Lays the mixers of recurrent layers out for the CPU library."""
+"""Lays out the mixers of recurrent layers for the CPU library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lay_out_recurrent(
     spec: RecurrentSpec,
     state: tuple[int, ...],
 ) -> None:
-    """Lay out a mixer whose tensors lie at `state` in a slot, into the struct of its layer."""
+    """Lay out a mixer into its layer's struct; its tensors are at `state` in a slot."""
     if isinstance(weights, ShortConvWeights):
         struct.short_conv = _lay_out_short_conv(packer, weights, state)
     elif isinstance(weights, GatedDeltaWeights):
@@ -46,10 +46,10 @@ def lay_out_recurrent(
 def _lay_out_short_conv(
     packer: WeightPacker, weights: ShortConvWeights, state: tuple[int, ...]
 ) -> int:
-    """Lay out a short convolution whose tensors lie at `state` in a slot.
+    """Lay out a short convolution with tensors at `state` in a slot.
 
     Returns:
-        The address of its struct, in the arena.
+        Address of its struct in the arena.
     """
     (inputs,) = weights.inputs
     struct = ShortConvStruct(
@@ -63,7 +63,7 @@ def _lay_out_short_conv(
 def _lay_out_gated_delta(
     packer: WeightPacker, weights: GatedDeltaWeights, spec: GatedDeltaSpec, state: tuple[int, ...]
 ) -> int:
-    """Lay out Gated DeltaNet; the rest is as for `_lay_out_short_conv`."""
+    """Lay out Gated DeltaNet, as `_lay_out_short_conv` does."""
     inputs = stack_neighbours(weights.inputs)
     tail, maps = state
     struct = GatedDeltaStruct(
@@ -86,7 +86,7 @@ def _lay_out_gated_delta(
 def _lay_out_mamba2(
     packer: WeightPacker, weights: Mamba2Weights, spec: Mamba2Spec, state: tuple[int, ...]
 ) -> int:
-    """Lay out Mamba-2; the rest is as for `_lay_out_short_conv`."""
+    """Lay out Mamba-2, as `_lay_out_short_conv` does."""
     (inputs,) = weights.inputs
     tail, maps = state
     struct = Mamba2Struct(

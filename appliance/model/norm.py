@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm in the form that backends take; with a bias, a LayerNorm."""
+    """An RMS norm in the form that backends take; a LayerNorm if it has a bias."""
 
     weight: Tensor  # (dim,) float32, the spec's offset already added
     eps: float

@@ -1,4 +1,4 @@
-"""Reads a model's weights part by part and checks them, for any executor.
+"""Reads and checks a model's weights part by part, for any executor.
 
 Knows no family and no file format.
 """
@@ -51,8 +51,8 @@ class ModelReader:
     """Reads parts of one source and counts their formats.
 
     Args:
-        device: where torch wants the weights; None leaves them as they were read.
-        dtype: the type to hold weights in that are not packed.
+        device: torch device of the weights; None leaves them as they were read.
+        dtype: of unpacked weights.
         native: the executor is the CPU library.
     """
 
@@ -72,7 +72,7 @@ class ModelReader:
         self._formats = FormatCounts()
 
     def for_host(self) -> ModelReader:
-        """Return one that leaves weights in host memory for the CPU library, and counts here."""
+        """Return a reader that keeps weights in host memory for the CPU library, counting here."""
         reader = copy(self)
         reader._device, reader._native = None, True
         return reader
@@ -96,7 +96,7 @@ class ModelReader:
     def first_norm(self, index: int) -> Norm | None:
         """Read the norm at the start of a layer; past the last layer, the decoder's own.
 
-        None where there is none: before the first layer, if norms follow additions, or a join.
+        None before the first layer if norms follow additions, or if a join comes first.
         """
         spec = self._source.spec
         if spec.norms_replace:
@@ -117,9 +117,9 @@ class ModelReader:
         return self._norm(names.in_layer(index, part), spec.layers[index].norm)
 
     def embedding_and_head(self) -> tuple[Weight, Weight]:
-        """Read embedding and head, (vocab_size, hidden_size); the same object if they are tied.
+        """Read embedding and head, (vocab_size, hidden_size); one object if they are tied.
 
-        Embeddings of another width are multiplied here by what brings them to this one.
+        Embeddings of another width are multiplied by their projections here.
         """
         names = self._names
         embedding = self._load(f"{names.embedding}.weight")
@@ -141,7 +141,7 @@ class ModelReader:
         return self._norm(names.token_norm, norm), self._norm(names.hidden_norm, norm), linear
 
     def positions(self) -> Weight | None:
-        """Read learned embeddings of positions, (count, hidden_size), from that of position 0."""
+        """Read learned position embeddings, (count, hidden_size), from position 0 on."""
         spec = self._source.spec.positions
         if spec is None:
             return None
@@ -309,7 +309,7 @@ class ModelReader:
         def norm(part: str) -> Norm:
             return self._norm(self._names.in_layer(index, part), spec)
 
-        # The router's norm has no weight; a vector and 1 / sqrt(hidden_size) multiply its output.
+        # The router's norm has no weight: a vector and 1 / sqrt(hidden_size) multiply its output.
         scale = self._exact(index, names.router_norm) * self._source.spec.hidden_size**-0.5
         return ExpertNorms(
             router=Norm(scale, spec.eps),
@@ -319,7 +319,7 @@ class ModelReader:
         )
 
     def token_input(self) -> TokenInputWeights | None:
-        """Read what makes the inputs of all layers from tokens."""
+        """Read the weights of the per-layer inputs from tokens."""
         spec, names = self._source.spec.token_input, self._names.token_input
         if spec is None:
             return None
@@ -362,7 +362,7 @@ class ModelReader:
         )
 
     def _exact(self, index: int, part: str) -> Tensor:
-        """Read a tensor that is never rounded below float32."""
+        """Read a tensor that stays in float32."""
         return dense(self._load(self._names.in_layer(index, part)), "float32")
 
     def _plain_norm(self, width: int, spec: NormSpec) -> Norm:
@@ -385,7 +385,7 @@ class ModelReader:
         return weight
 
     def _widen(self, weight: GgmlWeight) -> PackedWeight:
-        """Bring GGML blocks into the form that a GPU's kernels read."""
+        """Convert GGML blocks to the packed form of GPU kernels."""
         from appliance.gguf.converted import widen
 
         packed, loss = widen(weight)

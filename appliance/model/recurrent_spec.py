@@ -1,4 +1,4 @@
-"""Mixers with a state as plain frozen data. Imports no torch."""
+"""Mixers with a recurrent state as plain frozen data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec:
-    """Gated short convolution of one layer (LFM2): out(c * conv(b * x)), b, c and x being linear.
+    """Gated short convolution of one layer (LFM2): out(c * conv(b * x)), with linear b, c and x.
 
     Attributes:
-        width: channels, each with a filter of its own.
-        taps: positions that a filter sees, its own included.
-        bias: linears and filters have biases.
+        width: channels, each with its own filter.
+        taps: positions that a filter reads, its own included.
     """
 
     width: int
@@ -25,7 +24,7 @@ class ShortConvSpec:
 
     @property
     def state(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what a sequence carries from row to row: the latest inputs of the filters."""
+        """Shapes of a sequence's state: the filters' latest inputs."""
         return ((self.taps - 1, self.width),)
 
 
@@ -34,9 +33,9 @@ class GatedDeltaSpec:
     """Gated DeltaNet of one layer (arXiv 2412.06464).
 
     Attributes:
-        num_value_heads: a multiple of `num_key_heads`; value heads in turn share a key head.
-        key_dim: elements of a key head, and of a query head.
-        taps: positions that the convolution of queries, keys and values sees.
+        num_value_heads: a multiple of `num_key_heads`; consecutive value heads share a key head.
+        key_dim: elements of a key or query head.
+        taps: positions that the convolution of queries, keys and values reads.
         norm: of each value head's output.
     """
 
@@ -71,17 +70,15 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Spec:
-    """Mamba-2 of one layer (arXiv 2405.21060): a state of each head, read and written by groups.
+    """Mamba-2 of one layer (arXiv 2405.21060): a state per head; groups of heads share keys.
 
     Attributes:
-        num_heads: a multiple of `num_groups`; heads in turn share a group's keys and queries, which
-            the paper calls B and C.
-        head_dim: values of a head.
-        state_dim: elements of a key, and of a query.
-        taps: positions that the convolution of values, keys and queries sees.
+        num_heads: a multiple of `num_groups`; consecutive heads share a group's keys and queries,
+            the paper's B and C.
+        head_dim: values per head.
+        state_dim: elements of a key or query.
+        taps: positions that the convolution of values, keys and queries reads.
         norm: of each group's gated output.
-        bias: the linears have biases.
-        filter_bias: the filters have biases.
     """
 
     num_heads: int
@@ -110,7 +107,7 @@ class Mamba2Spec:
 
     @property
     def inputs(self) -> int:
-        """Outputs of the first linear: gates, what the convolution sees, and a step per head."""
+        """Outputs of the first linear: gates, the convolution's inputs, and a step per head."""
         return self.values + self.channels + self.num_heads
 
     @property

@@ -1,8 +1,7 @@
 """Computes rotary frequencies of every scaling kind, and a step's cosines and sines.
 
-Proportional turns only the first pairs of a head.
 Sources: linear (position interpolation, arXiv 2306.15595), YaRN (arXiv 2309.00071), LongRoPE (arXiv
-2402.13753), Llama 3.1 (its reference code).
+2402.13753), Llama 3.1 (its reference code). Proportional scaling rotates only a head's first pairs.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class Rope:
 
         Args:
             context_length: most tokens of a sequence. LongRoPE has one set of frequencies up to its
-                original context and another beyond. All keys in a cache must be rotated alike, so
-                this limit decides, not the current length.
-            device: one of torch's; None makes a `HostArray`.
+                original context and another beyond; since all keys in a cache must be rotated
+                alike, this limit decides, not the current length.
+            device: a torch device; None makes a `HostArray`.
         """
         frequencies = arrays.of_numpy(_frequencies(spec, context_length))
         return cls(
@@ -54,13 +53,13 @@ class Rope:
         )
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, both (num_tokens, rotary_dim / 2) float32, of (num_tokens,)."""
+        """Return cosine and sine of (num_tokens,), both (num_tokens, rotary_dim / 2) float32."""
         angles = positions.float().unsqueeze(1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)
 
     def query_scale(self, positions: Tensor) -> Tensor | None:
-        """Return the factor of queries at positions (num_tokens,), float32; None without one."""
+        """Return the float32 factor of queries at positions (num_tokens,), or None."""
         if not self.query_beta:
             return None
         import torch
@@ -70,14 +69,14 @@ class Rope:
 
 
 def distinct_ropes(spec: DecoderSpec) -> tuple[RopeSpec, ...]:
-    """List the kinds of RoPE in a model, in order of appearance."""
+    """List a model's kinds of RoPE, in order of appearance."""
     mixers = (layer.mixer for layer in spec.layers)
     return tuple(dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, CachedSpec)))
 
 
 def _frequencies(spec: RopeSpec, context_length: int) -> Floats:
     exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
-    # Rounded from float64, so that they are the same on every machine.
+    # Computed in float64 and rounded, so that every machine gets the same.
     periods = (spec.theta ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / periods  # (rotary_dim / 2,)
     if spec.scaling is RopeScaling.NONE:
@@ -98,7 +97,7 @@ def _frequencies(spec: RopeSpec, context_length: int) -> Floats:
 
 
 def _llama3(spec: RopeSpec, plain: Floats) -> Floats:
-    """Keep short waves, stretch long ones by the factor, and blend in between."""
+    """Keep high frequencies, divide low ones by the factor, and blend in between."""
     turns = spec.original_context * plain / (2 * math.pi)  # in the original context
     blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     blend = blend.clip(0, 1)
@@ -106,7 +105,7 @@ def _llama3(spec: RopeSpec, plain: Floats) -> Floats:
 
 
 def _yarn(spec: RopeSpec, plain: Floats) -> Floats:
-    """Blend by dimension, between those that turn `beta_fast` and `beta_slow` times."""
+    """Blend between the dimensions that rotate `beta_fast` and `beta_slow` times."""
 
     def dimension(turns: float) -> float:
         wavelength = spec.original_context / (turns * 2 * math.pi)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """out(c * conv(b * x)), where one linear yields b, c and x.
+    """out(c * conv(b * x)), with b, c and x from one linear.
 
     Attributes:
         filters: (width, taps) float32.
@@ -48,7 +48,7 @@ class ShortConv:
     ) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape.
 
-        `state` holds the latest inputs of the filters: (num_slots, taps - 1, width) float32.
+        `state` holds the filters' latest inputs, (num_slots, taps - 1, width) float32.
         """
         (tail,) = state
         assert step.spans is not None

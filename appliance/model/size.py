@@ -17,23 +17,22 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
 
-# Held by packed kernels beside a code: four bytes of scale and offset per group; the smallest
-# groups have 32.
+# Stored by packed kernels per weight besides its code: four bytes of scale and offset per group;
+# the smallest groups have 32.
 _PARAMS_BYTES_PER_WEIGHT = 4 / 32
 
-# An output feature of a GPU kernel's FP8 weight has a float32 scale for each 128 inputs, one of
-# FP4 a byte for each 16.
+# A GPU kernel's FP8 weight has a float32 scale per output and 128 inputs, FP4 a byte per 16.
 _FLOAT_SCALE_BYTES_PER_WEIGHT = {8: 4 / 128, 4: 1 / 16}
 
-# Held by the CPU library beside a code, at most: two 32-bit numbers per group of 32, or with 4-bit
-# floats one per group of 16.
+# Stored by the CPU library per weight besides its code, at most: two 32-bit numbers per group of
+# 32, or one per group of 16 with 4-bit floats.
 _SCALE_BYTES_PER_WEIGHT = 8 / 32
 
 _ALIGNMENT = 64  # of the library's tensors
 
 
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
-    """Estimate the bytes of all weights, rounded up where the backend chooses the layout."""
+    """Estimate the bytes of all weights; an upper bound if the backend chooses the layout."""
     return math.ceil(sum(slot_bytes(source, slot, device, dtype) for slot in source.slots()))
 
 
@@ -42,8 +41,8 @@ def slot_bytes(
 ) -> float:
     """Estimate the bytes of one tensor.
 
-    On a GPU packed and FP8 weights stay so, unless activations are float32; all other matrices have
-    the activations' type, and a packed embedding stays packed too.
+    On a GPU, packed and FP8 weights keep their form unless activations are float32; other matrices
+    have the activations' type, and a packed embedding stays packed.
     """
     stay_packed = (
         {4, 8} if device.type != "cpu" and arrays.dtype_name(dtype) != "float32" else set[int]()
@@ -67,9 +66,9 @@ def slot_bytes(
 def estimate_native_bytes(
     source: ModelSource, dtype: Any, copies: Callable[[TensorSlot], int] = lambda slot: 1
 ) -> int:
-    """Estimate the bytes of all weights in the CPU library, rounded up; a tied matrix counts once.
+    """Estimate the most bytes of all weights in the CPU library; a tied matrix counts once.
 
-    `copies` returns how often a tensor is held.
+    `copies` returns how often a tensor is stored.
     """
     slots = source.slots()
     return math.ceil(sum(native_slot_bytes(source, slot, dtype, copies(slot)) for slot in slots))
@@ -78,7 +77,7 @@ def estimate_native_bytes(
 def native_slot_bytes(source: ModelSource, slot: TensorSlot, dtype: Any, copies: int = 1) -> float:
     """Estimate the bytes of one tensor in the CPU library.
 
-    FP8 weights are counted in `dtype`, the most that they take.
+    FP8 weights count as `dtype`, the most they take.
     """
     count = math.prod(slot.shape) * copies
     weights = source.weights

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
 
-# Tensors in checkpoints that no arithmetic here needs.
+# Tensors in checkpoints that the decoder does not use.
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale")
 
 
@@ -40,11 +40,10 @@ class ModelSource:
     """A checked model whose weights can be read one by one.
 
     Attributes:
-        path: the folder or file.
-        family: the names of its tensors.
+        family: gives the names of its tensors.
         config: its Hugging Face config; for a GGUF file, the equivalent one.
-        weights: tensors by their Hugging Face names, packed ones in their own codes.
-        fallback: transformers' model, where no family of ours covers it; None: one does.
+        weights: tensors by their Hugging Face names; packed ones keep their codes.
+        fallback: transformers' model, if no family supports it; else None.
     """
 
     path: Path
@@ -65,12 +64,11 @@ def open_model(path: Path, *, in_torch: bool = True) -> ModelSource:
     """Open a GGUF file, or a folder with config.json and safetensors.
 
     Args:
-        path: the file or folder.
-        in_torch: tensors are read as torch's; otherwise as `HostArray`, which any executor takes.
+        in_torch: read tensors as torch's; otherwise as `HostArray`, which any executor takes.
 
     Raises:
         CheckpointError: a part is missing, cut or of the wrong shape; names the first.
-        UnsupportedModelError: an architecture or setting that no code here covers.
+        UnsupportedModelError: the architecture or a setting is not supported.
     """
     if path.is_dir():
         source = _open_folder(path, in_torch)
@@ -108,7 +106,7 @@ def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str
 
 
 def _open_fallback(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> ModelSource:
-    """Open a model that transformers describes; loads torch and transformers."""
+    """Open a model that transformers describes; imports torch and transformers."""
     from appliance.model.fallback.description import describe
     from appliance.model.fallback.renamed import RenamedWeights
 
@@ -139,7 +137,7 @@ def _check(source: ModelSource) -> None:
     check_slots(source, source.slots(), present)
     present -= {slot.name for slot in source.slots()}
     if source.spec.tied_head:
-        present.discard(f"{source.family.names.head}.weight")  # a copy of the embedding
+        present.discard(f"{source.family.names.head}.weight")  # copy of the embedding
     unused = (*_draft_layers(source), *_unread_keys(source))
     if source.fallback is not None:
         present = {name for name in present if not source.fallback.is_ignored(name)}
@@ -152,10 +150,10 @@ def _check(source: ModelSource) -> None:
 
 
 def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]) -> None:
-    """Compare tensors with those that are present.
+    """Compare the expected tensors with those present.
 
     Raises:
-        CheckpointError: one is missing or of another shape; names the first.
+        CheckpointError: a tensor is missing or of another shape; names the first.
     """
     where = f"{source.path.name}: "
     for slot in slots:
@@ -173,7 +171,7 @@ def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[s
 
 
 def _named(source: ModelSource, slot: TensorSlot) -> str:
-    """Name the settings that a shape comes from; a GGUF file has them under other names."""
+    """Name the settings that a shape depends on; not for GGUF files, whose names differ."""
     if source.path.is_file() or source.fallback is not None:
         return ""
     settings = deciding_settings(source.family, source.config, slot)
@@ -181,7 +179,7 @@ def _named(source: ModelSource, slot: TensorSlot) -> str:
 
 
 def _asked_for(source: ModelSource, slot: TensorSlot) -> str:
-    """Say why a tensor should be there."""
+    """Say why a tensor is expected."""
     if source.fallback is not None:
         return (
             f", which {source.fallback.name} of transformers reads; the checkpoint may have a form"
@@ -198,7 +196,7 @@ def _asked_for(source: ModelSource, slot: TensorSlot) -> str:
 
 
 def _unread_keys(source: ModelSource) -> tuple[str, ...]:
-    """Return the beginnings of the names of keys and values in layers that read other layers'."""
+    """Return the name prefixes of keys and values in layers that read other layers'."""
     names = source.family.names
     return tuple(
         f"{names.in_layer(index, part)}."
@@ -209,7 +207,7 @@ def _unread_keys(source: ModelSource) -> tuple[str, ...]:
 
 
 def _draft_layers(source: ModelSource) -> tuple[str, ...]:
-    """Return the beginnings of the names of layers that predict further tokens, behind the last."""
+    """Return the name prefixes of layers that predict further tokens, after the last."""
     number = source.config.get("num_nextn_predict_layers")
     first = len(source.spec.layers)
     count = min(number, first) if isinstance(number, int) else 0

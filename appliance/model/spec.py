@@ -33,10 +33,10 @@ class RopeScaling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding, halves convention: element i pairs with i + rotary_dim / 2.
+    """Rotary position embedding by halves: element i pairs with i + rotary_dim / 2.
 
-    With `query_beta` rotated queries are multiplied by
-    1 + query_beta * log(1 + floor(position / original_context)), as in Llama 4 and Ministral 3.
+    With `query_beta`, rotated queries are multiplied by 1 + query_beta * log(1 + floor(position /
+    original_context)), as in Llama 4 and Ministral 3.
     """
 
     theta: float
@@ -51,8 +51,8 @@ class RopeSpec:
     attention_factor: float = 1.0  # multiplies cos and sin
     beta_fast: float = 32.0  # YARN
     beta_slow: float = 1.0  # YARN
-    truncate: bool = True  # YARN: the blended range begins and ends at whole dimensions
-    turning: int = 0  # PROPORTIONAL: pairs that turn, the first ones of all
+    truncate: bool = True  # YARN: round the blended range to whole dimensions
+    turning: int = 0  # PROPORTIONAL: number of first pairs that rotate
     query_beta: float = 0.0  # needs original_context
 
 
@@ -60,7 +60,7 @@ class RopeSpec:
 class NormSpec:
     """RMSNorm: x / sqrt(mean(x^2) + eps) * (weight + offset).
 
-    With `centered` it is LayerNorm: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
+    With `centered`, LayerNorm: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
     """
 
     eps: float
@@ -77,34 +77,32 @@ class AttentionSpec:
     head_dim: int
     scale: float  # multiplies q . k
     rope: RopeSpec
-    window: int | None = None  # a query sees this many latest positions, its own included
+    window: int | None = None  # a query reads this many latest positions, its own included
     softcap: float | None = None  # scores become cap * tanh(scores / cap)
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None  # per head, before RoPE
-    output_gate: bool = False  # the query linear also yields gates of the heads' output
-    sinks: bool = False  # each head has a score in the softmax that belongs to no token
+    output_gate: bool = False  # the query linear also computes gates of the heads' output
+    sinks: bool = False  # each head's softmax has a learned extra score
     value_norm: NormSpec | None = None  # per head, without a weight
-    keys_are_values: bool = False  # values are the keys before their norm and RoPE
-    kv_layer: int | None = None  # whose keys and values it reads; None: it has its own
+    keys_are_values: bool = False  # values are the keys before norm and RoPE
+    kv_layer: int | None = None  # layer whose keys and values it reads; None: its own
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
     """Multi-head latent attention of one layer (MLA, arXiv 2405.04434).
 
-    Keys and values of all heads are linear in one latent of a token, but for a part of the key that
-    rotates and is the same for all heads. The cache holds the latent and that part, nothing else.
+    Keys and values of all heads are linear in one latent per token, except a rotated part of the
+    key that all heads share. The cache holds only the latent and that part.
 
     Attributes:
-        query_rank: elements that query heads are made of, under a norm; None makes them at once.
-        latent: elements of a latent.
+        query_rank: width of the query latent, which is normed; None without one.
         plain_dim: elements of a head's key that do not rotate.
-        rope_dim: elements that do.
-        value_dim: elements of a head's value.
-        norm: of latents, and of what queries are made of.
-        bias: of the first linears and of the last.
-        interleaved: the checkpoint holds what rotates as pairs.
+        rope_dim: elements that rotate.
+        norm: of both latents.
+        bias: of the first linears and the last.
+        interleaved: the checkpoint stores rotated rows as pairs.
     """
 
     num_heads: int
@@ -121,7 +119,7 @@ class LatentAttentionSpec:
 
     @property
     def width(self) -> int:
-        """Elements that the cache holds of a token."""
+        """Cached elements per token."""
         return self.latent + self.rope_dim
 
     @property
@@ -131,12 +129,12 @@ class LatentAttentionSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """1: a token lies in the cache in two halves, as keys and values of one head would."""
+        """1: the cache stores a token in two halves, as keys and values of one head."""
         return 1
 
     @property
     def head_dim(self) -> int:
-        """Elements of such a half."""
+        """Elements of each half."""
         return self.width // 2
 
 
@@ -146,7 +144,7 @@ MixerSpec: TypeAlias = CachedSpec | RecurrentSpec
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """MLP of one layer: down(act(gate(x)) * up(x)), or without gate down(act(up(x)))."""
+    """MLP of one layer: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
     intermediate_size: int
     activation: Gating
@@ -156,19 +154,16 @@ class MLPSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """MLPs of one layer, of which a router chooses some for each token.
+    """MLPs of one layer, some of which a router chooses per token.
 
-    With norms of its own (Gemma 4) the router reads norm(stream) and the experts another norm of
-    it, instead of what the layer's norm leaves for `shared`; a norm follows on what `shared` says,
-    and one on what the experts say, before they are added up.
+    With their own norms (Gemma 4), the router reads norm(stream) and the experts another norm of
+    it, while `shared` reads the layer's norm; the outputs of `shared` and of the experts are each
+    normed before they are added.
 
     Attributes:
-        intermediate_size: of each expert.
-        shared: an MLP beside them that sees every token.
-        shared_gate: the shared MLP's output is multiplied by the sigmoid of one more linear.
-        bias: the experts' linears have biases.
-        own_norms: see above.
-        gated: as in `MLPSpec`; the shared MLP says so itself.
+        shared: an MLP that every token passes through as well.
+        shared_gate: the sigmoid of another linear multiplies the shared MLP's output.
+        gated: as in `MLPSpec`; for the shared MLP, see its own spec.
     """
 
     intermediate_size: int
@@ -185,14 +180,14 @@ class ExpertsSpec:
 class LayerSpec:
     """One decoder layer: x += mixer(norm(x)); x += mlp(norm(x)), with optional norms after each.
 
-    A mixer brings positions together: attention through the KV cache, others through a state.
-    Either may be missing (Nemotron-H), and its norms with it.
+    A mixer combines positions: attention through the KV cache, others through a state. Mixer or MLP
+    may be missing with its norms (Nemotron-H).
 
     Attributes:
-        post_norms: Gemma: norm the output of mixer and MLP before adding.
+        post_norms: norm the output of mixer and MLP before adding it (Gemma).
         output_scale: the checkpoint has a factor of the stream after the layer.
         parallel: x += mixer(norm(x)) + mlp(norm(x)), with a norm each (Falcon).
-        one_norm: of parallel mixer and MLP.
+        one_norm: parallel mixer and MLP share a norm.
         joins: attention reads both halves of a join, 2 * hidden elements, instead of norm(x).
     """
 
@@ -208,15 +203,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputSpec:
-    """Embeddings of the token itself for each layer, added to the stream after it (Gemma).
+    """Token embeddings for each layer, added to the stream after it (Gemma).
 
-    Of all layers: input = (norm(x @ projection / sqrt(hidden)) + embedding * sqrt(width)) / sqrt(2)
-    with the stream x before the first layer. After a layer:
-    stream += norm(up(act(gate(stream)) * input)).
+    All layers: input = (norm(x @ projection / sqrt(hidden)) + embedding * sqrt(width)) / sqrt(2),
+    with the stream x before the first layer. After a layer: stream += norm(up(act(gate(stream)) *
+    input)).
 
     Attributes:
         width: of a layer's input.
-        vocab_size: rows of the embedding.
     """
 
     width: int
@@ -227,11 +221,10 @@ class TokenInputSpec:
 
 @dataclass(frozen=True, slots=True)
 class PositionSpec:
-    """Learned embeddings of positions, added to those of tokens.
+    """Learned position embeddings, added to the tokens'.
 
     Attributes:
-        count: of positions.
-        skipped: rows of the checkpoint's table before that of position 0.
+        skipped: rows of the checkpoint's table before position 0.
     """
 
     count: int
@@ -243,12 +236,12 @@ class DecoderSpec:
     """A whole decoder-only model.
 
     Attributes:
-        architecture: family name, for people.
-        norms_replace: a norm follows each addition to the stream and takes its place, as in the
-            first Transformer; there is none before the first layer, and none of the decoder.
-        embedding_width: of the matrix of embeddings, which linears bring to `hidden_size` and back
-            before the head; None is `hidden_size` without them.
-        read_tokens: that have an embedding, where it says fewer; None is `vocab_size`.
+        norms_replace: each addition to the stream is followed by a norm that replaces it, as in the
+            first Transformer, with no norm before the first layer or after the last.
+        embedding_width: of the embedding matrix, if linears map it to `hidden_size` and back before
+            the head; else None.
+        read_tokens: number of tokens with an embedding, if the head predicts fewer; None is
+            `vocab_size`.
     """
 
     architecture: str
@@ -269,12 +262,11 @@ class DecoderSpec:
 
     @property
     def num_embedded(self) -> int:
-        """Tokens that it can read."""
+        """Tokens with an embedding."""
         return self.read_tokens or self.vocab_size
 
     @property
     def has_experts(self) -> bool:
-        """True if some layer chooses experts."""
         return self.router is not None
 
     @property
@@ -285,10 +277,7 @@ class DecoderSpec:
 
     @property
     def goes_layer_by_layer(self) -> bool:
-        """True if a layer needs nothing but the stream and its own cache.
-
-        And if the stream before the first one is rows of the embedding.
-        """
+        """True if layers need only a stream of embedding rows and their own caches."""
         mixers = self.attention_layers.values()
         from_embedding = self.positions is None and self.embedding_width is None
         own_inputs = self.token_input is None and all(mixer.kv_layer is None for mixer in mixers)
@@ -296,25 +285,25 @@ class DecoderSpec:
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:
-        """Layers that attend, by their index, in order."""
+        """Layers with grouped-query attention, by index, in order."""
         mixers = enumerate(layer.mixer for layer in self.layers)
         return {index: mixer for index, mixer in mixers if isinstance(mixer, AttentionSpec)}
 
     @property
     def recurrent_layers(self) -> dict[int, RecurrentSpec]:
-        """Layers with a state, by their index, in order."""
+        """Layers with a state, by index, in order."""
         mixers = enumerate(layer.mixer for layer in self.layers)
         return {index: mixer for index, mixer in mixers if isinstance(mixer, RecurrentSpec)}
 
     @property
     def latent_layers(self) -> dict[int, LatentAttentionSpec]:
-        """Layers with latent attention, by their index, in order."""
+        """Layers with latent attention, by index, in order."""
         mixers = enumerate(layer.mixer for layer in self.layers)
         return {index: mixer for index, mixer in mixers if isinstance(mixer, LatentAttentionSpec)}
 
     @property
     def cache_layers(self) -> dict[int, CachedSpec]:
-        """Layers that have a KV cache of their own, by their index, in order."""
+        """Layers with their own KV cache, by index, in order."""
         mixers = self.attention_layers.items()
         own = {index: mixer for index, mixer in mixers if mixer.kv_layer is None}
         found: dict[int, CachedSpec] = {**own, **self.latent_layers}
@@ -322,9 +311,9 @@ class DecoderSpec:
 
     @property
     def cache_places(self) -> dict[int, int]:
-        """The place of each layer's cache among `cache_layers`, or among recurrent layers.
+        """Index of each layer's cache in `cache_layers`, or among recurrent layers.
 
-        Layers without a mixer have none.
+        Layers without a mixer are left out.
         """
         places = {index: place for place, index in enumerate(self.cache_layers)}
         places |= {index: place for place, index in enumerate(self.state_offsets)}
@@ -335,7 +324,7 @@ class DecoderSpec:
 
     @property
     def state_offsets(self) -> dict[int, tuple[int, ...]]:
-        """Offsets in bytes of each recurrent layer's tensors in a state slot, by its index."""
+        """Byte offsets of each recurrent layer's tensors in a state slot, by index."""
         offsets: dict[int, tuple[int, ...]] = {}
         end = 0
         for index, mixer in self.recurrent_layers.items():
@@ -351,5 +340,5 @@ class DecoderSpec:
 
 
 def _state_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of a float32 tensor, up to a multiple of `STATE_ALIGNMENT`."""
+    """Return the bytes of a float32 tensor, rounded up to `STATE_ALIGNMENT`."""
     return -(-4 * prod(shape) // STATE_ALIGNMENT) * STATE_ALIGNMENT

@@ -1,4 +1,4 @@
-"""Stacks the experts of a layer, so that a backend multiplies all of them in one launch."""
+"""Stacks a layer's experts so that a backend multiplies all of them in one launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stack_experts(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> StackedExperts | None:
-    """Stack the weights of experts; None where their packing does not allow it."""
+    """Stack the weights of experts; None if their packing does not allow it."""
     inner = _stack([expert.gate_up for expert in experts])
     down = _stack([[expert.down] for expert in experts])
     if inner is None or down is None:
@@ -39,7 +39,7 @@ def _stack(experts: Sequence[list[LinearPart]]) -> StackedLinear | None:
 
 
 def _padded(part: LinearPart, is_last: bool) -> LinearPart:
-    """Repeat a row of an expert's weight until its rows are whole tiles."""
+    """Repeat a row of an expert's weight until its rows fill whole tiles."""
     rows = part.weight.shape[0]
     index = padded_rows(rows, is_last=is_last)
     return part if len(index) == rows else part.rows(index.to(part.device))

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The geometry of a step, and data derived from it."""
+    """Geometry of a step, and data derived from it."""
 
     batch: RaggedBatch
-    attention_work: object  # the result of the backend's plan_attention
-    # Cosine and sine, (num_tokens, rotary_dim / 2) float32, for each kind of RoPE.
+    attention_work: object  # result of the backend's plan_attention
+    # Cosine and sine, (num_tokens, rotary_dim / 2) float32, per kind of RoPE.
     rotations: tuple[tuple[Tensor, Tensor], ...]
-    # A factor of queries, (num_tokens,) float32, for each kind of RoPE that has one.
+    # Factor of queries, (num_tokens,) float32, per kind of RoPE; None without one.
     query_scales: tuple[Tensor | None, ...]
-    spans: StateSpans | None = None  # of models with recurrent layers
+    spans: StateSpans | None = None  # for recurrent layers
     token_inputs: Tensor | None = None  # (num_tokens, num_layers, width)
-    adapted: AdaptedRows | None = None  # None where no row has an adapter
+    adapted: AdaptedRows | None = None  # None if no row has an adapter

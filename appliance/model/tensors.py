@@ -24,31 +24,31 @@ class Role(Enum):
     """A tensor's part in the decoder."""
 
     EMBEDDING = "embedding"
-    POSITIONS = "positions"  # learned embeddings of them
-    WIDTH = "width"  # between embeddings of another width and the stream
+    POSITIONS = "positions"  # learned position embeddings
+    WIDTH = "width"  # maps embeddings of another width
     HEAD = "head"
     NORM = "norm"
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
-    QKV = "qkv"  # query, key and value rows, one after another
+    QKV = "qkv"  # query, key and value rows
     INPUT = "input"  # of a recurrent mixer
-    LATENT_HEADS = "latent heads"  # keys and values of a latent; read in both directions
+    LATENT_HEADS = "latent heads"  # keys and values from latents; multiplied from both sides
     OUTPUT = "output"
     GATE = "gate"
     UP = "up"
     GATE_UP = "gate_up"  # gate rows, then up rows
     DOWN = "down"
-    ROUTER = "router"  # of experts, and the gate of the shared one
+    ROUTER = "router"  # router of experts, and the shared expert's gate
     NUMBERS = "numbers"  # sinks and factors
-    TOKEN_INPUT = "token input"  # tables and linears of what tokens add after each layer
-    HEAD_NORM = "head norm"  # of what a recurrent head says
-    FILTER = "filter"  # of a short convolution, each channel's taps
-    RATE = "rate"  # of a recurrent state: how fast it decays, and how much it takes up
+    TOKEN_INPUT = "token input"  # per-layer inputs from tokens
+    HEAD_NORM = "head norm"  # norm of a recurrent head's output
+    FILTER = "filter"  # taps of a short convolution
+    RATE = "rate"  # decay and update rates of a recurrent state
 
     @property
     def decides(self) -> bool:
-        """True for what is small and decides much, and so is never quantized."""
+        """True for small tensors with a large effect, which are never quantized."""
         return self in (Role.ROUTER, Role.RATE, Role.LATENT_HEADS)
 
 
@@ -60,19 +60,19 @@ class TensorSlot:
     shape: tuple[int, ...]  # (out_features, in_features), or (dim,) of a norm or bias
     role: Role
     layer: int | None = None  # None outside the layers
-    expert: int | None = None  # the one whose tensor it is
+    expert: int | None = None  # index of its expert
 
     @property
     def is_linear(self) -> bool:
-        """True for the weight of a layer's linear, which a quantizer quantizes."""
+        """True for a layer's linear weight, which a quantizer quantizes."""
         kept = self.role.decides or self.role is Role.TOKEN_INPUT
         return self.layer is not None and len(self.shape) == 2 and not kept
 
 
 def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
-    """List every tensor of a decoder, in the order in which they are needed.
+    """List every tensor of a decoder, in the order of use.
 
-    The order depends only on the spec, so that lists with two sets of names can be zipped.
+    The order depends only on the spec, so lists with different names can be zipped.
     """
     slots = list(_first_slots(spec, names))
     for index, layer in enumerate(spec.layers):
@@ -81,14 +81,13 @@ def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
 
 
 def slots_beside(spec: DecoderSpec, names: TensorNames, slot: TensorSlot) -> list[TensorSlot]:
-    """List the tensors of a slot's layer, or those outside of the layers."""
+    """List the tensors of a slot's layer, or those outside the layers."""
     if slot.layer is None:
         return [*_first_slots(spec, names), *_last_slots(spec, names)]
     return layer_slots(spec, names, slot.layer) if slot.layer < len(spec.layers) else []
 
 
 def layer_slots(spec: DecoderSpec, names: TensorNames, index: int) -> list[TensorSlot]:
-    """List the tensors of one layer."""
     return list(_layer_slots(spec, names, index, spec.layers[index]))
 
 
@@ -119,7 +118,7 @@ def norm_slots(
 
 
 def _stream_slots(spec: DecoderSpec, names: TensorNames) -> Iterator[TensorSlot]:
-    """List what stands between embeddings and the stream."""
+    """List the tensors between embeddings and the stream."""
     hidden, width = spec.hidden_size, spec.embedding_width
     if spec.positions is not None:
         rows = spec.positions.count + spec.positions.skipped
@@ -171,8 +170,6 @@ def _token_input_slots(spec: DecoderSpec, names: TokenInputNames) -> Iterator[Te
 
 @dataclass(frozen=True, slots=True)
 class _LayerTensors:
-    """Builds the slots of one layer."""
-
     names: TensorNames
     index: int
 

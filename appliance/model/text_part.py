@@ -1,4 +1,4 @@
-"""Finds the text part of a checkpoint that has other parts, such as a vision tower.
+"""Finds the text part of a checkpoint with other parts, such as a vision tower.
 
 Its settings are nested under `text_config`, and its tensors have a longer prefix. Knows no family.
 """
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from appliance.quant.formats import WeightReader
 
 _SECTION = "text_config"
-# Of the names of a decoder's tensors: of its own checkpoint, of an embedding model, of the text
-# part in newer and in older files, of Nemotron-H.
+# Prefixes of tensor names: of a decoder's own checkpoint, of an embedding model, of the text part
+# in newer and older files, of Nemotron-H.
 PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "backbone.")
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the text part; those of the whole model apply to it too."""
+    """Return the settings of the text part, which include those of the whole model."""
     section = config.get(_SECTION)
     if not isinstance(section, dict):
         return dict(config)
@@ -37,16 +37,16 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_other_parts(config: Mapping[str, Any]) -> bool:
-    """Return True if the text is only a part of the model."""
+    """Return True if the model has other parts than text."""
     return isinstance(config.get(_SECTION), dict)
 
 
 def names_in(
     weights: WeightReader, names: TensorNames, others: TensorNames | None = None
 ) -> TensorNames:
-    """Return the names under the prefix that the checkpoint has; as they are if it has none.
+    """Return the names under the checkpoint's prefix; unchanged if no prefix matches.
 
-    `others` come instead of them if the first norm has its name there.
+    Returns `others` if the first norm has its name there.
     """
     present = set(weights.tensor_names())
     if others is not None and f"{others.in_layer(0, others.mixer_norm)}.weight" in present:
@@ -59,7 +59,7 @@ def names_in(
 
 
 class TextPart:
-    """A `WeightReader` of the tensors that belong to the text part."""
+    """A `WeightReader` of the text part's tensors."""
 
     def __init__(self, weights: WeightReader, names: TensorNames) -> None:
         self._weights = weights
@@ -69,32 +69,26 @@ class TextPart:
         self._left = sorted(set(stored) - set(self._names))
 
     def tensor_names(self) -> list[str]:
-        """List the tensors of the text part."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
         return self._weights.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return the bits of a quantized weight's codes, None if it is dense."""
         return self._weights.packed_bits(name)
 
     def float_bits(self, name: str) -> int | None:
-        """Return the bits of floating-point codes, None of others."""
         return self._weights.float_bits(name)
 
     def load(self, name: str) -> Weight:
-        """Read one tensor."""
         return self._weights.load(name)
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` of a dense tensor."""
         rows: Tensor = self._weights.load_rows(name, start, stop)  # type: ignore[attr-defined]
         return rows
 
     def notes(self) -> tuple[str, ...]:
-        """Say what is left out, beside the notes of the tensors loaded so far."""
+        """Add a note about the tensors left out."""
         if not self._left:
             return self._weights.notes()
         note = f"text only: {len(self._left)} tensors of other parts, such as vision, are left out"

@@ -1,4 +1,4 @@
-"""Adds to the stream, after each layer, a token's own embeddings; see `TokenInputSpec`."""
+"""Adds token embeddings to the stream after each layer; see `TokenInputSpec`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """Makes the inputs of all layers, once per step.
+    """Computes the inputs of all layers, once per step.
 
     Attributes:
-        embedding: of the tokens, (vocab_size, num_layers * width), with its scale.
+        embedding: (vocab_size, num_layers * width), with its scale.
         projection: hidden_size to num_layers * width.
         norm: of each layer's part of the projection.
     """
@@ -32,7 +32,7 @@ class TokenInputs:
     norm: Norm
 
     def __call__(self, token_ids: Tensor, stream: Tensor) -> Tensor:
-        """Make them from tokens (num_tokens,) and the stream (num_tokens, hidden_size).
+        """Compute inputs from tokens (num_tokens,) and the stream (num_tokens, hidden_size).
 
         Returns:
             (num_tokens, num_layers, width).

@@ -23,10 +23,10 @@ DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native: bool) -> str:
-    """Name a weight's format, and the one that it is held in where that is another.
+    """Name a weight's format, and its form in memory if that differs.
 
     Args:
-        dtype: of weights that are not packed.
+        dtype: of unpacked weights.
         native: the executor is the CPU library.
     """
     if isinstance(weight, PackedWeight):
@@ -39,7 +39,7 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
         return dense
     if isinstance(weight, GgmlWeight):
         return weight.type_name if native else f"{weight.type_name} (held as {dense})"
-    # Torch on a CPU multiplies none of these, and float32 activations are for checking.
+    # Torch multiplies none of these on a CPU, and float32 activations are for checks.
     is_held = device is not None and device.type == "cuda" and dtype != "float32"
     if isinstance(weight, Fp8Weight):
         return "fp8" if is_held else f"fp8 (held as {dense})"
@@ -49,12 +49,12 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
 
 
 class FormatCounts:
-    """Counts what is read of a model: bytes by format, and what was lost by another form."""
+    """Counts bytes by format, and losses of conversions."""
 
     def __init__(self) -> None:
         self._layers: Counter[str] = Counter()
         self._head = ""
-        self._widened: dict[str, Loss] = {}  # by the type that it was
+        self._widened: dict[str, Loss] = {}  # by the stored type
 
     def add(self, format: str, nbytes: int) -> None:
         self._layers[format] += nbytes
@@ -75,7 +75,7 @@ class FormatCounts:
 
 
 def _joined(formats: Sequence[str], head: str) -> str:
-    """Join the formats of layers, the most frequent first, and that of the head, if any."""
+    """Join the layers' formats, most frequent first, and the head's, if any."""
     if not head:
         return " + ".join(formats)
     if list(formats) == [head]:

@@ -33,7 +33,6 @@ def quantize(model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) ->
 
     Args:
         model_path: folder of the 16-bit model.
-        out: an empty folder.
         scheme: 4 or 8 bits.
         rows: (num_rows, row_tokens) int64 calibration tokens.
     """

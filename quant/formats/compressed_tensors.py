@@ -53,7 +53,6 @@ def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) ->
         name: such as model.layers.0.self_attn.q_proj.weight.
         weight: FP8 with bfloat16 scales; or integers, symmetric (offset of -2 ** (bits - 1) scales)
             or with integer zero points.
-        scheme: the scheme of the weight.
     """
     if isinstance(weight, Fp8Weight):
         scale = weight.scale if weight.is_blockwise else weight.scale.unsqueeze(1)

@@ -35,7 +35,6 @@ class Fp4Form:
     """A form in which a weight M.weight is stored; suffixes are appended to M.
 
     Attributes:
-        name: for people.
         codes: suffix of the codes, two per byte, low nibble first.
         scale: suffix of the scales, one per group.
         scale_dtype: type of a scale's byte.
@@ -109,7 +108,6 @@ def decode(
     """Build a weight from its stored parts.
 
     Args:
-        name: for errors.
         codes: (out_features, in_features / 2), or (out_features, groups, 16), uint8.
         scale: (out_features, groups), uint8 or the form's type.
         tensor_scale: one element, if the form has one.

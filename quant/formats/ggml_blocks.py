@@ -47,7 +47,6 @@ def encode(name: str, weight: PackedWeight, type_name: str) -> Tensor:
     """Encode a weight as (out_features, bytes of a row) uint8.
 
     Args:
-        name: for errors.
         type_name: from `block_type`.
 
     Raises:

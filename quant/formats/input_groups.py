@@ -25,7 +25,6 @@ class InputGroups:
 
     Attributes:
         order: (in_features,) int32, the input at each place; None if already sorted.
-        size: inputs per group.
         source: (in_features / size,) int64, the stored group whose scale each group takes.
     """
 
@@ -43,7 +42,6 @@ def listed_groups(name: str, g_idx: Tensor, group_size: int, num_groups: int) ->
     """Build groups from an act-order list.
 
     Args:
-        name: for errors.
         g_idx: (in_features,) integers, the group of each input.
         group_size: inputs per stored group.
         num_groups: number of stored groups.
@@ -67,7 +65,6 @@ def regrouped(name: str, weight: PackedWeight, g_idx: Tensor) -> PackedWeight:
     """Apply an act-order list to a weight decoded with adjacent groups.
 
     Args:
-        name: for errors.
         weight: codes in the order of the inputs, scales in the order of the groups.
         g_idx: (in_features,) integers, the group of each input; a -1 anywhere disables the list.
 

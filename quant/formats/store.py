@@ -37,7 +37,6 @@ class WeightStore(Protocol):
         Args:
             name: such as model.layers.0.self_attn.q_proj.weight.
             shape: (out_features, in_features).
-            scheme: the scheme of the weight.
             dtype: of scales, if the format allows a choice.
         """
         ...

@@ -250,7 +250,6 @@ class KVPlan:
 
     Attributes:
         bits: mean bits per element, scales included.
-        budget: the requested bits per element.
     """
 
     layers: tuple[KVLayer, ...]

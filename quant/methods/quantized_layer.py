@@ -18,7 +18,6 @@ class QuantizedLayer:
     Attributes:
         tensors: packed if quantized, else float32.
         losses: of each quantized linear's outputs, as a share of their energy.
-        notes: for the user.
         scales: divisors of the inputs of the layer's four linears; None if not scaled.
     """
 

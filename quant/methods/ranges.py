@@ -83,7 +83,6 @@ def choose_steps(
         shares: shares of a group's range to try; the least weighted error wins, the first of
             equals.
         shifts: shifts of the zero point to try with each share.
-        power: exponent of the error.
     """
     group_size = scheme.group_size or weight.shape[1]
     groups = weight.reshape(weight.shape[0], -1, group_size)

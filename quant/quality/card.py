@@ -45,8 +45,6 @@ class Comparison:
 
     Attributes:
         places: number of predictions compared.
-        perplexity: of the candidate.
-        base_perplexity: of the base.
         perplexity_ratio: candidate over base.
         kld_mean: KL(base || candidate) in nats; likewise the next four.
         same_top_percent: percentage of places where both rank the same token first.
@@ -75,7 +73,6 @@ class ModelFacts:
     Attributes:
         name: of its file or folder.
         weights: the storage of its linear weights, in words.
-        parameters: of the whole model.
         stored_bytes: of all tensors, scales and zero points included.
         linear_parameters: of the layers' linears.
         linear_bytes: of these, scales and zero points included.
@@ -109,7 +106,6 @@ class TextFacts:
     """The text the checkpoint was measured on.
 
     Attributes:
-        source: in words.
         fingerprint: changes with every token.
         windows: number of sequences, each evaluated on its own.
         window: tokens per sequence.
@@ -172,14 +168,12 @@ class QuantizeFacts:
     """The run that made the checkpoint.
 
     Attributes:
-        scheme: the requested scheme, in words.
         calibration: text and rows, in words; "" without calibration.
         calibration_fingerprint: of all its tokens.
         seconds: from opening the model to the finished folder.
         peak_ram_bytes: 0 if not measured.
         peak_vram_bytes: likewise.
         losses: of each quantized linear's outputs on calibration text, as a share of their energy.
-        notes: differences from the request.
     """
 
     method: str

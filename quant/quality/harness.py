@@ -44,8 +44,6 @@ def run_tasks(
         url: of the server, such as http://127.0.0.1:8080.
         tasks: names, separated by commas.
         tokenizer: the model's folder or GGUF file; prompts are sent as tokens.
-        include: folder with additional tasks.
-        limit: most questions per task.
         command: starts the harness; None looks for it.
 
     Raises:

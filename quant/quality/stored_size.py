@@ -21,9 +21,6 @@ class StoredSize:
     """Parameters and bytes of a checkpoint.
 
     Attributes:
-        parameters: of the whole model, each once.
-        stored_bytes: of all tensors.
-        linear_parameters: of the layers' linears.
         linear_bytes: of these, scales and zero points included.
     """
 

@@ -98,7 +98,6 @@ class RoundedWeights:
     """Supplies a base with weights rounded to nearest in a candidate's schemes.
 
     Args:
-        base: the weights to round.
         candidate: its packed weights give the schemes.
     """
 

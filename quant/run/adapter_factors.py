@@ -42,10 +42,8 @@ def write_adapter_factors(
     """Write all factors into a model's folder, if there are any.
 
     Args:
-        source: the original model.
         facts: layer index and facts of each layer's record.
         kv_layers: the KV plan, whose key factors the weights have.
-        folder: the result.
     """
     factors: dict[str, Tensor] = {}
     for index, found in facts:

@@ -33,9 +33,7 @@ class EvaluationMemory:
     """Sizes that an evaluation's memory depends on.
 
     Attributes:
-        source: the checkpoint to measure.
         window: tokens per window.
-        num_tokens: tokens of the text.
         num_models: models with weights of their own.
         num_variants: ways to compute them, caches included.
         max_ram: limit of the process's memory in bytes; None takes what is free.

@@ -37,7 +37,6 @@ def fingerprint_of(
     everywhere, and reading a large file takes longer than rounding it.
 
     Args:
-        model_path: a .gguf file or a model folder.
         options: of the run; destination and memory limits do not count.
 
     Raises:

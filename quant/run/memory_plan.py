@@ -87,7 +87,6 @@ def plan_memory(
     Args:
         row_tokens: tokens per row of calibration text; 0 without.
         use: current memory use, with all libraries loaded.
-        workers: most workers.
         piece_elements: numbers that one worker rounds at once.
 
     Raises:

@@ -150,7 +150,6 @@ class QuantizeOptions:
     Attributes:
         scheme: of the layers' linear weights. A weight whose width it does not divide gets smaller
             groups and a note.
-        method: chooses the codes.
         text: calibration text for methods that need it; by default that of `CalibrationText`.
         head: bits of the head, 4, 8 or 16; of the shared matrix if the model ties head and
             embedding.
@@ -160,7 +159,6 @@ class QuantizeOptions:
         format: of the written folder; a format that cannot hold the weights is refused before any
             work.
         engine: library that quantizes, if it is installed.
-        overwrite: replace an existing model folder.
         restart: discard an unfinished run for this destination.
         max_ram: limit of the process's memory in bytes, libraries included; None takes what is
             free.

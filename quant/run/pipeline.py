@@ -76,7 +76,6 @@ def quantize_model(
 
     Args:
         model_path: a .gguf file, or a folder with config.json and safetensors.
-        out: the model folder to write.
         options: of the run; 4 bits by rounding by default.
         on_event: called with the run's progress.
 

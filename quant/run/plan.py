@@ -38,7 +38,6 @@ class PlannedTensor:
     Attributes:
         scheme: its quantization; None keeps 16 bits.
         stored: the tensors it becomes.
-        of_head: part of the draft head.
     """
 
     slot: TensorSlot

@@ -14,11 +14,9 @@ class QuantizeReport:
     """Sizes of the result, and differences from the request.
 
     Attributes:
-        scheme: the requested scheme, in words.
         num_quantized: quantized linear weights.
         quantized_parameters: numbers in them.
         quantized_bytes: of their codes, scales and zero points.
-        weight_bytes: of all tensors.
         seconds: from opening the model to the finished folder, over all runs.
         losses: of each quantized linear's outputs, as a share of their energy; empty for rounding.
         peak_ram: peak bytes of memory over all runs.

@@ -54,7 +54,6 @@ class ShardWriter:
 
     Args:
         folder: gets the files and, if there are several, their index.
-        layouts: all tensors to write.
         max_shard_bytes: size at which a new file begins; a larger tensor gets its own file.
         done: tensors that an earlier writer with the same arguments wrote and flushed.
 

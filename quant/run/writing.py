@@ -49,7 +49,6 @@ class WorkUnit:
 
     Attributes:
         name: "layer 3", or the tensor's name.
-        tensors: in the model's order.
         layer: index; None for a tensor outside the layers.
     """
 
@@ -96,7 +95,6 @@ class UnitWriter:
         """Quantize layer by layer with calibration rows; round the tensors outside the layers.
 
         Args:
-            units: all unfinished units.
             folder: for the residual stream; may hold that of an interrupted run.
         """
         layers = {unit.layer: unit for unit in units if unit.layer is not None}

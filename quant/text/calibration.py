@@ -50,7 +50,6 @@ class Calibration:
 
     Attributes:
         rows: (num_rows, row_tokens) int64.
-        source: origin of the text, for people.
         fingerprint: changes with every token.
         dropped: number of documents that were too short.
         peak_ram: peak bytes of memory while a model wrote rows; 0 if none did.
@@ -74,7 +73,6 @@ class CalibrationText:
 
     Attributes:
         path: a text file or folder; None takes `default_rows`.
-        row_tokens: tokens per row.
         seed: decides the rows and their order.
         dataset: of a hub, in place of a path: org/name[:split[:column]].
     """
@@ -106,7 +104,6 @@ class CalibrationText:
         """Tokenize the text for a model and cut it into rows.
 
         Args:
-            model_path: a .gguf file or a model folder.
             device: to run the model on, if it writes its text.
             max_ram: limit in bytes for that; None takes what is free.
 
@@ -145,7 +142,6 @@ def default_rows(
     If the model cannot run here, all rows are help topics, and the result's source says why.
 
     Args:
-        model_path: a .gguf file or a model folder.
         text: gives number and length of rows, and the seed.
         max_ram: limit in bytes; None takes what is free.
 
@@ -235,9 +231,7 @@ def make_calibration(
     Args:
         documents: title and text of each. A model with a chat template sees each as an answer to a
             question about its title, as in its training data. Of very many, a sample is taken.
-        source: for people.
         num_tokens: of all rows, rounded up to whole rows.
-        row_tokens: tokens per row.
         seed: decides the rows and their order.
 
     Raises:

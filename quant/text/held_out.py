@@ -29,7 +29,6 @@ class HeldOutText:
     Attributes:
         path: a text file or folder; None takes the help topics that calibration leaves.
         num_tokens: most tokens of all windows together; None takes the whole text.
-        window: tokens per window.
         stride: distance between windows, equal to the scored tokens of each; None is the window, so
             that windows do not overlap and begin without context.
 
@@ -90,7 +89,6 @@ class Windows:
     Attributes:
         tokens: (num_windows, window) int64.
         stride: number of a window's last tokens that are scored.
-        source: origin of the text, for people.
     """
 
     tokens: Tensor

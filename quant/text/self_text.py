@@ -28,7 +28,6 @@ class WrittenRows:
     """Rows that a model wrote.
 
     Attributes:
-        rows: rows of tokens, all of one length.
         peak_ram: peak bytes of both processes together.
     """
 
@@ -51,10 +50,7 @@ def sample_rows(
 
     Args:
         model_path: a .gguf file or a model folder; the whole model must fit into memory.
-        count: number of rows.
-        row_tokens: tokens per row.
         seed: of first words and sampling.
-        device: cpu or cuda.
         max_ram: limit in bytes for both processes; None takes what is free.
 
     Raises:

@@ -123,7 +123,6 @@ class TransformerBlock:
 
     Attributes:
         layer: computes all but the norm before it.
-        mixer_norm: the norm before it.
     """
 
     layer: DecoderLayer

@@ -30,10 +30,6 @@ class ResidualStream:
     """The inputs of one layer.
 
     Args:
-        folder: holds the files.
-        num_rows: rows of calibration text.
-        row_tokens: tokens per row.
-        width: hidden elements per token.
         layer: the layer that the stream has reached; its file exists or is `written` next.
     """
 

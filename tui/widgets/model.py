@@ -28,8 +28,6 @@ _CARD = {
 
 
 class ModelPanel(LongPanel):
-    """The model and its settings."""
-
     TITLE = "Model"
     DEFAULT_CSS = "ModelPanel { height: 1fr; }"
 

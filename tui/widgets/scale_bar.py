@@ -22,8 +22,6 @@ def scale_bar(
     Args:
         parts: (number, colour, letter for terminals without colours) of each.
         whole: the number that fills the bar.
-        width: cells.
-        free: colour of the rest.
     """
     line = Text()
     for number, color, letter in parts:

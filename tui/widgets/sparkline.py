@@ -17,7 +17,6 @@ def sparkline(values: Sequence[float], width: int, height: int, top: float) -> l
 
     Args:
         values: oldest first; only the last `width` are drawn.
-        width: cells.
         height: lines of eight steps each.
         top: value of a full bar; any value above zero shows at least one step.
     """
@@ -39,7 +38,6 @@ def stacked(
     Args:
         lower: oldest first; only the last `width` are drawn.
         upper: the part on top of each.
-        width: cells.
         height: lines of eight steps each.
         top: sum of a full bar.
         colors: of the lower and the upper part.

@@ -1,1 +1,1 @@
-"""Adapters: low-rank changes of a model's linears, read from files and brought into order."""
+"""Adapters: low-rank changes of a model's linears, read from files and ordered for executors."""

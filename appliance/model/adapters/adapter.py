@@ -1,4 +1,4 @@
-"""An adapter as read: the low-rank factors of the linears that it changes."""
+"""An adapter: the low-rank factors of the linears that it changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class LowRank:
 
     Attributes:
         a: (rank, in_features), as stored.
-        b: (out_features, rank), as stored, rows in the order of the Hugging Face checkpoint.
-        scale: alpha / rank, or what else the adapter's settings make of the two.
+        b: (out_features, rank), as stored, with rows in the Hugging Face checkpoint's order.
+        scale: alpha / rank, or another quotient that the adapter's settings ask for.
     """
 
     a: Tensor
@@ -32,12 +32,11 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A checked adapter; it fits the model that it was read for.
+    """A checked adapter that fits its model.
 
     Attributes:
         digest: of the files' content, in hexadecimal digits.
-        parts: by the name of the linear in Hugging Face checkpoints, without `.weight`.
-        notes: what the user should know.
+        parts: by the linear's name in Hugging Face checkpoints, without `.weight`.
     """
 
     digest: str
@@ -46,7 +45,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of a linear."""
+        """Largest rank of a linear."""
         return max(part.rank for part in self.parts.values())
 
     @property
@@ -55,5 +54,5 @@ class Adapter:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Last parts of the names of the linears, each once, in order of appearance."""
+        """Last parts of the linears' names, each once, in order of appearance."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.parts))

@@ -1,7 +1,7 @@
-"""Factors that quantizing folded into a model, which adapters trained on the original need too.
+"""Applies factors folded into a quantized model to adapters trained on the original.
 
-A linear that computes W' = diag(1 / outputs) W diag(inputs), since its inputs come divided and its
-outputs are wanted divided, needs A' = A diag(inputs) and B' = diag(1 / outputs) B.
+A quantized linear computes W' = diag(1 / outputs) W diag(inputs), since its inputs come divided and
+its outputs must be divided. Its adapter needs A' = A diag(inputs) and B' = diag(1 / outputs) B.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
 FACTORS_NAME = "adapter_factors.safetensors"  # in the model's folder
-INPUTS, OUTPUTS = ".inputs", ".outputs"  # after the name of a linear
+INPUTS, OUTPUTS = ".inputs", ".outputs"  # suffixes of a linear's name
 
 FOREIGN_AWQ = (
     "the model is quantized with AWQ by another program, which may have folded scales into it that"
@@ -33,7 +33,7 @@ FOREIGN_AWQ = (
 
 
 def on_base(adapter: Adapter, source: ModelSource) -> Adapter:
-    """Return an adapter of the original as one of the model that was made from it.
+    """Convert an adapter of the original model to one of the quantized model.
 
     Raises:
         CheckpointError: the model's factors are damaged.

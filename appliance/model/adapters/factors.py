@@ -1,4 +1,4 @@
-"""Pairs the two factors of each linear and checks them against the model's."""
+"""Pairs the two factors of each linear and checks them against the model's shapes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ _TABLE = re.compile(r"(embed_tokens|lm_head|token_embd|^output)$")
 
 @dataclass(slots=True)
 class Factors:
-    """The factors of an adapter as they are found, by the Hugging Face name of their linear.
+    """Factors of an adapter, collected by the Hugging Face name of their linear.
 
     Attributes:
-        path: of the adapter, for messages.
         targets: the linears that may be changed.
-        unserved: returns the part of the model by the names of linears that may not.
+        unserved: returns, by name, the model part of each linear that may not be changed.
     """
 
     path: Path
@@ -38,16 +37,15 @@ class Factors:
     _b: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, stored: str, module: str, *, is_first: bool, factor: Tensor) -> None:
-        """Take one factor.
+        """Add one factor.
 
         Args:
             stored: the tensor's name in the file, for messages.
             module: the linear's Hugging Face name.
-            is_first: it is A, (rank, in_features); otherwise B, (out_features, rank).
-            factor: the tensor.
+            is_first: True for A, (rank, in_features); False for B, (out_features, rank).
 
         Raises:
-            AdapterError: no linear of the model can be changed by it.
+            AdapterError: the factor fits no linear of the model.
         """
         target = self.targets.get(module)
         if target is None:
@@ -65,19 +63,19 @@ class Factors:
                 f"is for {found:,} {which}, but {module} of this model has {expected:,}; the"
                 " adapter belongs to a model of another size",
             )
-        # What differs from itself is NaN or infinity; `isfinite` takes four times as long.
+        # NaN and infinity minus themselves are not 0; `isfinite` takes four times as long.
         if bool((factor - factor).sum() != 0):
             raise self.wrong(stored, "holds NaN or infinity; export the adapter again")
         (self._a if is_first else self._b)[module] = factor
 
     def paired(self, scale_of: Callable[[str, int], float]) -> dict[str, LowRank]:
-        """Return the parts in the order of the model's linears.
+        """Return the pairs in the order of the model's linears.
 
         Args:
-            scale_of: the factor of a linear's change, by its name and rank.
+            scale_of: scale of a linear's change, by its name and rank.
 
         Raises:
-            AdapterError: a factor is alone, the two do not fit, or there are none.
+            AdapterError: a factor has no partner, the two do not match, or there are none.
         """
         parts: dict[str, LowRank] = {}
         for module in self.targets:
@@ -102,11 +100,11 @@ class Factors:
         return parts
 
     def notes(self, base: str, model: str) -> tuple[str, ...]:
-        """Build notes on an adapter that may not do what its owner expects.
+        """Return notes about an adapter that may not do what its owner expects.
 
         Args:
-            base: the model that it names as its own; empty if it names none.
-            model: the one that is served.
+            base: the base model that the adapter names; empty if none.
+            model: the served model.
         """
         notes = []
         if base and _plain(base) not in _plain(model) and _plain(model) not in _plain(base):
@@ -116,7 +114,6 @@ class Factors:
         return tuple(notes)
 
     def wrong(self, stored: str, why: str) -> AdapterError:
-        """Return an error about a tensor."""
         return AdapterError(f"{self.path}: tensor {stored} {why}")
 
     def _no_place(self, module: str) -> str:
@@ -146,6 +143,6 @@ class Factors:
 
 
 def _plain(name: str) -> str:
-    """Return the last part of a model's name, without what tells its formats apart."""
+    """Return the last part of a model's name without the suffixes of its formats."""
     last = name.rstrip("/").rpartition("/")[2].lower()
     return re.sub(r"[^a-z0-9]", "", re.sub(r"\.(gguf|safetensors)$", "", last))

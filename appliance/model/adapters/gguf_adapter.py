@@ -1,4 +1,4 @@
-"""Reads an adapter that llama.cpp's `convert_lora_to_gguf` wrote."""
+"""Reads adapters written by llama.cpp's `convert_lora_to_gguf`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def read_gguf(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarget
     """Read and check an adapter.
 
     Raises:
-        AdapterError: the file is damaged, of another kind or architecture, or changes what is not
-            supported.
+        AdapterError: the file is damaged, of another kind or architecture, or changes something
+            unsupported.
     """
     try:
         return _read(path, GGUFFile(path), base, targets)
@@ -103,7 +103,7 @@ def _check_metadata(path: Path, file: GGUFFile, mapping: GGUFMapping) -> None:
 def _stored_rows(
     path: Path, base: ModelSource, mapping: GGUFMapping, target: AdapterTarget
 ) -> NDArray[np.int64] | None:
-    """Return each output's stored row; None where the order is that of the checkpoint."""
+    """Return each output's stored row; None if the order is the checkpoint's."""
     mixer = base.spec.layers[target.layer].mixer
     if isinstance(mixer, GatedDeltaSpec) and mapping.tiled_values:
         raise AdapterError(

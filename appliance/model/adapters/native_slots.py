@@ -1,4 +1,4 @@
-"""Adapters in the CPU library's layout: factors in tiles, and a table of slots."""
+"""Adapters for the CPU library: factors in tiles, and a table of slots."""
 
 from __future__ import annotations
 
@@ -42,12 +42,8 @@ class NativeAdapterSlots:
     """Slots for the CPU library; see `AdapterSlots`.
 
     Args:
-        library: the CPU library.
         targets: the linears that adapters may change.
-        num_layers: of the model.
-        dtype: of the factors.
-        count: number of slots.
-        cut: takes the model's part out of factors; None: it is the whole model.
+        cut: takes a rank's part out of factors; None for the whole model.
 
     Attributes:
         table: (count,) ap_adapter.
@@ -68,7 +64,7 @@ class NativeAdapterSlots:
         self._num_layers = num_layers
         self._dtype = dtype
         self._cut = cut
-        # Steps run on the model's engine meanwhile, which one thread may use at a time.
+        # An engine serves one thread at a time, and steps keep the model's busy.
         self._engine = NativeEngine(library, 1)
 
     def lay_out(self, adapter: Adapter) -> NativeAdapter:

@@ -1,4 +1,4 @@
-"""Reads an adapter that PEFT saved: a folder with settings and a safetensors file."""
+"""Reads adapters that PEFT saved: a folder with settings and a safetensors file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
-# What else PEFT writes beside the factors, with the field that asked for it.
+# Other tensors that PEFT writes, with the field that asks for them.
 _REFUSED = (
     ("lora_magnitude_vector", "is of DoRA (use_dora), which is not supported"),
     ("lora_embedding_", "changes an embedding, which is not supported: train without embed_tokens"),
@@ -39,7 +39,7 @@ def read_folder(path: Path, base: ModelSource, targets: Mapping[str, AdapterTarg
     """Read and check an adapter.
 
     Raises:
-        AdapterError: a file is missing or damaged, or asks for what is not supported.
+        AdapterError: a file is missing or damaged, or asks for something unsupported.
     """
     text = _content(path, CONFIG_NAME)
     settings = read_settings(path / CONFIG_NAME, text)
@@ -107,7 +107,7 @@ def _refusal(factors: Factors, stored: str) -> AdapterError:
 def _check_complete(
     path: Path, settings: LoraSettings, targets: Mapping[str, AdapterTarget], present: object
 ) -> None:
-    """Compare the factors with what the settings name: both must be the same linears."""
+    """Check that factors and settings name the same linears."""
     assert hasattr(present, "__contains__")
     for module in targets:
         if settings.wants(module) == (module in present):

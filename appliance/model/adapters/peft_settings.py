@@ -1,4 +1,4 @@
-"""Reads the `adapter_config.json` of PEFT, and refuses what changes more than linears' weights.
+"""Reads PEFT's `adapter_config.json`; refuses changes of more than linears' weights.
 
 Format: huggingface/peft, `LoraConfig`; patterns match as in its `tuners_utils`. Imports no torch.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "adapter_config.json"
 _MERGE = "merge it into the model with PEFT's merge_and_unload and serve the result"
 
-# Fields that ask for other arithmetic, or for other weights than linears', with the fix.
+# Fields that ask for other arithmetic or change other weights, with the fix.
 _REFUSED = {
     "use_dora": f"DoRA norms the changed weights, which packed ones cannot be: {_MERGE}",
     "modules_to_save": f"it replaces whole modules: {_MERGE}",
@@ -38,7 +38,7 @@ _REFUSED = {
     "arrow_config": "a router between adapters is not supported: load the adapters one by one",
     "kasa_config": "KaSA is not supported: train a plain LoRA",
 }
-# Initializations that change the base model's weights, too.
+# Initializations that also change the base model's weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _KNOWN = frozenset(
     {
@@ -54,14 +54,14 @@ _KNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """The settings that an adapter was trained with.
+    """Settings that an adapter was trained with.
 
     Attributes:
-        base: the name of the model that it was trained on; empty if unknown.
-        targets: names or endings of names of linears, or one regular expression.
-        excluded: the same, of those that are left out.
-        layers: numbers of layers; None means all.
-        layers_pattern: names before such a number; none mean any.
+        base: name of the base model; empty if unknown.
+        targets: names of linears or their endings, or one regular expression.
+        excluded: the same, of excluded linears.
+        layers: layer numbers; None means all.
+        layers_pattern: names before such a number; empty means any.
     """
 
     base: str
@@ -89,7 +89,7 @@ class LoraSettings:
         return self.rank_pattern.get(_pattern_of(self.rank_pattern, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of a linear's change."""
+        """Return the scale of a linear's change."""
         alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, module), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -111,19 +111,16 @@ class LoraSettings:
 
 
 def _pattern_of(patterns: Mapping[str, object], module: str) -> str:
-    """Return the first pattern that a name ends with."""
+    """Return the first pattern that the end of a name matches."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 
 def read_settings(path: Path, text: bytes) -> LoraSettings:
     """Read and check the settings of an adapter.
 
-    Args:
-        path: the file, for messages.
-        text: its content.
-
     Raises:
-        AdapterError: a field is wrong, or asks for what is not supported; names it and the fix.
+        AdapterError: a field is wrong or asks for something unsupported; names the field and the
+            fix.
     """
     try:
         config = json.loads(text)

@@ -1,4 +1,4 @@
-"""Opens an adapter in any supported format and checks it against the model that it is for."""
+"""Opens an adapter in any supported format and checks it against its model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 
 def read_adapter(path: Path, base: ModelSource, most_ranks: int) -> Adapter:
-    """Read a folder of PEFT or a GGUF adapter of llama.cpp.
+    """Read a PEFT folder or a GGUF adapter of llama.cpp.
 
     Args:
-        path: the folder or file.
-        base: the model that it changes.
         most_ranks: largest rank of a linear.
 
     Raises:
-        AdapterError: it cannot be used as it is; names the field or tensor, and the fix.
+        AdapterError: the adapter is unusable; names the field or tensor, and the fix.
     """
     targets = adapter_targets(base.spec, base.family.names)
     if path.is_dir():

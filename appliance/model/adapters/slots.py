@@ -1,4 +1,4 @@
-"""The protocol of adapters laid out for an executor, in numbered slots."""
+"""Protocols of adapters laid out for an executor in numbered slots."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ class LaidOut(Protocol):
     """An adapter in the layout of one executor."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        ...
+    def nbytes(self) -> int: ...
 
 
 class AdapterSlots(Protocol):
-    """The adapters that a step may use, by slot; `AdapterRows.table` of a batch."""
+    """Adapters that a step may use, by slot; `AdapterRows.table` of a batch."""
 
     def lay_out(self, adapter: Adapter) -> LaidOut:
-        """Lay an adapter out; any thread may do so while steps run.
+        """Lay out an adapter; any thread may call this while steps run.
 
         Raises:
             MemoryError: the system has too little memory.

@@ -1,6 +1,6 @@
-"""Lists the linears of a model that adapters may change, and where their outputs lie.
+"""Lists the linears that adapters may change, and the positions of their outputs.
 
-A place is what both executors run as one: the linears of one input, whose outputs lie one after
+A place is the group of linears with one input that executors run as one, with outputs one after
 another. Knows no file format.
 """
 
@@ -43,7 +43,7 @@ _PLACES = {
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """Some rows of a linear, and where they begin among the outputs of their place."""
+    """Some rows of a linear, and the position of their first output in the place."""
 
     rows: slice | Tensor
     first_output: int
@@ -58,8 +58,8 @@ class AdapterTarget:
     """A linear that an adapter may change.
 
     Attributes:
-        slot: its weight, with its Hugging Face name and shape.
-        pieces: its rows, as the executors order them.
+        slot: its weight, with Hugging Face name and shape.
+        pieces: its rows in the executors' order.
     """
 
     slot: TensorSlot
@@ -78,12 +78,12 @@ class AdapterTarget:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """From some of a place's shrunk numbers to some of its outputs.
+    """Maps some of a place's shrunk numbers to some of its outputs.
 
     Attributes:
         matrix: (outputs, rank).
-        first_output: of these, among all of the place.
-        first_rank: of these numbers, among all of the place.
+        first_output: of these, among the place's outputs.
+        first_rank: of these, among the place's shrunk numbers.
     """
 
     matrix: Tensor
@@ -93,10 +93,10 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class PlacedFactors:
-    """The factors of a place, which adds expand(scales * shrink(x)) to its outputs.
+    """Factors of a place: they add expand(scales * shrink(x)) to its outputs.
 
     Attributes:
-        shrink: (ranks, in_features), of all parts one after another.
+        shrink: (ranks, in_features), all parts one after another.
         scales: (ranks,) float32.
     """
 
@@ -106,7 +106,7 @@ class PlacedFactors:
 
 
 def adapter_targets(spec: DecoderSpec, names: TensorNames) -> dict[str, AdapterTarget]:
-    """List the linears that adapters may change, by name; experts are none of them."""
+    """List the linears that adapters may change, by name; experts are excluded."""
     found: dict[str, AdapterTarget] = {}
     taken: dict[tuple[int, AdapterPlace], int] = {}  # outputs so far
     for slot in tensor_slots(spec, names):
@@ -125,7 +125,7 @@ def adapter_targets(spec: DecoderSpec, names: TensorNames) -> dict[str, AdapterT
 
 
 def unserved_linears(spec: DecoderSpec, names: TensorNames) -> dict[str, str]:
-    """Return the part of the model by the names of linears that no adapter may change in it."""
+    """Return, by name, the model part of each linear that no adapter may change."""
     found = {}
     for slot in tensor_slots(spec, names):
         if slot.layer is None or len(slot.shape) != 2 or slot.expert is not None:
@@ -139,7 +139,7 @@ def unserved_linears(spec: DecoderSpec, names: TensorNames) -> dict[str, str]:
 
 
 def _why_not(layer: LayerSpec, place: AdapterPlace) -> str:
-    """Return the part of the model that the executors run without adapters; empty if they do."""
+    """Return the name of a model part that runs without adapters; "" for others."""
     if place not in _INTO_MLP:
         if isinstance(layer.mixer, LatentAttentionSpec):
             return "latent attention"
@@ -149,7 +149,7 @@ def _why_not(layer: LayerSpec, place: AdapterPlace) -> str:
 
 
 def _own_outputs(spec: DecoderSpec, slot: TensorSlot) -> int:
-    """Count the outputs before the next linear's; gates of queries come after all others."""
+    """Count the outputs before the next linear's; the gates of queries come last."""
     return slot.shape[0] // 2 if _has_gates(spec, slot) else slot.shape[0]
 
 
@@ -178,7 +178,7 @@ def _pieces(spec: DecoderSpec, slot: TensorSlot, begin: int) -> tuple[TargetRows
 def place_factors(
     adapter: Adapter, targets: Mapping[str, AdapterTarget]
 ) -> dict[tuple[int, AdapterPlace], PlacedFactors]:
-    """Bring an adapter's factors into the order in which they run, by layer and place."""
+    """Order an adapter's factors as they run, by layer and place."""
     gathered: dict[tuple[int, AdapterPlace], list[str]] = {}
     for name in targets:
         if name in adapter.parts:
@@ -204,6 +204,6 @@ def _placed(adapter: Adapter, targets: list[AdapterTarget]) -> PlacedFactors:
 
 
 def adapter_bytes(spec: DecoderSpec, names: TensorNames, rank: int, element_bytes: int) -> int:
-    """Return the bytes of an adapter of one rank that changes everything it may."""
+    """Return the bytes of an adapter of one rank that changes every target."""
     widths = (sum(target.slot.shape) for target in adapter_targets(spec, names).values())
     return rank * element_bytes * sum(widths)

@@ -1,4 +1,4 @@
-"""Adapters in the torch decoder: one table for all slots, and the rows of a step that use it."""
+"""Adapters in the torch decoder: a table of all slots, and the step's rows that use it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TorchAdapter:
 
 
 class _Place(NamedTuple):
-    """The factors of a place in a row of the table."""
+    """Position of a place's factors in a row of the table."""
 
-    targets: tuple[AdapterTarget, ...]  # a part each
+    targets: tuple[AdapterTarget, ...]  # one part each
     pieces: tuple[OutputRun, ...]
     first_part: int
     shrink_at: int
@@ -52,14 +52,11 @@ class _Place(NamedTuple):
 class TorchAdapterSlots:
     """Slots for the torch decoder; see `AdapterSlots`.
 
-    All memory stays in place, so that graphs can read it.
+    No memory moves, so that CUDA graphs can read it.
 
     Args:
         targets: the linears that adapters may change.
-        device: where the factors go.
-        dtype: of the factors.
-        count: number of slots.
-        most_ranks: of an adapter.
+        most_ranks: largest rank of an adapter.
     """
 
     def __init__(
@@ -113,19 +110,18 @@ class TorchAdapterSlots:
         self._ranks[slot] = laid_out.ranks
 
     def check(self, slots: tuple[int, ...]) -> None:
-        """Find a programmer's mistake: a sequence with a slot that is empty."""
+        """Assert that no sequence has an empty slot."""
         assert all(slot < 0 or self._is_held[slot] for slot in slots), "a slot without an adapter"
 
     def at(self, layer: int, place: AdapterPlace) -> StackedFactors | None:
-        """Return the factors of a place; None where no adapter changes anything."""
+        """Return a place's factors; None if no adapter can change it."""
         return self._stacked.get((layer, place))
 
     def places(self) -> Collection[StackedFactors]:
-        """Return the factors of all places."""
         return self._stacked.values()
 
     def _views(self, row: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
-        """Return a place's factors in one row of the table, or with a first dimension in all."""
+        """View a place's factors in one row of the table, or in all rows."""
         before, num_parts = row.shape[:-1], len(place.targets)
         shrink = row[..., place.shrink_at : place.expand_at]
         expand = row[..., place.expand_at : place.end]
@@ -164,10 +160,10 @@ def _places(
 
 
 class AdaptedRows:
-    """The rows of a step, of which some have adapters.
+    """The rows of a step, some of which have adapters.
 
     Args:
-        slots: (num_tokens,) int32 on the device, below 0 without an adapter.
+        slots: (num_tokens,) int32 on the device, negative without an adapter.
     """
 
     def __init__(self, slots: Tensor, table: TorchAdapterSlots, backend: Backend) -> None:
@@ -178,7 +174,7 @@ class AdaptedRows:
 
     @classmethod
     def of(cls, batch: RaggedBatch, backend: Backend) -> AdaptedRows | None:
-        """Lay out a batch's rows; None if none has an adapter."""
+        """Build the rows of a batch; None if no row has an adapter."""
         adapters = batch.adapters
         if adapters is None:
             return None
@@ -188,12 +184,11 @@ class AdaptedRows:
             len(batch.slot_mapping), dtype=torch.int32, device=adapters.slots.device
         )
         owners = torch.searchsorted(batch.query_start[1:].contiguous(), rows, right=True)
-        # Rows that pad a step belong to the sequence behind the last one.
+        # Padding rows belong to the sequence after the last.
         slots = torch.nn.functional.pad(adapters.slots, (0, 1), value=-1)
         return cls(slots.index_select(0, owners), adapters.table, backend)
 
     def select(self, rows: Tensor) -> AdaptedRows:
-        """Return the same of some rows."""
         return AdaptedRows(self._slots.index_select(0, rows), self.table, self.backend)
 
     def at(self, layer: int) -> LayerAdapters:
@@ -202,7 +197,7 @@ class AdaptedRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
-    """The adapters of a step's rows in one layer."""
+    """Adapters of a step's rows in one layer."""
 
     rows: AdaptedRows
     layer: int
@@ -210,12 +205,11 @@ class LayerAdapters:
     def add(self, place: AdapterPlace, x: Tensor, out: Tensor) -> Tensor:
         """Add to the outputs of a place, in place, and return them.
 
-        Rows without an adapter keep their bits.
+        Rows without an adapter stay bit-identical.
 
         Args:
-            place: whose linears were run.
             x: (num_tokens, in_features), their input.
-            out: (num_tokens, outputs), what they yield.
+            out: (num_tokens, outputs), their outputs.
         """
         factors = self.rows.table.at(self.layer, place)
         if factors is not None:
@@ -226,6 +220,6 @@ class LayerAdapters:
 def run_adapted(
     linear: Linear, x: Tensor, adapters: LayerAdapters | None, place: AdapterPlace
 ) -> Tensor:
-    """Run the linears of a place, with what adapters add."""
+    """Run the linears of a place and add the adapters' changes."""
     out = linear(x)
     return out if adapters is None else adapters.add(place, x, out)

@@ -1,1 +1,1 @@
-"""One declarative file per model family; nothing outside this folder knows a family's name."""
+"""A declarative file per model family; nothing outside this folder knows a family's name."""

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 with attention in a few layers, half of whose heads rotates."""
+"""Bamba: Mamba-2, and attention in a few layers, which rotates half of each head."""
 
 from __future__ import annotations
 

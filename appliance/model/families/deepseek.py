@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and GLM-4.7-Flash: latent attention, experts beside shared ones."""
+"""DeepSeek V2 and V3, and GLM-4.7-Flash: latent attention, routed and shared experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, ExpertsSpec
 
-_EPSILON = 1e-20  # of the routers by sigmoids, in transformers
+_EPSILON = 1e-20  # of sigmoid routers, in transformers
 _SIGMOID = 2  # `expert_gating_func` of GGUF
 _IN_GROUPS = "group_limited_greedy"
 _BY_BIAS = "noaux_tc"
@@ -36,7 +36,7 @@ def _read_v2(config: ConfigReader) -> DecoderSpec:
     if method not in ("greedy", _IN_GROUPS):
         raise config.refuse("topk_method", f"greedy and {_IN_GROUPS} with this architecture")
     for name in ("n_group", "topk_group", "norm_topk_prob"):
-        config.value(name)  # of no effect with the other method
+        config.value(name)  # without effect for the other method
     dense = config.integer("first_k_dense_replace", 0)
     experts = read_experts(
         config,
@@ -89,7 +89,7 @@ def _read(
 ) -> DecoderSpec:
     layers = config.integer("num_hidden_layers")
     is_dense = kinds or [index < num_dense for index in range(layers)]
-    config.value("num_key_value_heads")  # one latent serves all heads
+    config.value("num_key_value_heads")  # without effect: all heads share one latent
     return read_decoder(
         config,
         architecture,
@@ -105,7 +105,7 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     scaling = gguf_rope_scaling(meta)
-    if scaling is not None and "mscale" in scaling:  # a tenth of it is in these files
+    if scaling is not None and "mscale" in scaling:  # these files store a tenth of it
         scaling["mscale"] = scaling["mscale_all_dim"] = 10 * scaling["mscale"]
     settings = gguf_deepseek_experts(meta)
     method = _IN_GROUPS if settings["n_group"] > 1 else "greedy"
@@ -116,8 +116,8 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
 
 
 def gguf_deepseek_experts(meta: ConfigReader) -> dict[str, Any]:
-    """Read the settings of a GGUF file's experts and of those that all tokens share."""
-    meta.value("expert_gating_func")  # says the family
+    """Read the settings of a GGUF file's experts and shared experts."""
+    meta.value("expert_gating_func")  # decides the family
     return {
         "n_shared_experts": meta.integer("expert_shared_count", 0),
         "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads: one Llama layer, whose attention reads a token and a hidden state side by side.
+"""EAGLE-3 heads: one Llama layer whose attention reads a token and a hidden state side by side.
 
-They draft for another model and say its frequent tokens alone, so no registry has them.
+They draft for another model and predict only its frequent tokens, so the registry leaves them out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EAGLE3 = Family(
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Return True for a head's config.
 
-    The authors' own say that they are of Llama, with one setting that only heads have.
+    The authors' configs name Llama, with one setting that only heads have.
     """
     named = config.get("architectures")
     if not isinstance(named, list) or len(named) != 1:

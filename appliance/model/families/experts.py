@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
     from appliance.model.families.reader import ConfigReader
 
-# Settings that change how experts are chosen or what they compute, with the values that leave the
-# choice as `read_experts` makes it. A family reads those that it gives another meaning.
+# Settings that change routing or the experts' arithmetic, with the values under which
+# `read_experts` is right. A family reads those it gives another meaning.
 _ROUTER_SETTINGS: dict[str, tuple[Any, ...]] = {
     "enable_moe_block": (False,),
     "first_k_dense_replace": (0,),
@@ -62,30 +62,27 @@ def read_experts(
     """Read the experts of a layer.
 
     Args:
-        config: the whole config.
-        count: the setting that holds the number of experts.
-        chosen: the one that holds how many are chosen.
-        width: the setting that holds an expert's width.
-        activation_key: the setting that names the nonlinearity.
-        gating: what the gates do instead.
-        bias: the experts' linears have biases.
-        scoring: what becomes of the router's logits.
+        count: setting with the number of experts.
+        chosen: setting with the number chosen per token.
+        activation_key: setting that names the nonlinearity.
+        gating: replaces that nonlinearity.
+        scoring: function of the router's logits.
         router_bias: the router's logits have a bias.
-        renormalize: the chosen experts' weights are divided by their sum.
-        selection_bias: the checkpoint holds a bias that only the choice sees.
+        renormalize: divide the chosen experts' weights by their sum.
+        selection_bias: the checkpoint has a bias that affects only the choice.
         grouped: the family reads groups and a scale.
-        best_of_group: experts whose scores are a group's.
+        best_of_group: number of experts whose scores sum up to their group's.
         scale: of the weights, if the family reads one without groups.
         epsilon: added to the sum of the weights.
-        shared_width: of the MLP beside the experts; 0 for none.
-        gated: the experts and that MLP have a gate; see `MLPSpec`.
-        shared_gate: what that MLP says has a factor of its own.
-        expert_scale: the checkpoint has a factor of each expert's weights.
+        shared_width: of the shared MLP; 0 for none.
+        gated: experts and shared MLP have a gate; see `MLPSpec`.
+        shared_gate: the shared MLP's output is multiplied by a gate.
+        expert_scale: the checkpoint has a factor per expert.
         own_norms: see `ExpertsSpec`.
 
     Raises:
         CheckpointError: numbers contradict each other.
-        UnsupportedModelError: a setting of the router is unknown here.
+        UnsupportedModelError: a setting of the router is not supported.
     """
     experts = config.integer(count)
     top_k = config.integer(chosen)
@@ -147,7 +144,7 @@ def _contradiction(config: ConfigReader, key: str, value: int, expected: str) ->
 
 
 def read_sparse_layers(config: ConfigReader) -> list[bool]:
-    """Read which layers have experts: each of `decoder_sparse_step`, but for `mlp_only_layers`.
+    """Read which layers have experts: every `decoder_sparse_step`th, except `mlp_only_layers`.
 
     Raises:
         CheckpointError: `mlp_only_layers` is no list of layers.

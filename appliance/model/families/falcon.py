@@ -1,4 +1,4 @@
-"""Falcon, 7B, 40B, 180B and Falcon 2: attention beside the MLP, one key head or a few."""
+"""Falcon, 7B, 40B, 180B and Falcon 2: attention and MLP in parallel, one or a few key heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
-_CONTEXT = 2048  # of configs that do not say
+_CONTEXT = 2048  # for configs without one
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
@@ -64,7 +64,7 @@ def _key_heads(config: ConfigReader, is_new: bool, heads: int) -> int:
         if heads % count:
             raise config.refuse("num_kv_heads", f"a divisor of {heads} attention heads")
         return count
-    config.value("num_kv_heads")  # of no effect
+    config.value("num_kv_heads")  # without effect
     return 1 if shares else heads
 
 
@@ -80,7 +80,7 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
-    """Read the rest; files do not say more of the architecture than their tensors do."""
+    """Read the remaining settings; only the tensors tell the architecture's variant."""
     heads, names = meta.integer("attention.head_count_kv"), file.tensor_names()
     two_norms = "blk.0.attn_norm_2.weight" in names
     return {

@@ -1,4 +1,4 @@
-"""The declaration of a model family: how to read its config, and the names of its tensors."""
+"""Declaration of a model family: how to read its config, and its tensors' names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _any(settings: Mapping[str, Any]) -> bool:
 
 
 def gguf_has_experts(settings: Mapping[str, Any]) -> bool:
-    """Return True for a GGUF file's settings, without their prefix, of a model with experts."""
+    """Return True if a GGUF file's settings, without prefix, describe experts."""
     return bool(settings.get("expert_count"))
 
 
@@ -31,18 +31,15 @@ class GGUFMapping:
     Attributes:
         architecture: value of `general.architecture`.
         config: converts the file's metadata to a Hugging Face config.
-        names: GGUF names of the tensors.
         interleaved_rope: query and key rows of a head are stored as pairs (first half, second half,
-            first half, ...) instead of one half after the other.
-        norm_shift: the constant that the writer added to norm weights.
-        tiled_values: value heads of Gated DeltaNet lie by their place under a key head; see
+            first half, ...) instead of halves.
+        norm_shift: constant that the writer added to norm weights.
+        tiled_values: value heads of Gated DeltaNet are ordered by their place under a key head; see
             `gguf_gated_delta`.
-        other_names: those of files whose first layer has its norm under another name.
-        own_names: names that stand for a checkpoint's, where tensors are split as no checkpoint
-            splits them; None: the family's.
-        is_of: of several families of one architecture, says from a file's settings whether it is
-            of this one. The last of them in the registry is asked
-            first.
+        other_names: for files whose first layer's norm has another name.
+        own_names: Hugging Face names for tensors that only GGUF files split; None: the family's.
+        is_of: tells by a file's settings if it is of this family, for families that share an
+            architecture. The last one in the registry is asked first.
     """
 
     architecture: str
@@ -61,14 +58,9 @@ class Family:
     """Models with the same config and tensor names.
 
     Attributes:
-        name: for people.
-        model_type: `model_type` of its Hugging Face config.
-        architectures: `architectures` of its Hugging Face configs.
-        read: builds the spec from a config.
-        names: Hugging Face names of the tensors.
-        other_names: those of checkpoints whose first layer has its norm under another name.
-        gguf: reads its GGUF files; None if it cannot.
-        draft_head: names of the head that drafts, which its checkpoints may have.
+        other_names: for checkpoints whose first layer's norm has another name.
+        gguf: reads its GGUF files; None if not supported.
+        draft_head: names of the draft head in its checkpoints, if they can have one.
     """
 
     name: str
@@ -81,13 +73,13 @@ class Family:
     draft_head: DraftHeadNames | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:
-        """Build the spec of the decoder that a Hugging Face config describes.
+        """Build the decoder's spec from a Hugging Face config.
 
         `origin` names the settings' file in messages.
 
         Raises:
             CheckpointError: a setting is missing, of the wrong type or out of range.
-            UnsupportedModelError: a setting asks for arithmetic that no code here has.
+            UnsupportedModelError: a setting asks for unsupported arithmetic.
         """
         reader = ConfigReader(config, origin)
         spec = self.read(reader)

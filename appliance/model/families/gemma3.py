@@ -1,7 +1,7 @@
 """Gemma 3, text only.
 
 Five layers with a window and their own RoPE base alternate with one without; norms before and after
-attention and MLP store their weights as the difference from 1.
+attention and MLP store their weights minus 1.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 
 def _ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """Read RoPE of sliding and of full layers; old-style scaling applies to full ones only."""
+    """Read RoPE of sliding and full layers; old-style scaling applies only to full ones."""
     sections = config.section("rope_parameters")
     local, full = sections.section("sliding_attention"), sections.section("full_attention")
     sections.refuse_unknown(frozenset())
@@ -85,7 +85,7 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     num_heads, hidden_size = meta.integer("attention.head_count"), meta.integer("embedding_length")
-    # The scale of the scores is not in the file; it is 1 / sqrt(head_dim) in all sizes but one.
+    # The file lacks the score scale; it is 1 / sqrt(head_dim) in all sizes but one.
     largest = meta.integer("block_count") == _LAYERS_OF_27B
     head_dim = meta.integer("attention.key_length", hidden_size // num_heads)
     return {

@@ -1,8 +1,8 @@
-"""Gemma 4, its text part: 26B-A4B, 31B, 12B, E2B and E4B.
+"""Gemma 4, text only: 26B-A4B, 31B, 12B, E2B and E4B.
 
 Five layers with a window alternate with one without, whose heads are wider and whose values may be
-its keys. The last layers may read the keys and values of earlier ones. Small models add embeddings
-of each token after each layer; one runs experts beside the MLP.
+its keys. The last layers may read the keys and values of earlier ones. Small models add token
+embeddings after each layer; one runs experts beside the MLP.
 """
 
 from __future__ import annotations
@@ -83,16 +83,14 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 
 class _Heads(NamedTuple):
-    """Heads of the layers of one type."""
-
     head_dim: int
     num_kv_heads: int
 
 
 def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
-    """Read the heads of layers with a window and of those without.
+    """Read the heads of layers with and without a window.
 
-    Files of transformers hold what differs layer by layer, older ones in settings of their own.
+    transformers writes differences per layer; older configs have separate settings.
     """
     local = _Heads(
         read_head_dim(config, default=256),
@@ -125,7 +123,7 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
 def _sources(config: ConfigReader, slides: list[bool], first: int) -> list[int | None]:
     """Return the layer whose keys and values each layer reads: from `first` on, an earlier one's.
 
-    That is the last one before `first` of the same type.
+    It is the last layer of the same type before `first`.
     """
     found: list[int | None] = [None] * len(slides)
     for index in range(max(first, 0), len(slides)):
@@ -153,7 +151,7 @@ def _ropes(config: ConfigReader, local_dim: int, full_dim: int) -> tuple[RopeSpe
 
 
 def _mlps(config: ConfigReader, sources: list[int | None]) -> list[MLPSpec | ExpertsSpec]:
-    """Read the MLPs; those of layers that read another's keys may have twice the width."""
+    """Read the MLPs; layers that read another layer's keys may have MLPs of twice the width."""
     width, act = config.integer("intermediate_size"), read_activation(config, _ACTIVATION)
     wide = 2 * width if config.flag("use_double_wide_mlp") else width
     if not config.flag("enable_moe_block"):

@@ -1,4 +1,4 @@
-"""Reads the settings of Gemma 4 from the metadata and tensors of a GGUF file."""
+"""Reads Gemma 4's settings from a GGUF file's metadata and tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
 
 _FREQUENCIES = "rope_freqs.weight"
-_STANDS_STILL = 1e20  # a pair whose frequency is divided by more does not turn
+_STANDS_STILL = 1e20  # a pair with a larger frequency divisor does not rotate
 
 
 def read_gemma4_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def read_gemma4_gguf(file: GGUFFile) -> dict[str, Any]:
 
     Raises:
         CheckpointError: a setting or tensor is missing or wrong.
-        UnsupportedModelError: a setting asks for other arithmetic.
+        UnsupportedModelError: a setting asks for unsupported arithmetic.
     """
     return gguf_config(file, "gemma4", _extra)
 
@@ -69,7 +69,7 @@ def _slides(meta: ConfigReader, layers: int) -> list[bool]:
 
 
 def _head_dims(meta: ConfigReader) -> tuple[int, int]:
-    """Read the elements of a head in layers with a window, and in those without."""
+    """Read the head width of layers with and without a window."""
     full = meta.integer("attention.key_length")
     local = meta.integer("attention.key_length_swa", full)
     if meta.integer("attention.value_length_swa", local) != local:

@@ -1,7 +1,7 @@
-"""Converts GGUF metadata to a Hugging Face config: the settings that all families share.
+"""Converts GGUF metadata to a Hugging Face config: settings that all families share.
 
-Key names are those of the GGUF specification (docs/gguf.md of the ggml project). Metadata that no
-family reads is refused by name, unless it is known not to change the arithmetic.
+Key names are those of the GGUF specification (docs/gguf.md of the ggml project). Unread metadata is
+refused by name, unless it is known not to change the arithmetic.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ _NEUTRAL = {"expert_count": (0,), "use_parallel_residual": (False,), "attention.
 def gguf_config(
     file: GGUFFile, architecture: str, extra: Callable[[ConfigReader, GGUFFile], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Build a Hugging Face config, without `architectures` and `model_type`.
+    """Build a Hugging Face config without `architectures` and `model_type`.
 
     Args:
-        architecture: value of its `general.architecture`, the prefix of its settings.
-        extra: reads settings of this family only; its result overrides the shared ones.
+        architecture: value of `general.architecture`, the prefix of the settings.
+        extra: reads the family's own settings; its result overrides the shared ones.
 
     Raises:
         CheckpointError: a setting is missing or of the wrong type.
@@ -163,19 +163,19 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
 
 
 def kv_heads(meta: ConfigReader, usual: int) -> tuple[int, ...]:
-    """Read the number of KV heads, or a list of those of each layer: 0 without attention."""
+    """Read the number of KV heads, or a list per layer: 0 without attention."""
     return of_layers(meta, "attention.head_count_kv", usual)
 
 
 def of_layers(meta: ConfigReader, key: str, usual: int | None = None) -> tuple[int, ...]:
-    """Read a number of all layers, or a list of those of each layer, some of which may be 0."""
+    """Read a number for all layers, or a list per layer, in which 0 is allowed."""
     if not isinstance(meta.value(key), list):
         return (meta.integer(key, usual),)
     return meta.integers(key, meta.integer("block_count"))
 
 
 def gguf_experts(meta: ConfigReader, count: str) -> dict[str, Any]:
-    """Read how many experts there are, under the setting `count`, how many are used, how wide."""
+    """Read the number of experts, as setting `count`, the number chosen and their width."""
     config = {
         count: meta.integer("expert_count"),
         "num_experts_per_tok": meta.integer("expert_used_count"),
@@ -186,7 +186,7 @@ def gguf_experts(meta: ConfigReader, count: str) -> dict[str, Any]:
 
 
 def gguf_latent(meta: ConfigReader) -> dict[str, Any]:
-    """Read the settings of latent attention, in newer files and in older ones."""
+    """Read the settings of latent attention in newer and older files."""
     rank = "attention.q_lora_rank"
     turning = meta.integer("rope.dimension_count")
     width = meta.integer("attention.key_length_mla", meta.integer("attention.key_length"))
@@ -203,7 +203,7 @@ def gguf_latent(meta: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_mamba2(meta: ConfigReader, file: GGUFFile, layer: int) -> dict[str, int | bool]:
-    """Read the settings of Mamba-2, of which `layer` is one, under names of this function's."""
+    """Read the settings of Mamba-2 layers, such as `layer`, under this function's own names."""
     names, heads = file.tensor_names(), meta.integer("ssm.time_step_rank")
     return {
         "heads": heads,
@@ -226,9 +226,9 @@ def gguf_growing_rope(meta: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
-    """Read how frequencies are stretched, as a Hugging Face config says it."""
+    """Read the scaling of frequencies as a Hugging Face config describes it."""
     kind = meta.text("rope.scaling.type", "none")
-    if kind in ("none", "longrope"):  # LongRoPE's factors are tensors, which its families read
+    if kind in ("none", "longrope"):  # LongRoPE's factors are tensors; its families read them
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
     if kind == "yarn":
@@ -238,7 +238,7 @@ def gguf_rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
         scaling["beta_fast"] = meta.number("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = meta.number("rope.scaling.yarn_beta_slow", 1.0)
         log_factor = meta.optional_number("rope.scaling.yarn_log_multiplier")
-        if log_factor is not None:  # of scores; cosines stay as they are
+        if log_factor is not None:  # scales scores, not cosines
             scaling["mscale"] = scaling["mscale_all_dim"] = log_factor
     return scaling
 

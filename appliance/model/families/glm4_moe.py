@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6, Air among them: sigmoid routing in groups beside shared experts."""
+"""GLM-4.5, 4.5-Air and 4.6: sigmoid routing in groups, and shared experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""gpt-oss: attention sinks, every other layer with a window, clamped SwiGLU in all experts.
+"""gpt-oss: attention sinks, a window in every other layer, clamped SwiGLU in all experts.
 
-Its checkpoints hold the experts in MXFP4, gate and up rows in turns. Unpacked ones hold them in 16
-bits, inputs first.
+Its checkpoints store experts in MXFP4, with alternating gate and up rows. Unpacked ones store them
+in 16 bits, inputs first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
-_ALPHA, _LIMIT = 1.702, 7.0  # of files without them
+_ALPHA, _LIMIT = 1.702, 7.0  # for configs without them
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
@@ -71,7 +71,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
 def _gguf(file: GGUFFile) -> dict[str, Any]:
     config = gguf_config(file, "gpt-oss", _gguf_extra)
     if config["rope_scaling"]:
-        config["rope_scaling"]["truncate"] = False  # of all models; the file does not say
+        config["rope_scaling"]["truncate"] = False  # true of all models; the file lacks it
     return config
 
 

@@ -1,7 +1,7 @@
-"""Granite 3 and 4: multipliers everywhere; Mamba-2 in most layers, experts beside a shared MLP.
+"""Granite 3 and 4: multipliers everywhere; in hybrids Mamba-2 in most layers, and a shared MLP.
 
-A multiplier m of what layers add to the stream x needs no operation of its own: x / m is a stream
-to which they add without it, and norms of it are the same where their eps is divided by m^2.
+A multiplier m of what layers add to the stream x needs no operation: they add to x / m without it,
+and norms give the same result with eps divided by m^2.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ _NAMES = TensorNames(
     ),
 )
 
-# GGUF files have gate and up of the shared MLP apart.
+# GGUF files store gate and up of the shared MLP separately.
 _APART = ("shared_mlp.gate_linear", "shared_mlp.up_linear")
 _OWN_NAMES = replace(_NAMES, gate_up=_APART, experts=replace(_NAMES.experts, shared_gate_up=_APART))
 

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import RopeSpec
 
-_EPSILON = 1e-6  # of latents' norms, whatever the other norms have
+_EPSILON = 1e-6  # of the latents' norms, independent of the other norms
 
 
 def read_latent_attention(
     config: ConfigReader, rope: RopeSpec | None = None, *, interleaved: bool = True
 ) -> LatentAttentionSpec:
-    """Read latent attention; `interleaved` says how what rotates is stored, by default."""
+    """Read latent attention; `interleaved` is the default order of rotated rows."""
     rope_dim, plain_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     rank = config.value("q_lora_rank")
     return LatentAttentionSpec(
@@ -37,7 +37,7 @@ def read_latent_attention(
 
 
 def _stretched(config: ConfigReader) -> float:
-    """Read what YaRN multiplies queries and keys by, beside what it does to their rotation."""
+    """Read YaRN's factor of queries and keys, which their rotation does not include."""
     old, new = config.section("rope_scaling"), config.section("rope_parameters")
     section = old if config.value("rope_scaling") else new
     kind = section.value("rope_type") or section.value("type") or "default"

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense and with experts: short convolutions and some layers of attention."""
+"""LFM2 and LFM2.5, dense and with experts: short convolutions, and attention in some layers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _read_mixers(config: ConfigReader) -> list[MixerSpec]:
 
 
 def _read_attending(config: ConfigReader) -> list[bool]:
-    """Read which layers have attention: from `layer_types`, or the older list of their indices."""
+    """Read which layers have attention, from `layer_types` or the older list of indices."""
     count = config.integer("num_hidden_layers")
     found = read_layer_kinds(config, {"full_attention": True, "conv": False}, count)
     indices = config.value("full_attn_idxs")

@@ -1,8 +1,8 @@
 """Bounds the numbers in a model's settings, which come from an untrusted file.
 
-Each number has a range of its own, and `check_spec` checks them together. All of this happens
-before anything is allocated, and before a number reaches the C library or a kernel, which take
-32-bit integers and floats. Knows no family.
+Each number has a range, and `check_spec` checks them together, before anything is allocated and
+before a number reaches the C library or a kernel, which take 32-bit integers and floats. Knows no
+family.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Range(NamedTuple):
-    """The smallest and the largest value of a setting."""
+    """Smallest and largest value of a setting."""
 
     least: float
     most: float
@@ -35,15 +35,15 @@ _MIDDLE = Range(1, 2**20)
 _LAYERS = Range(1, 1024)
 _HEADS = Range(1, 1024)
 _HEAD_WIDTH = Range(1, 1024)
-_TAPS = Range(2, 16)  # positions that a convolution sees
+_TAPS = Range(2, 16)  # positions that a convolution reads
 _CONTEXT = Range(2, 2**24)  # RoPE scalings divide by its logarithm
 _ANY_COUNT = Range(1, 2**31 - 1)  # only compared with positions or layers
 _EXPERTS = Range(1, 4096)
 _EPSILON = Range(1e-20, 1.0)
-_THETA = Range(1.5, 1e15)  # with 1 all frequencies would be equal
+_THETA = Range(1.5, 1e15)  # 1 would make all frequencies equal
 _FACTOR = Range(1e-6, 1e6)
 
-# Names of config.json and, without the architecture prefix, of GGUF metadata.
+# Names in config.json and, without the architecture prefix, in GGUF metadata.
 RANGES: dict[str, Range] = {
     "vocab_size": _VOCABULARY,
     "draft_vocab_size": _VOCABULARY,
@@ -196,17 +196,17 @@ RANGES: dict[str, Range] = {
     "routed_scaling_factor": _FACTOR,
     "expert_weights_scale": _FACTOR,
 }
-# At any depth of `quantization_config`; each is a whole number or a list of them.
+# At any depth of `quantization_config`; whole numbers or lists of them.
 QUANTIZATION_RANGES: dict[str, Range] = {
     "bits": Range(1, 16),
     "w_bit": Range(1, 16),
     "num_bits": Range(1, 16),
-    "group_size": Range(-1, 2**17),  # -1 stands for all inputs
+    "group_size": Range(-1, 2**17),  # -1 means all inputs
     "q_group_size": Range(-1, 2**17),
     "block_structure": Range(1, 2**17),
     "weight_block_size": Range(1, 2**17),
 }
-_MOST_EXPERTS = 2**17  # of all layers; the largest models have 2**15
+_MOST_EXPERTS = 2**17  # of all layers together; the largest models have 2**15
 _MAX_NESTING = 16  # of `quantization_config`
 
 
@@ -214,7 +214,7 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
     """Refuse numbers that contradict each other.
 
     Raises:
-        ModelError: names them, and the file in `origin`.
+        ModelError: names the numbers, and the file in `origin`.
     """
     experts = [layer.mlp.router for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
     if sum(router.num_experts for router in experts) > _MOST_EXPERTS:
@@ -254,7 +254,7 @@ def check_quantization(config: Any, origin: str) -> None:
     """Refuse a `quantization_config` with a number out of range.
 
     Raises:
-        CheckpointError: names it, and the file in `origin`.
+        CheckpointError: names the number, and the file in `origin`.
     """
     for key, value in _named(config, origin, 0):
         if key not in QUANTIZATION_RANGES or value is None:

@@ -36,7 +36,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_gate.bias" in names,
     }
-    if "rope_freqs.weight" in names:  # Llama 3.1's scaling, computed by the file's writer
+    if "rope_freqs.weight" in names:  # Llama 3.1's scaling, computed when the file was written
         config["rope_scaling"] = rope_factors(
             file,
             "rope_freqs.weight",

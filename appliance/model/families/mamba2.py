@@ -14,10 +14,10 @@ from appliance.model.spec import NormSpec
 if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
 
-# Names of layers with a state, and of those with attention, in newer and in older configs.
+# Names of recurrent and of attention layers in newer and older configs.
 RECURRENT_NAMES = ("linear_attention", "mamba")
 ATTENTION_NAMES = ("full_attention", "attention")
-_FLOAT = "__float__"  # holds what JSON has no number for, such as Infinity
+_FLOAT = "__float__"  # key of numbers that JSON lacks, such as Infinity
 
 
 def read_mamba2(
@@ -34,11 +34,11 @@ def read_mamba2(
     eps: str = "rms_norm_eps",
     expand: str | None = "mamba_expand",
 ) -> Mamba2Spec:
-    """Read the settings under these names; with `expand` heads must make up so many hidden sizes.
+    """Read the settings under these names; heads must fill `expand` hidden sizes, if set.
 
     Raises:
         CheckpointError: numbers contradict each other.
-        UnsupportedModelError: a setting asks for other arithmetic.
+        UnsupportedModelError: a setting asks for unsupported arithmetic.
     """
     if read_activation(config, activation) is not Activation.SILU:
         raise config.refuse(activation, "silu in Mamba-2 layers")
@@ -62,7 +62,7 @@ def read_mamba2(
 
 
 def _read_width(config: ConfigReader, key: str, num_heads: int, expand: str | None) -> int:
-    """Read the values of a head."""
+    """Read a head's width."""
     if expand is None:
         return config.integer(key)
     values = config.integer(expand, 2) * config.integer("hidden_size")

@@ -1,6 +1,6 @@
 """Mistral: Llama with a sliding window in all layers of its first version.
 
-Its GGUF files are labelled llama and contain no window.
+Its GGUF files are labelled llama and lack the window.
 """
 
 from __future__ import annotations

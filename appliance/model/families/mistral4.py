@@ -39,7 +39,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
         epsilon=_EPSILON,
         shared_width=width * config.integer("n_shared_experts", 1),
     )
-    config.value("num_key_value_heads")  # one latent serves all heads
+    config.value("num_key_value_heads")  # without effect: all heads share one latent
     return read_decoder(
         config,
         "mistral4",

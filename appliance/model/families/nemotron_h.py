@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3: layers are a mixer or an MLP, without gates; no positions.
+"""Nemotron-H and Nemotron 3: each layer is a mixer or an MLP, without gates; no positions.
 
-transformers 5 keeps a state's steps above `time_step_min` in prompts, though not in answers. Here
-nothing bounds them, as `time_step_limit` says.
+transformers 5 keeps a state's steps above `time_step_min` in prompts, but not in answers. Here they
+are unbounded, as `time_step_limit` says.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec, ExpertsSpec
 
 _EPSILON = 1e-20  # of its router, in transformers
-_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of the older pattern
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of the older pattern
 _KINDS = (
     dict.fromkeys(RECURRENT_NAMES, "mamba")
     | dict.fromkeys(ATTENTION_NAMES, "attention")
@@ -62,7 +62,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
         "mlp": _read_mlp(config, "intermediate_size") if "mlp" in kinds else None,
         "moe": _read_experts(config) if "moe" in kinds else None,
     }
-    config.value("n_routed_experts")  # set in models that have none, too
+    config.value("n_routed_experts")  # also set in models without experts
     return read_decoder(
         config,
         "nemotron_h",
@@ -247,7 +247,7 @@ NEMOTRON_H = Family(
         chains_normed=True,
     ),
 )
-# The same in GGUF files with experts, which have an architecture of their own.
+# GGUF files with experts have an architecture of their own.
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
     name="nemotron_h_moe",

@@ -1,4 +1,4 @@
-"""OPT: learned positions, LayerNorm with biases before each part or after it, no gates."""
+"""OPT: learned positions, LayerNorm with biases before or after each part, no gates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
 _EPSILON = 1e-5
-_SKIPPED = 2  # rows of the table of positions before that of position 0
+_SKIPPED = 2  # rows of the position table before position 0
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
@@ -30,7 +30,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
     if config.flag("_remove_final_layer_norm"):
         raise config.refuse("_remove_final_layer_norm", "false")
     head_dim, bias = read_head_dim(config), config.flag("enable_bias", True)
-    config.value("num_key_value_heads")  # of no effect
+    config.value("num_key_value_heads")  # without effect
     attention = read_attention(
         config,
         without_positions(head_dim),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_windows(config: ConfigReader) -> list[int | None]:
-    """Read each layer's window, in the settings of Qwen 2 and 3."""
+    """Read each layer's window from the settings of Qwen 2 and 3."""
     num_layers = config.integer("num_hidden_layers")
     slides = config.flag("use_sliding_window")
     window = config.integer("sliding_window", 4096) if slides else config.value("sliding_window")

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts: softmax routing beside a shared expert that has a gate."""
+"""Qwen 1.5 and 2 with experts: softmax routing, and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
     rope, bias = read_rope(config, head_dim), config.flag("qkv_bias", True)
     if config.flag("use_sliding_window"):
         raise config.refuse("use_sliding_window", "false with this architecture")
-    config.value("sliding_window")  # has no meaning then
+    config.value("sliding_window")  # has no effect then
     attention = read_attention(config, rope, head_dim, qkv_bias=bias)
     experts = read_experts(
         config,

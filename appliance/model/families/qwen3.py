@@ -1,4 +1,4 @@
-"""Qwen 3: Qwen 2 with a norm of each query and key head instead of biases."""
+"""Qwen 3: Qwen 2 with norms of query and key heads instead of biases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def read_qwen3_attention(
     config: ConfigReader, head_dim: int, windows: Sequence[int | None]
 ) -> list[AttentionSpec]:
-    """Read the attention of each layer, whose windows are given."""
+    """Read the attention of layers with these windows."""
     rope = read_rope(config, head_dim)
     bias = config.flag("attention_bias")
     qk_norm = NormSpec(config.number("rms_norm_eps"))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, MixerSpec
 
-_PARTIAL = 0.25  # of a head rotates, by default
+_PARTIAL = 0.25  # default share of a head that rotates
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
@@ -47,7 +47,7 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
 
 
 def read_mixers(config: ConfigReader) -> list[MixerSpec]:
-    """Read Gated DeltaNet in most layers, and gated attention in every so many."""
+    """Read Gated DeltaNet for most layers, and gated attention at intervals."""
     head_dim, bias = read_head_dim(config, default=256), config.flag("attention_bias")
     eps = config.number("rms_norm_eps")
     attention = read_attention(
@@ -83,7 +83,7 @@ def _read_delta(config: ConfigReader, eps: float) -> GatedDeltaSpec:
 
 
 def _read_attending(config: ConfigReader) -> list[bool]:
-    """Read which layers have attention: from `layer_types`, or every so many layers."""
+    """Read which layers have attention, from `layer_types` or an interval."""
     count = config.integer("num_hidden_layers")
     interval = config.integer("full_attention_interval", 4)
     kinds = {"full_attention": True, "linear_attention": False}
@@ -110,7 +110,7 @@ def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
 def gguf_delta(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     """Read the settings of a GGUF file's mixers."""
     heads = meta.integer("ssm.time_step_rank")
-    meta.value("rope.dimension_sections")  # of images; all are the same position in text
+    meta.value("rope.dimension_sections")  # for images; in text all sections have the same position
     return {
         "hidden_act": "silu",
         "num_hidden_layers": meta.integer("block_count") - meta.integer("nextn_predict_layers", 0),

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 def _read(config: ConfigReader) -> DecoderSpec:
     sparse = read_sparse_layers(config)
-    # transformers 5 writes num_local_experts; it and older ones read both.
+    # transformers 5 writes num_local_experts; all versions read both.
     count = "num_experts" if "num_experts" in config else "num_local_experts"
     experts = read_experts(config, count=count, renormalize=config.flag("norm_topk_prob"))
     return read_decoder(
         config,
         "qwen3_moe",
-        # its windows are for all layers, or for none
+        # either all layers have a window, or none
         read_qwen3_attention(config, read_head_dim(config), [_window(config)] * len(sparse)),
         experts=[experts if chosen else None for chosen in sparse],
     )

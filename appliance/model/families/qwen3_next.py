@@ -1,4 +1,4 @@
-"""Qwen3-Next: the mixers of Qwen 3.5, whose first linears lie by key heads, and experts."""
+"""Qwen3-Next: Qwen 3.5's mixers with first linears grouped by key head, and experts."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from appliance.model.families.limits import RANGES, in_words, short, wrong
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Settings of Hugging Face configs that change a decoder's arithmetic, with their neutral values.
-# `None` is always neutral. A list is neutral if all of its elements are.
+# Settings of Hugging Face configs that change a decoder's arithmetic, with neutral values. None is
+# always neutral; a list is neutral if all of its elements are.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -33,7 +33,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1,),
     "mlp_bias": (False,),
     "n_routed_experts": (0,),
-    "no_rope_layers": (1,),  # 1 means that the layer has RoPE
+    "no_rope_layers": (1,),  # 1 means the layer has RoPE
     "num_experts": (0,),
     "num_local_experts": (0, 1),
     "partial_rotary_factor": (1,),
@@ -48,7 +48,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 
-# Names of settings of experts and their routers, and those that only training or kernels read.
+# Settings of experts and routers, and those of them that only training or kernels read.
 _ROUTING = re.compile(r"expert|router|routed|routing|moe_|top_?k")
 _HARMLESS_ROUTING = frozenset(
     {
@@ -62,7 +62,7 @@ _HARMLESS_ROUTING = frozenset(
 
 
 class ConfigReader:
-    """Settings by name, checked for type as they are read; `null` counts as absent.
+    """Settings by name, type-checked when read; `null` counts as absent.
 
     Args:
         origin: their file, for messages.
@@ -97,7 +97,6 @@ class ConfigReader:
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """Read a number; None if it is absent."""
         return None if self.value(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -120,7 +119,7 @@ class ConfigReader:
         return tuple(float(item) for item in value)
 
     def integers(self, key: str, length: int) -> tuple[int, ...]:
-        """Read a list of whole numbers in the range of `key`, or 0."""
+        """Read a list of whole numbers, each 0 or in the range of `key`."""
         value, usual = self.value(key), RANGES[key]
         fits = isinstance(value, list) and len(value) == length
         if not fits or any(type(n) is not int or (n and n not in usual) for n in value):
@@ -135,21 +134,21 @@ class ConfigReader:
         return ConfigReader(value, f"{self.origin}: {key}")
 
     def without(self, key: str) -> ConfigReader:
-        """Return the settings without one; those read so far count as read."""
+        """Return the settings without one, remembering what was read."""
         left = {name: value for name, value in self._values.items() if name != key}
         reader = ConfigReader(left, self.origin)
         reader._read |= self._read
         return reader
 
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
-        """Build the error for a value that no code here covers."""
+        """Build the error for an unsupported value."""
         return UnsupportedModelError(
             f"{self.origin}: {key} = {short(self._values.get(key))} is not supported; "
             f"supported is {supported}"
         )
 
     def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
-        """Refuse a setting of `neutral` that was not read and has another value."""
+        """Refuse an unread setting of `neutral` with another value."""
         for key, usual in neutral.items():
             value = self._values.get(key)
             items = value if isinstance(value, list) else [value]
@@ -157,7 +156,7 @@ class ConfigReader:
                 raise self.refuse(key, f"{usual[0]!r}" if usual else "only a model without it")
 
     def refuse_unknown_routing(self) -> None:
-        """Refuse a setting that was not read and by its name changes how experts are chosen."""
+        """Refuse an unread setting whose name suggests that it changes routing."""
         for key in sorted(self._values.keys() - self._read - _HARMLESS_ROUTING):
             value = self._values[key]
             is_set = value not in (None, False, 0, [], {})
@@ -165,7 +164,7 @@ class ConfigReader:
                 raise self.refuse(key, "only a model without it")
 
     def refuse_unknown(self, harmless: frozenset[str]) -> None:
-        """Refuse a setting that was not read and is not known to be harmless."""
+        """Refuse an unread setting that is not known to be harmless."""
         for key in sorted(self._values.keys() - self._read - harmless):
             if self._values[key] is not None:
                 raise self.refuse(key, "only a model without it")

@@ -1,4 +1,4 @@
-"""All model families, found by a checkpoint's name of its architecture."""
+"""Finds a checkpoint's model family by its architecture."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """Find the family of a Hugging Face config; None if none covers it.
+    """Find the family of a Hugging Face config; None if there is none.
 
     Raises:
-        UnsupportedModelError: it is an encoder.
+        UnsupportedModelError: the model is an encoder.
     """
     architectures = _architectures(config)
     for family in FAMILIES:
@@ -89,7 +89,7 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def unsupported(config: Mapping[str, Any], reason: str = "") -> UnsupportedModelError:
-    """Build the error for a config that no family covers, with the families that there are.
+    """Build the error for a config without a family, which lists all families.
 
     Args:
         reason: why transformers' modules cannot serve it either.
@@ -108,10 +108,10 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
 
 
 def family_of_text(config: Mapping[str, Any]) -> Family:
-    """Find the family of the text part of a larger model by its `model_type`.
+    """Find the family of a larger model's text part by its `model_type`.
 
     Raises:
-        UnsupportedModelError: no family covers it.
+        UnsupportedModelError: no family supports it.
     """
     named = config.get("model_type")
     for family in FAMILIES:
@@ -124,10 +124,10 @@ def family_of_text(config: Mapping[str, Any]) -> Family:
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
-    """Find the family of a GGUF file by its `general.architecture` and its settings.
+    """Find the family of a GGUF file by its `general.architecture` and settings.
 
     Raises:
-        UnsupportedModelError: no family covers it.
+        UnsupportedModelError: no family supports it.
     """
     architecture = str(metadata.get("general.architecture"))
     prefix = f"{architecture}."
@@ -135,7 +135,7 @@ def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
     }
     named = [f for f in FAMILIES if f.gguf is not None and f.gguf.architecture == architecture]
-    # Those that look at settings come before one that takes every file.
+    # Families that check settings come before one that takes every file.
     for family in reversed(named):
         if family.gguf is not None and family.gguf.is_of(settings):
             return family

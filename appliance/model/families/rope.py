@@ -1,4 +1,4 @@
-"""Reads rotary settings of Hugging Face configs, old style and new, into a `RopeSpec`.
+"""Reads rotary settings of Hugging Face configs, old and new style, into a `RopeSpec`.
 
 Old: `rope_theta` and `rope_scaling` beside the other settings. New: all of it in `rope_parameters`,
 optionally per layer type. Formulas of the attention factors: YaRN (arXiv 2309.00071), LongRoPE
@@ -27,12 +27,12 @@ _SCALINGS = {
     "yarn": RopeScaling.YARN,
     "proportional": RopeScaling.PROPORTIONAL,
 }
-# Each scaling reads some of these; the others do not affect it.
+# Each scaling reads some of these and ignores the others.
 _KNOWN_KEYS = frozenset(
     {
         "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
         "long_factor", "low_freq_factor", "mscale", "mscale_all_dim", "short_factor", "truncate",
-        "mrope_interleaved", "mrope_section",  # of images: text has one position
+        "mrope_interleaved", "mrope_section",  # for images: text has one position
         "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type",
         "type",
     }
@@ -49,8 +49,8 @@ def read_rope(
 ) -> RopeSpec:
     """Read the rotary settings that all layers share.
 
-    With `partial` the family may rotate only part of a head; `theta` and `share`, the part that
-    rotates, are its defaults.
+    `partial` allows rotating only part of a head; `theta` and `share`, that part, are the family's
+    defaults.
     """
     scaling = config.section("rope_scaling")
     new_style = config.section("rope_parameters")
@@ -62,14 +62,14 @@ def read_rope(
 def read_growing_rope(config: ConfigReader, turning: int, head_dim: int) -> RopeSpec:
     """Read the rotary settings of Mistral's models, whose queries grow with their position.
 
-    Of a head of `head_dim` elements `turning` rotate.
+    `turning` of a head's `head_dim` elements rotate.
     """
     section = config.section("rope_parameters")
     beta = section.number("llama_4_scaling_beta", 0.0)
     context = section.integer(
         "original_max_position_embeddings", config.integer("max_position_embeddings")
     )
-    section.value("max_position_embeddings")  # the config's own, once more
+    section.value("max_position_embeddings")  # repeats the config's own
     if round(head_dim * section.number("partial_rotary_factor", turning / head_dim)) != turning:
         raise section.refuse("partial_rotary_factor", f"{turning} of {head_dim} elements")
     rope = scaled_rope(config, section.without("partial_rotary_factor"), 1000000.0, turning)
@@ -77,7 +77,7 @@ def read_growing_rope(config: ConfigReader, turning: int, head_dim: int) -> Rope
 
 
 def without_positions(head_dim: int) -> RopeSpec:
-    """Return the settings of heads that do not rotate: none of their pairs turns."""
+    """Return the settings of heads that do not rotate."""
     return RopeSpec(theta=10000.0, rotary_dim=head_dim, scaling=RopeScaling.PROPORTIONAL)
 
 
@@ -93,9 +93,9 @@ def scaled_rope(
 
     Args:
         section: the settings, possibly empty.
-        theta: used if the section has none.
+        theta: default if the section has none.
         partial: the family may rotate only part of a head.
-        share: used if neither the section nor the config has one.
+        share: default if neither the section nor the config has one.
     """
     key = "rope_type" if section.value("rope_type") else "type"
     kind = section.text(key, "default")

@@ -35,7 +35,7 @@ _UNGATED = {"relu": Activation.RELU, "gelu": Activation.GELU}
 
 
 def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
-    """Read the elements per head; by default the family's, or width divided by heads."""
+    """Read the head width; by default the family's, or hidden size divided by heads."""
     usual = config.integer("hidden_size") // config.integer("num_attention_heads")
     return config.integer("head_dim", default or usual)
 
@@ -105,25 +105,22 @@ def read_decoder(
     output_scale: bool = False,
     token_input: TokenInputSpec | None = None,
 ) -> DecoderSpec:
-    """Read a decoder whose layers differ only in their mixers and experts.
+    """Read a decoder whose layers differ only in their mixers and MLPs.
 
     Args:
-        activation: the setting that names the MLP's nonlinearity.
+        activation: setting that names the MLP's nonlinearity.
         mlp_bias: the MLP's linears have biases.
-        experts: of each layer, instead of its MLP; None leaves that, nothing leaves all.
-        mlps: of each layer, instead of what the config and `experts` say.
-        width: the MLP's, if the config does not hold it as `intermediate_size`.
-        norm_eps: the setting that keeps norms from dividing by zero.
-        norm: of the stream, instead of what these two say.
-        norm_offset: added to the weights of the norms.
-        post_norms: attention and MLP are each followed by a norm.
-        context: most positions, if the config does not say.
-        tied_head: embedding and head are one matrix, unless the config says otherwise.
-        embedding_scale: multiplies the embedding.
-        logit_scale: multiplies the logits.
+        experts: of each layer, replacing its MLP unless None; empty for no experts.
+        mlps: of each layer, overriding the config and `experts`.
+        width: of the MLP, if the config lacks `intermediate_size`.
+        norm_eps: setting with the norms' epsilon.
+        norm: of the stream, overriding `norm_eps` and `norm_offset`.
+        post_norms: norms follow attention and MLP.
+        context: most positions, if the config lacks them.
+        tied_head: default of `tie_word_embeddings`.
         logit_softcap: logits become cap * tanh(logits / cap).
         output_scale: each layer has a factor of the stream after it.
-        token_input: what tokens add after each layer.
+        token_input: per-layer inputs from tokens.
     """
     norm = norm or NormSpec(config.number(norm_eps), norm_offset)
     usual = experts or [None] * len(mixers)
@@ -153,7 +150,7 @@ def _read_mlps(
     width: int | None,
     experts: Sequence[ExpertsSpec | None],
 ) -> list[MLPSpec | ExpertsSpec | None]:
-    """Read the MLP of the layers that have no experts."""
+    """Read the MLP of layers without experts."""
     found: list[MLPSpec | ExpertsSpec | None] = [layer for layer in experts if layer is not None]
     if len(found) == len(experts):
         return found
@@ -165,7 +162,7 @@ def _read_mlps(
 def read_activation(
     config: ConfigReader, key: str = "hidden_act", *, usual: str = "silu", gated: bool = True
 ) -> Activation:
-    """Read the MLP's nonlinearity, `usual` by default; some stand only in MLPs without a gate."""
+    """Read the MLP's nonlinearity, `usual` by default; some exist only without a gate."""
     known = _ACTIVATIONS if gated else _ACTIVATIONS | _UNGATED
     act = config.text(key, usual)
     if act not in known:
@@ -174,14 +171,14 @@ def read_activation(
 
 
 def read_window(config: ConfigReader, default: int | None = None) -> int | None:
-    """Read `sliding_window`: absent means the family's default, null or 0 means none."""
+    """Read `sliding_window`: the family's default if absent, none if null or 0."""
     if "sliding_window" not in config:
         return default
     return config.integer("sliding_window") if config.value("sliding_window") else None
 
 
 def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
-    """Read from `layer_types` which layers slide; `usual` if it is absent."""
+    """Read which layers slide from `layer_types`; `usual` if it is absent."""
     kinds = {"full_attention": False, "sliding_attention": True}
     return read_layer_kinds(config, kinds, len(usual)) or list(usual)
 
@@ -189,11 +186,11 @@ def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
 def read_layer_kinds(
     config: ConfigReader, kinds: Mapping[str, Kind], count: int, key: str = "layer_types"
 ) -> list[Kind] | None:
-    """Read a list of each layer's kind, by its name in `kinds`; None if it is absent.
+    """Read a list of each layer's kind by its name in `kinds`; None if it is absent.
 
     Raises:
         CheckpointError: it is no list of `count` kinds.
-        UnsupportedModelError: a kind is not among them.
+        UnsupportedModelError: a kind is unknown.
     """
     listed = config.value(key)
     if listed is None:

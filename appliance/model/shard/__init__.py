@@ -1,1 +1,1 @@
-"""A model divided among ranks: which heads, columns and tokens each has."""
+"""A model divided among ranks: each rank's heads, columns and tokens."""

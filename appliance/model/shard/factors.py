@@ -1,4 +1,4 @@
-"""Takes a rank's part out of an adapter's factors: their products are linear, so parts add up."""
+"""Cuts a rank's part out of an adapter's factors; the ranks' products add up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FactorCutter:
     shard: Shard
 
     def cut(self, at: tuple[int, AdapterPlace], factors: PlacedFactors) -> PlacedFactors:
-        """Return a rank's part of a place of a layer: of its outputs, or of its inputs."""
+        """Return a rank's part of a place's factors: of its outputs, or of its inputs."""
         index, place = at
         if place in (AdapterPlace.INTO_MIXER, AdapterPlace.OUT_OF_MIXER):
             ranges = self._mixer(index)
@@ -43,7 +43,7 @@ class FactorCutter:
 
     def _mlp(self, index: int) -> list[Columns] | None:
         share, mlp = self.shard.layers[index], self.shard.whole.layers[index].mlp
-        if isinstance(mlp, ExpertsSpec):  # adapters change the MLP beside experts
+        if isinstance(mlp, ExpertsSpec):  # adapters change the shared MLP
             mlp, columns = mlp.shared, share.shared
         else:
             columns = share.columns
@@ -54,7 +54,7 @@ class FactorCutter:
 
 
 def _cut_outputs(expansions: tuple[Expansion, ...], ranges: list[Columns]) -> tuple[Expansion, ...]:
-    """Return what expands into some ranges of a place's outputs, which come to lie side by side."""
+    """Return the expansions into some ranges of a place's outputs, which become adjacent."""
     found, begin = [], 0
     for first, last in ranges:
         for part in expansions:

@@ -1,7 +1,7 @@
-"""One rank's part of a model: its own `DecoderSpec`, and where in the whole it lies.
+"""One rank's part of a model: its own `DecoderSpec`, and its position in the whole.
 
-Parts that do not divide are whole on every rank: recurrent and latent mixers, heads that are too
-few, experts that have norms of their own. Then each computes them, and nothing is added up.
+Parts that do not divide are whole on every rank: recurrent and latent mixers, too few heads,
+experts with their own norms. Each rank computes them, and nothing is summed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
 
-COLUMN_UNIT = 32  # inputs of the smallest group that all kernels multiply
+COLUMN_UNIT = 32  # inputs of the smallest group that all kernels support
 USUAL_GROUP = 128  # inputs of a block of FP8, and of the largest group
 TOKEN_UNIT = 32
 
@@ -29,11 +29,11 @@ Columns = tuple[int, int]  # first and one after the last
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """A rank's part of a layer; None: all of it, as every rank has."""
+    """A rank's part of a layer; None means all of it, on every rank."""
 
     heads: Heads | None
-    columns: Columns | None  # of an MLP's middle, or of every expert's
-    shared: Columns | None  # of the middle of the MLP beside experts
+    columns: Columns | None  # intermediate columns of the MLP, or of every expert
+    shared: Columns | None  # intermediate columns of the shared MLP
 
 
 WHOLE_LAYER = LayerShare(None, None, None)
@@ -41,12 +41,10 @@ WHOLE_LAYER = LayerShare(None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part.
+    """A rank's part of a model.
 
     Attributes:
-        whole: the model.
-        spec: as if the part were a model; the vocabulary is the whole one.
-        layers: its part of each layer.
+        spec: of the part as a model of its own, with the whole vocabulary.
         tokens: (size + 1,) bounds of the ranks' rows of embedding and head.
     """
 
@@ -59,25 +57,23 @@ class Shard:
 
     @property
     def own_tokens(self) -> slice:
-        """The rows of embedding and head that it has."""
+        """Its rows of embedding and head."""
         return slice(self.tokens[self.rank], self.tokens[self.rank + 1])
 
     @property
     def widest_tokens(self) -> int:
-        """The most rows of embedding and head that a rank has."""
+        """Most rows of embedding and head on a rank."""
         return max(last - first for first, last in pairwise(self.tokens))
 
 
 def shard_model(
     spec: DecoderSpec, split: Split, unit_of: Callable[[int, int], int]
 ) -> tuple[Shard, ...]:
-    """Divide a model.
+    """Divide a model among ranks.
 
     Args:
-        spec: of the whole.
-        split: the ranks' shares.
-        unit_of: returns the columns of a layer's MLPs that stay together, from the layer's index
-            and the columns in all.
+        unit_of: returns the number of adjacent MLP columns to keep together, from a layer's index
+            and its number of columns.
     """
     layers = [_shares(layer, split, index, unit_of) for index, layer in enumerate(spec.layers)]
     units = split.cut(-(-spec.vocab_size // TOKEN_UNIT))
@@ -106,7 +102,7 @@ def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
     """Divide a source's model where its weights' scales allow.
 
     Raises:
-        ConfigError: the heads do not divide by the shares.
+        ConfigError: the shares do not divide the heads.
     """
     check_split(source.spec, split)
     units: dict[tuple[int, int], int] = {}
@@ -118,7 +114,7 @@ def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
 
 
 def _unit(source: ModelSource, name: str) -> int:
-    """Return the columns that had better stay together: those of a block or a usual group."""
+    """Return the number of columns to keep together: a block or a usual group."""
     weights = source.weights
     if isinstance(weights, GGUFWeights):
         return max(weights.block_size(name), COLUMN_UNIT)
@@ -127,7 +123,7 @@ def _unit(source: ModelSource, name: str) -> int:
 
 
 def undivided(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """Name what every rank has whole."""
+    """Name the parts that every rank has whole."""
     first = shards[0]
     mixers = sum(
         share.heads is None and layer.mixer is not None
@@ -164,7 +160,7 @@ def _shares(
 def _cut_columns(
     width: int, split: Split, index: int, unit_of: Callable[[int, int], int]
 ) -> list[Columns] | None:
-    """Divide columns into whole units, or into `COLUMN_UNIT` if there are too few of them."""
+    """Divide columns into whole units, or into `COLUMN_UNIT` if there are too few units."""
     for unit in (unit_of(index, width), COLUMN_UNIT):
         bounds = None if width % unit else split.cut(width // unit)
         if bounds is not None:
@@ -173,7 +169,7 @@ def _cut_columns(
 
 
 def _own(layer: LayerSpec, share: LayerShare) -> LayerSpec:
-    """Return a layer as a rank has it."""
+    """Return a rank's part of a layer's spec."""
     mixer, mlp = layer.mixer, layer.mlp
     if share.heads is not None:
         assert isinstance(mixer, AttentionSpec)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 4  # valid splits in a message
 MOST_SHARE = 64
-MOST_TRIED = 10_000  # splits that are looked at for a message
+MOST_TRIED = 10_000  # splits to check for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Split:
     """The ranks of a model.
 
     Attributes:
-        shares: of each rank, whole numbers.
-        is_exact: heads must divide by these shares; otherwise they come as near as they can.
+        shares: whole number per rank.
+        is_exact: heads must divide exactly by the shares; otherwise as closely as possible.
     """
 
     shares: tuple[int, ...]
@@ -31,10 +31,10 @@ class Split:
 
     @classmethod
     def parse(cls, size: int, text: str) -> Split:
-        """Read `auto`, or shares such as 2:1.
+        """Parse `auto`, or shares such as 2:1.
 
         Raises:
-            ConfigError: these are no shares, or not as many as ranks.
+            ConfigError: the text is invalid, or its number of shares is not `size`.
         """
         if text == "auto":
             return cls((1,) * size)
@@ -55,7 +55,7 @@ class Split:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.shares)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Split:
         total = sum(self.shares)
         counts = [max(1, units * share // total) for share in self.shares]
         while (left := units - sum(counts)) != 0:
-            # Give to the rank that lacks most of its share, or take from the one most above it.
+            # Add to the rank farthest below its share, or take from the one farthest above.
             each = zip(counts, self.shares, strict=True)
             beyond = [count - units * share / total for count, share in each]
             if left > 0:
@@ -82,13 +82,13 @@ class Split:
         return tuple(accumulate(counts, initial=0))
 
     def fits(self, units: int) -> bool:
-        """Return True if so many units divide exactly by the shares."""
+        """Return True if the units divide exactly by the shares."""
         return units % sum(self.shares) == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of one rank; KV heads may be another rank's as well."""
+    """The heads of one rank; another rank may have the same KV heads."""
 
     first: int
     count: int
@@ -97,15 +97,14 @@ class Heads:
 
 
 def head_units(mixer: AttentionSpec, size: int) -> int:
-    """Return how many pieces the heads of a layer can be divided into: groups, or query heads."""
+    """Return the number of pieces that a layer's heads divide into: KV groups or query heads."""
     return mixer.num_kv_heads if mixer.num_kv_heads >= size else mixer.num_heads
 
 
 def cut_heads(mixer: AttentionSpec, split: Split) -> tuple[Heads, ...] | None:
-    """Divide heads, whole KV groups to a rank; None if they cannot be divided.
+    """Divide heads by whole KV groups; None if they cannot be divided.
 
-    With fewer KV heads than ranks, each rank has the one that its query heads read, and none reads
-    two.
+    With fewer KV heads than ranks, each rank has the single KV head that its query heads read.
     """
     group = mixer.num_heads // mixer.num_kv_heads
     bounds = split.cut(head_units(mixer, split.size))
@@ -122,10 +121,10 @@ def cut_heads(mixer: AttentionSpec, split: Split) -> tuple[Heads, ...] | None:
 
 
 def check_split(spec: DecoderSpec, split: Split) -> None:
-    """Refuse shares that the model's heads do not divide by.
+    """Refuse shares that do not divide the model's heads.
 
     Raises:
-        ConfigError: names the splits nearest to it.
+        ConfigError: names the nearest valid splits.
     """
     if not split.is_exact or _divides(spec, split):
         return
@@ -159,7 +158,7 @@ def _layer_divides(mixer: AttentionSpec, split: Split) -> bool:
 
 
 def _valid_splits(spec: DecoderSpec, near: Split) -> list[Split]:
-    """List the splits that all layers divide by, in lowest terms; of too many, two."""
+    """List the splits that divide all layers, in lowest terms; only two if there are many."""
     size = near.size
     units = [head_units(mixer, size) for mixer in spec.attention_layers.values()]
     if not units:
@@ -177,7 +176,7 @@ def _valid_splits(spec: DecoderSpec, near: Split) -> list[Split]:
 
 
 def _compositions(total: int, parts: int) -> list[tuple[int, ...]]:
-    """List the ways to write a number as a sum of positive ones, in order."""
+    """List the ways to write a number as an ordered sum of positive numbers."""
     if parts == 1:
         return [(total,)] if total > 0 else []
     return [

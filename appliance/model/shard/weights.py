@@ -1,6 +1,6 @@
-"""Takes a rank's part out of weights as they are read.
+"""Cuts a rank's part out of weights as they are read.
 
-A cut through inputs that share scales makes a weight dense, and is counted.
+A cut through inputs that share scales makes a weight dense, which is counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WeightCutter:
     """Cuts the layers of one model for one rank.
 
     Attributes:
-        num_dense: weights that became dense, because a block of theirs was cut.
+        num_dense: weights that became dense because a block was cut.
     """
 
     shard: Shard
@@ -55,7 +55,7 @@ class WeightCutter:
         return replace(weights, mixer=mixer, mlp=mlp)
 
     def vocabulary(self, embedding: Weight, head: Weight) -> tuple[Weight, Weight]:
-        """Return a rank's rows; the same object twice if the matrices are one."""
+        """Return a rank's rows of embedding and head; one object if they are tied."""
         own = LinearPart(embedding, None).rows(self.shard.own_tokens).weight
         if head is embedding:
             return own, own
@@ -96,7 +96,7 @@ class WeightCutter:
         return replace(weights, expert=expert, shared=of_all)
 
     def _columns(self, part: LinearPart, columns: Columns) -> LinearPart:
-        """Take inputs of a linear; the first rank alone adds its bias."""
+        """Cut inputs of a linear; only the first rank adds its bias."""
         bias = part.bias if self.shard.rank == 0 else None
         unit = column_unit(part.weight)
         if unit is None or columns[0] % unit or columns[1] % unit:
@@ -107,7 +107,7 @@ class WeightCutter:
 
 
 def input_ranges(spec: AttentionSpec, heads: Heads) -> list[Columns]:
-    """Return a rank's rows among queries, keys, values and gates, which lie in this order."""
+    """Return a rank's rows of queries, keys, values and gates, in this order."""
     width = spec.head_dim
     queries = (heads.first * width, (heads.first + heads.count) * width)
     keys = (heads.first_kv * width, (heads.first_kv + heads.num_kv) * width)
@@ -121,13 +121,13 @@ def input_ranges(spec: AttentionSpec, heads: Heads) -> list[Columns]:
 
 
 def middle_ranges(width: int, rows: int, columns: Columns) -> list[Columns]:
-    """Return a rank's rows of gate and up, or of up alone, each of some width."""
+    """Return a rank's rows of gate and up, or of up alone, each of `width`."""
     first, last = columns
     return [(begin + first, begin + last) for begin in range(0, rows, width)]
 
 
 def rows_of(parts: list[LinearPart], ranges: list[Columns]) -> list[LinearPart]:
-    """Take ranges of the rows of parts that lie one after another, in this order."""
+    """Take ranges of the rows of concatenated parts, in order."""
     found = []
     for first, last in ranges:
         begin = 0
@@ -140,7 +140,7 @@ def rows_of(parts: list[LinearPart], ranges: list[Columns]) -> list[LinearPart]:
 
 
 def shard_precisions(layers: Sequence[LayerPrecision], shard: Shard) -> tuple[LayerPrecision, ...]:
-    """Return the precision of a rank's heads, from those of all heads, by cache layer."""
+    """Return the precisions of a rank's heads, from those of all heads, by cache layer."""
     shares = [shard.layers[index].heads for index in shard.spec.cache_layers]
     return tuple(
         layer
