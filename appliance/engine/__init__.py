@@ -1,1 +1,1 @@
-"""Schedules and runs requests: queue, KV blocks, steps, and the process that holds them."""
+"""Schedules and runs requests: queue, KV blocks, steps, and the engine process."""

@@ -1,4 +1,4 @@
-"""The terms on which a model takes memory that others may want as well. Imports no torch."""
+"""Negotiates memory for a model that shares a device with others. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The memory of a model among others.
+    """A model's memory among others.
 
     Attributes:
-        limit: most bytes of all models together; None is what the device has free.
-        is_shared: others may be loaded beside it, so a GPU's memory is not filled with KV blocks.
-        ask: called before memory is taken, with the bytes that are needed and the bytes that may be
-            used now; returns once others have made room, or cannot.
+        limit: bytes of all models together; None means the device's free memory.
+        is_shared: other models may load too, so do not fill a GPU with KV blocks.
+        ask: called with needed and available bytes before taking memory; returns once other models
+            have made room, or cannot.
     """
 
     limit: int | None = None
@@ -29,18 +29,18 @@ class Admission:
     ask: Callable[[int, int], object] = lambda needed, free: None
 
     def plan(self, make_request: Callable[[], MemoryRequest], *, measured: bool) -> MemoryRequest:
-        """Ask for the memory that a model needs.
+        """Plan a model's memory, asking others to make room.
 
         Args:
-            make_request: asks with the memory that is free at the moment.
-            measured: the workspace is measured once the weights are loaded, so that only what
-                cannot fit at all is refused here.
+            make_request: builds the request from the memory that is free now.
+            measured: the workspace is measured after loading, so refuse only a model that cannot
+                fit.
 
         Returns:
             The request to plan with, after others have made room.
 
         Raises:
-            MemoryPlanError: the model does not fit, even if it were alone.
+            MemoryPlanError: the model would not fit even alone.
         """
         now = make_request()
         alone = self._bounded(now, self.limit or now.budget_bytes)
@@ -58,7 +58,7 @@ class Admission:
 
 
 def total_bytes(plan: MemoryPlan, request: MemoryRequest) -> int:
-    """Return the bytes of a plan that lie in the memory it divides."""
+    """Return the bytes of a plan in the memory that it divides."""
     host_bytes = 0
     if request.host_budget_bytes is None:
         host_bytes = plan.kv_host_bytes + plan.host_experts.num_bytes

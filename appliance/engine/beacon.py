@@ -1,8 +1,8 @@
-"""Reports an engine's progress in shared memory, readable even while a step runs.
+"""Reports an engine's progress in shared memory, readable even during a step.
 
-A step may take minutes on a slow machine, and a hung process looks the same from outside. So the
-engine counts its progress here, and writes the names of the requests a step starts, so that they
-are known if the process dies in that step.
+From outside, a step of minutes on a slow machine looks like a hung process. So the engine counts
+its progress here, and writes the names of the requests that a step starts: if the process dies in
+that step, they are known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-WORDS = 512  # 64 bits each; one page
+WORDS = 512  # of 64 bits; one page
 _PROGRESS, _WAITING, _COUNT, _NAMES = 0, 1, 2, 3
 MAX_NAMES = WORDS - _NAMES
 
@@ -22,7 +22,7 @@ class Beacon:
     """Progress counter and started requests of one engine.
 
     Args:
-        words: (WORDS,) 64-bit words; None keeps them in this process.
+        words: (WORDS,) 64-bit words; None allocates private ones.
     """
 
     def __init__(self, words: memoryview | None = None) -> None:
@@ -35,17 +35,17 @@ class Beacon:
 
     @property
     def progress(self) -> int:
-        """Number of pieces so far, modulo 2**63."""
+        """Progress count, modulo 2**63."""
         return self._words[_PROGRESS]
 
     @property
     def address(self) -> int:
-        """Address of the counter, for code that is not Python; valid while this object lives."""
+        """Address of the counter, for C code; valid while this object lives."""
         return ctypes.addressof(ctypes.c_uint64.from_buffer(self._words))
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Mark the wait for a GPU, whose progress is not visible here."""
+        """Mark a wait for a GPU, whose progress is invisible here."""
         self._words[_WAITING] = 1
         try:
             yield
@@ -54,23 +54,22 @@ class Beacon:
 
     @property
     def waits_for_device(self) -> bool:
-        """True while the engine waits for a GPU."""
         return bool(self._words[_WAITING])
 
     def start(self, request_ids: Iterable[str]) -> None:
-        """Name the requests that the next step is the first to work on."""
+        """Write the names of the requests that the next step starts."""
         names = [name_of(request_id) for request_id in request_ids][:MAX_NAMES]
-        self._words[_COUNT] = 0  # a concurrent reader sees none or all of them
+        self._words[_COUNT] = 0  # a concurrent reader sees either none or all of them
         for place, name in enumerate(names, _NAMES):
             self._words[place] = name
         self._words[_COUNT] = len(names)
 
     def started(self) -> set[int]:
-        """Return the names that the latest `start` wrote; see `name_of`."""
+        """Return the names that the last `start` wrote; see `name_of`."""
         count = min(self._words[_COUNT], MAX_NAMES)
         return set(self._words[_NAMES : _NAMES + count].tolist())
 
 
 def name_of(request_id: str) -> int:
-    """Hash a request id into the name a beacon uses."""
+    """Hash a request id into its name in a beacon."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

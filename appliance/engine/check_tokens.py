@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_tokens(request: Request, info: EngineInfo) -> None:
-    """Refuse a request with tokens that the model does not have.
+    """Refuse a request with tokens outside the model's vocabulary.
 
     Raises:
-        RequestError: a token id is outside the vocabulary, or it is too small for so many beams.
+        RequestError: a token id is too large, or the vocabulary is too small for so many beams.
     """
     prompt, sampling = request.prompt_token_ids, request.sampling
     budget = sampling.thought_budget

@@ -1,4 +1,4 @@
-"""Converts the scheduler's updates into the deltas that clients get."""
+"""Converts the scheduler's updates to deltas for clients."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def deltas_of(updates: Iterable[Update]) -> tuple[SequenceDelta, ...]:
 
 
 def overdue(updates: Iterable[Update], now: float) -> list[SequenceDelta]:
-    """Return the ends of expired sequences: errors for requests that were never started.
+    """Return the final deltas of expired sequences: errors for requests that never started.
 
-    `now` is on the clock of their arrival.
+    Args:
+        now: on the clock of their arrival.
     """
     return [
         _delta(update) if update.token_ids else _late(update.sequence, now)
@@ -83,7 +84,7 @@ def _late(sequence: Sequence, now: float) -> SequenceDelta:
 
 
 def _is_choice(sequence: Sequence) -> bool:
-    """Return True if the client knows of it: a search may have more beams than answers."""
+    """Return True if the client knows the sequence: a search may have more beams than answers."""
     return sequence.index < sequence.request.sampling.num_choices
 
 

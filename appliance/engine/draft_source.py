@@ -1,4 +1,4 @@
-"""Opens the model, or the head, that drafts, and checks that it can draft for what is served."""
+"""Opens the draft model or head, and checks that it can draft for the served model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from appliance.engine.memory_plan import MemoryRequest
     from appliance.model.source import ModelSource
 
-MOST_PADDING = 1024  # rows of a head without a token: sizes of one vocabulary differ by less
+MOST_PADDING = 1024  # a head's rows without a token: sizes of one vocabulary differ by less
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A draft model before it is loaded.
+    """A draft model that is not loaded yet.
 
     Attributes:
-        name: for people.
-        execution: of the model that is served; they share its threads and workspace.
-        most_tokens: the size of that model's vocabulary.
+        name: for display.
+        execution: the served model's; both share threads and workspace.
+        most_tokens: the served model's vocabulary size.
     """
 
     name: str
@@ -49,12 +49,12 @@ class DraftSource:
 
     @property
     def kv_format(self) -> KVFormat:
-        """8 bits, which lose next to nothing here: what a draft says decides no answer."""
+        """INT8: its loss is tiny, and a draft never decides an answer."""
         return KVFormat.BF16 if self.source.spec.latent_layers else KVFormat.INT8
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token in its cache, all layers."""
+        """Bytes per token in its cache, all layers."""
         library = self.execution.engine.library
         return sum(
             bytes_per_token(library, self.kv_format, heads, width)
@@ -66,18 +66,18 @@ class DraftSource:
         return estimate_native_bytes(self.source, self.execution.precision.dtype)
 
     def in_words(self) -> str:
-        """Describe it for people: its name, layers, and the bytes of its weights."""
+        """Format name, layers and the bytes of the weights."""
         layers = counted(len(self.source.spec.layers), "layer")
         return f"{self.name}: {layers}, {self.weight_bytes / 2**20:,.1f} MiB"
 
     def num_scratch(self, num_seqs: int) -> int:
-        """Return the blocks of its cache behind those of the served model's."""
+        """Return the scratch blocks of its cache, after the served model's blocks."""
         return num_seqs * scratch_blocks(self.execution.precision.block_size)
 
     def added_to(self, request: MemoryRequest) -> MemoryRequest:
-        """Return a request for memory that counts the draft model too.
+        """Return a memory request that includes the draft model.
 
-        Its keys and values lie beside those of the served model, block for block.
+        Its keys and values lie beside the served model's, block for block.
         """
         scratch = self.num_scratch(request.max_num_seqs) * request.block_size
         logits = request.max_num_seqs * self.source.spec.vocab_size * 4
@@ -88,7 +88,7 @@ class DraftSource:
 
 @dataclass(frozen=True, slots=True)
 class HeadDraft(DraftSource):
-    """A head; it may read with the served model's embedding, and say by its output matrix.
+    """A draft head; may share the served model's embedding and output matrix.
 
     Attributes:
         head: its own parts.
@@ -104,13 +104,13 @@ class HeadDraft(DraftSource):
         return layers + beside * int(dtype.itemsize)
 
     def in_words(self) -> str:
-        """Describe it, and which layers of the served model it reads."""
+        """Describe it and the served model's layers that it reads."""
         reads = ", ".join(map(str, self.head.reads))
         before = f", reads the stream before layers {reads} (from 0)" if reads else ""
         return f"{DraftSource.in_words(self)}{before}"
 
     def added_to(self, request: MemoryRequest) -> MemoryRequest:
-        """Return a request that counts the head, and the hidden states that it reads."""
+        """Return a memory request that includes the head and the hidden states that it reads."""
         found, reads = DraftSource.added_to(self, request), self.head.reads
         width = max(1, len(reads)) * self.source.spec.hidden_size
         rows = request.max_num_batched_tokens * width * 4
@@ -120,12 +120,12 @@ class HeadDraft(DraftSource):
 def open_draft(
     config: EngineConfig, source: ModelSource, execution: Execution
 ) -> DraftSource | None:
-    """Open the model, or the head, that `--speculate` asks for; None: none drafts.
+    """Open the model or head that `--speculate` names; None if nothing drafts.
 
     Raises:
         ConfigError: it cannot draft for this model.
-        CheckpointError: a part of it is missing or damaged.
-        UnsupportedModelError: no code here covers it.
+        CheckpointError: a part is missing or damaged.
+        UnsupportedModelError: no code here supports it.
     """
     name, eagle = config.draft_model, config.eagle_head
     if not name and not eagle and config.speculate != "mtp":

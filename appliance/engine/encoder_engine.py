@@ -1,6 +1,6 @@
-"""The engine of an encoder: reads whole texts, as many as a step has room for, and keeps nothing.
+"""An encoder's engine: reads whole texts, as many as fit into a step.
 
-Without a KV cache there are no blocks, no prefixes and no preemption.
+Has no KV cache, so no blocks, prefixes or preemption.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EncoderEngine:
     Args:
         encoder: the model.
         info: facts about it.
-        max_tokens: of a step, as long as a text is not longer.
+        max_tokens: per step; a longer text runs alone.
         beacon: shows progress to other processes.
         clock: monotonic seconds.
     """
@@ -92,22 +92,22 @@ class EncoderEngine:
         self._waiting.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """Forget a request that waits; return False if there is none."""
+        """Forget a waiting request; return False if there is none."""
         found = self._waiting.forget(request_id)
         self._aborted += found
         return found
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Ignore the tokens: an encoder has no use for grammars."""
+        """Ignore the tokens: an encoder has no grammars."""
 
     def load_adapter(self, ref: AdapterRef) -> None:
-        """Ignore an adapter: `submit` refuses requests that name one."""
+        """Ignore the adapter: `submit` refuses requests that name one."""
 
     def unload_adapter(self, ref: AdapterRef) -> None:
-        """Ignore an adapter, as `load_adapter` does."""
+        """Ignore the adapter, as `load_adapter` does."""
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: no state outlives the process."""
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -126,7 +126,7 @@ class EncoderEngine:
         return self._waiting.views(self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
-        """Return the steps since the last call, at most the latest `MAX_STEPS_KEPT`."""
+        """Return the steps since the last call, at most the last `MAX_STEPS_KEPT`."""
         steps = tuple(self._steps)
         self._steps.clear()
         return steps
@@ -136,7 +136,7 @@ class EncoderEngine:
         return Table(request_id=request_id, index=index)
 
     def step(self) -> StepReport:
-        """Read the texts whose turn it is."""
+        """Read the next texts."""
         now = self._clock()
         late = self._waiting.expire(now)
         self._expired += len(late)
@@ -178,13 +178,13 @@ class EncoderEngine:
         ]
 
     def _types(self, request: Request) -> list[int]:
-        """Return 1 for the tokens of a pair's second text, if the model tells them apart."""
+        """Return 1 for tokens of a pair's second text, if the model has token types."""
         length = len(request.prompt_token_ids)
         second = request.second_text if self._encoder.spec.token_types > 1 else 0
         return [0] * (second or length) + [1] * (length - (second or length))
 
     def _pooled(self, request: Request, hidden: Tensor) -> Tensor:
-        """Return the state that stands for a text, (hidden_size,), of those of its tokens."""
+        """Pool the states of a text's tokens to (hidden_size,)."""
         ranking, pooling = self._encoder.spec.ranking, request.pooling
         if request.second_text and ranking is not None:
             pooling = Pooling.MEAN if ranking.mean else Pooling.CLS

@@ -1,7 +1,6 @@
-"""The engine: accepts requests, plans and runs steps, and returns what each step added.
+"""The engine: accepts requests, plans and runs steps, and returns each step's deltas.
 
-On an asynchronous device the next step is planned and enqueued before the tokens of the one before
-it are read.
+On an asynchronous device it plans and enqueues the next step before it reads the last one's tokens.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class LLMEngine:
     """A loaded model with its cache and its queue, driven by one thread.
 
     Args:
-        tiers: keep content that leaves the cache.
+        tiers: keep evicted content.
         info: facts about the loaded model and cache.
         matchers: the grammars' states, shared with the runner.
-        adapters: reads adapters; None if requests cannot have one.
+        adapters: reads adapters; None if requests cannot use one.
         clock: monotonic seconds.
         beacon: shows progress to other processes.
     """
@@ -78,7 +77,7 @@ class LLMEngine:
         self._runner = runner
         self._grammars = Grammars(scheduler, matchers, info)
         self._adapters = None if adapters is None else AdapterPool(adapters, self._live, clock)
-        self._in_flight: deque[tuple[Plan, float]] = deque()  # each with the time it was launched
+        self._in_flight: deque[tuple[Plan, float]] = deque()  # each with its launch time
         self._expired: list[SequenceDelta] = []  # for the next report
         self._last_end = 0.0
         self._step_seconds = 0.0
@@ -102,11 +101,12 @@ class LLMEngine:
 
         Args:
             config: the settings; `model` is a path.
-            eos_token_ids: tokens that end an answer, or what tells them once the weights are read.
+            eos_token_ids: tokens that end an answer, or a function that returns them, called once
+                the weights are read.
             metadata: memory for block metadata; None keeps it private.
             on_progress: called with stage, done, total.
             beacon: shows progress to other processes; None keeps it private.
-            admission: the memory that it may take among others; None is all that is free.
+            admission: memory shared with other models; None takes all that is free.
 
         Raises:
             ModelError: the model cannot be read or is not supported.
@@ -132,14 +132,14 @@ class LLMEngine:
         return serving or spare
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Set the model's tokens; needed before the first request with a grammar."""
+        """Set the model's tokens; call it before the first request with a grammar."""
         self._grammars.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: it can never be served: too long, or a token id outside the vocabulary.
+            RequestError: it can never run: too long, or a token id outside the vocabulary.
         """
         check_tokens(request, self.info)
         if request.sampling.seed is None:
@@ -160,7 +160,7 @@ class LLMEngine:
             self._scheduler.add(request, now)
 
     def load_adapter(self, ref: AdapterRef) -> None:
-        """Read an adapter ahead of its first request; a report answers."""
+        """Read an adapter before its first request; a report has the answer."""
         if self._adapters is not None:
             self._adapters.wish(ref)
 
@@ -170,12 +170,12 @@ class LLMEngine:
             self._adapters.unload(ref)
 
     def _live(self) -> set[str]:
-        """Return the ids of all requests that have not ended."""
+        """Return the ids of all open requests."""
         live = {sequence.request.request_id for sequence in self._scheduler.sequences()}
         return live | self._grammars.held()
 
     def _start_adapted(self, now: float) -> None:
-        """Let on the requests whose adapter has been read."""
+        """Queue the requests whose adapter has been read."""
         if self._adapters is None or not self._adapters.is_busy:
             return
         ready, ends = self._adapters.start(now)
@@ -193,9 +193,9 @@ class LLMEngine:
         return self._grammars.abandon(request_id) or self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
-        """Start one step and finish the oldest one; deltas are in the order of its plan.
+        """Start one step and finish the oldest one; deltas are in plan order.
 
-        An interrupt, such as Ctrl-C, discards what is in flight; the next steps repeat it.
+        An interrupt, such as Ctrl-C, discards steps in flight; the next steps repeat them.
         """
         begin = now = self._clock()
         self._expired += overdue(self._scheduler.expire(now), now)
@@ -256,7 +256,7 @@ class LLMEngine:
         return deltas_of(self._grammars.advance(self._scheduler.commit(plan, sampled)))
 
     def close(self) -> None:
-        """Write what the disk tier still lacks, as far as time allows."""
+        """Write pending blocks to disk, as far as time allows."""
         if self._adapters is not None:
             self._adapters.close()
         self._tiers.close()
@@ -281,7 +281,7 @@ class LLMEngine:
         return view_sequences(self._scheduler, self._tiers, self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
-        """Return the steps since the last call, at most the latest `MAX_STEPS_KEPT`."""
+        """Return the steps since the last call, at most the last `MAX_STEPS_KEPT`."""
         steps = tuple(self._steps)
         self._steps.clear()
         return steps
@@ -290,7 +290,7 @@ class LLMEngine:
         return view_table(self._scheduler, request_id, index, self.info.block_size)
 
     def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
-        """End the sequences that made a step too large: those in prefill, if there are any."""
+        """End the sequences that made a step too large: those in prefill, if any."""
         assert plan is not None, "steps run out of memory when they are launched"
         large = [entry.sequence for entry in plan.scheduled if entry.num_own > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
@@ -302,6 +302,6 @@ class LLMEngine:
 
 
 def _view(number: int, plan: Plan, seconds: float) -> StepView:
-    """Describe a step; it runs in every step, so it reads no more than it must."""
+    """Describe a step; cheap, because it runs in every step."""
     rows = plan.num_prompt_rows
     return StepView(number, rows, plan.num_tokens - rows, len(plan.scheduled), seconds)

@@ -1,4 +1,4 @@
-"""Describes a loaded engine to its clients: settings, sizes, fingerprint, notes."""
+"""Describes a loaded engine to clients: settings, sizes, fingerprint, notes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe(
     eos_token_ids: tuple[int, ...],
     threads: int,
 ) -> EngineInfo:
-    """Build what clients are told; the caller adds times, notes and the process's own memory."""
+    """Build the description; the caller adds times, notes and the process's own memory."""
     execution, weight_format = parts.execution, parts.executor.weight_format
     precision = execution.precision
     kv_format, router = in_words(precision), source.spec.router
@@ -79,11 +79,11 @@ def notes_on(
     *,
     is_enqueued: bool,
 ) -> tuple[str, ...]:
-    """Return what a user should know of a model's weights, of a GPU's kernels and of the memory.
+    """Return notes for the user on weights, a GPU's missing kernels and memory.
 
     Args:
-        request: that the plan answers.
-        is_enqueued: whether no layer waits to know which experts it needs.
+        request: the one that the plan answers.
+        is_enqueued: no layer waits to learn which experts it needs.
     """
     on_host = bool(plan.host_experts.layers)
     split = (_split_note(source, device, plan, request),) if on_host else ()
@@ -101,7 +101,7 @@ def _split_note(
 
 
 def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> tuple[str, ...]:
-    """Build notes on what runs on a GPU without a kernel of its own."""
+    """Note operations that run on a GPU without their own kernel."""
     if not device.is_asynchronous or device.torch_device.type != "cuda":
         return ()
     if not source.spec.has_experts or is_enqueued:
@@ -110,7 +110,7 @@ def _torch_notes(source: ModelSource, device: Device, *, is_enqueued: bool) -> t
 
 
 def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
-    """Build a note if little is left for blocks that have to leave the cache."""
+    """Note a small host memory for evicted blocks."""
     if not plan.host_is_short:
         return ()
     return (
@@ -121,7 +121,7 @@ def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def device_name(device: torch.device | Processor, threads: int) -> str:
-    """Name a device for people."""
+    """Name a device for display."""
     if device.type == "cuda":
         import torch
 
@@ -130,7 +130,7 @@ def device_name(device: torch.device | Processor, threads: int) -> str:
 
 
 def fingerprint_of(path: Path, arithmetic: str) -> str:
-    """Hash what the answers to a seeded request depend on: weights, formats, version."""
+    """Hash everything that a seeded answer depends on: weights, formats, version."""
     digest = hashlib.blake2b(weights_digest(path), digest_size=8)
     digest.update(f"{__version__} {arithmetic}".encode())
     return f"fp_{digest.hexdigest()}"

@@ -46,8 +46,8 @@ def choose_kv(
 
     Raises:
         CheckpointError: the checkpoint's declaration is damaged.
-        UnsupportedModelError: it asks for an unknown precision.
-        ConfigError: the settings ask for one that this device does not serve.
+        UnsupportedModelError: it declares an unknown precision.
+        ConfigError: this device does not support the requested one.
     """
     notes: list[str] = []
     word = config.kv_cache_dtype
@@ -91,7 +91,7 @@ def choose_kv(
 
 
 def in_words(precision: Precision) -> str:
-    """Format a precision, such as "int8", or "20 layers int4-sealed, 10 layers k8v4"."""
+    """Format a precision, such as "int8" or "20 layers int4-sealed, 10 layers k8v4"."""
     counts = Counter(layer.format.value for layer in precision.kv_layers or ())
     if len(counts) < 2:
         return precision.kv_format.value
@@ -99,11 +99,11 @@ def in_words(precision: Precision) -> str:
 
 
 def _usual(config: EngineConfig, source: ModelSource, dtype: Any, native: bool) -> KVFormat:
-    """Return the default format: INT8 where it is fastest and loses next to nothing.
+    """Return the default format: INT8 where it is fastest and nearly lossless.
 
-    The CPU library attends to INT8 twice as fast as to BF16. Keys with a bias or a norm of their
-    own have outlying dimensions, which one scale a token and head does not suit: INT8 moved
-    Gemma 3's predictions ten times as far as SmolLM2's (scripts/bench/results/quantize).
+    The CPU library attends to INT8 twice as fast as to BF16. Keys with a bias or a norm have
+    outlier dimensions, which one scale per token and head does not suit: INT8 moved Gemma 3's
+    predictions ten times as far as SmolLM2's (scripts/bench/results/quantize).
     """
     attention = source.spec.attention_layers.values()
     is_even = all(not a.qkv_bias and a.qk_norm is None for a in attention)
@@ -113,13 +113,13 @@ def _usual(config: EngineConfig, source: ModelSource, dtype: Any, native: bool) 
 
 
 def _format_of(word: str) -> KVFormat:
-    """Return the format a setting names; "int4" is the better of its two forms."""
+    """Return the format of a setting; "int4" is the better of its two forms."""
     words = {"int4": KVFormat.INT4_SEALED, "int4-rotated": KVFormat.INT4}
     return words.get(word) or KVFormat(word)
 
 
 def _on_gpu(layers: list[LayerPrecision], notes: list[str]) -> list[LayerPrecision]:
-    """Replace K8V4, which no GPU kernel closes, by INT8."""
+    """Replace K8V4, which no GPU kernel seals, by INT8."""
     count = sum(layer.format is KVFormat.K8V4 for layer in layers)
     if count:
         notes.append(

@@ -1,4 +1,4 @@
-"""Limits of prompts and answers: which requests are refused, and when a sequence ends.
+"""Limits of prompts and answers: requests to refuse, and when a sequence ends.
 
 Imports no torch.
 """
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 
-# Of a prompt that is scored: logits of so many rows are there at once. Each pass reads the whole
-# head, so fewer would be slower.
+# Of a scored prompt: so many rows have logits at once. Each pass reads the whole head, so fewer
+# would be slower.
 LOGIT_ROWS = 64
-# Rows of a step that sample, where more than one of a sequence may: the memory for logits that the
-# rows above have anyway.
+# Maximum number of sampling rows in a step with several per sequence: scoring needs that memory for
+# logits anyway.
 SAMPLE_ROWS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of what runs at once.
+    """Limits of a step and of a sequence.
 
     With at least as many rows as sequences, every running sequence advances in every step.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int  # rows of one step
-    context_length: int  # tokens of one sequence, prompt and answer together
+    context_length: int  # tokens of one sequence, prompt and answer
 
     @property
     def sample_rows(self) -> int:
-        """Most rows of a step that sample a token, with those of drafts."""
+        """Maximum number of rows that sample in a step, drafts included."""
         return max(self.max_num_seqs, SAMPLE_ROWS)
 
     def __post_init__(self) -> None:
@@ -51,11 +51,11 @@ class Bounds:
     """Limits that end every answer of an engine.
 
     Attributes:
-        limits: of what runs at once, and of one sequence's length.
+        limits: of a step and of a sequence.
         block_size: token slots per block.
         eos_token_ids: tokens that end an answer, unless its request ignores them.
-        is_recurrent: the model has a state besides keys and values.
-        max_tokens: most tokens of one sequence, prompt and answer together.
+        is_recurrent: the model has recurrent state.
+        max_tokens: maximum length of a sequence, prompt and answer.
     """
 
     limits: SchedulerLimits
@@ -66,18 +66,18 @@ class Bounds:
     max_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # To sample a token, all tokens before it must be in the cache, but not the token itself.
+        # Sampling a token needs all tokens before it in the cache, but not the token itself.
         most = min(self.limits.context_length, self.num_blocks * self.block_size + 1)
         object.__setattr__(self, "max_tokens", most)
 
 
 def check_request(request: Request, bounds: Bounds) -> None:
-    """Refuse a request that can never be served.
+    """Refuse a request that can never run.
 
     Raises:
-        ContextLengthError: the prompt leaves no room for an answer in the context.
-        RequestError: the prompt is empty or as large as the KV cache, or there are not enough
-            sequences or blocks for all beams at once.
+        ContextLengthError: the prompt leaves no room in the context for an answer.
+        RequestError: the prompt is empty or fills the KV cache, or there are too few sequences or
+            blocks for all beams at once.
     """
     num_tokens, sampling = len(request.prompt_token_ids), request.sampling
     check_prompt(
@@ -103,9 +103,9 @@ def check_prompt(
 
     Args:
         num_tokens: length of the prompt.
-        context_length: tokens of one sequence, prompt and answer together.
+        context_length: tokens of one sequence, prompt and answer.
         cache_tokens: slots of the whole KV cache.
-        generates: there is an answer; without one the prompt may fill either.
+        generates: the request has an answer; without one the prompt may fill either.
 
     Raises:
         ContextLengthError: the prompt fills the context.
@@ -140,13 +140,13 @@ def check_beams(
 
     Args:
         num_tokens: length of the prompt.
-        width: beams.
+        width: number of beams.
         max_num_seqs: sequences that run at once.
         blocks: of the KV cache: their number, and the token slots of each.
-        is_recurrent: the model has a state besides keys and values.
+        is_recurrent: the model has recurrent state.
 
     Raises:
-        RequestError: there are not enough sequences or blocks for all beams at once.
+        RequestError: there are too few sequences or blocks for all beams at once.
     """
     if width > max_num_seqs:
         raise RequestError(
@@ -169,10 +169,10 @@ def check_beams(
 def max_beam_tokens(
     num_tokens: int, width: int, block_size: int, num_blocks: int, *, is_recurrent: bool = False
 ) -> int:
-    """Return the most tokens, prompt and answer together, that every beam can have at once.
+    """Return the maximum length, prompt and answer, that all beams can have at once.
 
-    Beams certainly share the prompt's full blocks, and nothing else. Where the model has a state,
-    not even these: after a preemption they can only be shared up to a checkpoint.
+    Beams certainly share only the prompt's full blocks. With recurrent state not even these: after
+    a preemption they share blocks only up to a checkpoint.
     """
     shared = 0 if is_recurrent else num_tokens // block_size
     return (shared + (num_blocks - shared) // width) * block_size + 1
@@ -185,7 +185,7 @@ def reason_to_finish(sequence: Sequence, bounds: Bounds) -> FinishReason | None:
     ends = token_id in sampling.stop_token_ids or (
         token_id in bounds.eos_token_ids and not sampling.ignore_eos
     )
-    # The first min_tokens tokens end nothing: the sampler bans tokens that would.
+    # Before min_tokens nothing ends: the sampler bans tokens that would.
     if ends and sequence.num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
     num_tokens = len(sequence.token_ids)

@@ -1,4 +1,4 @@
-"""Loads the engine of an encoder, which runs in torch."""
+"""Loads an encoder's engine, which runs in torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.model.encoder.spec import EncoderSpec
 
 MIB = 2**20
-_STREAMS = 6  # of hidden states that live at once in a layer: the stream, QKV, heads' output, sum
+_STREAMS = 6  # hidden states alive at once in a layer: the stream, QKV, heads' output, sum
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def load_encoder_engine(
     on_progress("reading the model", 0, 0)
     source = open_encoder(Path(config.model))
     spec, device = source.spec, torch.device(choose_device(config).type)
-    # Vectors are compared by their last digits, and a small model has the time.
+    # Users compare vectors by their last digits, and a small model has the time.
     dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
     context = min(spec.context_length, config.max_model_len or spec.context_length)
     max_tokens = max(config.max_num_batched_tokens, context)
@@ -71,7 +71,7 @@ def load_encoder_engine(
                 "make the workspace smaller"
             )
 
-    # What others hold may become free: they are asked first.
+    # Asks other models first to make room.
     most = None if admission.limit is None else admission.limit - process_bytes
     check(free if most is None else most)
     admission.ask(needed + process_bytes, free + process_bytes)
@@ -111,6 +111,6 @@ def load_encoder_engine(
 
 
 def _row_bytes(spec: EncoderSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of activations that a token takes in the widest layer."""
+    """Return the bytes of activations per token in the widest layer."""
     inner = spec.intermediate_size * (3 if spec.gated else 2)
     return (_STREAMS * spec.hidden_size + inner) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Loads the engine that a model needs: one with a KV cache, or an encoder's."""
+"""Loads the engine for a model: one with a KV cache, or an encoder's."""
 
 from __future__ import annotations
 

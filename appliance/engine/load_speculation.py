@@ -1,4 +1,4 @@
-"""Builds what proposes drafts, by the settings and by what executes the model."""
+"""Builds the proposer of drafts, by settings and execution."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def load_speculator(
     target: NativeDecoder | None = None,
     kept: HiddenRows | None = None,
 ) -> Speculator | None:
-    """Build what proposes drafts; None if nothing does.
+    """Build the proposer of drafts; None if nothing drafts.
 
-    Drafts change no answer where a row's result does not depend on the rows beside it, bit for bit,
-    which holds for the CPU library alone.
+    Drafts leave answers unchanged only if a row's result does not depend, bit for bit, on other
+    rows. Only the CPU library guarantees that.
 
     Args:
-        target: the served model, and
+        target: the served model, for a head.
         kept: its hidden states, for a head.
 
     Raises:
-        ConfigError: speculation was asked for by name where it would change answers.
+        ConfigError: the user named a speculation that would change answers.
     """
     if config.speculate == "off":
         return None
@@ -80,7 +80,7 @@ def _load_draft(
     target: NativeDecoder | None,
     kept: HiddenRows | None,
 ) -> DraftModelProposer:
-    """Read the weights of what drafts, and allocate its cache beside the served model's.
+    """Load the drafter's weights, and allocate its cache beside the served model's.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.

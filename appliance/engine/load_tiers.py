@@ -1,4 +1,4 @@
-"""Sets up the tiers below a KV cache; a tier that fails is reported, not fatal."""
+"""Sets up the tiers below a KV cache; notes a tier that fails and continues without it."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def load_tiers(
 
 
 def kv_fingerprint(model: Path, fingerprint: str, precision: Precision, block_bytes: int) -> bytes:
-    """Hash everything besides its tokens that decides a block's bytes: 16 bytes.
+    """Hash everything except tokens that determines a block's bytes: 16 bytes.
 
-    A rewritten weight file counts as another one, even if its content is the same.
+    A rewritten weight file counts as a new one, even with the same content.
 
     Args:
         model: file or folder.
-        fingerprint: of the engine: version, weights, arithmetic, usual format.
+        fingerprint: the engine's: version, weights, arithmetic, default format.
         block_bytes: of a block in all layers.
     """
     digest = hashlib.blake2b(digest_size=16)

@@ -82,10 +82,10 @@ def load_parts(
     """Load all parts of an engine; see `LLMEngine.load`.
 
     Args:
-        device: runs steps; None takes the GPU or the CPU, wherever the model goes.
+        device: runs steps; None chooses the model's GPU or CPU.
         beacon: counts a step's progress.
-        source: the model, if opened already; None opens `config.model`.
-        admission: the memory that it may take among others; None is all that is free.
+        source: the opened model; None opens `config.model`.
+        admission: memory shared with other models; None takes all that is free.
     """
     begin = time.perf_counter()
     stages = [("imports", time.monotonic())]
@@ -96,12 +96,12 @@ def load_parts(
     opened = _with_host(config, opened, plan)
     stages.append(("header and plan", time.monotonic()))
     executor = opened.execution.load(source, on_progress, plan.context_length, beacon)
-    release_unused()  # memory that reading the weights took
+    release_unused()  # memory for reading the weights
     process_bytes = _process_bytes(plan, executor)
     stages.append(("weights", time.monotonic()))
     if callable(eos_token_ids):
         eos_token_ids = eos_token_ids()
-    # A tokenizer may name tokens for which the model has no logits, so it never generates them.
+    # A tokenizer may name tokens without logits, which the model never generates.
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     matchers, rates = Matchers(source.spec.vocab_size, eos_token_ids), Rates()
     adapters = AdapterLoader.of(config, source, executor)
@@ -158,14 +158,14 @@ def load_parts(
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A model whose weights are not read yet, and what it is to run on."""
+    """A model before its weights are read, with its execution."""
 
     source: ModelSource
     precision: Precision
     execution: Execution
     device: Device
     threads: int
-    num_open: int  # open blocks; 0 if nothing is sealed
+    num_open: int  # open blocks; 0 without sealed layers
     notes: tuple[str, ...]
     draft: DraftSource | None
 
@@ -204,12 +204,12 @@ def _plan(
     if not measured:
         return request, plan_memory(request)
     request = settled_by_estimate(request)
-    # Where the workspace is measured later, refuse only what cannot fit at all.
+    # If the workspace is measured later, refuse only a model that cannot fit.
     return request, plan_memory(replace(request, workspace_bytes=0))
 
 
 def _with_host(config: EngineConfig, opened: _Opened, plan: MemoryPlan) -> _Opened:
-    """Start what multiplies the experts that stay in host memory."""
+    """Start the CPU library for experts in host memory."""
     layers = plan.host_experts.layers
     if not layers:
         return opened
@@ -222,7 +222,7 @@ def _with_host(config: EngineConfig, opened: _Opened, plan: MemoryPlan) -> _Open
 
 
 def _process_bytes(plan: MemoryPlan, executor: Executor[Any]) -> int:
-    """Return the process's bytes without the model; more of the libraries is in use than before."""
+    """Return the process's bytes without the model; libraries have grown since the plan."""
     if not plan.process_bytes:
         return 0
     weight_bytes = executor.weight_bytes + plan.host_experts.num_bytes
@@ -260,7 +260,7 @@ def _block_manager(
 def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> bool:
     """Return True if steps can become graphs.
 
-    On a GPU plain torch functions read the host's numbers, which a captured graph would freeze.
+    On a GPU plain torch functions read numbers on the host, which a captured graph would freeze.
     """
     if config.cuda_graphs == "off" or not device.is_asynchronous:
         return False

@@ -1,6 +1,6 @@
 """Divides memory between weights, KV cache, states, workspace and the process before loading.
 
-A plan that does not fit is refused with the numbers and the nearest settings that would. Imports no
+Refuses a plan that does not fit, with the numbers and the nearest settings that would. Imports no
 torch.
 """
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from appliance.engine.expert_placement.split import ExpertChoice, ExpertsOnHost
     from appliance.model.spec import DecoderSpec
 
-# On a CPU, whose memory other programs want too, a cache for this many whole contexts is enough for
-# a home by default; on a GPU all that is left is used.
+# On a CPU, where other programs need memory too, the default cache holds this many whole contexts,
+# enough for a home; on a GPU it uses all that is left.
 DEFAULT_CONTEXTS = 4
-# Host memory for blocks that leave the cache: a share of what is left, and its maximum. Where the
-# cache is host memory itself, only preempted sequences and read-ahead need some.
+# Host memory for evicted blocks: a share of what is left, and its maximum. If the cache itself is
+# in host memory, only preempted sequences and read-ahead need some.
 _SHARE_BESIDE_CPU, _MOST_BESIDE_CPU = 16, 1 << 30
 _SHARE_BESIDE_GPU, _MOST_BESIDE_GPU = 8, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The division of memory; bytes, except where said otherwise."""
+    """The division of memory, in bytes unless noted."""
 
     num_blocks: int
     block_size: int  # token slots
@@ -38,14 +38,14 @@ class MemoryPlan:
     weight_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    budget_bytes: int  # that this process may use
-    process_bytes: int = 0  # of the budget, taken without a model
-    kv_host_bytes: int = 0  # host memory for blocks that leave the cache
+    budget_bytes: int  # for this process
+    process_bytes: int = 0  # part of the budget in use without a model
+    kv_host_bytes: int = 0  # host memory for evicted blocks
     host_is_short: bool = False  # less than usual, and less than one context
     states: StateMemory = NO_STATES
-    adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
-    draft_bytes: int = 0  # of what drafts, without its part of the cache
-    host_experts: ExpertsOnHost = NONE_ON_HOST  # beside `weight_bytes`
+    adapter_bytes: int = 0  # all slots, and one adapter being read
+    draft_bytes: int = 0  # the drafter's, without its part of the cache
+    host_experts: ExpertsOnHost = NONE_ON_HOST  # besides `weight_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +65,21 @@ class MemoryRequest:
     kv_cache_memory: int | None  # requested bytes, or None
     fill: bool  # use all remaining memory for the KV cache
     workspace_bytes: int | None = None  # measured; None estimates it
-    open_bytes: int = 0  # of open blocks, for sealed blocks
+    open_bytes: int = 0  # of open blocks, for sealed layers
     kv_host_memory: int | None = None  # requested bytes, or None
-    host_budget_bytes: int | None = None  # beside a GPU; None if the cache is host memory itself
-    process_bytes: int = 0  # of the budget, taken before a model is loaded
+    host_budget_bytes: int | None = None  # beside a GPU; None if the cache is in host memory
+    process_bytes: int = 0  # part of the budget in use before a model is loaded
     prefix_caching: bool = True
     state_checkpoint_memory: int | None = None  # requested bytes, or None
-    adapter_bytes: int = 0  # of all slots, and of one adapter that is being read
-    draft_bytes: int = 0  # of what drafts, without its part of the cache
-    state_copies: int = 1  # of a recurrent state, which every rank keeps whole
-    experts: ExpertChoice | None = None  # still to be decided; `weight_bytes` has them all
-    host_experts: ExpertsOnHost = NONE_ON_HOST  # decided, beside `weight_bytes`
+    adapter_bytes: int = 0  # all slots, and one adapter being read
+    draft_bytes: int = 0  # the drafter's, without its part of the cache
+    state_copies: int = 1  # of a recurrent state; every rank keeps a whole one
+    experts: ExpertChoice | None = None  # undecided; included in `weight_bytes`
+    host_experts: ExpertsOnHost = NONE_ON_HOST  # decided; besides `weight_bytes`
 
     @property
     def host_share(self) -> int:
-        """The requested host memory, if it comes out of the cache's own budget."""
+        """The requested host memory, if it is part of the cache's budget."""
         return (self.kv_host_memory or 0) if self.host_budget_bytes is None else 0
 
 
@@ -87,9 +87,9 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     """Divide the budget.
 
     Raises:
-        ConfigError: the requested context is longer than the model's.
-        MemoryPlanError: one whole context does not fit beside the weights, or there is less host
-            memory than requested.
+        ConfigError: the requested context exceeds the model's.
+        MemoryPlanError: one whole context does not fit beside the weights, or host memory is less
+            than requested.
     """
     return _divide(settle_experts(request))
 
@@ -104,9 +104,9 @@ def settle_experts(request: MemoryRequest) -> MemoryRequest:
 
 
 def settled_by_estimate(request: MemoryRequest) -> MemoryRequest:
-    """Decide the same before the workspace is measured, which an estimate is rarely below.
+    """Decide the same before the workspace is measured; the estimate is rarely too low.
 
-    Where even all experts in host memory would not do by the estimate, they may by the measure.
+    If even all experts in host memory do not suffice by the estimate, they may by measurement.
     """
     try:
         return settle_experts(request)
@@ -165,7 +165,7 @@ def _divide(request: MemoryRequest) -> MemoryPlan:
 
 
 def _check_host_experts(request: MemoryRequest) -> None:
-    """Refuse experts that do not fit the memory beside a GPU, whose budget is without them."""
+    """Refuse experts that exceed the host memory beside a GPU; the budget excludes them."""
     on_host, left = request.host_experts, request.host_budget_bytes
     if not on_host.layers or left is None or left >= 0:
         return
@@ -177,11 +177,11 @@ def _check_host_experts(request: MemoryRequest) -> None:
 
 
 def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
-    """Return the host memory for blocks that leave the cache, and the usual amount.
+    """Return the host memory for evicted blocks, and the usual amount.
 
     Args:
         request: the memory that must fit.
-        left: bytes of the budget that nothing else takes, before requested host memory.
+        left: unused bytes of the budget, before requested host memory.
     """
     asked, budget = request.kv_host_memory, request.host_budget_bytes
     if asked is None:

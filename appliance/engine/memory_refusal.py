@@ -1,4 +1,4 @@
-"""Words for a memory plan that does not fit. Imports no torch."""
+"""Explains a memory plan that does not fit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
         request: the memory that must fit.
         context: tokens.
         workspace: bytes.
-        for_kv: bytes that are left for the KV cache, below 0 if there are too few for the rest.
+        for_kv: bytes left for the KV cache; negative if the rest does not fit.
     """
     needed = context * request.kv_bytes_per_token
     host = request.host_share
@@ -76,5 +76,5 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
 
 
 def as_size(count: int) -> str:
-    """Return bytes in MiB or GiB, for people."""
+    """Format bytes as MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.1f} MiB"

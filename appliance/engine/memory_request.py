@@ -1,4 +1,4 @@
-"""Chooses precision and requests memory before a model is loaded, here or for another GPU."""
+"""Chooses precision and requests memory before loading a model, here or for another GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def request_memory(
     config: EngineConfig, source: ModelSource, gpu_bytes: int | None = None
 ) -> tuple[Execution, MemoryRequest]:
-    """Collect what has to fit before a model is loaded, without loading it.
+    """Collect a model's memory needs without loading it.
 
     Args:
         config: the settings.
@@ -42,10 +42,10 @@ def request_memory(
         gpu_bytes: free memory of a GPU, which need not be here; None plans for this machine.
 
     Returns:
-        What would execute the model, and its request for `plan_memory`.
+        The execution, and its request for `plan_memory`.
 
     Raises:
-        ConfigError: the settings ask for something that the device cannot do.
+        ConfigError: the device does not support a setting.
     """
     execution: Execution
     if gpu_bytes is None:
@@ -71,10 +71,10 @@ def request_memory(
 def choose_precision(
     config: EngineConfig, source: ModelSource
 ) -> tuple[Precision, tuple[str, ...]]:
-    """Choose the device and the types of activations and of the KV cache, with notes for the user.
+    """Choose device, activation dtype and KV cache format, with notes for the user.
 
     Raises:
-        ConfigError: the settings ask for something that the device cannot do.
+        ConfigError: the device does not support a setting.
     """
     device = choose_device(config)
     name = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -93,10 +93,10 @@ def choose_precision(
 
 
 def choose_device(config: EngineConfig) -> torch.device | Processor:
-    """Return the device that the settings ask for.
+    """Return the configured device.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is missing.
     """
     on_gpu = config.device != "cpu" and has_gpu()
     if config.device == "cuda" and not on_gpu:
@@ -112,7 +112,7 @@ def choose_device(config: EngineConfig) -> torch.device | Processor:
 
 
 def has_gpu() -> bool:
-    """Return True if torch sees a GPU; without a driver this does not load torch."""
+    """Return True if torch sees a GPU; loads torch only if there is a driver."""
     if not has_driver():
         return False
     import torch
@@ -123,7 +123,7 @@ def has_gpu() -> bool:
 def num_open_of(
     config: EngineConfig, source: ModelSource, precision: Precision, is_asynchronous: bool
 ) -> int:
-    """Return the number of open blocks; 0 if no layer is sealed."""
+    """Return the number of open blocks; 0 without sealed layers."""
     if not precision.is_sealed(len(source.spec.cache_layers)):
         return 0
     plans = 1 + int(is_asynchronous)
@@ -141,15 +141,15 @@ def memory_of(
     draft: DraftSource | None,
     gpu_bytes: int | None = None,
 ) -> MemoryRequest:
-    """Ask with the memory that is free now, or with that of a GPU; see `request_memory`."""
+    """Build the request from the memory free now, or a GPU's; see `request_memory`."""
     if gpu_bytes is None:
         budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
     else:
         budget_bytes = int(gpu_bytes * config.gpu_memory_utilization)
     if draft is not None or wants_adapters(config):
         import torch  # noqa: F401  # they need it later; the plan has to know what it takes
-    release_unused()  # what the weights would take next is no use of this process
-    # Memory taken already is not free any more, and counts as this process's use.
+    release_unused()  # the weights need it next
+    # Memory already taken is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
     ranks = execution.ranks if isinstance(execution, NativeExecution) else None
     copies = 1 if ranks is None else ranks.split.size

@@ -1,6 +1,6 @@
 """The closed schema between the API process and the engine process.
 
-Every frame on the socket is one of `ToEngine` or `FromEngine`, as MessagePack behind a 4-byte
+Every frame on the socket is one `ToEngine` or `FromEngine`: MessagePack after a 4-byte
 little-endian length. Nothing here can carry code. Imports no torch.
 """
 
@@ -17,10 +17,10 @@ from appliance.stats import SequenceView as SequenceView
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """The first message: the settings to load, the memory, see `Admission`, and the log's form."""
+    """The first message: settings, memory (see `Admission`) and log format."""
 
     config: EngineConfig
-    gpu: str = ""  # index or id of the only GPU that the process may see; empty for all
+    gpu: str = ""  # index or id of the process's only GPU; empty for all
     memory_limit: int | None = None
     is_shared: bool = False
     log_level: str = "info"
@@ -28,11 +28,11 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Planned`: the memory may be taken."""
+    """Answers `Planned`: the engine may take the memory."""
 
 
 class EndTokens(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `WeightsRead`: the ids of the tokens that end an answer."""
+    """Answers `WeightsRead`: ids of the tokens that end an answer."""
 
     ids: tuple[int, ...]
 
@@ -42,29 +42,27 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop a request in any phase and free its blocks; an unknown id is ignored."""
+    """Stop a request in any phase and free its blocks; the engine ignores unknown ids."""
 
     request_id: str
     index: int | None = None  # one choice only; None means all of them
 
 
 class FetchTable(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the `Table` of a sequence."""
-
     request_id: str
     index: int
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
-    """The model's tokens, which grammars need; sent before the first request with one."""
+    """The model's tokens, for grammars; sent before the first request with one."""
 
-    tokens: tuple[bytes, ...]  # by id; empty for an id that stands for no text
-    special: tuple[int, ...]  # ids that a text cannot contain
-    in_order: bool = False  # ids follow the order of merges, see `grammars.merge_order`
+    tokens: tuple[bytes, ...]  # by id; empty for an id without text
+    special: tuple[int, ...]  # ids that no text contains
+    in_order: bool = False  # ids are in merge order, see `grammars.merge_order`
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Read an adapter ahead of its first request; an `AdapterAnswer` follows."""
+    """Read an adapter before its first request; an `AdapterAnswer` follows."""
 
     ref: AdapterRef
 
@@ -87,14 +85,14 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The chosen token, then the likeliest ones in falling order."""
+    """The chosen token, then the likeliest ones in descending order."""
 
     chosen: Candidate
     top: tuple[Candidate, ...]
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tokens, or the end, that one step added to one choice of one request."""
+    """Tokens, or the end, that one step added to one choice."""
 
     request_id: str
     index: int = 0
@@ -103,19 +101,19 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR
     refused: bool = False  # the request itself is at fault
-    expired: bool = False  # the request waited too long and was never started
+    expired: bool = False  # it waited too long and never started
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_draft_tokens: int = 0  # proposed for this choice so far
+    num_draft_tokens: int = 0  # drafted for this choice so far
     num_accepted_tokens: int = 0  # of these, accepted
     queue_seconds: float | None = None  # on the first delta: time in the engine's queue
-    cumulative_logprob: float | None = None  # of an answer of beam search, which is one delta
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt
-    pooled: bytes | None = None  # float32, the hidden state that stands for the prompt, or labels
+    cumulative_logprob: float | None = None  # of a beam search answer, which is one delta
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt's next tokens
+    pooled: bytes | None = None  # float32: the prompt's pooled hidden state, or labels' logits
 
     def one_by_one(self) -> Iterator[SequenceDelta]:
-        """Yield the tokens of a run in a delta each, for readers that may end between two.
+        """Yield a delta per token, for readers that may end between two.
 
-        An answer of beam search stays whole: it was ended by whom found it.
+        A beam search answer stays whole: the search has ended it already.
         """
         last = len(self.token_ids) - 1
         if last < 1 or self.cumulative_logprob is not None:
@@ -131,7 +129,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of a sequence, in logical order; none if it is not live."""
+    """A sequence's blocks, in logical order; empty if it is not live."""
 
     request_id: str
     index: int
@@ -141,7 +139,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True):
-    """An adapter was read; `error` says why it cannot be used."""
+    """An adapter was read; `error` is the reason if it is unusable."""
 
     ref: AdapterRef
     error: str = ""
@@ -154,22 +152,22 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True):
-    """The memory is planned and not taken; the engine waits for `Proceed`."""
+    """The memory plan; the engine waits for `Proceed` before it takes memory."""
 
     needed_bytes: int
-    free_bytes: int  # that may be used now
+    free_bytes: int  # available now
 
 
 class WeightsRead(msgspec.Struct, frozen=True, tag=True):
-    """The engine waits for `EndTokens`, which the tokenizer knows; that is read meanwhile."""
+    """The weights are read; the engine waits for `EndTokens`, which the tokenizer gives."""
 
 
 class RankInfo(msgspec.Struct, frozen=True):
     """A process that holds a part of the model.
 
     Attributes:
-        share: of the model, beside those of the other ranks.
-        weight_bytes: that it holds.
+        share: of the model, relative to the other ranks.
+        weight_bytes: in this process.
     """
 
     pid: int
@@ -179,7 +177,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The loaded model and its memory layout; bytes unless said otherwise."""
+    """The loaded model and its memory layout; bytes unless noted."""
 
     model: str
     architecture: str
@@ -196,25 +194,25 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    memory_bytes: int  # of the device when memory was planned
+    memory_bytes: int  # the device's, when memory was planned
     load_seconds: float
     fingerprint: str  # of weights, formats and engine version
     precisions: tuple[str, ...] = ()  # by the index in a block's word; kv_format if empty
     notes: tuple[str, ...] = ()  # fallbacks taken
-    kv_host_bytes: int = 0  # host memory for blocks that leave the cache
-    hidden_size: int = 0  # numbers in a hidden state
-    num_experts: int = 0  # of a layer that chooses experts; 0 without such layers
+    kv_host_bytes: int = 0  # host memory for evicted blocks
+    hidden_size: int = 0  # width of a hidden state
+    num_experts: int = 0  # per MoE layer; 0 without such layers
     experts_per_token: int = 0
-    process_bytes: int = 0  # of the engine's process besides; 0 if that is other memory
+    process_bytes: int = 0  # the rest of the engine's process; 0 if that is other memory
     state_bytes: int = 0  # of all rows of recurrent state; 0 without recurrent layers
-    num_checkpoints: int = 0  # of these rows, those beside a slot for each sequence
-    stages: tuple[tuple[str, float], ...] = ()  # of the start: name, monotonic seconds at its end
-    num_adapters: int = 0  # that steps may mix; 0 if requests cannot ask for one
-    adapter_bytes: int = 0  # planned for these
-    ranks: tuple[RankInfo, ...] = ()  # the engine's process first; none if it has the whole model
-    ranks_pairs: bool = False  # an encoder with a head for that
-    drafts: str = ""  # what drafts and takes memory, in words
-    draft_bytes: int = 0  # planned for that, without its part of the KV cache
+    num_checkpoints: int = 0  # the rows beyond one slot per sequence
+    stages: tuple[tuple[str, float], ...] = ()  # of the start: name, monotonic end time
+    num_adapters: int = 0  # that a step may mix; 0 if requests cannot use one
+    adapter_bytes: int = 0  # planned for adapters
+    ranks: tuple[RankInfo, ...] = ()  # the engine's process first; empty for a single one
+    ranks_pairs: bool = False  # an encoder with a ranking head
+    drafts: str = ""  # description of a drafter that takes memory
+    draft_bytes: int = 0  # planned for the drafter, without its part of the KV cache
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -224,20 +222,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start; it exits with `exit_code` after this."""
+    """The engine could not start; it then exits with `exit_code`."""
 
     message: str
     exit_code: int
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The results of a step. Stats, sequences and steps come at most a few times a second."""
+    """The results of a step; stats, sequences and steps come at most a few times per second."""
 
     deltas: tuple[SequenceDelta, ...] = ()
     started: tuple[str, ...] = ()  # request ids that left the queue in this step
     stats: EngineStats | None = None
     sequences: tuple[SequenceView, ...] | None = None
-    steps: tuple[StepView, ...] = ()  # since the last report that had some
+    steps: tuple[StepView, ...] = ()  # since the last report with steps
     logs: tuple[LogLine, ...] = ()  # warnings and errors of the engine process
     tables: tuple[Table, ...] = ()
     adapters: tuple[AdapterAnswer, ...] = ()

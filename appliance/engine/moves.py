@@ -1,4 +1,4 @@
-"""Moves of blocks and of recurrent states: within the cache, to host memory, and back.
+"""Moves of blocks and recurrent states: within the cache, to host memory, and back.
 
 Plain frozen data. Imports no torch and knows neither tensors nor devices.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one whole block in every layer, with its open block if layers are sealed."""
+    """Copy one block in every layer, with its open block in sealed layers."""
 
     source: int
     destination: int
@@ -24,7 +24,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
-    """Copy the content of one block, in every layer, out of the cache.
+    """Copy one block's content, in every layer, out of the cache.
 
     Attributes:
         open_block: the block's, if it is partial and layers are sealed.
@@ -39,7 +39,7 @@ class BlockLoad:
     """Write content into one block, in every layer.
 
     Attributes:
-        source: the content, or its place among the same plan's saves.
+        source: the content, or its index among the same plan's saves.
         open_block: the block's, if it is partial and layers are sealed.
     """
 
@@ -53,7 +53,7 @@ class BlockLoad:
 
 
 class Awaitable(Protocol):
-    """Work on a device that ends at some time."""
+    """Pending work on a device."""
 
     def wait(self) -> None:
         """Block until it has ended; may be called repeatedly."""
@@ -62,11 +62,11 @@ class Awaitable(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedBlock:
-    """The content of a block in host memory.
+    """A block's content in host memory.
 
     Attributes:
         content: the bytes.
-        over: ends when they have arrived, if the device copies them asynchronously.
+        over: ends when the bytes have arrived, if the device copies asynchronously.
     """
 
     content: bytes | bytearray | memoryview
@@ -90,7 +90,7 @@ class StateLoad(NamedTuple):
     """Write content into one row of recurrent state.
 
     Attributes:
-        source: the content, or its place among the same plan's saves.
+        source: the content, or its index among the same plan's saves.
     """
 
     row: int
@@ -108,8 +108,8 @@ class StateMoves:
     Attributes:
         saves: rows to copy out of the cache, together with the plan's blocks.
         loads: content to write into rows.
-        copies: what sequences go on with, in this order.
-        checkpoints: copies once all rows of the step have run.
+        copies: states that sequences continue from, in order.
+        checkpoints: copies after all rows of the step.
     """
 
     saves: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The plan of one step and its results: made by the scheduler, executed by others.
+"""The plan of one step and its results: the scheduler makes it, others execute it.
 
 Plain frozen data. Imports no torch and knows neither tensors nor devices.
 """
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 
 
 class ScheduledSequence(NamedTuple):
-    """Rows [start, start + num_tokens) of a sequence's token ids run in this step.
+    """Runs rows [start, start + num_tokens) of a sequence's token ids in this step.
 
     Attributes:
         start: its num_computed once all earlier plans are committed.
-        num_tokens: rows, with those of drafts.
-        samples: the last row of its own yields a new token, and so does each draft's.
-        follows: the only row's token is the one that the plan before samples, and nobody knows it
-            yet: where that token ends the sequence, this row was for nothing.
-        read: places of the rows that are wanted for more than keys and values, see
-            `Request.to_read`.
-        drafts: tokens proposed to follow its own; the last rows are theirs.
+        num_tokens: number of rows, drafts included.
+        samples: the sequence's last row, and each draft's, yields a new token.
+        follows: the previous plan samples this entry's only token; if that token ends the sequence,
+            this row is wasted.
+        read: positions that need more than keys and values, see `Request.to_read`.
+        drafts: proposed tokens, in the last rows.
     """
 
     sequence: Sequence
@@ -44,17 +43,17 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def yields(self) -> bool:
-        """True if the rows have a result beside keys and values."""
+        """True if the rows yield more than keys and values."""
         return self.samples or bool(self.read)
 
     @property
     def num_results(self) -> int:
-        """Results of the rows: a token of each that samples, or what was read of a prompt."""
+        """Number of results: one per sampling row, or one for reading a prompt."""
         return 1 + len(self.drafts) if self.samples else int(bool(self.read))
 
     @property
     def num_own(self) -> int:
-        """Rows of tokens that the sequence has."""
+        """Number of rows without drafts."""
         return self.num_tokens - len(self.drafts)
 
     @property
@@ -66,7 +65,7 @@ class ScheduledSequence(NamedTuple):
 def sampling_rows(scheduled: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
     """Return an entry for each row that yields a token, as if the step ended there.
 
-    Of its entry such a row has the drafts up to its own.
+    Each keeps the drafts up to its own row.
     """
     rows: list[ScheduledSequence] = []
     for entry in scheduled:
@@ -85,13 +84,13 @@ def sampling_rows(scheduled: Iterable[ScheduledSequence]) -> list[ScheduledSeque
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The quantities that decide how long a step takes.
+    """The quantities that determine a step's duration.
 
     Attributes:
         num_answers: sequences with a single row, or one row and drafts.
         context: sum of the tokens before these rows.
-        prompt_rows: rows of the others.
-        prompt_work: sum over these rows of the tokens before each.
+        prompt_rows: rows of the other sequences.
+        prompt_work: sum of the tokens before each of these rows.
         draft_rows: rows of drafts.
     """
 
@@ -107,13 +106,13 @@ class Plan:
     """One step.
 
     Attributes:
-        scheduled: each sequence at most once; those with a single row come first.
-        copies: to be done before any row of this step is written. No block is the destination of
-            two copies, and none is both a source and a destination, so their order is free.
-        started: request ids that left the queue for the first time.
+        scheduled: each sequence at most once; single rows come first.
+        copies: to make before writing any row. No block is the destination of two copies or both
+            source and destination, so their order is free.
+        started: ids of requests that leave the queue for the first time.
         preempted: sequences that lost their blocks and wait again.
-        open_blocks: with sealed layers, the open blocks of the blocks that each entry writes.
-        saves: content to copy out first of all, since it may be overwritten.
+        open_blocks: with sealed layers, the open blocks that each entry writes.
+        saves: content to copy out first, before it is overwritten.
         loads: content to write after the copies and before any row.
         states: moves of recurrent states; None for models without.
     """
@@ -135,7 +134,7 @@ class Plan:
     def num_decode_tokens(self) -> int:
         """Rows that extend an answer, drafts included.
 
-        The rest are prompts, and most of what preemption lost.
+        The others belong to prompts, or recompute preempted sequences.
         """
         return sum(
             [
@@ -149,7 +148,7 @@ class Plan:
     def num_single_rows(self) -> int:
         """Sequences with one row: answers without drafts, and sometimes the end of a prompt.
 
-        Takes the same time for any number of them, so it can be read in every step.
+        Logarithmic time, so every step can read it.
         """
         return bisect_left(self.scheduled, 2, key=attrgetter("num_tokens"))
 
@@ -176,21 +175,21 @@ class Plan:
 
     @property
     def num_prompt_rows(self) -> int:
-        """Rows of sequences that have several and no drafts: they read what is known."""
+        """Rows of sequences with several rows and no drafts, whose tokens are known."""
         several = self.scheduled[self.num_single_rows :]
         return sum([entry.num_tokens for entry in several if not entry.drafts])
 
 
 class Sampled(NamedTuple):
-    """The result of one row: a token, scores of a prompt, or why there is neither."""
+    """The result of one row: a token, a prompt's scores, or an error."""
 
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     broken: bool = False  # the model's fault, not the request's
     continuations: Continuations | None = None  # of a beam
-    scores: tuple[TokenLogprobs, ...] = ()  # of the tokens behind the rows that were read
-    pooled: array[float] | None = None  # or the sum of their hidden states, or logits of labels
+    scores: tuple[TokenLogprobs, ...] = ()  # of the tokens after the rows read
+    pooled: array[float] | None = None  # pooled sum of hidden states, or labels' logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,7 @@ class Continuations:
 
     Attributes:
         candidates: with the log probabilities that rank beams, without banned tokens.
-        top: as many as the request wants reported, with the model's log probabilities.
+        top: the requested number, with the model's log probabilities.
     """
 
     candidates: tuple[Candidate, ...]
@@ -209,19 +208,19 @@ class Continuations:
 class Update(NamedTuple):
     """Tokens that a step added to a sequence, or the sequence's end.
 
-    A token that ends the answer (end of sequence, stop token) is part of the sequence and of the
-    update; the detokenizer decides whether it is shown.
+    A token that ends the answer (end of sequence, stop token) belongs to the sequence and the
+    update; the detokenizer decides whether to show it.
 
     Attributes:
         sequence: the sequence; in a beam search its index is the answer's rank.
-        token_ids: the next ones; all at once where nothing is shown before the end.
+        token_ids: the next ones; all at once if nothing is shown before the end.
         finish_reason: set with the last token.
-        logprobs: of each token, if the request wants them.
-        cumulative_logprob: natural logarithm of the whole answer's probability, of a beam search.
-        error: what went wrong, if something did.
-        prompt_logprobs: of the next tokens of the prompt.
-        pooled: the hidden state that stands for the prompt, or the logits of its labels: float32
-            in the machine's byte order.
+        logprobs: per token, if requested.
+        cumulative_logprob: of a beam search, natural logarithm of the answer's probability.
+        error: the message, after an error.
+        prompt_logprobs: of the prompt's next tokens.
+        pooled: the prompt's pooled hidden state, or its labels' logits: float32 in the machine's
+            byte order.
     """
 
     sequence: Sequence

@@ -1,1 +1,1 @@
-"""Adapters in the engine: those in slots, the requests that wait for one, and eviction."""
+"""Adapters in the engine: slots, eviction, and requests that wait for one."""

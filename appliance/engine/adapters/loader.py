@@ -1,4 +1,4 @@
-"""Reads and lays out adapters beside the steps, one at a time."""
+"""Reads and lays out adapters in a thread beside the steps, one at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
 
-MOST_PARTS = 4  # of a place, whose shrunk numbers lie side by side
+MOST_PARTS = 4  # parts of one linear, whose shrunk rows lie side by side
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter that is ready for a slot.
+    """An adapter ready for a slot.
 
     Attributes:
         digest: of its content.
-        rank: the largest.
-        seconds: that it took.
+        rank: the largest of its ranks.
+        seconds: time to read it.
     """
 
     digest: str
@@ -46,10 +46,10 @@ class AdapterLoader:
     """A thread that reads adapters.
 
     Args:
-        base: the model that they change.
-        slots: lay them out.
+        base: the base model.
+        slots: lay adapters out.
         count: number of slots.
-        most_ranks: largest rank of a linear.
+        most_ranks: maximum rank of a linear.
     """
 
     def __init__(self, base: ModelSource, slots: AdapterSlots, count: int, most_ranks: int) -> None:
@@ -73,10 +73,10 @@ class AdapterLoader:
         return cls(source, slots, config.max_loras, config.max_lora_rank)
 
     def load(self, ref: AdapterRef) -> LoadedAdapter:
-        """Read an adapter in this thread.
+        """Read an adapter in the calling thread.
 
         Raises:
-            AdapterError: it cannot be used, or changes while it is read.
+            AdapterError: the adapter is unusable, or changes during the read.
             MemoryError: the system has too little memory.
         """
         from appliance.model.adapters.reader import read_adapter
@@ -94,7 +94,7 @@ class AdapterLoader:
         return LoadedAdapter(adapter.digest, laid_out, adapter.rank, adapter.notes, seconds)
 
     def begin(self, ref: AdapterRef) -> Future[LoadedAdapter]:
-        """Read an adapter in the thread, while steps run."""
+        """Read an adapter in the loader's thread while steps run."""
         return self._thread.submit(self.load, ref)
 
     def close(self) -> None:
@@ -102,17 +102,17 @@ class AdapterLoader:
 
 
 def wants_adapters(config: EngineConfig) -> bool:
-    """Return True if requests may ask for an adapter."""
+    """Return True if requests may use adapters."""
     return bool(config.lora or config.lora_dir)
 
 
 def planned_bytes(
     config: EngineConfig, source: ModelSource, element_bytes: int, *, in_table: bool
 ) -> int:
-    """Return the bytes of all slots, of an adapter that is being read, and of shrunk rows.
+    """Return the bytes of all slots, of one adapter being read, and of shrunk rows.
 
     Args:
-        in_table: slots have room for the largest rank, and shrunk rows are sums of parts.
+        in_table: each slot has room for the maximum rank, and shrunk rows are sums of parts.
     """
     if not wants_adapters(config):
         return 0
@@ -128,10 +128,10 @@ def planned_bytes(
 
 
 def configured_adapters(config: EngineConfig) -> list[AdapterRef]:
-    """Return the adapters that the settings name.
+    """Return the adapters in the settings.
 
     Raises:
-        AdapterError: one of them is not there.
+        AdapterError: an adapter is missing.
     """
     refs = []
     for name, path in named_paths(config.lora, "lora").items():

@@ -1,7 +1,7 @@
-"""The requests that wait for an adapter, and the one that is being read for them.
+"""Holds requests until their adapter is in a slot, and reads the next adapter.
 
-A request goes to the scheduler once its adapter is in a slot, and keeps it there until its end. No
-request overtakes one that has waited long, so that slots become free.
+A request keeps its slot until its end. No request overtakes one that has waited long, so slots
+become free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from appliance.engine.adapters.loader import AdapterLoader, LoadedAdapter
     from appliance.engine.request import AdapterRef, Request
 
-PATIENCE = 1.0  # seconds that a request lets later ones overtake it
+PATIENCE = 1.0  # seconds for which a request lets later ones overtake it
 _WAIT_SECONDS = 0.01  # between checks for other events
 
 
@@ -39,7 +39,7 @@ class AdapterPool:
 
     Args:
         loader: reads adapters, and has the executor's slots.
-        live: returns the ids of the requests that have not ended.
+        live: returns the ids of the open requests.
         clock: monotonic seconds.
     """
 
@@ -53,22 +53,22 @@ class AdapterPool:
         self._clock = clock
         self._residents = Residents(loader.slots, loader.count, live)
         self._held: list[_Held] = []
-        self._wished: list[AdapterRef] = []  # by an administrator, without a request
+        self._wished: list[AdapterRef] = []  # requested by an administrator
         self._loading: tuple[AdapterRef, Future[LoadedAdapter]] | None = None
         self._answers: list[AdapterAnswer] = []
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for their adapter."""
+        """Number of requests that wait for an adapter."""
         return len(self._held)
 
     @property
     def is_busy(self) -> bool:
-        """True if something is to be done here."""
+        """True if it has work to do."""
         return bool(self._held or self._loading or self._wished or self._answers)
 
     def take(self, request: Request) -> Request | None:
-        """Return a request with its slot filled in, or None: then it waits here."""
+        """Return a request with its slot filled in; None if it has to wait here."""
         assert request.adapter is not None
         if not self._residents.serves(request.adapter) or self._is_barred(self._clock()):
             self._held.append(_Held(request, self._clock()))
@@ -76,39 +76,39 @@ class AdapterPool:
         return self._residents.use(request)
 
     def abandon(self, request_id: str) -> bool:
-        """Forget a waiting request; return False if it does not wait here."""
+        """Forget a waiting request; return False if it is not here."""
         before = len(self._held)
         self._held = [one for one in self._held if one.request.request_id != request_id]
         return len(self._held) < before
 
     def install(self, ref: AdapterRef) -> None:
-        """Read an adapter before the first request; it gets a slot if there is a free one.
+        """Read an adapter before the first request, and put it into a free slot, if any.
 
         Raises:
-            AdapterError: it cannot be used.
+            AdapterError: the adapter is unusable.
         """
         loaded = self._loader.load(ref)
         if self._residents.has_free_slot:
             self._residents.put(ref, loaded)
 
     def wish(self, ref: AdapterRef) -> None:
-        """Load an adapter for an administrator, who gets an answer."""
+        """Load an adapter for an administrator; `take_answers` has the result."""
         self._wished.append(ref)
 
     def unload(self, ref: AdapterRef) -> None:
-        """Empty an adapter's slot once nobody uses it."""
+        """Empty an adapter's slot once no request uses it."""
         self._residents.unload(ref)
 
     def start(self, now: float) -> tuple[list[Request], list[SequenceDelta]]:
-        """Let on the requests whose adapter is there, and begin to load the next one.
+        """Release requests whose adapter is in a slot, and begin to load the next one.
 
         Returns:
-            Requests for the scheduler, and the ends of refused ones.
+            Requests for the scheduler, and the final deltas of refused ones.
         """
         ends = self._finish_loading()
         self._answer_wishes()
         self._residents.drop_unwanted()
-        self._begin_loading()  # before requests go on, as they are not live yet
+        self._begin_loading()  # before requests leave, as they are not live yet
         ends += [self._late(one, now) for one in self._held if _is_late(one, now)]
         self._held = [one for one in self._held if not _is_late(one, now)]
         ready: list[Request] = []
@@ -122,14 +122,14 @@ class AdapterPool:
         return ready, ends
 
     def idle(self) -> bool:
-        """Wait a moment for an adapter that is being read; False if none is."""
+        """Wait briefly for the adapter being read; return False if there is none."""
         if self._loading is None:
             return False
         wait([self._loading[1]], _WAIT_SECONDS)
         return True
 
     def take_answers(self) -> tuple[AdapterAnswer, ...]:
-        """Return what administrators are told, once."""
+        """Return the answers to administrators since the last call."""
         answers, self._answers = tuple(self._answers), []
         return answers
 
@@ -140,7 +140,7 @@ class AdapterPool:
         return bool(self._held) and now - self._held[0].since > PATIENCE
 
     def _begin_loading(self) -> None:
-        """Read the next adapter that is wanted, if there is or can be a slot for it."""
+        """Read the next wanted adapter if a slot is free or can be emptied."""
         if self._loading is not None:
             return
         can_be_put = self._residents.has_room
@@ -153,7 +153,7 @@ class AdapterPool:
             return
 
     def _finish_loading(self) -> list[SequenceDelta]:
-        """Give an adapter that has been read its slot; return the ends of those it failed."""
+        """Put a read adapter into a slot; return the final deltas of requests that it failed."""
         if self._loading is None or not self._loading[1].done():
             return []
         ref, future = self._loading
@@ -162,7 +162,7 @@ class AdapterPool:
             self._residents.put(ref, future.result())
             self._loading = None
             return []
-        if failure is None:  # all slots are in use: answer that it is sound
+        if failure is None:  # no free slot: answer that it is valid
             self._answer_wishes(ref)
             if not any(_same(one.request, ref) for one in self._held):
                 self._loading = None
@@ -177,7 +177,7 @@ class AdapterPool:
         return [_end(one.request, error, refused=True) for one in failed]
 
     def _answer_wishes(self, sound: AdapterRef | None = None, error: str = "") -> None:
-        """Tell administrators of adapters in slots, and of one that was read."""
+        """Answer administrators for adapters in slots, and for one just read."""
         for ref in list(self._wished):
             if key_of(ref) in self._residents or (
                 sound is not None and key_of(ref) == key_of(sound)

@@ -1,4 +1,4 @@
-"""The adapters that lie in slots; the least recently used that nobody uses makes room."""
+"""The adapters in slots; evicts the least recently used one without users."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AdapterKey = tuple[str, str]  # path and stamp
 
 
 def key_of(ref: AdapterRef) -> AdapterKey:
-    """Return what tells an adapter, in one version of its files, from all others."""
+    """Return a key that identifies one version of an adapter's files."""
     return ref.path, ref.stamp
 
 
@@ -28,23 +28,23 @@ class _Resident:
     slot: int
     digest: str
     users: set[str] = field(default_factory=set)  # request ids
-    is_unwanted: bool = False  # unloaded, but in use
+    is_unwanted: bool = False  # unloaded, but still in use
 
 
 class Residents:
-    """The slots and what lies in them.
+    """The slots and their adapters.
 
     Args:
-        slots: of the executor.
-        count: their number.
-        live: returns the ids of the requests that have not ended.
+        slots: the executor's.
+        count: number of slots.
+        live: returns the ids of the open requests.
     """
 
     def __init__(self, slots: AdapterSlots, count: int, live: Callable[[], set[str]]) -> None:
         self._slots = slots
         self._live = live
         self._free = list(range(count - 1, -1, -1))
-        self._residents: OrderedDict[AdapterKey, _Resident] = OrderedDict()  # latest used last
+        self._residents: OrderedDict[AdapterKey, _Resident] = OrderedDict()  # most recent last
 
     def __contains__(self, key: AdapterKey) -> bool:
         return key in self._residents
@@ -55,16 +55,16 @@ class Residents:
 
     @property
     def has_room(self) -> bool:
-        """True if a slot is free, or can be emptied."""
+        """True if a slot is free or can be emptied."""
         return bool(self._free) or self._victim() is not None
 
     def serves(self, ref: AdapterRef) -> bool:
-        """Return True if an adapter is in a slot and was not unloaded."""
+        """Return True if a slot holds the adapter and nobody unloaded it."""
         resident = self._residents.get(key_of(ref))
         return resident is not None and not resident.is_unwanted
 
     def use(self, request: Request) -> Request:
-        """Return a request with the slot of its adapter, which it keeps until its end."""
+        """Return a request with its adapter's slot, which it keeps until its end."""
         ref = request.adapter
         assert ref is not None
         resident = self._residents[key_of(ref)]
@@ -74,7 +74,7 @@ class Residents:
         return msgspec.structs.replace(request, adapter=ref)
 
     def put(self, ref: AdapterRef, loaded: LoadedAdapter) -> None:
-        """Put an adapter into a slot; there is room."""
+        """Put an adapter into a slot; call it only if `has_room`."""
         if not self._free:
             victim = self._victim()
             assert victim is not None
@@ -84,14 +84,14 @@ class Residents:
         self._residents[key_of(ref)] = _Resident(slot, loaded.digest)
 
     def unload(self, ref: AdapterRef) -> None:
-        """Empty an adapter's slot, now or with `drop_unwanted` once nobody uses it."""
+        """Empty an adapter's slot once no request uses it, now or in `drop_unwanted`."""
         resident = self._residents.get(key_of(ref))
         if resident is not None:
             resident.is_unwanted = True
             self.drop_unwanted()
 
     def drop_unwanted(self) -> None:
-        """Empty the slots of unloaded adapters that nobody uses any more."""
+        """Empty the slots of unloaded adapters that no request uses any more."""
         for key, resident in list(self._residents.items()):
             if resident.is_unwanted and not self._in_use(resident):
                 self._drop(key)

@@ -1,8 +1,8 @@
 """A beam search as a sequence group: one sequence per beam; beams fork one another.
 
-All are admitted and preempted together, so that none waits for a slot or blocks that another one
-holds. At first only the first runs; the others are held, with a slot and without blocks, until
-there is something to fork. Imports no torch.
+Admits and preempts all beams together, so none waits for a slot or blocks that another one holds.
+Only the leader runs at first; the others hold a slot without blocks until they can fork. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BeamGroup(SequenceGroup):
         members: one per beam; the first leads.
 
     Attributes:
-        beams: the beam of each member that has one; all have the same number of tokens.
+        beams: beam by member; all have the same number of tokens.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class BeamGroup(SequenceGroup):
         self._members = members
         self._blocks = blocks
         self._search = BeamSearch(request, bounds.eos_token_ids, max_tokens)
-        self._heard: dict[Sequence, Continuations] = {}  # continuations of the computed beams
-        # Blocks beside the leader's that the group needs soon, or held when it was preempted.
+        self._heard: dict[Sequence, Continuations] = {}  # continuations of computed beams
+        # Blocks beyond the leader's that the group needs soon, or held at its preemption.
         self._num_beside_leader = len(members) - 1
 
     def unit(self, sequence: Sequence) -> tuple[Sequence, ...]:
         return self._members
 
     def num_beside(self, sequence: Sequence) -> int:
-        """See `SequenceGroup`; at most as many as exist."""
+        """See `SequenceGroup`; never exceeds the cache."""
         own = self._blocks.blocks_for(len(sequence.token_ids))
         return max(0, min(self._num_beside_leader, self._blocks.num_blocks - own))
 
     def start(self) -> None:
-        """Hold all members but the leader."""
+        """Hold all members except the leader."""
         for member in self._members[1:]:
             member.is_held = True
 
@@ -105,15 +105,15 @@ class BeamGroup(SequenceGroup):
         return None
 
     def cut(self) -> tuple[Update, ...]:
-        """Return the best answers so far, of beams that have passed the prompt."""
+        """Return the best answers so far, from beams past the prompt."""
         self._search.cut(self.beams.values())
         return self._best()
 
     def _regroup(self, grown: list[tuple[Sequence, Beam]]) -> None:
-        """Assign sequences to the beams that go on.
+        """Assign sequences to the surviving beams.
 
-        The best continuation of a beam stays in its sequence. The others fork it and take the
-        sequences of beams that end here.
+        A beam's best continuation stays in its sequence. The others fork it into sequences of beams
+        that ended.
         """
         chosen: dict[Sequence, tuple[Sequence, Beam]] = {}
         forks = []
@@ -125,7 +125,7 @@ class BeamGroup(SequenceGroup):
         empty = [member for member in self._members if member not in chosen]
         chosen |= zip(empty, forks, strict=False)
         leader = self._members[0]
-        if leader not in chosen:  # so many beams have ended that there are too few forks
+        if leader not in chosen:  # many beams have ended, so the forks are too few
             chosen[leader] = chosen.pop(next(iter(chosen)))
         parents = {parent for parent, _ in chosen.values()}
         for member in self._members:
@@ -149,7 +149,7 @@ class BeamGroup(SequenceGroup):
     def _fork_next(self) -> None:
         """After a preemption, start the held beam that shares most with a computed one.
 
-        One at a time, so that blocks are shared as before.
+        Starts one at a time, so that beams share blocks as before.
         """
         waiting = [member for member in self.beams if member.is_held]
         if len(self._heard) + len(waiting) < len(self.beams):
@@ -177,7 +177,7 @@ class BeamGroup(SequenceGroup):
         )
 
     def check_invariants(self) -> None:
-        """Assert that members wait or run together, and that only held ones have no blocks."""
+        """Assert that members wait or run together, and that only held ones lack blocks."""
         is_running = self._members[0].status is SequenceStatus.RUNNING
         states = {member.status for member in self._members}
         assert len(states) == 1, "a group waits in part"

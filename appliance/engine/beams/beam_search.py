@@ -1,6 +1,6 @@
-"""Beam search over one prompt: grows beams, ranks answers and decides when it is over.
+"""Beam search over one prompt: grows beams, ranks answers and decides when to stop.
 
-Decides like transformers' `generate(num_beams=...)`, so that both find the same answers. Knows
+Decides as transformers' `generate(num_beams=...)` does, so both find the same answers. Knows
 nothing of blocks. Imports no torch.
 """
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def num_candidates(sampling: SamplingParams, eos_token_ids: Collection[int]) -> int:
-    """Return how many continuations of a beam must be ranked.
+    """Return the number of continuations to rank per beam.
 
-    At most as many go on as there are beams, and tokens that end the answer come on top. Any token
-    may complete a stop string, so there are some to spare.
+    At most one continuation per beam survives, plus tokens that end the answer. Any token may
+    complete a stop string, so it keeps some to spare.
     """
     return 2 * sampling.num_sequences + len({*eos_token_ids, *sampling.stop_token_ids})
 
@@ -36,10 +36,10 @@ class Beam:
 
     Attributes:
         score: sum of the log probabilities that rank beams, `logit_bias` included.
-        token_id: the last one.
-        logprob: the model's log probability of that token, without bias.
-        top: the likeliest tokens in its place, if they are reported.
-        before: the beam it has grown from; None at the prompt.
+        token_id: the last token.
+        logprob: the model's log probability of this token, without bias.
+        top: the likeliest tokens in its place, if reported.
+        before: its parent; None at the prompt.
         tail: the last bytes of the text, where a stop string may begin.
     """
 
@@ -54,14 +54,12 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished answer."""
-
     beam: Beam
     score: float  # with the length penalty
     reason: FinishReason
 
     def path(self) -> list[Beam]:
-        """Return a beam per token, in order."""
+        """Return one beam per token, in order."""
         path, beam = [], self.beam
         while beam.before is not None:
             path.append(beam)
@@ -70,17 +68,16 @@ class Hypothesis:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Token ids of the answer, including the one that ends it."""
+        """Token ids, the final one included."""
         return tuple(beam.token_id for beam in self.path())
 
     @property
     def cumulative_logprob(self) -> float:
-        """Natural logarithm of the probability of the whole answer."""
+        """Natural logarithm of the answer's probability."""
         return math.fsum(beam.logprob for beam in self.path())
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Log probabilities of each token."""
         return tuple(
             TokenLogprobs(Candidate(beam.token_id, beam.logprob), beam.top) for beam in self.path()
         )
@@ -91,11 +88,11 @@ class BeamSearch:
 
     Args:
         eos_token_ids: tokens that end an answer, unless the request ignores them.
-        max_tokens: most tokens of an answer.
+        max_tokens: maximum length of an answer.
 
     Attributes:
         finished: the best answers so far, best first; at most as many as beams.
-        over: no beam can still enter these.
+        over: no growing beam can still improve `finished`.
     """
 
     def __init__(self, request: Request, eos_token_ids: Collection[int], max_tokens: int) -> None:
@@ -114,11 +111,12 @@ class BeamSearch:
         """Grow all beams by one token.
 
         Args:
-            heard: the beams, all of the same length, with the possible continuations of each.
+            heard: all beams, of equal length, with each one's continuations.
 
         Returns:
-            The beams that go on, best first, each with the place in `heard` of its parent; none if
-            the search is over.
+            The surviving beams, best first, each with its parent's index in `heard`; none if the
+                search
+            is over.
         """
         ranked = sorted(
             (-beam.score - candidate.logprob, place, rank)
@@ -141,7 +139,7 @@ class BeamSearch:
         return [] if self.over else grown
 
     def cut(self, beams: Iterable[Beam]) -> None:
-        """End the search now: beams that have passed the prompt become answers as they are.
+        """End the search: beams past the prompt become answers.
 
         They compete with the finished answers by the same score.
         """
@@ -164,15 +162,15 @@ class BeamSearch:
             before=beam,
             tail=tail,
         )
-        # The first min_tokens tokens end nothing: the sampler bans tokens that would.
+        # Before min_tokens nothing ends: the sampler bans tokens that would.
         return grown, ends or token_id in self._ends
 
     def _extend_tail(self, tail: bytes, token_id: int) -> tuple[bytes, bool]:
-        """Return the text's tail after one more token, and whether it contains a stop string."""
+        """Return the text's tail after one more token, and True if it contains a stop string."""
         if not self._stop:
             return b"", False
         piece = self._pieces.get(token_id)
-        if piece is None:  # it shares no byte with a stop string, not even at its ends
+        if piece is None:  # shares no byte with a stop string
             return b"", False
         text = tail + piece
         ends = any(stop in text for stop in self._stop)

@@ -1,1 +1,1 @@
-"""KV blocks: their holders, their content, and its eviction. See block_manager."""
+"""KV blocks: holders, content and eviction. See block_manager."""

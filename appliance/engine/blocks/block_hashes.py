@@ -1,4 +1,4 @@
-"""The names of blocks by their content: chained hashes.
+"""Names blocks by content, with chained hashes.
 
 A block's hash covers its tokens and everything before them, so equal hashes mean equal keys and
 values. Imports no torch.
@@ -21,12 +21,12 @@ TOKEN_BYTES = 8
 
 
 def as_bytes(token_ids: Tokens) -> bytes:
-    """Return tokens as they are hashed and compared, `TOKEN_BYTES` each."""
+    """Return tokens as bytes to hash and compare, `TOKEN_BYTES` each."""
     return array(_TOKEN, token_ids).tobytes()
 
 
 def root_hash(*parts: str) -> bytes:
-    """Hash the start of a chain; equal only if all parts are equal, in number and order."""
+    """Hash the start of a chain; equal only for equal parts in the same order."""
     return blake2b(repr(parts).encode(), digest_size=_HASH_BYTES).digest()
 
 
@@ -36,13 +36,13 @@ def block_hash(parent: bytes, token_ids: Tokens) -> bytes:
 
 
 def chain_root(request: Request, namespace: str = "") -> bytes:
-    """Hash what must be equal, besides all tokens, for two requests to share blocks.
+    """Hash everything but the tokens that two requests must have in common to share blocks.
 
-    An adapter counts by its content, which only the engine knows: a name may come to stand for
-    another one. Elsewhere the version of its files stands for it.
+    Adapters count by content, which only the engine knows, because a name can change its meaning.
+    Elsewhere the version of the files stands for it.
 
     Args:
-        namespace: everything else that decides the bytes in a block: weights, KV format.
+        namespace: other facts that determine a block's bytes: weights, KV format.
     """
     adapter = request.adapter
     mark = () if adapter is None else (adapter.digest or f"{adapter.path} {adapter.stamp}",)
@@ -52,7 +52,7 @@ def chain_root(request: Request, namespace: str = "") -> bytes:
 def extend_chain(
     hashes: list[bytes], parent: bytes, token_ids: Tokens, block_size: int, num_blocks: int
 ) -> None:
-    """Extend the hashes of a text's full blocks to `num_blocks` of them.
+    """Extend a text's block hashes to its first `num_blocks` full blocks.
 
     Args:
         hashes: of its first blocks.
@@ -64,5 +64,5 @@ def extend_chain(
 
 
 def hash_after(parent: bytes, tokens: bytes) -> bytes:
-    """Hash what follows the chain `parent`; `tokens` as `as_bytes` makes them."""
+    """Hash a block after the chain `parent`; `tokens` come from `as_bytes`."""
     return blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()

@@ -1,7 +1,7 @@
 """Assigns KV cache blocks to sequences: on demand, shared, copied on write, cached.
 
-It owns `block_table`, `block_hashes` and `num_computed` of every sequence and knows nothing of
-scheduling order or of tensors. Every operation is O(1) amortised per block. Imports no torch.
+Owns every sequence's `block_table`, `block_hashes` and `num_computed`; knows neither scheduling
+order nor tensors. Every operation is O(1) amortised per block. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 class BlockManager:
     """All blocks of one KV cache.
 
-    A block is free (no content), cached (content that no sequence refers to, evicted least recently
-    used first) or active (in at least one block table). An active block is being written while one
-    sequence alone holds it and it has room. A full block enters the prefix cache once it is
-    computed; a partial last block, when its sequence lets go of it. Where equal content is indexed
-    already, both blocks stay, since block tables only grow; the second one is freed without being
-    cached, unless the first one was evicted before and it took that one's place.
+    A block is free (no content), cached (content without a sequence, evicted least recently used
+    first) or active (in at least one block table). A sequence writes to an active block that it
+    alone holds and that has room. A full block enters the prefix cache when computed; a partial
+    last block, when its sequence is freed. Block tables only grow, so two blocks with equal content
+    both stay; the later one is freed without being cached, unless the first was evicted and it took
+    its place.
 
-    A sequence writes to a block only while no other sequence refers to it and the prefix cache does
+    A sequence writes to a block only if no other sequence refers to it and the prefix cache does
     not index it; otherwise `allocate` gives the sequence a copy.
 
-    A model with recurrent layers also has a state, and a sequence can go on only where one is. So a
-    prefix ends at a checkpoint, partial blocks are of no use to others, and a checkpoint goes with
-    its block; see `StateSlots`.
+    A model with recurrent layers also needs a state to continue from. So prefixes end at a
+    checkpoint, partial blocks are not shared, and evicting a block drops its checkpoint; see
+    `StateSlots`.
 
-    Where blocks are sealed, one that is not full has an open block, even while it is only cached.
-    A full one is never written, not even as a copy: its first tokens cannot be read alone.
+    With sealed blocks, a partial block has an open block, even while only cached. A full block is
+    never written, not even as a copy: its first tokens cannot be read alone.
 
     Args:
         metadata: records the state of blocks; None keeps a private record.
         prefix_caching: keep and find the content of full blocks.
-        namespace: everything else that decides the bytes in a block, such as weights and KV format.
-        num_open: open blocks, see `open_blocks.num_open_blocks`; 0 where blocks are not sealed.
-        states: the rows of recurrent state; None for models without.
+        namespace: other facts that determine a block's bytes, such as weights and KV format.
+        num_open: open blocks, see `open_blocks.num_open_blocks`; 0 without sealed blocks.
+        states: the rows of recurrent state; None without recurrent layers.
 
     Attributes:
         metadata: the state of each block.
@@ -81,7 +81,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated: free and cached ones."""
+        """Blocks available for allocation: free and cached."""
         return self.pool.num_available
 
     @property
@@ -99,17 +99,16 @@ class BlockManager:
         return self.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Return how many blocks the sequence's tokens still need; those of drafts do not count."""
+        """Count the blocks that the sequence's tokens still need, without drafts."""
         return max(0, self.blocks_for(len(sequence.token_ids)) - len(sequence.block_table))
 
     def cost_of_admission(self, sequence: Sequence, prefix: Prefix) -> int:
         """Count the free blocks needed to attach `prefix` and allocate all other tokens.
 
-        The source of a copy counts too; it is free again once the plan is settled.
+        Includes the source of a copy, which is free again once the plan is settled.
         """
         unreferenced = sum(not self.pool.references[block] for block in prefix.blocks)
         num_new = self.blocks_for(len(sequence.token_ids)) - len(prefix.blocks)
@@ -118,7 +117,7 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> Prefix:
         """Return the blocks that already hold the sequence's first tokens.
 
-        The last token is never part of a hit: it must be run to get logits.
+        Excludes the last token: it must run to give logits.
         """
         finds = self._prefix_caching or sequence.num_kept
         if not finds:
@@ -135,7 +134,7 @@ class BlockManager:
         return Prefix(tuple(chain[:depth]), depth * size, checkpoint, len(chain) * size)
 
     def without_copy(self, prefix: Prefix) -> Prefix:
-        """Shorten a prefix to what can be attached and continued without a copy."""
+        """Shorten a prefix so that the sequence can continue without a copy."""
         return self.whole(prefix) if self._needs_copy(prefix) else prefix
 
     def whole(self, prefix: Prefix) -> Prefix:
@@ -146,9 +145,9 @@ class BlockManager:
         return Prefix(prefix.blocks[:num_full], num_full * self.block_size)
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Start a sequence's block table with blocks that `find_prefix` has just returned."""
+        """Start a sequence's block table with the result of `find_prefix`."""
         if prefix.num_tokens % self.block_size and not self._needs_copy(prefix):
-            self.index.remove(prefix.blocks[-1])  # the sequence goes on where another ended
+            self.index.remove(prefix.blocks[-1])  # the sequence continues where another ended
         self._share(sequence, prefix.blocks)
         sequence.num_computed = prefix.num_tokens
         sequence.num_alike = prefix.num_alike
@@ -157,7 +156,7 @@ class BlockManager:
             self.states.restore(sequence, prefix.checkpoint)
 
     def _needs_copy(self, prefix: Prefix) -> bool:
-        """Return True if a prefix ends in a block that holds more, or belongs to others."""
+        """Return True if a prefix ends in a block with more tokens or other holders."""
         num_tokens = prefix.num_tokens % self.block_size
         if num_tokens == 0:
             return False
@@ -168,7 +167,7 @@ class BlockManager:
         return self._open.get(block)
 
     def num_held(self, sequence: Sequence) -> int:
-        """Count the tokens whose content is present: a block waiting for its copy may be empty."""
+        """Count the tokens with content; a block that waits for its copy may be empty."""
         num_full, num_last = divmod(sequence.num_computed, self.block_size)
         is_empty = num_last and self._filled[sequence.block_table[num_full]] < num_last
         return sequence.num_computed - (num_last if is_empty else 0)
@@ -176,9 +175,9 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Share the blocks of the first `num_tokens` tokens, equal in both, with `child`.
 
-        Nothing is copied until one of them writes to a shared block. A sealed block is shared as a
-        whole or not at all; then the child recomputes its part. With recurrent state the child goes
-        on where the parent is, or else at a checkpoint before.
+        Copies nothing until one of them writes to a shared block. Shares a sealed block only as a
+        whole; otherwise the child recomputes its part. With recurrent state the child continues
+        where the parent is, or at an earlier checkpoint.
         """
         assert num_tokens <= parent.num_computed
         if self.states is not None and num_tokens < parent.num_computed:
@@ -202,8 +201,9 @@ class BlockManager:
         """Make the slots of the next `num_new_tokens` tokens writable.
 
         Returns:
-            Copies to make before anything is written, usually none. None if there are too few free
-            blocks; then nothing has changed.
+            Copies to make before any write, usually none; None, with nothing changed, if there are
+                too few
+            free blocks.
         """
         table, size = sequence.block_table, self.block_size
         first = sequence.num_computed // size
@@ -217,7 +217,7 @@ class BlockManager:
             return ()
         if len(kept) + num_appended > self.num_free_blocks:
             return None
-        # Take all destinations before releasing a source, so that none becomes the other.
+        # Take all destinations before releasing a source, so none becomes the other.
         take, slot = self.pool.take, sequence.slot
         copies = tuple(self._copy(table[index], take(slot)) for index in kept)
         table.extend(take(slot) for _ in range(num_appended))
@@ -229,12 +229,12 @@ class BlockManager:
     def settle(self) -> None:
         """Release the sources of a complete plan's copies.
 
-        Before, one of them could become the destination of another copy of the same plan.
+        Earlier, a source could become another copy's destination in the same plan.
         """
         self.pool.settle()
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Record that the next `num_tokens` tokens are in the cache and index full blocks."""
+        """Record the next `num_tokens` tokens as computed, and index full blocks."""
         size, first = self.block_size, sequence.num_computed // self.block_size
         sequence.num_computed = end = sequence.num_computed + num_tokens
         if num_tokens == 1 and end % size:  # the usual case: most answers in most steps
@@ -253,7 +253,7 @@ class BlockManager:
                 self.states.confirm(sequence, end, size)
 
     def truncate(self, sequence: Sequence) -> None:
-        """Return the blocks behind a sequence's computed tokens: rows there were for nothing."""
+        """Release the blocks after a sequence's computed tokens, allocated for rejected rows."""
         table = sequence.block_table
         for _ in range(len(table) - self.blocks_for(sequence.num_computed)):
             self.pool.let_go(table.pop(), sequence.slot)
@@ -261,7 +261,7 @@ class BlockManager:
     def open_blocks(
         self, scheduled: Iterable[ScheduledSequence]
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Return the open blocks of the blocks each entry writes; None if nothing is sealed."""
+        """Return the open blocks that each entry writes; None without sealed blocks."""
         if not self._open:
             return None
         size = self.block_size
@@ -285,7 +285,7 @@ class BlockManager:
         if self.states is not None:
             self.states.free(sequence)
             keeps_last = False
-        # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
+        # Tail before head, so that eviction shortens a chain instead of cutting it.
         for index in reversed(range(len(table))):
             if not keeps:
                 pass
@@ -298,7 +298,7 @@ class BlockManager:
         sequence.num_computed = 0
 
     def _touch(self, sequence: Sequence, index: int) -> None:
-        """Refresh a full block's equal in the index, or index the block: chains must stay whole."""
+        """Refresh an indexed block of equal content, or index this one: chains must stay whole."""
         indexed = self.index.get(sequence.block_hashes[index])
         if indexed is None:
             self.index.add(sequence, index, sequence.block_table[index], self.block_size)
@@ -319,17 +319,17 @@ class BlockManager:
         sequence.block_table.extend(blocks)
 
     def expect(self, sequence: Sequence, num_blocks: int, num_tokens: int) -> array[int]:
-        """Append blocks for a sequence's next tokens, which arrive from outside the cache.
+        """Append blocks for a sequence's next tokens, whose content arrives from outside.
 
-        Other sequences find them only after `confirm_loads`, once their content has arrived.
+        Other sequences find them only after `confirm_loads`.
 
         Args:
             sequence: all of its blocks are full.
-            num_blocks: blocks to append; so many are free.
+            num_blocks: blocks to append; this many are free.
             num_tokens: in all of them; added to the sequence's `num_computed`.
 
         Returns:
-            The blocks, in the order of the tokens.
+            The blocks, in token order.
         """
         first = len(sequence.block_table)
         for index in range(num_blocks):
@@ -340,7 +340,7 @@ class BlockManager:
         return sequence.block_table[first:]
 
     def confirm_loads(self, sequence: Sequence, first: int) -> None:
-        """Record that the loads into a sequence's blocks, from `first` on, have arrived."""
+        """Record that the loads into a sequence's blocks, from index `first` on, have arrived."""
         for index in range(first, len(sequence.block_table)):
             block = sequence.block_table[index]
             if block in self.pool.loading:

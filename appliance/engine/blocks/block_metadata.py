@@ -1,6 +1,6 @@
-"""Publishes the state of every block as one 64-bit word in memory that others may map.
+"""Publishes each block's state as a 64-bit word in memory that other processes can map.
 
-Written when a block changes hands, never per token; a reader needs only numpy and this file.
+Writes a word when a block changes hands, never per token. A reader needs only numpy and this file.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ STAMPS_PER_SECOND = 10
 
 @dataclass(frozen=True, slots=True)
 class BlockFields:
-    """The words split into fields."""
-
-    owner: NDArray[np.uint16]  # (num_blocks,) slot of the sequence that took it last, 0 if gone
+    owner: NDArray[np.uint16]  # (num_blocks,) slot of its last owner, 0 after that has ended
     state: NDArray[np.uint8]  # (num_blocks,) a BlockState
-    references: NDArray[np.uint8]  # (num_blocks,) block tables that hold it; 255 means that or more
+    references: NDArray[np.uint8]  # (num_blocks,) block tables that hold it; saturates at 255
     precision: NDArray[np.uint8]  # (num_blocks,) index into `EngineInfo.precisions`
-    stamp: NDArray[np.uint32]  # (num_blocks,) when it last changed hands, see `stamp_of`
+    stamp: NDArray[np.uint32]  # (num_blocks,) time of its last change of hands, see `stamp_of`
 
 
 def unpack(words: NDArray[np.uint64]) -> BlockFields:
@@ -53,7 +51,7 @@ def unpack(words: NDArray[np.uint64]) -> BlockFields:
 
 
 def stamp_of(now: float) -> int:
-    """Convert a time of the system's monotonic clock to tenths of a second modulo 2**32."""
+    """Convert a monotonic time to tenths of a second modulo 2**32."""
     return int(now * STAMPS_PER_SECOND) & STAMP_MASK
 
 
@@ -61,7 +59,8 @@ class BlockMetadata:
     """Writes the words.
 
     Args:
-        buffer: at least 8 * num_blocks writable bytes, cleared here; None allocates private ones.
+        buffer: at least 8 * num_blocks writable bytes, which it clears; None allocates private
+            ones.
 
     Attributes:
         words: the same memory as a read-only array, (num_blocks,) uint64.
@@ -74,13 +73,13 @@ class BlockMetadata:
         assert buffer.nbytes >= size, f"{buffer.nbytes} bytes cannot hold {num_blocks} words"
         whole = buffer.cast("B")[:size]
         whole[:] = bytes(size)
-        # Item assignment through a memoryview costs half of numpy's and is one aligned store.
+        # Item assignment through a memoryview is one aligned store, at half of numpy's cost.
         self._cells = whole.cast("Q")
         self._stamp = 0
         self.words: NDArray[np.uint64] = np.frombuffer(whole.toreadonly(), dtype=np.uint64)
 
     def begin_step(self, now: float) -> None:
-        """Stamp later writes with this time, in seconds of the monotonic clock."""
+        """Stamp later writes with a monotonic time, in seconds."""
         self._stamp = stamp_of(now)
 
     def write(
@@ -108,7 +107,6 @@ class BlockMetadata:
         )
 
     def owner(self, block: int) -> int:
-        """Return the slot in a block's word."""
         return self._cells[block] >> OWNER_SHIFT
 
     def check_invariants(
@@ -118,7 +116,7 @@ class BlockMetadata:
         precisions: Mapping[int, int],
         owners: Mapping[int, Collection[int]],
     ) -> None:
-        """Assert that the words match the state of each block; `owners` lists all valid owners."""
+        """Assert that the words match each block's state; `owners` lists the valid owners."""
         fields = unpack(self.words)
         words = zip(
             *(fields.state.tolist(), fields.references.tolist()),

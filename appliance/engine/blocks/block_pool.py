@@ -1,6 +1,6 @@
-"""The blocks of one KV cache: their references, their content and the order of eviction.
+"""The blocks of one KV cache: references, content and order of eviction.
 
-Knows nothing of sequences but the slot that each has in block metadata. Imports no torch.
+Knows sequences only by their slot in block metadata. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class BlockPool:
-    """Free, cached and active blocks; `BlockManager` defines them.
+    """Free, cached and active blocks; see `BlockManager`.
 
     Args:
         metadata: records the state of blocks.
         index: maps content to blocks.
-        num_open: open blocks; 0 where blocks are not sealed.
+        num_open: open blocks; 0 without sealed blocks.
 
     Attributes:
-        references: of each block, from block tables.
-        filled: slots of each block that hold a token.
+        references: number of block tables by block.
+        filled: number of tokens by block.
         loading: active blocks whose content has not arrived.
-        kv_tokens: slots of active blocks that hold a token.
-        num_shared: blocks in more than one block table.
+        kv_tokens: tokens in active blocks.
+        num_shared: blocks in several block tables.
         num_evictions: cached blocks evicted so far.
-        on_evict: called with hash and block before the last block with a full content is evicted.
+        on_evict: called with hash and block before evicting the last block with a full content.
         on_lost: called with the hash after `on_evict`.
     """
 
@@ -60,13 +60,13 @@ class BlockPool:
         self._index = index
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._cached_open: OrderedDict[int, None] = OrderedDict()  # those with an open block
-        self._copied: set[int] = set()  # sources of the copies of the plan being made
+        self._cached_open: OrderedDict[int, None] = OrderedDict()  # with an open block
+        self._copied: set[int] = set()  # sources of copies in the plan being made
         self._sources: list[int] = []  # those of them that no block table holds any more
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated: free and cached ones."""
+        """Blocks available for allocation: free and cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -75,7 +75,7 @@ class BlockPool:
         return len(self._cached)
 
     def is_own(self, block: int) -> bool:
-        """Return True if the one sequence that holds a block may write to it."""
+        """Return True if the block's only holder may write to it."""
         return self.references[block] == 1 and block not in self._index
 
     def take(self, slot: int) -> int:
@@ -104,7 +104,7 @@ class BlockPool:
         self._record_active(block, slot)
 
     def fill(self, block: int, num_tokens: int) -> None:
-        """Record how many slots of an active block hold a token."""
+        """Record the number of tokens in an active block."""
         before, size = self.filled[block], self._block_size
         self.kv_tokens += num_tokens - before
         self.filled[block] = num_tokens
@@ -114,7 +114,7 @@ class BlockPool:
             self._record_active(block, self._metadata.owner(block))
 
     def expect(self, block: int, num_tokens: int) -> None:
-        """Mark a block that was just taken as waiting for so many tokens from outside."""
+        """Mark a block just taken as waiting for tokens from outside."""
         self.loading.add(block)
         self._record_active(block, self._metadata.owner(block))
         self.fill(block, num_tokens)
@@ -125,7 +125,7 @@ class BlockPool:
         self._record_active(block, self._metadata.owner(block))
 
     def touch(self, block: int) -> None:
-        """Mark the content of a cached block as just used."""
+        """Mark a cached block as just used."""
         if block in self._cached:
             self._cached.move_to_end(block)
 
@@ -137,14 +137,14 @@ class BlockPool:
     def settle(self) -> None:
         """Release the sources of a complete plan's copies.
 
-        Before, one of them could become the destination of another copy of the same plan.
+        Earlier, a source could become another copy's destination in the same plan.
         """
         self._copied.clear()
         while self._sources:
             self.let_go(self._sources.pop(), 0)
 
     def let_go(self, block: int, slot: int) -> None:
-        """Drop the reference of the sequence in a slot to a block."""
+        """Drop a sequence's reference, by slot, to a block."""
         if self.references[block] == 1 and block in self._copied:
             self._copied.remove(block)
             self._sources.append(block)
@@ -154,7 +154,7 @@ class BlockPool:
         owner = self._metadata.owner(block)
         if references:
             self.num_shared -= references == 1
-            # Which of the remaining holders becomes the owner is not worth remembering.
+            # Any remaining holder may be the owner.
             owner = 0 if owner == slot else owner
             self._record_active(block, owner)
             return
@@ -200,7 +200,7 @@ class BlockPool:
         """Recompute everything and assert that the records agree.
 
         Args:
-            holders: for each block in block tables, the slots of their sequences.
+            holders: slots of the sequences that hold each block.
         """
         blocks, active = range(self._num_blocks), set(holders)
         free, cached = set(self._free), set(self._cached)

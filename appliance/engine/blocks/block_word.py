@@ -1,6 +1,6 @@
-"""Encodes the state of a block in a 64-bit word, and counts blocks by state.
+"""Encodes a block's state in a 64-bit word, and counts blocks by state.
 
-The process that answers /metrics imports it too, so it needs no numpy.
+Needs no numpy: the process that answers /metrics imports it too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_REFERENCES = 2**8 - 1
 STAMP_MASK = 2**32 - 1
 MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for "no owner"
 
-# Names of states in /metrics; an active block in several block tables counts as shared.
+# Names of states in /metrics; an active block in several tables counts as shared.
 STATE_NAMES = {
     BlockState.FREE: "free",
     BlockState.CACHED: "cached",
@@ -32,8 +32,8 @@ SHARED = "shared"
 def count_states(words: memoryview) -> dict[str, int]:
     """Count blocks by state in (num_blocks,) 64-bit words; each counts once."""
     counts = dict.fromkeys((*STATE_NAMES.values(), SHARED), 0)
-    # State, references and precision are the third quarter of a little-endian word. Equal ones
-    # are counted in C: 65,536 blocks take milliseconds.
+    # State, references and precision are the third 16 bits of a little-endian word. Counting equal
+    # ones runs in C: 65,536 blocks take milliseconds.
     for middle, count in Counter(words.cast("B").cast("H")[2::4]).items():
         state = middle >> (STATE_SHIFT - PRECISION_SHIFT)
         references = middle >> (REFERENCES_SHIFT - PRECISION_SHIFT) & MAX_REFERENCES

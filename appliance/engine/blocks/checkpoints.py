@@ -1,7 +1,7 @@
 """State checkpoints: immutable copies of recurrent state at block boundaries, found by content.
 
-A checkpoint is the state after the last token of a full block and has that block's chained hash: it
-follows from the same tokens. Knows neither sequences nor blocks. Imports no torch.
+A checkpoint is the state after a full block's last token and has that block's chained hash. Knows
+neither sequences nor blocks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-# Of the checkpoints, least recently used first, that are searched for one that can be spared.
-_SEARCHED = 4  # one part in so many
+# Share of the checkpoints, least recently used first, among which it looks for a dispensable one.
+_SEARCHED = 4  # one in this many
 
 
 @dataclass(slots=True, eq=False)
@@ -23,11 +23,11 @@ class Checkpoint:
     """One checkpoint.
 
     Attributes:
-        content: hash of the chain whose last token it follows.
+        content: hash of the chain that it follows.
         row: place of the state.
-        before: the nearest checkpoint on the same chain.
-        behind: those whose nearest one this is.
-        num_restores: sequences that are about to go on from it; it stays as long.
+        before: the nearest earlier checkpoint on the same chain.
+        behind: checkpoints whose `before` is this one.
+        num_restores: sequences about to continue from it, which keep it alive.
     """
 
     content: bytes
@@ -40,16 +40,16 @@ class Checkpoint:
 class Checkpoints:
     """The rows of all checkpoints: free, being written, or found by content.
 
-    Cached blocks are of use only up to a checkpoint behind them. So of the least recently used
-    checkpoints those go first that no block depends on, because another one follows on the same
-    chain; the blocks between the two stay useful to that one.
+    Cached blocks are useful only up to a later checkpoint. So among the least recently used
+    checkpoints it first evicts those with a later one on the same chain, which keeps the blocks
+    between them useful.
 
     Args:
         rows: places of checkpoints.
 
     Attributes:
-        on_evict: called with content and row before a checkpoint that was useful is lost.
-        num_evictions: of these, so far.
+        on_evict: called with content and row before evicting a useful checkpoint.
+        num_evictions: useful checkpoints evicted so far.
     """
 
     def __init__(self, rows: range) -> None:
@@ -77,7 +77,7 @@ class Checkpoints:
         return len(self._free)
 
     def get(self, content: bytes) -> Checkpoint | None:
-        """Return the checkpoint of a chain's end."""
+        """Return the checkpoint at the end of a chain."""
         return self._found.get(content)
 
     def depth(self, hashes: Sequence[bytes]) -> int:
@@ -101,10 +101,10 @@ class Checkpoints:
         self._free.append(row)
 
     def add(self, hashes: Sequence[bytes], row: int) -> bool:
-        """Make a row that was taken and written the checkpoint of a chain.
+        """Register a written row as the checkpoint of a chain.
 
         Returns:
-            False if there is one already; then the row is free again.
+            False if the chain has one; the row is then free again.
         """
         if hashes[-1] in self._found:
             self.give_back(row)
@@ -114,7 +114,7 @@ class Checkpoints:
         before = self._found[hashes[depth - 1]] if depth else None
         added = self._found[hashes[-1]] = Checkpoint(hashes[-1], row, before)
         if before is not None:
-            # One that lies behind both stays behind `before`: its chain is not known here.
+            # A checkpoint after both keeps `before`: its chain is unknown here.
             before.behind.add(added)
         return True
 
@@ -123,7 +123,7 @@ class Checkpoints:
         self._found.move_to_end(content)
 
     def evict(self, content: bytes) -> None:
-        """Remove a checkpoint that a tier below may keep, if there is one."""
+        """Evict a checkpoint, which a tier below may keep."""
         found = self._found.get(content)
         if found is not None:
             self.num_evictions += 1
@@ -132,7 +132,7 @@ class Checkpoints:
             self.drop(content)
 
     def drop(self, content: bytes) -> None:
-        """Remove a checkpoint that is of no more use."""
+        """Remove a checkpoint without further use."""
         gone = self._found.pop(content)
         assert not gone.num_restores, "a sequence is about to go on from it"
         if gone.before is not None:
@@ -143,17 +143,18 @@ class Checkpoints:
         self._free.append(gone.row)
 
     def _choose(self) -> Checkpoint | None:
-        """Choose the checkpoint to be evicted; None if sequences are about to use all of them."""
+        """Choose the checkpoint to evict; None if sequences are about to use all of them."""
         idle = (one for one in self._found.values() if not one.num_restores)
         oldest = list(islice(idle, max(1, len(self._found) // _SEARCHED)))
         return next((one for one in oldest if one.behind), oldest[0] if oldest else None)
 
     def check_invariants(self, restored: Collection[int], taken: Collection[int]) -> None:
-        """Recompute the records.
+        """Recompute the records and assert that they agree.
 
         Args:
-            restored: row of each checkpoint that a sequence is about to go on from; repeated.
-            taken: rows that are being written.
+            restored: rows of checkpoints that sequences are about to continue from, with
+                repetitions.
+            taken: rows being written.
         """
         found = [one.row for one in self._found.values()]
         rows = sorted([*self._free, *found, *taken])

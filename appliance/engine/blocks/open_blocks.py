@@ -1,6 +1,6 @@
-"""Open blocks: they hold the tokens of partial blocks until these are full and sealed.
+"""Open blocks hold the tokens of partial blocks until these are full and sealed.
 
-They are a small pool of their own, with ids of their own. Imports no torch.
+A small pool with its own ids. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def num_open_blocks(
 ) -> int:
     """Return a number of open blocks that never runs out.
 
-    A running sequence holds one for each of its partial blocks. If n of its tokens are in
-    plans, these are at most (n + block_size - 2) // block_size + 1 blocks, and the tokens of all
-    sequences are at most the budget of each plan. One more for each sequence that begins with a
-    copy of a block: the source keeps its own until the plan is complete.
+    A running sequence holds one for each of its partial blocks. If n of its tokens are in plans,
+    these are at most (n + block_size - 2) // block_size + 1 blocks, and the tokens of all sequences
+    are at most the budget of each plan. A sequence that begins with a copy of a block needs one
+    more: the source keeps its own until the plan is complete.
     """
     return plans * max_num_batched_tokens // block_size + 3 * max_num_seqs
 
@@ -28,7 +28,7 @@ class OpenBlocks:
     """Maps partial blocks to their open blocks.
 
     Args:
-        num_open: size of the pool; 0 where blocks are never sealed, and then no block has one.
+        num_open: size of the pool; 0 without sealed blocks.
     """
 
     def __init__(self, num_open: int) -> None:
@@ -47,7 +47,7 @@ class OpenBlocks:
 
     @property
     def is_exhausted(self) -> bool:
-        """True if there is a pool and all of it is in use."""
+        """True if a pool exists and all of it is in use."""
         return not self._free and self._num_open > 0
 
     def get(self, block: int) -> int:

@@ -1,6 +1,6 @@
-"""Indexes blocks by their content; see `block_hashes` for its names.
+"""Indexes blocks by content; `block_hashes` names it.
 
-Knows nothing of reference counts or eviction. Imports no torch.
+Knows neither reference counts nor eviction. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Prefix:
     """Blocks that hold the first tokens of a sequence.
 
     Attributes:
-        blocks: in order; all hit as a whole, except the last one if `num_tokens` ends inside it.
-        num_tokens: number of leading tokens in them.
-        checkpoint: content of the state checkpoint to go on from, if there is one.
-        num_alike: leading tokens in cached blocks, of which those behind the checkpoint are lost.
+        blocks: in order; used whole, except that `num_tokens` may end inside the last one.
+        num_tokens: leading tokens in them.
+        checkpoint: content of the state checkpoint to continue from, or empty.
+        num_alike: leading tokens in cached blocks, also those after the checkpoint, which must run
+            again.
     """
 
     blocks: tuple[int, ...] = ()
@@ -41,24 +42,24 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    content: bytes  # the hash
+    content: bytes  # its hash
     parent: bytes  # hash of the chain before it
-    tokens: bytes  # its own
+    tokens: bytes  # its own tokens
 
 
 class PrefixCache:
     """Maps content to blocks and back.
 
-    Full blocks are found by their hash. Where a chain of hits ends, a partial hit is a block that
-    follows the same chain and begins with the same tokens: a full one that continues differently,
-    or the last, partial block of a sequence that ended.
+    Finds full blocks by hash. Where a chain of hits ends, a partial hit is a block that follows the
+    same chain and begins with the same tokens: a full one that continues differently, or the
+    partial last block of an ended sequence.
 
-    Of full blocks with equal content one is found; the others are spare, and when the one that is
-    found is removed, a spare takes its place. So the blocks that follow it stay findable.
+    Of full blocks with equal content it finds one; the others are spares. When the found one is
+    removed, a spare takes its place, so the blocks after it stay findable.
 
     Args:
-        namespace: everything else that decides the bytes in a block: weights, KV format.
-        splits_full: the first tokens of a full block can be used without the others.
+        namespace: other facts that determine a block's bytes: weights, KV format.
+        splits_full: the first tokens of a full block are usable without the others.
 
     Attributes:
         min_partial: fewest tokens worth a partial hit: copying a block costs about as much as
@@ -73,7 +74,7 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
         self._spares: dict[bytes, list[int]] = {}  # by content
-        # By the chain before them and their first `min_partial` tokens, the latest one last.
+        # By the chain before them and their first `min_partial` tokens, most recent last.
         self._starts: dict[bytes, dict[int, None]] = {}
 
     def __len__(self) -> int:
@@ -83,19 +84,19 @@ class PrefixCache:
         return block in self._entries
 
     def is_found(self, block: int) -> bool:
-        """Return True if a block is indexed and not a spare."""
+        """Return True if a block is indexed and no spare."""
         entry = self._entries.get(block)
         return entry is not None and self._blocks[entry.content] == block
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """Extend the sequence's `block_hashes` over its first `num_blocks` full blocks."""
+        """Extend the sequence's `block_hashes` to its first `num_blocks` full blocks."""
         hashes = sequence.block_hashes
         if len(hashes) < num_blocks:
             parent = self._chain(sequence, len(hashes))
             extend_chain(hashes, parent, sequence.token_ids, self._block_size, num_blocks)
 
     def find(self, sequence: Sequence) -> Prefix:
-        """Blocks that hold a sequence's first tokens, those left out that have to run."""
+        """Return the blocks that hold a sequence's first tokens, except those that must run."""
         size, limit = self._block_size, sequence.num_reusable
         found = self.find_chain(sequence)
         first = len(found) * size
@@ -126,11 +127,11 @@ class PrefixCache:
         return self._blocks.get(content)
 
     def add(self, sequence: Sequence, index: int, block: int, num_tokens: int) -> None:
-        """Index a block under its content; a full one whose content is indexed becomes a spare.
+        """Index a block; a full one whose content is indexed already becomes a spare.
 
         Args:
             sequence: the sequence whose tokens it holds.
-            index: its place in the sequence's block table.
+            index: its index in the sequence's block table.
             num_tokens: in it: the block size, or at least `min_partial`.
         """
         size = self._block_size
@@ -178,11 +179,11 @@ class PrefixCache:
                 del self._starts[self._start(entry)]
 
     def _splits(self, entry: _Entry) -> bool:
-        """Return True if an entry's first tokens can be used without the others."""
+        """Return True if an entry's first tokens are usable without the others."""
         return self._splits_full or len(entry.tokens) < self._block_size * TOKEN_BYTES
 
     def _chain(self, sequence: Sequence, num_blocks: int) -> bytes:
-        """Return the hash of a sequence's first full blocks, which are hashed already."""
+        """Return the hash of a sequence's first full blocks, which must be hashed already."""
         if num_blocks:
             return sequence.block_hashes[num_blocks - 1]
         return chain_root(sequence.request, self._namespace)
@@ -191,7 +192,7 @@ class PrefixCache:
         return entry.parent + entry.tokens[: self.min_partial * TOKEN_BYTES]
 
     def _find_start(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        """Return a chain's follower with most tokens in common and their number, or (-1, 0)."""
+        """Return the block after a chain with the most tokens in common, and their number."""
         best = (-1, 0)
         start = tokens[: self.min_partial * TOKEN_BYTES]
         if len(start) < self.min_partial * TOKEN_BYTES:
@@ -204,7 +205,6 @@ class PrefixCache:
         return best
 
     def check_invariants(self) -> None:
-        """Assert that all maps agree."""
         blocks = [*self._blocks.items()]
         spares = [(content, block) for content, of in self._spares.items() for block in of]
         assert {block: entry.content for block, entry in self._entries.items()} == {

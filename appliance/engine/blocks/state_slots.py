@@ -1,9 +1,9 @@
-"""State slots: where the recurrent state of running sequences is, and how it gets there.
+"""State slots: the recurrent state of running sequences, and its moves.
 
-A step reads the state of a sequence from its slot, or begins from zero at position 0, and writes
-the state after its last row back. So a slot always is at the sequence's last row. A sequence that
-goes on elsewhere needs a copy first: of a checkpoint, of the slot it forks, of its own state before
-drafts that were rejected, or of content in the tiers below. Imports no torch.
+A step reads a sequence's state from its slot, or begins from zero at position 0, and writes the
+state after its last row back, so a slot is always at the sequence's last row. A sequence that
+continues elsewhere first needs a copy: of a checkpoint, of the slot it forks, of its own state
+before rejected drafts, or of content in the tiers below. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Restore:
     """A state on its way into a sequence's slot.
 
     Attributes:
-        copy: None where the tiers below load it.
+        copy: None if the tiers below load it.
         checkpoint: the source, if it is one.
     """
 
@@ -37,21 +37,21 @@ class _Restore:
 
 
 class StateSlots:
-    """The rows of recurrent state: a slot for each running sequence, then checkpoints.
+    """The rows of recurrent state: a slot per running sequence, then checkpoints.
 
-    A plan's copies take effect in the order of plans, so a checkpoint can be found once the plan
-    that writes it is committed, and stays until plans that read it are.
+    Copies take effect in plan order. So a checkpoint becomes findable when the plan that writes it
+    is committed, and stays until the plans that read it are.
 
     Args:
         num_slots: sequences that run at once.
         num_checkpoints: rows for checkpoints.
-        row_bytes: of a slot or checkpoint, for people.
+        row_bytes: of a slot or checkpoint, for display.
 
     Attributes:
         checkpoints: found by content.
-        num_restored: sequences that went on from a checkpoint so far.
+        num_restored: sequences that continued from a checkpoint so far.
         num_saved: checkpoints made so far.
-        num_rewound: sequences that went back to before rejected drafts so far.
+        num_rewound: sequences rewound past rejected drafts so far.
     """
 
     def __init__(self, num_slots: int, num_checkpoints: int, row_bytes: int = 0) -> None:
@@ -62,12 +62,12 @@ class StateSlots:
         self.num_saved = 0
         self.num_rewound = 0
         self._restores: dict[Sequence, _Restore] = {}
-        self._in_plans: deque[list[_Restore]] = deque()  # of plans not committed, oldest first
+        self._in_plans: deque[list[_Restore]] = deque()  # of uncommitted plans, oldest first
         # Rows being written for a sequence, by its number of tokens.
         self._coming: dict[Sequence, dict[int, int]] = {}
-        # Rows with the state before the drafts of a sequence's latest step; True once copied there.
+        # Rows with the state before the drafts of a sequence's last step; True once copied there.
         self._before: dict[Sequence, tuple[int, bool]] = {}
-        # Of each answer the latest checkpoint, which the next one replaces unless others use it.
+        # Each answer's last checkpoint; the next one replaces it unless others use it.
         self._tails: dict[Sequence, bytes] = {}
 
     @property
@@ -76,15 +76,14 @@ class StateSlots:
 
     @staticmethod
     def row(sequence: Sequence) -> int:
-        """Return the slot of a running sequence."""
         return sequence.slot - 1
 
     def is_present(self, sequence: Sequence) -> bool:
-        """Return True if the state of a sequence is in its slot once all plans have run."""
+        """Return True if a sequence's state is in its slot once all plans have run."""
         return sequence not in self._restores
 
     def restore(self, sequence: Sequence, content: bytes) -> None:
-        """Let a sequence go on from a checkpoint, with the next plan."""
+        """Continue a sequence from a checkpoint, with the next plan."""
         checkpoint = self.checkpoints.get(content)
         assert checkpoint is not None
         self.checkpoints.touch(content)
@@ -95,7 +94,7 @@ class StateSlots:
         self._begin(_Restore(sequence, copy, checkpoint))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a sequence go on where another one is, with the next plan."""
+        """Continue a sequence where another one is, with the next plan."""
         source, checkpoint = self.row(parent), None
         waiting = self._restores.get(parent)
         if waiting is not None and waiting.copy is not None and not self._is_planned(waiting):
@@ -105,11 +104,11 @@ class StateSlots:
         self._begin(_Restore(child, StateCopy(source, self.row(child)), checkpoint))
 
     def expect(self, sequence: Sequence, num_tokens: int, *, is_checkpoint: bool) -> int:
-        """Let a sequence go on from content that arrives from outside with the next plan.
+        """Continue a sequence from content that arrives from outside with the next plan.
 
         Args:
-            num_tokens: that the content follows.
-            is_checkpoint: others may go on from it too, once it has arrived.
+            num_tokens: tokens before the state.
+            is_checkpoint: other sequences may continue from it too, once it has arrived.
 
         Returns:
             The row to load the content into.
@@ -127,11 +126,11 @@ class StateSlots:
         self._restores[restore.sequence] = restore
 
     def remember(self, sequence: Sequence) -> bool:
-        """Keep a sequence's state as it is before its next rows; return False without room."""
+        """Keep a sequence's state before its next rows; return False if there is no room."""
         if sequence in self._before:
             return True
         if sequence in self._restores:
-            return False  # its slot is filled in the same plan
+            return False  # the same plan fills its slot
         row = self.checkpoints.take()
         if row is None:
             return False
@@ -139,13 +138,13 @@ class StateSlots:
         return True
 
     def rewind(self, sequence: Sequence) -> None:
-        """Let a sequence go on from the state that `remember` kept, with the next plan."""
+        """Rewind a sequence to the state that `remember` kept, with the next plan."""
         row, _ = self._before[sequence]
         self.num_rewound += 1
         self._begin(_Restore(sequence, StateCopy(row, self.row(sequence))))
 
     def forget(self, sequence: Sequence) -> None:
-        """Give up the state that `remember` kept, if any; its last rows are good."""
+        """Drop the state that `remember` kept, if any: the last rows are valid."""
         kept = self._before.get(sequence)
         if kept is not None and sequence not in self._restores:
             del self._before[sequence]
@@ -154,11 +153,10 @@ class StateSlots:
     def plan(
         self, checkpoints: Iterable[ScheduledSequence]
     ) -> tuple[tuple[StateCopy, ...], tuple[StateCopy, ...]]:
-        """Return the copies of a complete plan, before its rows and after them.
+        """Return a complete plan's copies, before its rows and after them.
 
         Args:
-            checkpoints: entries whose last row a checkpoint should follow; they get one as long as
-                there is room.
+            checkpoints: entries whose last row a checkpoint should follow, if there is room.
         """
         begun = [restore for restore in self._restores.values() if not self._is_planned(restore)]
         self._in_plans.append(begun)
@@ -186,13 +184,13 @@ class StateSlots:
                 self._end(restore)
 
     def discard_plans(self) -> list[Sequence]:
-        """Forget all plans, which have failed; return the sequences whose copies were in them."""
+        """Forget all plans after a failure; return the sequences whose copies they held."""
         lost = [restore for restores in self._in_plans for restore in restores]
         self._in_plans.clear()
         return [one.sequence for one in lost if self._restores.get(one.sequence) is one]
 
     def confirm(self, sequence: Sequence, num_tokens: int, block_size: int) -> None:
-        """Let others find the checkpoint behind a sequence's tokens, if one was written there."""
+        """Let others find the checkpoint after a sequence's tokens, if one was written."""
         coming = self._coming.get(sequence)
         row = None if coming is None else coming.pop(num_tokens, None)
         if row is None:
@@ -212,7 +210,7 @@ class StateSlots:
                 self.checkpoints.drop(passed)
 
     def _share(self, content: bytes) -> None:
-        """Keep a checkpoint even if the answer that it was made for goes on."""
+        """Keep a checkpoint even when its answer grows past it."""
         for answer in [one for one, tail in self._tails.items() if tail == content]:
             del self._tails[answer]
 
@@ -232,7 +230,7 @@ class StateSlots:
             restore.checkpoint.num_restores -= 1
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that slots belong to one sequence each, and that all rows are accounted for."""
+        """Assert that each slot belongs to one sequence, and that no row is lost."""
         holders = list(sequences)
         rows = [self.row(sequence) for sequence in holders]
         assert len(set(rows)) == len(rows), "two sequences have a state slot"

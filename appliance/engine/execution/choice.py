@@ -1,4 +1,4 @@
-"""Chooses what executes a model: the CPU library, or torch with a backend's kernels."""
+"""Chooses the execution: the CPU library, or torch with a backend's kernels."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ SCALAR_NOTE = (
     "this CPU has none of the vector instructions that the CPU library is written for (AVX2 or "
     "later): it runs its plain C code, which is many times slower"
 )
-# The library sums in one order whatever the step holds; torch's products have no fixed order.
+# The library sums in one order for any batch; torch's products have no fixed order.
 TORCH_NOTE = (
     "torch executes the model, not the CPU library: slower, with dense weights, and a seeded "
     "answer may change with what else is in the batch"
 )
-# Attention and matrices are ours, all between them transformers'.
+# Attention and matrices are ours; transformers has the rest.
 FALLBACK_NOTE = (
     "transformers' modules execute {}, of which no family here is: slower than a native family, "
     "without adapters, draft models and --tensor-parallel"
@@ -54,7 +54,7 @@ def choose_execution(
         The execution, and notes for the user.
 
     Raises:
-        ConfigError: the settings ask for something this execution cannot do.
+        ConfigError: the execution does not support a setting.
     """
     notes: list[str] = []
     _check_ranks(config, precision, source)
@@ -86,7 +86,7 @@ def choose_execution(
 def choose_fallback(
     config: EngineConfig, precision: Precision, source: ModelSource, threads: int
 ) -> tuple[Execution, tuple[str, ...]]:
-    """Choose what transformers' modules get their linears and attention from."""
+    """Choose the source of linears and attention for transformers' modules."""
     from appliance.engine.execution.fallback_execution import FallbackExecution
 
     assert source.fallback is not None
@@ -128,13 +128,13 @@ def _torch_execution(
     backend = select_backend(cast("torch.device", precision.device), choice)
     if backend.name == "triton":
         _check_kernels(source.spec, precision)
-    if wants_adapters(config):  # which change what a fused gate has gated
+    if wants_adapters(config):  # adapters add to gate and up before the activation
         backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
     return TorchExecution(precision, backend)
 
 
 def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
-    """Refuse several ranks where only one process can execute the model."""
+    """Refuse several ranks if only one process can execute the model."""
     size = config.tensor_parallel
     if size == 1:
         return
@@ -171,7 +171,7 @@ def _check_block_size(precision: Precision, num_layers: int) -> None:
 
 
 def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
-    """Refuse KV formats that do not hold latents as they are, and devices without a kernel."""
+    """Refuse KV formats that would change latents, and devices without a kernel."""
     formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
     for index in spec.latent_layers:
         format = formats[places[index]].format
@@ -189,14 +189,14 @@ def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
 
 
 def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
-    """Say why the CPU library cannot execute a model on this machine; None if it can."""
+    """Return why the CPU library cannot execute a model here; None if it can."""
     if source.fallback is not None:
         return f"transformers executes {source.fallback.name}, of which no family here is"
     return why_no_library(config, source)
 
 
 def why_no_library(config: EngineConfig, source: ModelSource) -> str | None:
-    """Say why the CPU library cannot hold a model's weights and cache; None if it can."""
+    """Return why the CPU library cannot hold a model's weights and cache; None if it can."""
     if config.block_size is not None and config.block_size % 16:
         return f"its blocks hold a multiple of 16 tokens, not {config.block_size}"
     try:

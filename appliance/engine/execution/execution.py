@@ -1,4 +1,4 @@
-"""The interface of a way to execute models: its facts, and loading a model."""
+"""Interface of an execution: a way to run models, with its facts and loader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The processors of this machine, where torch is not needed to name them."""
+    """This machine's processors, named without torch."""
 
     type: str = "cpu"
 
@@ -37,18 +37,16 @@ class Precision:
     """Element types that "auto" resolves to on this device.
 
     Attributes:
-        dtype: of activations and of weights that are not packed; NumPy's where the CPU library
-            executes the model, torch's elsewhere.
+        dtype: of activations and unpacked weights; numpy's for the CPU library, otherwise torch's.
     """
 
     device: torch.device | Processor
     dtype: Any
     kv_format: KVFormat  # of most layers; used in messages
     block_size: int
-    kv_layers: tuple[LayerPrecision, ...] | None = None  # where layers differ
+    kv_layers: tuple[LayerPrecision, ...] | None = None  # if layers differ
 
     def kv_of(self, num_layers: int) -> Sequence[LayerPrecision]:
-        """Return the KV precision of each layer."""
         return self.kv_layers or precisions(self.kv_format, num_layers)
 
     def is_sealed(self, num_layers: int) -> bool:
@@ -57,15 +55,13 @@ class Precision:
 
 
 class Execution(Protocol):
-    """A way to execute models; it has loaded nothing yet."""
+    """A way to execute models; has loaded nothing yet."""
 
     @property
     def precision(self) -> Precision: ...
 
     @property
-    def name(self) -> str:
-        """Name for people."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def uses_triton(self) -> bool:
@@ -73,20 +69,18 @@ class Execution(Protocol):
         ...
 
     @property
-    def activation_bytes(self) -> int:
-        """Bytes per activation element."""
-        ...
+    def activation_bytes(self) -> int: ...
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Estimate the bytes of the weights, rounded up."""
         ...
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
-        """Return the bytes of one token in the cache, all layers."""
+        """Return the bytes per token in the cache, all layers."""
         ...
 
     def open_block_bytes(self, spec: DecoderSpec) -> int:
-        """Return the bytes of one open block, all layers; 0 if none is sealed."""
+        """Return the bytes of one open block, all layers; 0 without sealed layers."""
         ...
 
     def load(
@@ -96,20 +90,20 @@ class Execution(Protocol):
         context_length: int,
         beacon: Beacon | None = None,
     ) -> Executor[Any]:
-        """Load a model that counts its layers on the beacon."""
+        """Load a model, which then counts its layers on the beacon."""
         ...
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
-        """Return the function that draws tokens without waiting for the device.
+        """Return the function that samples tokens without waiting for the device.
 
         Raises:
-            UnsupportedModelError: no kernel covers the vocabulary.
+            UnsupportedModelError: no kernel supports the vocabulary size.
         """
         ...
 
     @property
     def penalize(self) -> Penalize:
-        """Function that lowers logits without waiting for the device."""
+        """Function that applies penalties without waiting for the device."""
         ...
 
     @property
@@ -119,5 +113,5 @@ class Execution(Protocol):
 
     @property
     def score_tokens(self) -> ScoreTokens:
-        """Return the function that scores given tokens without waiting for the device."""
+        """Function that scores given tokens without waiting for the device."""
         ...

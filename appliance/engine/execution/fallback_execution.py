@@ -1,4 +1,4 @@
-"""Transformers' modules execute the model, with the linears and attention of another execution."""
+"""Transformers' modules execute the model, with another execution's linears and attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FallbackExecution:
-    """Facts of another execution, which holds weights and cache and samples."""
+    """Wraps the execution that holds weights and cache, and samples."""
 
     inner: NativeExecution | TorchExecution
 
@@ -40,7 +40,6 @@ class FallbackExecution:
 
     @property
     def name(self) -> str:
-        """Name with what transformers runs on."""
         return f"transformers on {self.inner.name}"
 
     @property
@@ -52,7 +51,7 @@ class FallbackExecution:
         return self.inner.activation_bytes
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """Count as the other execution, and matrices that are no linears as activations."""
+        """Count linears as the inner execution does, other matrices as activations."""
         assert source.fallback is not None
         wider = self.activation_bytes - int(self.precision.dtype.itemsize)
         between = source.fallback.between

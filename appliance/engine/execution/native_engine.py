@@ -1,4 +1,4 @@
-"""Starts the CPU library's threads as the settings say."""
+"""Starts the CPU library's threads according to the settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def native_engine(config: EngineConfig, threads: int) -> tuple[NativeEngine, Isa]:
-    """Start threads, and use the instruction set that the settings ask for.
+    """Start threads and select the configured instruction set.
 
     Raises:
-        LibraryError: the library cannot be used, or has no such instruction set.
-        MemoryError: the threads could not be started.
+        LibraryError: the library is unusable, or lacks the instruction set.
+        MemoryError: the threads did not start.
     """
     library = load_library()
     isa = select_isa(library, config.cpu_isa)

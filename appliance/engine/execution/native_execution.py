@@ -36,7 +36,7 @@ class NativeExecution:
     precision: Precision
     engine: NativeEngine
     isa: str
-    ranks: Ranks | None = None  # that divide the model; None: this process has all of it
+    ranks: Ranks | None = None  # that divide the model; None: this process holds it whole
 
     @property
     def name(self) -> str:
@@ -50,16 +50,16 @@ class NativeExecution:
 
     @property
     def activation_bytes(self) -> int:
-        """4: everything between two weights is float32."""
+        """4: all activations are float32."""
         return 4
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """Count packed weights by their codes, all others in `dtype`, and copies in all ranks."""
+        """Count packed weights by their codes, others in `dtype`, and copies in all ranks."""
         copies = (lambda slot: 1) if self.ranks is None else self.ranks.copies
         return estimate_native_bytes(source, self.precision.dtype, copies)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
-        """Divide whole pages of the library by their tokens."""
+        """Divide the library's page size by its tokens."""
         layers = self.precision.kv_of(len(spec.cache_layers))
         return sum(
             bytes_per_token(self.engine.library, layer.format, heads, width)
@@ -78,7 +78,7 @@ class NativeExecution:
         )
 
     def _parts(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
-        """Return the parts that cache keys and values, of all ranks."""
+        """Return the specs of all ranks' parts."""
         if self.ranks is None:
             return (spec,)
         return tuple(shard.spec for shard in self.ranks.shards)

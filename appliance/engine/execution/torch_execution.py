@@ -68,11 +68,10 @@ class TorchExecution:
 
     @property
     def activation_bytes(self) -> int:
-        """Size of the dtype."""
         return int(self.precision.dtype.itemsize)
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """Estimate the backend's layout of the weights."""
+        """Estimate the weights in the backend's layout."""
         return estimate_weight_bytes(source, self._device, self.precision.dtype)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
@@ -100,7 +99,7 @@ class TorchExecution:
         context_length: int,
         beacon: Beacon | None = None,
     ) -> Executor[Any]:
-        """Load the weights in the backend's layout, and experts for the host in the library's."""
+        """Load the weights in the backend's layout, and the host's experts in the library's."""
         host = None
         if self.host is not None:
             host = HostSide(self.host.engine, self._device, self.precision.dtype)
@@ -122,7 +121,7 @@ class TorchExecution:
         """Return Triton's sampling, or torch's.
 
         Raises:
-            UnsupportedModelError: no kernel covers the vocabulary.
+            UnsupportedModelError: no kernel supports the vocabulary size.
         """
         if not self.uses_triton:
             return batched.choose

@@ -1,1 +1,1 @@
-"""Decides where the experts of each layer stay: on the device, or in host memory."""
+"""Decides where each layer's experts stay: on the device, or in host memory."""

@@ -1,4 +1,4 @@
-"""Lists the layers whose experts may stay in host memory, as settings, model and machine allow."""
+"""Lists the layers whose experts may stay in host memory, by settings, model and machine."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 def expert_choice(
     config: EngineConfig, source: ModelSource, execution: Execution
 ) -> ExpertChoice | None:
-    """Return what may stay in host memory; None: nothing leaves the device.
+    """Return the experts that may stay in host memory; None if nothing leaves the device.
 
-    The last layer leaves first: of a prompt it has to compute only the rows that sample.
+    The last layer leaves first: for a prompt it computes only the rows that sample.
 
     Raises:
-        ConfigError: the settings ask for what this model or machine does not have.
+        ConfigError: model or machine does not support the settings.
     """
     asked = config.experts_on_cpu
     on_gpu = execution.precision.device.type == "cuda"

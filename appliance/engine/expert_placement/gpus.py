@@ -1,4 +1,4 @@
-"""GPUs by name: memory and bandwidth as their makers state them."""
+"""GPUs by name, with their makers' figures for memory and bandwidth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class KnownGpu:
-    """One model of GPU: GiB of memory, and GB/s that it reads at most."""
+    """A GPU model: memory in GiB, and peak read bandwidth in GB/s."""
 
     name: str
     gib: float
@@ -60,10 +60,10 @@ _TABLE = (
 
 
 def gpu_named(name: str) -> KnownGpu:
-    """Find a GPU, whatever its maker, spaces and capitals are written like.
+    """Find a GPU by name, ignoring maker, spaces and case.
 
     Raises:
-        ConfigError: it is not in the table; the nearest names are.
+        ConfigError: the table lacks it; the message lists the nearest names.
     """
     known = {_plain(gpu.name): gpu for gpu in _TABLE}
     found = known.get(_plain(name))

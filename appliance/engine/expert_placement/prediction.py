@@ -1,8 +1,8 @@
 """Predicts tokens/s of one stream from bandwidths, with experts on both sides of the bus.
 
-A token takes the bytes that it reads on the device over the device's bandwidth, those of the chosen
-experts in host memory over that of the host, and two crossings of the bus for each layer there. One
-side waits for the other: with one stream they work in turn, but for the shared expert.
+A token takes its bytes on the device over the device's bandwidth, its experts' bytes in host memory
+over the host's, and two crossings of the bus per layer there. With one stream the sides work in
+turn, except for the shared expert.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
 
-# Assumed, not measured: four fifths of two channels of DDR4-3200 (2 x 8 bytes x 3.2 GT/s), and what
-# a small copy, a wait for it and a copy back take on PCI Express, beside its bytes.
+# Assumed, not measured: four fifths of two channels of DDR4-3200 (2 x 8 bytes x 3.2 GT/s), and the
+# latency of a small copy, a wait for it and a copy back on PCI Express.
 HOST_GB_PER_SECOND = 40.0
 CROSSING_SECONDS = 15e-6
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTime:
-    """Seconds of a token of one stream, by where they pass."""
+    """Seconds per token of one stream, by place."""
 
     device: float
     host: float
@@ -41,7 +41,6 @@ class TokenTime:
 
     @property
     def per_second(self) -> float:
-        """Tokens per second."""
         return 1 / (self.device + self.host + self.crossings)
 
 
@@ -56,7 +55,7 @@ def token_time(
 
     Args:
         weight_bytes: on the device.
-        kv_bytes: that a step of one stream reads.
+        kv_bytes: read per step of one stream.
     """
     shares = {
         index: one.mlp.router.top_k / one.mlp.router.num_experts
@@ -78,10 +77,10 @@ def token_time(
 def split_in_words(
     source: ModelSource, plan: MemoryPlan, kv_bytes_per_token: int, device: str
 ) -> str:
-    """Say which experts stay in host memory, why, and what that is expected to cost.
+    """Describe the experts in host memory, the reason, and the predicted cost.
 
     Args:
-        device: name of the device.
+        device: its name.
     """
     on_host = plan.host_experts
     total = sum(isinstance(layer.mlp, ExpertsSpec) for layer in source.spec.layers)

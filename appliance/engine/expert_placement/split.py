@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """The experts of one layer, and their bytes on the device and in host memory."""
+    """A layer's experts, with their bytes on the device and in host memory."""
 
     layer: int
     device_bytes: int
@@ -24,10 +24,10 @@ class LayerExperts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
-    """Layers with experts, the first to leave the device first.
+    """Layers with experts, in the order in which they leave the device.
 
     Attributes:
-        asked: how many leave it; None: as few as fit.
+        asked: number that leave; None means as few as necessary.
     """
 
     layers: tuple[LayerExperts, ...]
@@ -36,7 +36,7 @@ class ExpertChoice:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsOnHost:
-    """The layers whose experts stay in host memory, their bytes there, and whether it was asked."""
+    """The layers with experts in host memory, their bytes, and True if the user asked for them."""
 
     layers: tuple[int, ...] = ()
     num_bytes: int = 0
@@ -51,13 +51,13 @@ def settle(request: MemoryRequest, divide: Callable[[MemoryRequest], object]) ->
 
     Args:
         request: the memory that must fit.
-        divide: raises a MemoryPlanError if a settled request does not fit.
+        divide: raises MemoryPlanError if a settled request does not fit.
 
     Returns:
-        A request whose `experts` are decided.
+        A request with decided `experts`.
 
     Raises:
-        MemoryPlanError: it fits nowhere, or not with the number that was asked for.
+        MemoryPlanError: no split fits, or not the requested number.
     """
     choice = request.experts
     if choice is None:

@@ -1,1 +1,1 @@
-"""Answers that must obey a grammar: compiled beside the engine's steps, followed token by token."""
+"""Grammar-constrained answers: compiled beside the engine's steps, followed token by token."""

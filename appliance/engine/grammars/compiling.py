@@ -1,7 +1,4 @@
-"""Compiles the grammars of requests in a thread while other requests' steps go on.
-
-Imports no torch.
-"""
+"""Compiles grammars in a thread while other requests' steps run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,14 +27,14 @@ if TYPE_CHECKING:
     from appliance.grammar import Grammar
 
 MAX_KEPT = 128  # unused grammars: a few hundred KB each for usual schemas
-MAX_KEPT_TEXT = 2**21  # characters of their text, with which the compiled size grows
+MAX_KEPT_TEXT = 2**21  # characters of their text; the compiled size grows with it
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _WordList:
-    """The tokenizer interface of llguidance."""
+    """llguidance's tokenizer interface."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
@@ -55,7 +52,7 @@ class Compiled:
     """A request whose grammar was compiled.
 
     Attributes:
-        matcher: in its first state, to be copied; None after an error.
+        matcher: in its initial state, to be copied; None after an error.
         error: the reason, if compiling failed.
     """
 
@@ -66,7 +63,7 @@ class Compiled:
 
 @dataclass(slots=True)
 class CompileTimes:
-    """Number of requested grammars, and the compile times of those not in the cache."""
+    """Number of requested grammars, and the compile times of cache misses."""
 
     requests: int = 0
     hits: int = 0
@@ -79,7 +76,7 @@ class CompileTimes:
 
 
 class GrammarCompiler:
-    """Compiles grammars one at a time and keeps the latest."""
+    """Compiles grammars one at a time and keeps the most recent."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary
@@ -88,7 +85,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._vocabulary = vocabulary
-        self._reading: Future[LLTokenizer] | None = None  # of the vocabulary
+        self._reading: Future[LLTokenizer] | None = None  # reads the vocabulary
         self._kept: OrderedDict[tuple[object, str], LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, Request] = {}  # by request id
@@ -97,37 +94,35 @@ class GrammarCompiler:
 
     @property
     def prepared(self) -> bool:
-        """True if the vocabulary was read, or is being read."""
+        """True if it has begun to read the vocabulary."""
         return self._reading is not None
 
     def prepare(self) -> Future[LLTokenizer]:
-        """Begin to read the vocabulary, which takes Python's lock for some tenths of a second."""
+        """Begin to read the vocabulary, which holds the GIL for some tenths of a second."""
         if self._reading is None:
             self._reading = self._thread.submit(self._make_tokenizer)
         return self._reading
 
     @property
     def waiting(self) -> int:
-        """Requests whose grammar is not compiled yet, or not taken yet."""
+        """Number of requests whose grammar is not compiled or not taken yet."""
         return len(self._waiting)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Return True if a request is one of them."""
         return request_id in self._waiting
 
     def held(self) -> set[str]:
-        """Return the ids of the waiting requests."""
         with self._changed:
             return set(self._waiting)
 
     def begin(self, request: Request, grammar: Grammar) -> None:
-        """Compile what a request asks for; it comes back through `take`."""
+        """Compile a request's grammar; `take` returns the request."""
         self.prepare()
         self._waiting[request.request_id] = request
         self._thread.submit(self._run, request, grammar)
 
     def abandon(self, request_id: str) -> bool:
-        """Forget a waiting request; return False if it does not wait here."""
+        """Forget a waiting request; return False if it is not here."""
         with self._changed:
             return self._waiting.pop(request_id, None) is not None
 
@@ -143,7 +138,7 @@ class GrammarCompiler:
             ]
 
     def wait(self, seconds: float) -> None:
-        """Wait until one of them is ready, or so many seconds."""
+        """Wait until a request is ready, for at most so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or not self._waiting, seconds)
 
@@ -154,7 +149,7 @@ class GrammarCompiler:
             compiled = Compiled(request, self._compile(grammar))
         except RequestError as error:
             compiled = Compiled(request, None, str(error))
-        except BaseException as error:  # even a panic of the library ends only this request
+        except BaseException as error:  # even a panic in the library ends only this request
             logger.exception("the grammar of request %s cannot be compiled", request.request_id)
             compiled = Compiled(request, None, f"this grammar cannot be compiled: {error!r}")
         with self._changed:
@@ -169,12 +164,12 @@ class GrammarCompiler:
             self.times.hits += 1
             return self._kept[key]
         begin = time.perf_counter()
-        tokenizer = self.prepare().result()  # this thread did it before
+        tokenizer = self.prepare().result()  # this thread has finished it before
         source = source_of(grammar, forces=self._vocabulary.in_order)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
-        # The first mask is the most expensive, and copies share what it computed.
+        # The first mask is the most expensive, and copies share its results.
         mask = allocate_token_bitmask(1, tokenizer.vocab_size)
         fill_next_token_bitmask(matcher, mask)
         if matcher.is_error():
@@ -190,7 +185,7 @@ class GrammarCompiler:
         return matcher
 
     def _make_tokenizer(self) -> LLTokenizer:
-        """Tokens as the library knows them, as many as a mask has bits."""
+        """Build the library's tokenizer, with a token per mask bit."""
         tokens = list(self._vocabulary.tokens[: self._vocab_size])
         tokens += [b""] * (32 * num_words(self._vocab_size) - len(tokens))
         special = [i for i in self._vocabulary.special if i < self._vocab_size]

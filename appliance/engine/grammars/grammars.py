@@ -1,4 +1,4 @@
-"""Connects requests with their grammars: they wait here for compilation and end with it."""
+"""Holds requests until their grammar is compiled, and ends them with it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ _WAIT_SECONDS = 0.01  # between checks for other events
 
 
 class Grammars:
-    """Sits between the engine and its scheduler, which knows nothing of grammars.
+    """Sits between the engine and its scheduler, which knows no grammars.
 
     Args:
         scheduler: gets requests once their grammar is compiled.
-        matchers: the grammars' states, shared with the sampler; None where no request has a
-            grammar.
+        matchers: the grammars' states, shared with the sampler.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class Grammars:
         self._scheduler = scheduler
         self._matchers = matchers or Matchers(info.vocab_size, info.eos_token_ids)
         self._info = info
-        self._compiler: GrammarCompiler | None = None  # until there is a vocabulary
+        self._compiler: GrammarCompiler | None = None  # until the vocabulary arrives
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Set the model's tokens; needed before the first grammar."""
-        # The import brings a library that most servers never need.
+        """Set the model's tokens; call it before the first grammar."""
+        # Imports a library that most servers never need.
         from appliance.engine.grammars.compiling import GrammarCompiler
 
         if self._compiler is None:
@@ -57,23 +56,22 @@ class Grammars:
 
     @property
     def prepares(self) -> bool:
-        """True if there is something to prepare while nothing runs."""
+        """True if it has preparation to do while nothing runs."""
         return self._compiler is not None and not self._compiler.prepared
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for their grammar."""
+        """Number of requests that wait for a grammar."""
         return 0 if self._compiler is None else self._compiler.waiting
 
     def held(self) -> set[str]:
-        """Return the ids of the requests that wait here."""
         return set() if self._compiler is None else self._compiler.held()
 
     def hold(self, request: Request) -> bool:
-        """Make a request wait for its grammar; return False if it has none.
+        """Hold a request until its grammar is compiled; return False if it has none.
 
         Raises:
-            RequestError: there is no vocabulary.
+            RequestError: the vocabulary has not arrived.
         """
         grammar = request.sampling.grammar
         if grammar is None:
@@ -84,11 +82,11 @@ class Grammars:
         return True
 
     def abandon(self, request_id: str) -> bool:
-        """Forget a waiting request; return False if it does not wait here."""
+        """Forget a waiting request; return False if it is not here."""
         return self._compiler is not None and self._compiler.abandon(request_id)
 
     def idle(self) -> bool:
-        """Use a moment in which nothing runs: prepare, or wait for a grammar; False if neither."""
+        """Prepare or wait for a grammar while nothing runs; return False if there is neither."""
         compiler = self._compiler
         if compiler is None or not (compiler.waiting or self.prepares):
             return False
@@ -101,7 +99,7 @@ class Grammars:
         """Queue the requests whose grammar is compiled.
 
         Returns:
-            The ends of refused requests.
+            The final deltas of refused requests.
         """
         refused: list[SequenceDelta] = []
         if self._compiler is None:
@@ -123,8 +121,7 @@ class Grammars:
         """Advance grammars by a step's tokens, and end sequences whose grammar is complete.
 
         Returns:
-            The same updates with their finish reasons, followed by those of sequences that cannot
-            go on.
+            The updates with their finish reasons, then those of sequences that cannot continue.
         """
         ended = self._matchers.advance(updates)
         if ended:
@@ -164,7 +161,7 @@ class Grammars:
 
 
 def refusal(request: Request, error: str) -> SequenceDelta:
-    """Return the end of a request that is refused after it was taken."""
+    """Return the final delta of a request that is refused after it was accepted."""
     return SequenceDelta(
         request_id=request.request_id,
         finish_reason=FinishReason.ERROR,

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 MASK_THREADS = 2
-_WORDS = 16  # a mask has a multiple of so many words, for which a kernel is compiled
+_WORDS = 16  # mask words come in multiples of this, one compiled kernel each
 
 
 @dataclass(slots=True)
 class _Place:
-    """A sequence's state in its grammar; all tokens before `position` are read."""
+    """A sequence's state in its grammar, after the tokens before `position`."""
 
     matcher: LLMatcher
     position: int
@@ -41,8 +41,8 @@ class Masks:
     Attributes:
         rows: the step's rows that have a grammar.
         words: (num_rows, words of a mask) int32, one bit per token, low bits first.
-        over: rows that only the end may follow.
-        errors: by row, why nothing may follow.
+        over: rows that allow only the end.
+        errors: by row, the reason why no token is allowed.
     """
 
     rows: Sequences[int]
@@ -54,8 +54,8 @@ class Masks:
 class Matchers:
     """The states of all sequences with a grammar; used by one thread.
 
-    Other threads make the masks, without Python's lock, while the step runs whose tokens they are
-    for: between `begin` and the masks' arrival, call nothing else.
+    Other threads make a step's masks without the GIL while its model runs: between `begin` and the
+    masks' arrival, call nothing else.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -63,13 +63,13 @@ class Matchers:
         bits[0, list(eos_token_ids or (vocab_size,))] = 1
         self._only_end = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         self._has_end = bool(eos_token_ids)
-        self._first: dict[str, LLMatcher] = {}  # by request id, in its first state
+        self._first: dict[str, LLMatcher] = {}  # initial state by request id
         self._places: dict[Sequence, _Place] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
 
     def add(self, request_id: str, matcher: LLMatcher, live: Collection[Sequence]) -> None:
-        """Add a request that is about to start; forget all sequences that are no longer live."""
+        """Add a request about to start; forget sequences that are no longer live."""
         self._keep(live)
         self._first[request_id] = matcher
 
@@ -84,12 +84,12 @@ class Matchers:
         """Start making the masks of a step.
 
         Args:
-            asked: a sequence for each row, and the drafts in front of the row; those of one
-                sequence follow each other, shortest first, and `trim` has left them.
+            asked: a sequence per row, and the drafts before that row, already trimmed; those of one
+                sequence are adjacent, shortest first.
             rows: in the step.
 
         Returns:
-            The masks of those whose grammar has begun; None if there are none.
+            The masks of rows whose grammar has begun; None if there are none.
         """
         found = [
             (place, row, drafts)
@@ -103,10 +103,10 @@ class Matchers:
         return self._thread.submit(self._fill, found)
 
     def advance(self, updates: Sequences[Update]) -> dict[Sequence, str | None]:
-        """Read the tokens that a step has added.
+        """Advance by a step's tokens.
 
         Returns:
-            The sequences whose grammar is complete, each with a reason if a token did not fit.
+            Sequences whose grammar is complete, each with a reason if a token did not match.
         """
         ended: dict[Sequence, str | None] = {}
         for update in updates:
@@ -121,14 +121,14 @@ class Matchers:
         return ended
 
     def forced(self, sequence: Sequence) -> list[int]:
-        """Return the tokens that a live sequence must have next, spelled as is likeliest."""
+        """Return the tokens that the grammar forces next, in the likeliest spelling."""
         place = self._place(sequence)
         if not place.applies or place.matcher.is_error():
             return []
         return place.matcher.compute_ff_tokens()
 
     def trim(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the first drafts that a sequence's grammar allows and that do not complete it."""
+        """Return the leading drafts that the grammar allows and that do not complete it."""
         place = self._place(sequence)
         if not place.applies:
             after = sequence.request.sampling.grammar
@@ -151,11 +151,11 @@ class Matchers:
     def _is_over(self, place: _Place) -> bool:
         if self._has_end or not place.matcher.is_accepting():
             return place.matcher.is_stopped()
-        # There is no token for the end.
+        # No token stands for the end.
         return self._fill([(place, 0, ())]).over == [0]
 
     def _place(self, sequence: Sequence) -> _Place:
-        """Return the state with all tokens of the sequence read."""
+        """Return the state after all tokens of the sequence."""
         place = self._places.get(sequence)
         grammar = sequence.request.sampling.grammar
         assert grammar is not None
@@ -178,14 +178,14 @@ class Matchers:
         matchers = [
             (place.matcher, index) for index, (place, _, drafts) in enumerate(found) if not drafts
         ]
-        # The library takes memory that most servers never need.
+        # Imports a library that most servers never need.
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         if self._executor is None:
             self._executor = LLExecutor(MASK_THREADS)
         fill_next_token_bitmask_par(self._executor, matchers, words)
-        ahead: dict[int, tuple[LLMatcher, int]] = {}  # by id; those that read drafts, how many
+        ahead: dict[int, tuple[LLMatcher, int]] = {}  # by id, with the number of drafts read
         for index, (place, _, drafts) in enumerate(found):
             if drafts:
                 place.matcher.consume_token(drafts[-1])
@@ -196,7 +196,7 @@ class Matchers:
         over, errors = [], {}
         only_end = (words == self._only_end).all(axis=1).tolist()
         for index, (place, row, _) in enumerate(found):
-            if place.matcher.is_error():  # on an error the library allows the end, which is not one
+            if place.matcher.is_error():  # after an error the library wrongly allows the end
                 words[index] = 0
                 errors[row] = f"the grammar cannot go on: {place.matcher.get_error()}"
             elif only_end[index]:
@@ -211,5 +211,5 @@ class Matchers:
 
 
 def num_words(vocab_size: int) -> int:
-    """Return a mask's 32-bit words, with room for a token that stands for the end of an answer."""
+    """Return the number of 32-bit words of a mask, with a bit for the end of an answer."""
     return -(-(vocab_size + 1) // (32 * _WORDS)) * _WORDS

@@ -1,4 +1,4 @@
-"""Spells texts in a model's tokens by the vocabulary alone. Imports no torch."""
+"""Tokenizes texts with the vocabulary alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from appliance.engine.messages import Vocabulary
 
-MAX_KEPT = 4096  # pieces whose tokens are remembered
-_PIECE = re.compile(rb" ?[^ ]{1,64}| +")  # merges hardly ever lead across a space's left side
+MAX_KEPT = 4096  # pieces whose tokens are cached
+_PIECE = re.compile(rb" ?[^ ]{1,64}| +")  # merges hardly ever cross the left side of a space
 
 
 class MergeOrder:
-    """Byte pair encoding of a vocabulary whose ids are in the order of its merges.
+    """Byte pair encoding for a vocabulary whose ids are in merge order.
 
-    Nearly all are, and `vocabulary_of` tries it. The bytes are right for any vocabulary that has
-    every byte; the tokens are those that the model was trained on where the order holds.
+    Nearly all are, and `vocabulary_of` checks. The bytes are right for any vocabulary that has
+    every byte; in merge order the tokens are also those of the model's training.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -31,7 +31,7 @@ class MergeOrder:
         self._spell = lru_cache(MAX_KEPT)(self._merge)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the token ids of a text; it ends before a byte that no token has."""
+        """Return the token ids of a text, up to a byte that no token has."""
         found: list[int] = []
         for piece in _PIECE.findall(text):
             ids = self._spell(piece)
