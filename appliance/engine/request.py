@@ -1,6 +1,6 @@
-"""A client's request, frozen: the prompt as token ids and what is asked of it.
+"""A client's request, frozen: the prompt as token ids, sampling, terms.
 
-Crosses the process boundary, so these are msgspec structs. Imports no torch.
+A msgspec struct, because it crosses the process boundary. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import msgspec
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 
-MAX_PRIORITY = 100  # and its negative
+MAX_PRIORITY = 100  # or its negative
 MAX_TIMEOUT = 86_400.0  # seconds
 
 
 class FinishReason(Enum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
-    LENGTH = "length"  # max_tokens, the context or the pool was used up
-    ABORT = "abort"  # the client went away
+    LENGTH = "length"  # max_tokens, the context or the KV cache is exhausted
+    ABORT = "abort"  # the client disconnected
     TIMEOUT = "timeout"  # the request's own timeout; the answer so far is valid
-    ERROR = "error"  # the engine could not continue; the delta carries a message
+    ERROR = "error"  # the engine could not continue; the delta has a message
 
 
 class Pooling(Enum):
-    """The hidden states of a prompt that stand for all of it."""
+    """How a prompt's hidden states become one."""
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all
-    CLS = "cls"  # the first token's, of an encoder
+    CLS = "cls"  # the first token's, in an encoder
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
     """An adapter on this machine, in one version of its files.
 
     Args:
-        name: for people.
+        name: for display.
         path: folder or file.
-        stamp: of its files, see `files.stamp_of`; with another one it is another adapter.
-        digest: of its content; only the engine knows it, like the next.
-        slot: where it lies while the request lives.
+        stamp: of its files, see `files.stamp_of`; a different one means a different adapter.
+        digest: of its content; only the engine knows it and the slot.
+        slot: its place while the request lives.
     """
 
     name: str
@@ -56,25 +56,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = 0  # lower is served earlier
+    priority: int = 0  # lower runs earlier
     timeout: float | None = None  # seconds from arrival in the engine to the end
     max_queue_seconds: float | None = None  # seconds from arrival to start
-    cache_salt: str = ""  # prefixes are shared only between equal salts
+    cache_salt: str = ""  # requests share prefixes only with equal salts
     owner: str = ""  # name of the API key, for dashboard and fairness; never the key
     stop_pieces: dict[int, bytes] = {}  # for beam search with stop strings, see `stop_pieces`
-    pooling: Pooling | None = None  # ends it with its prompt, and a hidden state instead of tokens
+    pooling: Pooling | None = None  # read the prompt only and return a pooled hidden state
     adapter: AdapterRef | None = None
-    labels: tuple[int, ...] = ()  # with Pooling.LAST, the logits of these tokens instead of that
-    second_text: int = 0  # of a pair that an encoder's head judges: the place where it begins
+    labels: tuple[int, ...] = ()  # with Pooling.LAST, return these tokens' logits instead
+    second_text: int = 0  # in a pair for an encoder's head: index at which it begins
 
     @property
     def generates(self) -> bool:
-        """True if there is an answer beyond scores of the prompt."""
+        """True if the request wants more than scores of the prompt."""
         return self.sampling.max_tokens != 0
 
     @property
     def to_read(self) -> range:
-        """Places of the prompt whose rows must run for more than keys and values."""
+        """Positions of the prompt that need more than keys and values."""
         length = len(self.prompt_token_ids)
         if self.pooling is not None:
             return {

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """Runs plans in the order in which they are launched; changes no sequence.
+    """Runs plans in launch order; changes no sequence.
 
     Attributes:
-        depth: plans that may be in flight when the next one is launched. With one or more, a plan
-            may hold rows whose token the plan before samples.
-        seconds: spent in model and sampler by the last step.
+        depth: plans that may be in flight when the next one is launched. If positive, a plan may
+            hold rows whose token the previous plan samples.
+        seconds: time of the last step in model and sampler.
     """
 
     @property
@@ -26,15 +26,17 @@ class Runner(Protocol):
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """Start a plan, with its saves, copies and loads in this order.
 
-        May raise MemoryError, and any error of the model.
-
         Returns:
             The plan's saves, in its order.
+
+        Raises:
+            MemoryError: the device has too little memory.
+            Exception: any error of the model.
         """
         ...
 
     def collect(self) -> list[Sampled]:
-        """Wait for the oldest plan in flight: in its order a result for each that yields one."""
+        """Wait for the oldest plan in flight; return a result per yielding entry, in order."""
         ...
 
     def discard(self) -> None: ...

@@ -48,9 +48,9 @@ class RunnerParts:
     device: Device
     limits: SchedulerLimits
     sample_tokens: SampleTokens
-    num_open: int  # open blocks; 0 if nothing is sealed
-    # Steps may be captured. Then the cache has one block more than planned, and one open
-    # block: padding rows write there.
+    num_open: int  # open blocks; 0 without sealed layers
+    # Steps may be captured. Then the cache has one block, and one open block, more than planned,
+    # for padding rows.
     with_graphs: bool
 
     @property
@@ -61,14 +61,14 @@ class RunnerParts:
 def plan_measured(
     parts: RunnerParts, request: MemoryRequest, on_progress: Callable[[str, int, int], None]
 ) -> tuple[MemoryPlan, int]:
-    """Run the largest steps on an asynchronous device, and divide the memory left by the weights.
+    """Run the largest steps on an asynchronous device, and divide the memory beside the weights.
 
     Returns:
-        The plan, and the bytes that graphs may take.
+        The plan, and the memory limit of graphs in bytes.
 
     Raises:
         ConfigError: the kernels cannot be built on this machine.
-        MemoryPlanError: it does not fit after all.
+        MemoryPlanError: the measured model does not fit.
     """
     from appliance.engine.run.kernels_ahead import compile_kernels
     from appliance.engine.run.measure import graph_allowance, measure_workspace
@@ -134,7 +134,7 @@ def make_runner(
     adapters: AdapterSlots | None = None,
     kept: HiddenRows | None = None,
 ) -> tuple[ModelRunner[Any], BlockMoves, StateRows | None]:
-    """Allocate the cache and build the runner, and what moves its blocks and states."""
+    """Allocate the cache; build the runner and the movers of blocks and states."""
     num_open, memory = parts.num_open, plan.states
     num_states = memory.num_slots + memory.num_checkpoints
     cache = parts.executor.allocate_cache(

@@ -1,6 +1,6 @@
 """The sampling parameters of a request, validated on construction.
 
-They cross the process boundary, so these are msgspec structs. Imports no torch.
+msgspec structs, because they cross the process boundary. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
-GREEDY = 1e-5  # lower temperatures take the likeliest token
-FORCE = 1e6  # added to a logit: no other token keeps any probability
+GREEDY = 1e-5  # lower temperatures are greedy
+FORCE = 1e6  # added to a logit: leaves other tokens no probability
 MAX_LOGIT_BIAS = 300
 
 
@@ -33,39 +33,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Args:
         n: answers per prompt; they share the prompt's blocks.
-        best_of: run so many, answer with the `n` that have the highest log probability per token,
-            best first. With beam search it is the beam width. None means `n`.
-        use_beam_search: search for the likeliest answers, best first, instead of sampling them.
-            `temperature` and whatever else shapes a random choice are to be left out.
-        length_penalty: of beam search; a finished answer's log probability is divided by its
-            tokens to this power before answers are compared, so more favours longer ones.
-        early_stopping: of beam search; True ends it once as many answers as beams are finished,
-            False when the best beam is no better than the worst of these for its length,
-            "never" when it cannot become better. All three as transformers defines them.
-        max_tokens: most tokens to generate; None means as many as the context holds. 0 ends the
-            request with its prompt, which something has to be wanted of then.
-        min_tokens: end-of-sequence and stop tokens are banned before this many.
+        best_of: number of answers to run; returns the `n` with the highest log probability per
+            token, best first. With beam search, the beam width. None means `n`.
+        use_beam_search: search for the likeliest answers, best first, instead of sampling. Excludes
+            `temperature` and other parameters of random choice.
+        length_penalty: of beam search; divides a finished answer's log probability by its length to
+            this power for comparison, so a higher one favours longer answers.
+        early_stopping: of beam search; True stops at as many finished answers as beams, False when
+            the best beam is no better than the worst of these for its length, "never" when it
+            cannot become better. As transformers defines them.
+        max_tokens: maximum length; None uses the context. 0 ends the request with its prompt, which
+            must then be scored or pooled.
+        min_tokens: bans end-of-sequence and stop tokens before this many.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set whose probabilities sum to this.
         min_p: drop tokens less likely than this share of the likeliest.
-        seed: same seed and prompt give the same tokens. With the CPU library this holds whatever
-            else is in the batch; the sums of torch and of GPUs depend in their last bits on the
-            number of rows, and so, rarely, does a token.
+        seed: the same seed and prompt give the same tokens. With the CPU library this holds in any
+            batch; the sums of torch and of GPUs depend in their last bits on the number of rows,
+            and so, rarely, does a token.
         repetition_penalty: divides (or multiplies, if negative) logits of tokens seen in prompt or
             answer.
         presence_penalty: subtracted from logits of tokens seen in the answer.
-        frequency_penalty: the same, times the count.
+        frequency_penalty: likewise, times the count.
         logit_bias: token id to a value added to its logit, -100 to 100.
-        logprobs: how many alternatives to report per token, 0 for the chosen one only, None for
-            no report.
-        prompt_logprobs: the same of each prompt token but the first, which nothing precedes.
-        stop: strings that end the answer; they are not part of it.
+        logprobs: alternatives per token; 0 reports the chosen one only, None nothing.
+        prompt_logprobs: likewise for each prompt token after the first.
+        stop: strings that end the answer; excluded from it.
         stop_token_ids: token ids that end the answer.
         ignore_eos: continue past the end-of-sequence token.
         thought_budget: limits the thinking at the start of the answer.
-        grammar: the answer must match it and ends with it. Log probabilities are the model's own,
-            as if there were no grammar.
+        grammar: the answer matches it and ends with it. Log probabilities are the model's own,
+            without the grammar.
 
     Raises:
         RequestError: a value is out of range; `param` names the field.
@@ -167,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "beam search does not go with scores of the prompt; leave use_beam_search out",
                 param="use_beam_search",
             )
-        # A temperature of 1 is the default, so it may just not have been given.
+        # 1 is the default, so the client may not have set it.
         for name, neutral in (
             *(("temperature", (0.0, 1.0)), ("top_k", (0,)), ("top_p", (1.0,)), ("min_p", (0.0,))),
             ("repetition_penalty", (1.0,)),
@@ -210,7 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run for one prompt; for beam search, its width."""
+        """Sequences to run per prompt; for beam search, its width."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -220,7 +219,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def takes_best(self) -> bool:
-        """True if more answers are sampled than the client gets."""
+        """True if it samples more answers than the client gets."""
         return self.num_choices > self.n
 
     @property
@@ -232,5 +231,5 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def adjusts_logits(self) -> bool:
-        """True if single logits are changed, at least at some steps."""
+        """True if single logits change, at least in some steps."""
         return bool(self.logit_bias or self.min_tokens or self.thought_budget)

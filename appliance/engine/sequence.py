@@ -1,4 +1,4 @@
-"""A sequence: token ids with their block table and status, the only object that changes in place.
+"""A sequence: token ids with block table and status, the only object that changes in place.
 
 Imports no torch.
 """
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    WAITING = "waiting"  # holds no blocks: new, or preempted
-    RUNNING = "running"  # holds blocks
+    WAITING = "waiting"  # without blocks: new, or preempted
+    RUNNING = "running"  # with blocks
     FINISHED = "finished"
 
 
@@ -31,23 +31,23 @@ class Sequence:
         index: its number among the request's choices.
         token_ids: prompt, then answer.
         num_prompt_tokens: tokens of the client's prompt.
-        max_tokens: most tokens that the request wants, prompt and answer together.
+        max_tokens: the request's maximum, prompt and answer.
         num_computed: leading tokens whose keys and values are in the cache.
-        num_cached: prompt tokens that came from the prefix cache at first admission.
-        to_read: places of the prompt whose rows are wanted for more than keys and values; the first
-            sequence of a request reads for all.
-        num_read: before this place all of `to_read` is done.
-        pooled: sum of the hidden states of these, where their mean is wanted.
-        num_drafts: tokens proposed for it so far.
-        num_accepted: of these, those that came true.
-        num_kept: while it waits after a preemption, leading tokens whose blocks are kept for it.
-        num_alike: when it started, leading tokens in cached blocks, with a state behind or without.
+        num_cached: prompt tokens from the prefix cache at first admission.
+        to_read: positions of the prompt that need more than keys and values; the first sequence of
+            a request reads for all.
+        num_read: `to_read` is done before this position.
+        pooled: sum of these positions' hidden states, for their mean.
+        num_drafts: tokens drafted so far.
+        num_accepted: accepted ones.
+        num_kept: while it waits after a preemption, leading tokens whose blocks are kept.
+        num_alike: when it started, leading tokens in cached blocks, even without a state.
         block_table: block ids, append-only while running; 32 bits each, as devices read them.
         block_hashes: chained hash of each full block known so far.
-        parent: sibling whose prompt blocks this one forks as soon as they are computed.
-        group: all sequences of the request, and the operations on them together.
+        parent: sibling whose prompt blocks it forks once they are computed.
+        group: all sequences of the request, and operations on them together.
         is_held: runs without blocks until it forks a sibling's.
-        slot: small number that identifies the sequence in block metadata while it runs.
+        slot: small number that identifies it in block metadata while it runs.
     """
 
     request: Request
@@ -74,7 +74,7 @@ class Sequence:
     arrival: float = 0.0  # monotonic seconds
     first_scheduled: float | None = None
     num_preemptions: int = 0
-    num_overtaken: int = 0  # by sequences that came later and started before
+    num_overtaken: int = 0  # by later sequences that started before it
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -93,12 +93,12 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens whose keys and values may come from elsewhere; later rows have to run."""
+        """Leading tokens whose keys and values may come from elsewhere; later rows must run."""
         most = len(self.token_ids) - 1  # logits need the last one
         return most if self.num_read >= self.to_read.stop else min(most, self.num_read)
 
     def rows_to_read(self, start: int, end: int) -> range:
-        """Return those of the rows [start, end) that are wanted for more than keys and values."""
+        """Return those of the rows [start, end) that need more than keys and values."""
         return range(max(start, self.num_read), min(end, self.to_read.stop))
 
     @property

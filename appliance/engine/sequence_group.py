@@ -1,6 +1,6 @@
 """A sequence group: the sequences of one request, scheduled together.
 
-The scheduler calls a group's methods and knows none of its kinds. Imports no torch.
+The scheduler calls a group's methods and knows no kind of group. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SequenceGroup:
 
     Attributes:
         live: members that have not ended.
-        generates: there are answers; without, a member ends with its prompt.
+        generates: members have answers; otherwise each ends with its prompt.
     """
 
     def __init__(self, request: Request, members: tuple[Sequence, ...], bounds: Bounds) -> None:
@@ -38,28 +38,28 @@ class SequenceGroup:
             member.group = self
 
     def unit(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Return the live members that start, give way and end together; the first leads."""
+        """Return the live members that start, are preempted and end together; the first leads."""
         return (sequence,)
 
     def num_beside(self, sequence: Sequence) -> int:
-        """Return how many blocks a waiting sequence's unit will soon need beside its own."""
+        """Count the blocks that a waiting sequence's unit will soon need beyond its own."""
         return 0
 
     def start(self) -> None:
-        """Start a unit that was admitted: its leader has blocks."""
+        """Start an admitted unit, whose leader has blocks."""
 
     def lose(self) -> None:
-        """Prepare a unit for the loss of its blocks; its tokens will be computed again."""
+        """Prepare a unit for losing its blocks; its tokens will be recomputed."""
 
     def take(
         self, sequence: Sequence, run: Ordered[Sampled], updates: list[Update]
     ) -> FinishReason | None:
-        """Append the samples of a member whose tokens are all computed, up to one that ends it.
+        """Append a member's samples up to one that ends it.
 
         Args:
-            sequence: the member.
-            run: its next tokens; several where drafts were accepted.
-            updates: what clients are told, to which this adds.
+            sequence: a member whose tokens are all computed.
+            run: its next tokens; several if drafts were accepted.
+            updates: receives the client's updates.
 
         Returns:
             Why the member ends now, with its unit, or None.
@@ -82,7 +82,7 @@ class SequenceGroup:
         return reason
 
     def cut(self) -> tuple[Update, ...]:
-        """Return the answers that can be given at a timeout."""
+        """Return the answers available at a timeout."""
         return ()
 
     def check_invariants(self) -> None:

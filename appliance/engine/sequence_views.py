@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[SequenceView, ...]:
-    """Describe all waiting and running sequences, by request in the order of arrival.
+    """Describe all waiting and running sequences, by request in order of arrival.
 
-    `now` is on the clock of their arrival.
+    Args:
+        now: on the clock of their arrival.
     """
     reading = frozenset(tiers.reading)
     return tuple(
@@ -45,7 +46,6 @@ def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[Sequ
 
 
 def _status(sequence: Sequence, *, held: bool, reads: bool) -> str:
-    """Return one of `SEQUENCE_STATES`."""
     if sequence.status is SequenceStatus.RUNNING:
         return "to fork" if held else "running"
     if reads:
@@ -56,7 +56,7 @@ def _status(sequence: Sequence, *, held: bool, reads: bool) -> str:
 
 
 def view_table(scheduler: Scheduler, request_id: str, index: int, block_size: int) -> Table:
-    """Describe the block table of one sequence; an empty one if it is not live."""
+    """Describe one sequence's block table; an empty one if it is not live."""
     for sequence in scheduler.sequences():
         if (sequence.request.request_id, sequence.index) == (request_id, index):
             num_full = sequence.num_computed // block_size

@@ -1,4 +1,4 @@
-"""Plans the rows of recurrent state: slots of sequences and checkpoints. Imports no torch."""
+"""Plans the rows of recurrent state: sequences' slots and checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from appliance.engine.memory_plan import MemoryRequest
 
-# By default a sequence that runs has room for the ends of its prompt and of its answer, and for two
-# older turns; and all checkpoints together have a share of what else would hold keys and values.
+# By default a running sequence has room for checkpoints at the ends of its prompt and answer and of
+# two older turns; all checkpoints together take a share of the memory for keys and values.
 CHECKPOINTS_PER_SLOT = 4
-_SHARE_OF_CACHE = 4  # one part in so many
+_SHARE_OF_CACHE = 4  # one in this many
 
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """Rows of recurrent state; all are 0 for models without recurrent layers."""
+    """Rows of recurrent state; all 0 without recurrent layers."""
 
     row_bytes: int = 0
     num_slots: int = 0
@@ -31,7 +31,7 @@ NO_STATES = StateMemory()
 
 
 def needed_states(request: MemoryRequest) -> StateMemory:
-    """Return the rows that the settings ask for; without a setting no checkpoints."""
+    """Return the configured rows; no checkpoints by default."""
     row_bytes = request.state_copies * request.spec.state_bytes
     if not row_bytes:
         return NO_STATES
@@ -44,7 +44,7 @@ def planned_states(request: MemoryRequest, left: int) -> StateMemory:
 
     Args:
         request: the memory that must fit.
-        left: bytes beside the needed rows and the least KV cache.
+        left: bytes beside the needed rows and the smallest KV cache.
     """
     needed = needed_states(request)
     is_planned = request.state_checkpoint_memory is None and request.prefix_caching

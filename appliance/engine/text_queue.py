@@ -1,4 +1,4 @@
-"""The texts that wait for an encoder, and whose turn it is. Imports no torch."""
+"""An encoder's queue of texts, with fair turns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WaitingText:
 
 
 class TextQueue:
-    """Texts in the order of arrival."""
+    """Texts in order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, WaitingText] = {}
@@ -62,10 +62,10 @@ class TextQueue:
         return tuple(deltas.values())
 
     def take(self, max_texts: int, max_tokens: int) -> list[WaitingText]:
-        """Remove the next texts, the most urgent first and at least one, sorted by length.
+        """Remove the next texts, most urgent first and at least one, sorted by length.
 
-        Of equal priority the owner that has had least of this step is next, so that a client with
-        many texts does not keep others waiting.
+        Within a priority, the owner with least of this step is next, so that a client with many
+        texts does not keep others waiting.
         """
         queues: dict[tuple[int, str], deque[WaitingText]] = {}
         for one in self._waiting.values():
@@ -85,7 +85,7 @@ class TextQueue:
         return sorted(taken, key=lambda one: one.num_tokens)
 
     def views(self, now: float) -> tuple[SequenceView, ...]:
-        """Describe all texts for people."""
+        """Describe all texts for dashboards."""
         return tuple(
             SequenceView(
                 request_id=one.request.request_id,

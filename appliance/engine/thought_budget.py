@@ -1,4 +1,4 @@
-"""A limit to the thinking at the start of an answer."""
+"""A limit on the thinking at the start of an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
-    """Limits how long an answer may think; the closing mark is forced after that.
+    """Limits an answer's thinking; forces the closing mark after that.
 
     Args:
         tokens: number of the answer's first tokens.
@@ -24,13 +24,13 @@ class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
     closing: tuple[int, ...]
 
     def forces(self, output: Sequence[int], num_output_tokens: int) -> int | None:
-        """Return the token that must come next, or None.
+        """Return the forced next token, or None.
 
-        The last token of the budget does not count: a device may not have returned it yet. So a
-        thought that ends just in time has its mark twice.
+        Ignores the budget's last token, which a device may not have returned yet. So a thought that
+        ends just in time has its mark twice.
 
         Args:
-            output: the answer's tokens, as far as they are known.
+            output: the answer's known tokens.
             num_output_tokens: their number, unknown ones included.
         """
         place = num_output_tokens - self.tokens

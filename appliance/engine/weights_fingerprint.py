@@ -1,21 +1,21 @@
-"""A fingerprint of weights that does not read all of them."""
+"""Fingerprints weights without reading all of them."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
-END_BYTES = 2**20  # at either end of a file: headers are there
+END_BYTES = 2**20  # at either end of a file, where headers are
 SAMPLE_BYTES = 1024
-NUM_SAMPLES = 2048  # of all files together, in the proportion of their sizes
-_LEAST_SAMPLES = 16  # of a file
+NUM_SAMPLES = 2048  # of all files, in proportion to their sizes
+_LEAST_SAMPLES = 16  # per file
 
 
 def weights_digest(path: Path) -> bytes:
-    """A digest of a model's weight files: names, sizes, both ends, and samples from end to end.
+    """Return a digest of a model's weight files: names, sizes, both ends, and samples.
 
-    Of 10 GB there is a sample every 5 MB, so weights that were trained on or quantized anew differ.
-    What is changed within a few megabytes by hand may not be seen.
+    Takes a sample every 5 MB of 10 GB, so newly trained or quantized weights differ. May miss a
+    manual change of a few megabytes.
 
     Args:
         path: file, or folder with safetensors files.

@@ -1,4 +1,4 @@
-"""Estimates the memory that the largest step needs beside weights and cache. Imports no torch."""
+"""Estimates the largest step's memory beside weights and cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 
 
 def workspace_bytes(request: MemoryRequest) -> int:
-    """Return the bytes that the largest step needs beside weights and cache.
+    """Return the largest step's bytes beside weights and cache.
 
-    This is measured or estimated, and includes open blocks, which are transient.
+    Measured or estimated; includes open blocks, which are transient.
 
-    The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
-    output, gate and up, their product), hidden states for the head, twice where prompts are read,
-    and float32 logits with the three copies that sampling makes, or with the four that scores of
-    a prompt take, one chunk at a time; as much again lies scattered in the allocator, since steps
-    differ in their rows.
+    The estimate sums the widest layer's activations for every row (residual, normed, q/k/v,
+    attention output, gate and up, their product), hidden states for the head, twice if prompts are
+    read, and float32 logits: with the three copies of sampling, twice because steps of different
+    sizes fragment the allocator, or with the four copies of scoring a chunk of a prompt.
     """
     if request.workspace_bytes is not None:
         return request.workspace_bytes + request.open_bytes
@@ -38,7 +37,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
 
 
 def _mixer_width(mixer: MixerSpec | None) -> int:
-    """Return the floats of a row in a mixer: what its linears yield, and what is made of it."""
+    """Return a row's floats in a mixer: outputs of its linears, and what is made of them."""
     if mixer is None:
         return 0
     if isinstance(mixer, Mamba2Spec):
@@ -54,7 +53,7 @@ def _mixer_width(mixer: MixerSpec | None) -> int:
 
 
 def _mlp_width(mlp: MLPSpec | ExpertsSpec | None, hidden_size: int) -> int:
-    """Return the floats of a row in an MLP, or in the experts chosen for it and the shared one."""
+    """Return a row's floats in an MLP, or in its chosen and shared experts."""
     if mlp is None:
         return 0
     if not isinstance(mlp, ExpertsSpec):

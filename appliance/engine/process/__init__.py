@@ -1,5 +1,5 @@
 """The engine in its own process: loop, supervisor and client, over a closed message schema.
 
-A socket pair carries the messages and an anonymous memory file the block metadata. Both are
-inherited: no name, no port, no pickle. Only the engine's process imports torch.
+A socket pair carries the messages, an anonymous memory file the block metadata. The process
+inherits both: no name, no port, no pickle. Only the engine process imports torch.
 """

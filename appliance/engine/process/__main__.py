@@ -23,5 +23,5 @@ def find_loader() -> LoadEngine:
 if __name__ == "__main__":
     exit_code = run_engine_process(sys.argv[1:], find_loader)
     logging.shutdown()
-    # All work is done; tearing torch down, if it is here, would delay the exit by a second or more.
+    # All work is done; tearing torch down would delay the exit by a second or more.
     os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""Passes an administrator's wishes about adapters to the engine, and its answers back."""
+"""Passes an administrator's adapter requests to the engine, and its answers back."""
 
 from __future__ import annotations
 
@@ -17,21 +17,17 @@ if TYPE_CHECKING:
 
 
 class AdapterCalls:
-    """Adapters that are being read.
-
-    Args:
-        supervisor: of the engine.
-    """
+    """Adapters being read."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._asked: dict[AdapterRef, asyncio.Future[AdapterAnswer]] = {}
 
     async def load(self, ref: AdapterRef) -> None:
-        """Have an adapter read ahead of its first request; an engine that sleeps is woken.
+        """Read an adapter before its first request; wakes a sleeping engine.
 
         Raises:
-            RequestError: it cannot be used.
+            RequestError: the adapter is unusable.
         """
         asked = self._asked.get(ref)
         if asked is None:
@@ -41,13 +37,13 @@ class AdapterCalls:
                 self._supervisor.send(LoadAdapter(ref))
             else:
                 self._supervisor.wake()
-        # A caller that leaves must not cancel the answer for other callers.
+        # Cancelling one caller must not cancel the answer for others.
         answer = await asyncio.shield(asked)
         if answer.error:
             raise RequestError(answer.error, param="lora_path")
 
     def unload(self, ref: AdapterRef) -> None:
-        """Have an adapter forgotten after the last request that uses it."""
+        """Forget an adapter after the last request that uses it."""
         self._supervisor.send(UnloadAdapter(ref))
 
     @property
@@ -56,7 +52,7 @@ class AdapterCalls:
         return bool(self._asked)
 
     def begin(self) -> None:
-        """Ask an engine that is ready for what was asked while it slept."""
+        """Send the requests that arrived before the engine was ready."""
         for ref in self._asked:
             self._supervisor.send(LoadAdapter(ref))
 
@@ -68,5 +64,5 @@ class AdapterCalls:
                 asked.set_result(answer)
 
     def forget(self) -> None:
-        """End all calls: the engine that was asked has ended."""
+        """End all calls after the engine has ended."""
         self.take([AdapterAnswer(ref, "the engine ended while it read it") for ref in self._asked])

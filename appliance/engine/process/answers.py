@@ -21,7 +21,7 @@ class ReadyWaiters:
         await waiter
 
     def wake(self, error: Exception | None = None) -> None:
-        """Wake all that wait now."""
+        """Wake all waiters."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if waiter.done():
@@ -33,10 +33,10 @@ class ReadyWaiters:
 
 
 class TableFetches:
-    """Requested block tables; callers that ask for the same one share its answer.
+    """Requested block tables; callers that request the same one share its answer.
 
     Args:
-        ask: sends the question for a request id and the index of a sequence.
+        ask: sends the request for a request id and a sequence index.
     """
 
     def __init__(self, ask: Callable[[str, int], object]) -> None:
@@ -44,22 +44,21 @@ class TableFetches:
         self._asked: dict[tuple[str, int], asyncio.Future[Table]] = {}
 
     async def fetch(self, request_id: str, index: int) -> Table:
-        """Return the table of one sequence, as it is between two steps."""
+        """Return one sequence's table, as between two steps."""
         asked = self._asked.get((request_id, index))
         if asked is None:
             asked = asyncio.get_running_loop().create_future()
             self._asked[request_id, index] = asked
             self._ask(request_id, index)
-        # A caller that leaves must not cancel the answer for other callers.
+        # Cancelling one caller must not cancel the answer for others.
         return await asyncio.shield(asked)
 
     def answer(self, table: Table) -> None:
-        """Take a table that has arrived."""
         asked = self._asked.pop((table.request_id, table.index), None)
         if asked is not None and not asked.done():
             asked.set_result(table)
 
     def give_up(self) -> None:
-        """Answer all questions with empty tables."""
+        """Answer all requests with empty tables."""
         for request_id, index in list(self._asked):
             self.answer(Table(request_id=request_id, index=index))

@@ -19,7 +19,7 @@ from appliance.errors import EngineError
 if TYPE_CHECKING:
     from subprocess import Popen
 
-_EXIT_SECONDS = 5.0  # for a process whose connection has ended, or that was told to end
+_EXIT_SECONDS = 5.0  # for a process to exit after its connection ended, or after `Shutdown`
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class EngineProcess:
 
     @classmethod
     async def spawn(cls, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
-        """Start a process; it then waits for a `Load`.
+        """Start a process, which then waits for a `Load`.
 
         Raises:
             EngineError: the system is out of processes, descriptors or memory.
@@ -63,7 +63,7 @@ class EngineProcess:
         return self._process.pid
 
     def dump_stacks(self) -> None:
-        """Make the process write the stacks of all its threads to the log."""
+        """Make the process log the stacks of all its threads."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(DUMP_STACKS_SIGNAL)
 
@@ -78,13 +78,13 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of an ended process, negative if a signal ended it."""
+        """Exit code of an ended process; negative for a signal."""
         return self._process.returncode
 
     async def wait(self) -> str:
-        """Close the connection, wait for the process to end and say how it ended."""
+        """Close the connection, wait for the process to end, and return how it ended."""
         self.connection.close()
-        # A thread waits, since the process may be older than the event loop.
+        # A thread waits, because the process may be older than the event loop.
         ended = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         try:
             await asyncio.wait_for(asyncio.shield(ended), _EXIT_SECONDS)

@@ -1,8 +1,8 @@
 """The API process's view of the engine: requests in, deltas out, across restarts.
 
-When a process dies, requests it had started end with an error and waiting ones go to the next
-process. Requests that a process died of are known; if they come again, they run one at a time, so
-that a request that kills engines takes no other with it (see `quarantine`).
+When a process dies, its running requests end with an error and waiting ones go to the next process.
+The client remembers the requests that were running: repeated ones run one at a time, so that a
+request that kills engines fails no other (see `quarantine`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from appliance.engine.process.supervisor import AskEndTokens, ProgressCallback
     from appliance.engine.request import Request
 
-# How often a waiting request is given to a new process. More would let one that kills the engine
-# before it is even started take the server down with it.
+# Number of processes that a waiting request may go to. A higher one would let a request that kills
+# the engine before it starts take the server down.
 MAX_SUBMISSIONS = 2
 
 logger = logging.getLogger(__name__)
@@ -63,12 +63,12 @@ class EngineClient(SupervisedEngine, OpenRequests):
     """The engine process and the open requests.
 
     Args:
-        command: starts the process; tests use another one.
-        launched: the first process, if it was started already.
-        idle_timeout: seconds without a request after which the process ends; 0 keeps it.
-        residency: whom to ask for memory; None takes what is free.
-        name: of the model, for the log.
-        replica: what it shares with other processes of the same model.
+        command: starts the process; tests replace it.
+        launched: the first process, if already started.
+        idle_timeout: seconds without a request before the process ends; 0 keeps it.
+        residency: grants memory; None takes what is free.
+        name: the model's, for the log.
+        replica: state shared with other processes of the model.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class EngineClient(SupervisedEngine, OpenRequests):
         name: str = "the model",
         replica: Replica | None = None,
     ) -> None:
-        self.stats = EngineStats()  # the latest
-        self.stats_time = 0.0  # monotonic, when they arrived
+        self.stats = EngineStats()  # of the last report
+        self.stats_time = 0.0  # monotonic arrival time
         self.sequences: tuple[SequenceView, ...] = ()
-        self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
+        self.observers: list[Callable[[StepReport], None]] = []  # called for reports with stats
         self.vocabulary: Vocabulary | None = None  # set it before the first grammar
-        self.config = config  # that the engine was started with
-        self._informed: int | None = None  # the process that has received the vocabulary
+        self.config = config  # the engine's settings
+        self._informed: int | None = None  # pid of the process that has the vocabulary
         self._generations: dict[str, Generation] = {}
         replica = replica or Replica()
         self._hand_over = replica.hand_over
@@ -117,39 +117,39 @@ class EngineClient(SupervisedEngine, OpenRequests):
 
     @property
     def quarantined(self) -> int:
-        """Number of requests refused because engines died of them."""
+        """Number of refused requests that killed engines."""
         return len(self._quarantine)
 
     @property
     def is_wanted(self) -> bool:
-        """True if it loads, or there are open requests."""
+        """True if it is loading or has open requests."""
         return self.state is not EngineState.READY or bool(self._generations)
 
     @property
     def replicas(self) -> tuple[EngineClient, ...]:
-        """It alone; see `ReplicaSet`."""
+        """Itself; see `ReplicaSet`."""
         return (self,)
 
     def replica_of(self, request_id: str) -> EngineClient:
-        """Return the engine that has a request; see `ReplicaSet`."""
+        """Return itself; see `ReplicaSet`."""
         return self
 
     def _open(self) -> Iterable[Generation]:
         return self._generations.values()
 
     async def prepare(self) -> None:
-        """Start the process ahead of `start`: it imports while the caller reads the tokenizer."""
+        """Start the process before `start`: it imports while the caller reads the tokenizer."""
         await self._supervisor.prepare()
 
     async def start(self, end_tokens: AskEndTokens, on_progress: ProgressCallback) -> EngineInfo:
         """Load the model.
 
         Args:
-            end_tokens: tells the tokens that end an answer; asked once the weights are read.
+            end_tokens: returns the tokens that end an answer; called once the weights are read.
             on_progress: called with stage, done, total.
 
         Raises:
-            ApplianceError: it cannot be loaded; the class has the exit code.
+            ApplianceError: loading failed; the class has the exit code.
         """
         make_load = partial(Load, self.config, self._gpu)
         try:
@@ -163,14 +163,14 @@ class EngineClient(SupervisedEngine, OpenRequests):
         return info
 
     def sleep(self) -> None:
-        """End the process now, unless it has work; the next request starts another."""
+        """End the process now unless it has work; the next request starts another."""
         self._supervisor.sleep()
 
     async def ready(self) -> None:
-        """Wait until the engine accepts requests again; one that sleeps does.
+        """Wait until the engine accepts requests; a sleeping one does.
 
         Raises:
-            EngineUnavailableError: that will not be soon.
+            EngineUnavailableError: it will not be ready soon.
         """
         if self.state.accepts:
             return
@@ -191,10 +191,10 @@ class EngineClient(SupervisedEngine, OpenRequests):
         await self._supervisor.close(now=now)
 
     def generate(self, request: Request) -> Generation:
-        """Submit a request immediately, or once the engine is awake; iterate for its deltas.
+        """Submit a request, waking the engine if necessary; iterate over the result for deltas.
 
         Raises:
-            EngineUnavailableError: the engine is not ready, and not asleep.
+            EngineUnavailableError: the engine is neither ready nor asleep.
             QuarantinedError: engines died of this request.
         """
         if not self.state.accepts:
@@ -208,7 +208,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         return generation
 
     def adopt(self, generation: Generation) -> None:
-        """Take over a request that another engine was given and has not started."""
+        """Take over a request that another engine has not started."""
         generation.move(self)
         self._take(generation)
 
@@ -243,7 +243,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
             self._informed = self.pid
 
     def _end_trial(self, generation: Generation) -> None:
-        """End a suspect's trial, after its first tokens or its end, and start the next one's."""
+        """End a suspect's trial at its first tokens or its end, and start the next one's."""
         following = self._trials.end(generation, self._is_open)
         if following is not None:
             self._submit(following)
@@ -256,7 +256,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self._supervisor.send(Abort(request_id, index))
 
     def cancel(self, request_id: str) -> bool:
-        """End a request on the administrator's demand; return False if it is not open."""
+        """End a request for an administrator; return False if it is not open."""
         generation = self._generations.get(request_id)
         if generation is None:
             return False
@@ -265,7 +265,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         return True
 
     async def fetch_table(self, request_id: str, index: int) -> Table:
-        """Fetch the block table of one sequence, as it is between two steps."""
+        """Fetch one sequence's block table, as between two steps."""
         if self.state is not EngineState.READY or request_id not in self._generations:
             return Table(request_id=request_id, index=index)
         return await self._tables.fetch(request_id, index)
@@ -294,16 +294,16 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self._rest()
 
     def _rest(self) -> None:
-        """Begin to count idle time when the last request has gone."""
+        """Start the idle timer when the last request has ended."""
         if not self._generations:
             self.place.use()
             self._idle.start()
         self.place.leave_if_asked()
 
     def _is_busy(self) -> bool:
-        """Return True if the engine owes tokens, or word of an adapter.
+        """Return True if the engine owes tokens or an adapter's answer.
 
-        Requests that it was not given and unread deltas do not count.
+        Does not count requests that it has not got, or unread deltas.
         """
         return self.adapters.is_asked or any(
             one.is_awaited and one.submissions > 0 and one not in self._trials
@@ -348,7 +348,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         held = self._trials.abandon()
         process = self._supervisor.process
         starting = set() if process is None else process.beacon.started()
-        # The engine was working on some of the requests it had; the others waited.
+        # The engine was running some of its requests; the others waited.
         given = [one for one in self._generations.values() if one not in held and one.is_awaited]
         lost = {
             one.request.request_id: one
@@ -364,7 +364,7 @@ class EngineClient(SupervisedEngine, OpenRequests):
         self._hand_over_waiting()
 
     def _hand_over_waiting(self) -> None:
-        """Give what no process has started to another replica, if there is one that takes it."""
+        """Hand requests that no process has started to another replica, if one takes them."""
         for generation in list(self._generations.values()):
             if generation.is_awaited and not generation.started and self._hand_over(generation):
                 del self._generations[generation.request.request_id]
@@ -372,14 +372,14 @@ class EngineClient(SupervisedEngine, OpenRequests):
     def _on_asleep(self) -> None:
         self.place.leave()
         self._forget_sequences()
-        self._on_report(StepReport(stats=EngineStats()))  # of a process that holds nothing
+        self._on_report(StepReport(stats=EngineStats()))  # a process without content
         if self.adapters.is_asked or any(one.is_awaited for one in self._generations.values()):
             self._supervisor.wake()
 
     def _on_ready(self) -> None:
         self.adapters.begin()
         for generation in list(self._generations.values()):
-            if generation.is_awaited:  # otherwise only its consumer has some left to read
+            if generation.is_awaited:  # otherwise its consumer just has to read the rest
                 generation.submissions += 1
                 self._submit(generation)
         self._waiters.wake()

@@ -1,7 +1,7 @@
 """The API process's end of the socket to an engine.
 
-Messages are handled in the call that receives their bytes, so that a step of the engine wakes only
-tasks that wait for its tokens.
+Handles messages in the call that receives their bytes, so that an engine step wakes only tasks that
+wait for its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineConnection(asyncio.Protocol):
-    """Receives messages of one engine process and keeps them until they are taken."""
+    """Receives an engine process's messages and keeps them until taken."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -32,7 +32,7 @@ class EngineConnection(asyncio.Protocol):
 
     @classmethod
     async def over(cls, sock: socket.socket) -> EngineConnection:
-        """Wrap a connected socket; the connection owns it from now on."""
+        """Wrap and own a connected socket."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(cls, sock=sock)
         return connection
@@ -96,7 +96,7 @@ class EngineConnection(asyncio.Protocol):
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the connection (called once by asyncio); a reset is an end like any other."""
+        """End the connection (called once by asyncio); a reset counts as an end."""
         self._end()
 
     def _keep(self, message: FromEngine) -> None:

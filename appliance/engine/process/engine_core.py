@@ -1,7 +1,4 @@
-"""The engine as its process's loop knows it.
-
-`LLMEngine` and `EncoderEngine` fulfil it.
-"""
+"""The engine's interface to the process loop; `LLMEngine` and `EncoderEngine` fulfil it."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class EngineCore(Protocol):
-    """A loaded model with its queue."""
-
     info: EngineInfo
 
     @property
@@ -28,9 +23,7 @@ class EngineCore(Protocol):
         """True if a step would do something."""
         ...
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Set the tokens that grammars need."""
-        ...
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None: ...
 
     def submit(self, request: Request) -> None:
         """Queue a request, or raise RequestError."""
@@ -51,19 +44,17 @@ class EngineCore(Protocol):
         ...
 
     def load_adapter(self, ref: AdapterRef) -> None:
-        """Read an adapter ahead of its first request; a report answers."""
+        """Read an adapter before its first request; a report has the answer."""
         ...
 
     def unload_adapter(self, ref: AdapterRef) -> None:
         """Forget an adapter once no request uses it."""
         ...
 
-    def block_table(self, request_id: str, index: int) -> Table:
-        """Return the block table of one sequence."""
-        ...
+    def block_table(self, request_id: str, index: int) -> Table: ...
 
     def close(self) -> None:
-        """Save what must outlive the process; takes some seconds at most."""
+        """Save everything that must outlive the process; takes some seconds at most."""
         ...
 
 

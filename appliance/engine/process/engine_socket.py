@@ -1,4 +1,4 @@
-"""The engine's end of the socket pair between it and its supervisor."""
+"""The engine's end of the socket pair to its supervisor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _READ_BYTES = 1 << 20
 
 
 class SupervisorGoneError(Exception):
-    """The other side told this process to end, or went away."""
+    """The supervisor told this process to end, or went away."""
 
 
 class EngineSocket:
-    """Writes that block, and reads that wait only on request."""
+    """Writes block; reads wait only on request."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.closed = False
@@ -35,10 +35,10 @@ class EngineSocket:
         self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._ranks: dict[int, int] = {}  # process ids by their descriptors
+        self._ranks: dict[int, int] = {}  # process id by pidfd
 
     def send(self, message: FromEngine) -> None:
-        """Send one message; the next read notices a client that has gone away."""
+        """Send one message; the next read notices a lost client."""
         try:
             self._socket.sendall(encode_frame(message))
         except (BrokenPipeError, ConnectionResetError):
@@ -48,7 +48,7 @@ class EngineSocket:
         """Return arrived messages; with `wait`, at least one unless the connection ended.
 
         Raises:
-            EngineError: a process that is watched has ended.
+            EngineError: a watched process has ended.
         """
         messages: list[ToEngine] = []
         while not self.closed:
@@ -64,17 +64,17 @@ class EngineSocket:
         return messages
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Notice when one of these processes ends, at the next read or while one waits."""
+        """Watch processes: a read raises when one has ended."""
         for pid in pids:
             file = os.pidfd_open(pid)
             self._ranks[file] = pid
             self._poll.register(file, select.POLLIN)
 
     def ask_for_memory(self, needed: int, free: int) -> None:
-        """Tell the plan, and wait until the memory may be taken.
+        """Send the memory plan, and wait for permission.
 
         Raises:
-            SupervisorGoneError: it never will be.
+            SupervisorGoneError: the supervisor ended instead.
         """
         self.send(Planned(needed, free))
         self._answer(Proceed)
@@ -83,7 +83,7 @@ class EngineSocket:
         """Wait for the tokens that end an answer.
 
         Raises:
-            SupervisorGoneError: they never come.
+            SupervisorGoneError: the supervisor ended instead.
         """
         self.send(WeightsRead())
         return self._answer(EndTokens).ids
@@ -95,6 +95,6 @@ class EngineSocket:
         return answer[0]
 
     def close_reading(self) -> None:
-        """Make the next read, or one that waits already, see the end."""
+        """Make a pending or the next read see the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)

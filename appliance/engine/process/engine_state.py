@@ -1,4 +1,4 @@
-"""The states of an engine, as its clients see it."""
+"""The states of an engine, as clients see them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class EngineState(Enum):
     LOADING = "loading"  # for the first time
     READY = "ready"
     RESTARTING = "restarting"
-    ASLEEP = "asleep"  # there is no process, or it ends; a request starts another
-    WAKING = "waking"  # that one loads
-    FAILED = "failed"  # the first load failed, so there is nothing to serve
+    ASLEEP = "asleep"  # without a process, or its process is ending; a request starts another
+    WAKING = "waking"  # a process loads after sleep
+    FAILED = "failed"  # the first load failed: nothing to serve
     STOPPED = "stopped"
 
     @property
     def accepts(self) -> bool:
-        """True if a request may be handed over: it runs, or wakes the engine and waits for it."""
+        """True if it accepts requests: it runs, or a request wakes it."""
         return self in (EngineState.READY, EngineState.ASLEEP, EngineState.WAKING)

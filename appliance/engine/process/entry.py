@@ -1,4 +1,4 @@
-"""Starts the engine's process: takes inherited descriptors and never outlives the parent."""
+"""Starts the engine process: takes inherited descriptors and never outlives the parent."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadE
 
 
 def keep_compiled_kernels() -> None:
-    """Put compiled GPU kernels beside our other derived files, unless the user names a folder."""
+    """Put compiled GPU kernels into the cache folder, unless the user set one."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))

@@ -17,7 +17,7 @@ MessageT = TypeVar("MessageT")
 
 
 class FrameError(EngineError):
-    """The other side sent invalid bytes; the connection must end."""
+    """The peer sent invalid bytes; the connection must end."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:

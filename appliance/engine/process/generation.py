@@ -1,4 +1,4 @@
-"""One open request: its deltas as they arrive, then an error or its end."""
+"""One open request: its deltas as they arrive, then its end or an error."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from appliance.errors import EngineError, QueueTimeoutError, RequestError
 if TYPE_CHECKING:
     from appliance.engine.request import Request
 
-MAX_BACKLOG = 4096  # most deltas that a consumer may lag behind
+MAX_BACKLOG = 4096  # maximum number of unread deltas
 
 
 class Submitter(Protocol):
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Stop a request, or one choice of it."""
-        ...
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
 
     def forget(self, generation: Generation, *, complete: bool) -> None:
-        """Drop a request that its consumer closed; `complete` if all of it was read."""
+        """Drop a request that its consumer closed; `complete` if it read everything."""
         ...
 
 
 class Generation(AsyncIterator[SequenceDelta]):
     """The deltas of one request, as they arrive; submitted on construction.
 
-    Close it in every case: closing early aborts the request.
+    Always close it: closing early aborts the request.
     """
 
     def __init__(self, client: Submitter, request: Request) -> None:
         self.request = request
-        self.started = False  # the engine has taken it from its queue
-        self.submissions = 0  # to a process
-        self.is_suspect = False  # an engine died while it worked on an equal request
+        self.started = False  # it left the engine's queue
+        self.submissions = 0  # processes that it was sent to
+        self.is_suspect = False  # an engine died while it ran an equal request
         self._client = client
         self._open = set(range(request.sampling.num_choices))  # choices the consumer reads
         self._awaited = set(self._open)  # choices that the engine has not finished
@@ -47,12 +45,11 @@ class Generation(AsyncIterator[SequenceDelta]):
 
     @property
     def is_awaited(self) -> bool:
-        """True if the engine owes more of it, however much the consumer has yet to read."""
+        """True if the engine owes more of it, apart from unread deltas."""
         return bool(self._awaited) and self._error is None
 
     @property
     def backlog(self) -> int:
-        """Deltas that have arrived and were not read."""
         return len(self._arrived)
 
     async def __anext__(self) -> SequenceDelta:
@@ -60,7 +57,7 @@ class Generation(AsyncIterator[SequenceDelta]):
 
         Raises:
             RequestError: the engine refused the request.
-            EngineError: the engine failed on it, or died.
+            EngineError: the engine failed or died.
         """
         while self._open:
             if (delta := self.ready()) is not None:
@@ -73,7 +70,7 @@ class Generation(AsyncIterator[SequenceDelta]):
         raise StopAsyncIteration
 
     def ready(self) -> SequenceDelta | None:
-        """Return the next delta if it has arrived; an error is left to the iterator."""
+        """Return the next delta if it has arrived; the iterator raises errors."""
         while self._arrived and self._open:
             delta = self._arrived.popleft()
             if delta.index not in self._open:
@@ -87,7 +84,10 @@ class Generation(AsyncIterator[SequenceDelta]):
         return None
 
     def close_choice(self, index: int) -> None:
-        """Stop one choice; the others go on. Another task may be waiting for its next delta."""
+        """Stop one choice while the others continue.
+
+        Another task may be waiting for its next delta.
+        """
         if index in self._open:
             self._open.remove(index)
             self._awaited.discard(index)
@@ -100,7 +100,7 @@ class Generation(AsyncIterator[SequenceDelta]):
         self._open.clear()
 
     async def aclose(self) -> None:
-        """Close it, for `contextlib.aclosing`."""
+        """Close, for `contextlib.aclosing`."""
         self.close()
 
     def move(self, client: Submitter) -> None:
@@ -117,7 +117,7 @@ class Generation(AsyncIterator[SequenceDelta]):
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End with an error after the deltas that have arrived; the first error counts."""
+        """End with an error after the deltas that have arrived; the first error wins."""
         self._error = self._error or error
         self._wake()
 

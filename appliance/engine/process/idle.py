@@ -1,4 +1,4 @@
-"""Counts the time without a request. Nothing runs while it counts."""
+"""Measures the time without a request; runs nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class IdleTimer:
-    """Calls back once so many seconds have passed since `start`.
+    """Calls back after some seconds from `start`.
 
     Args:
         seconds: 0 never calls back.
@@ -20,13 +20,11 @@ class IdleTimer:
         self._due: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Count from now."""
         self.stop()
         if self._seconds:
             self._due = asyncio.get_running_loop().call_later(self._seconds, self._on_idle)
 
     def stop(self) -> None:
-        """Count no longer."""
         if self._due is not None:
             self._due.cancel()
             self._due = None

@@ -1,7 +1,7 @@
-"""Starts an engine's process with what it inherits, before there is an event loop to talk to it.
+"""Starts an engine process with its inherited descriptors, before there is an event loop.
 
 The process imports for a third of a second or more, so `appliance serve` starts it before it reads
-its own arguments. This file imports next to nothing for the same reason.
+its own arguments. For the same reason this file imports almost nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from appliance.engine.process.metadata import create_metadata
 from appliance.errors import EngineError
 from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 
-# -P: import nothing from the current folder.
+# -P: do not import from the current folder.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "appliance.engine.process")
 
 
 class LaunchedProcess:
     """A started process, the parent's end of its socket and the file of its block metadata.
 
-    As a context manager it ends a process that nothing else has ended.
+    As a context manager it ends the process if nothing else has.
 
     Attributes:
-        when: monotonic seconds at which it was started.
-        process: it itself.
-        socket: the parent's end, closed with the others unless it was taken.
+        when: monotonic start time.
+        socket: the parent's end; closes with the others unless taken.
 
     Raises:
         EngineError: the system is out of processes, descriptors or memory.
@@ -59,7 +58,7 @@ class LaunchedProcess:
                         *("--parent", str(os.getpid())),
                     ],
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # a library's prints belong in the log
+                    stdout=2,  # libraries' prints belong in the log
                     pass_fds=(theirs.fileno(), self._metadata),
                     env={**ALLOCATOR, **OPENMP, **child_environment()},
                     start_new_session=True,  # Ctrl-C in the terminal goes only to the server
@@ -67,7 +66,7 @@ class LaunchedProcess:
             self._held = undo.pop_all()
 
     def take(self) -> int:
-        """Hand over the socket, and the descriptor of the metadata, which is returned; once."""
+        """Give up ownership of the socket, and of the metadata's descriptor, which it returns."""
         self._held.pop_all()
         return self._metadata
 

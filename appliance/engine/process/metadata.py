@@ -1,7 +1,7 @@
 """Memory shared by both processes: a 64-bit word per block, and the beacon.
 
-The API process creates it before the number of blocks is known, so it has room for many more;
-untouched pages cost nothing. Its size is sealed: no access can ever fault.
+The API process creates it before the number of blocks is known, with room for many more: untouched
+pages cost nothing. Its size is sealed, so no access can fault.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from appliance.engine.beacon import WORDS, Beacon
 MAX_BLOCKS = 2**23
 WORD_BYTES = 8
 _BYTES = (MAX_BLOCKS + WORDS) * WORD_BYTES
-# linux/fcntl.h; the fcntl module of Python 3.11 lacks some of them.
+# From linux/fcntl.h; fcntl of Python 3.11 lacks some of them.
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
 
 
 def create_metadata() -> int:
-    """Create a memory file of zeros; return its descriptor."""
+    """Create a zeroed memory file; return its descriptor."""
     descriptor = os.memfd_create("appliance-block-metadata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, _BYTES)
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)

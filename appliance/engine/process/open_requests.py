@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class OpenRequests(ABC):
-    """The requests that were accepted and have not ended."""
-
     @abstractmethod
     def _open(self) -> Iterable[Generation]: ...
 
@@ -39,16 +37,16 @@ class OpenRequests(ABC):
 
     @property
     def num_running_sequences(self) -> int:
-        """Sequences of the started requests."""
+        """Number of sequences of the started requests."""
         return sum(one.request.sampling.num_sequences for one in self._open() if one.started)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all open requests."""
+        """Number of sequences of all open requests."""
         return sum(one.request.sampling.num_sequences for one in self._open())
 
     def owner_of(self, request_id: str) -> str | None:
-        """Return an open request's owner; None if it is not open."""
+        """Return an open request's owner, or None."""
         for one in self._open():
             if one.request.request_id == request_id:
                 return one.request.owner

@@ -1,8 +1,8 @@
-"""Quarantines requests that engines died of: after the second death they are refused for a while.
+"""Quarantines requests that engines died of: refuses them for a while after the second death.
 
-A client repeats what failed, so one request that kills engines could take the server away from all
-others. A request present when an engine died is a suspect; the second time it is refused, and one
-that completes is cleared. Requests are recognized by everything the engine is told of them.
+Clients retry, so one request that kills engines could deny the server to everyone. A request that
+ran when an engine died is a suspect; the second time it is refused, and one that completes is
+cleared. Requests are equal if prompt, sampling and owner are.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 AskedT = TypeVar("AskedT")
 
 STRIKES = 2
-SECONDS = 600.0  # after the latest death
+SECONDS = 600.0  # after the last death
 _MAX_KEPT = 1024
 
 
 class Quarantine(Generic[AskedT]):
-    """Counts the deaths at which each request was present.
+    """Counts the deaths at which each request was running.
 
     Args:
-        mark: hashes all that makes two requests the same.
+        mark: hashes everything that identifies a request.
         clock: monotonic seconds.
     """
 
@@ -57,19 +57,18 @@ class Quarantine(Generic[AskedT]):
                 self._strikes.popitem(last=False)
 
     def absolve(self, request: AskedT) -> None:
-        """Clear a request that completed."""
         if self._strikes:
             self._strikes.pop(self._mark(request), None)
 
     def is_suspect(self, request: AskedT) -> bool:
-        """Return True if an engine died while it worked on an equal request.
+        """Return True if an engine died while it ran an equal request.
 
         Raises:
-            QuarantinedError: more than one did.
+            QuarantinedError: several died.
         """
         self._forget_old()
         if not self._strikes:
-            return False  # nearly always: nothing is hashed
+            return False  # the usual case: no hashing
         count, when = self._strikes.get(self._mark(request), (0, 0.0))
         if count >= STRIKES:
             raise QuarantinedError(when + SECONDS - self._clock())

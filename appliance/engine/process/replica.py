@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One process among those of a model; by default the only one.
+    """One process of a model; by default the only one.
 
     Attributes:
-        copies: number of them that divide the same memory.
-        gpu: index or id of the GPU that it has alone; empty if it sees all.
-        quarantine: that all of them share: what kills one kills the next.
-        hand_over: gives a request that it has not started to another one; False if none takes it.
+        copies: number of processes that divide the same memory.
+        gpu: index or id of its own GPU; empty if it sees all.
+        quarantine: shared by all, because a request that kills one kills the next.
+        hand_over: offers a request that it has not started to the others; False if none takes it.
     """
 
     copies: int = 1

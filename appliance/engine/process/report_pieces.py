@@ -1,4 +1,4 @@
-"""Cuts a report that is too long for one frame: scores of long prompts multiply with alternatives.
+"""Splits a report that exceeds a frame: prompt scores multiply with alternatives.
 
 Imports no torch.
 """
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
     from appliance.engine.messages import SequenceDelta
 
-# Of one report. Each takes up to 15 bytes of MessagePack, so a frame stays below 8 MiB of 16.
+# Per report. Each takes up to 15 bytes of MessagePack, so a frame has at most half of its 16 MiB.
 MAX_CANDIDATES = 2**19
 
 
 def pieces_of(report: StepReport, most: int = MAX_CANDIDATES) -> Iterator[StepReport]:
-    """Yield reports that say the same one after the other, nearly always a single one.
+    """Yield reports that together equal this one; nearly always it alone.
 
     Args:
         report: of a step.
-        most: log probabilities in each; those of one token stay together.
+        most: log probabilities per piece; those of one token stay together.
     """
     if sum(map(_num_candidates, report.deltas)) <= most:
         yield report
@@ -52,7 +52,7 @@ def _num_candidates(delta: SequenceDelta) -> int:
 
 
 def _cut(delta: SequenceDelta, most: int) -> Iterator[SequenceDelta]:
-    """Cut the scores of a prompt; the last part has whatever else the delta says."""
+    """Split a prompt's scores; the last part has the rest of the delta."""
     scores = delta.prompt_logprobs
     if not scores or _num_candidates(delta) <= most:
         yield delta

@@ -1,7 +1,7 @@
-"""Keeps several engines within the memory of one machine: the one idle longest makes room.
+"""Keeps several engines within one machine's memory: the longest idle one makes room.
 
-An engine that is not resident sleeps. One with requests in work finishes them first; requests that
-come meanwhile wait, and wake it in their turn.
+An engine without memory sleeps. Before it sleeps it finishes its requests; requests that arrive
+meanwhile wait and wake it in their turn.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 class Sleeper(Protocol):
-    """An engine that can give its memory back."""
+    """An engine that can free its memory."""
 
     @property
     def is_wanted(self) -> bool:
-        """True if it loads, or has open requests."""
+        """True if it is loading or has open requests."""
         ...
 
     def sleep(self) -> None:
-        """End the process, unless it has work or loads."""
+        """End the process, unless it has work or is loading."""
         ...
 
 
 class Residency:
-    """The memory of all engines, which each asks for before it takes any.
+    """The memory of all engines; each asks before it takes any.
 
     Args:
-        limit: bytes of all engines together; None is what the first one finds free.
+        limit: bytes of all engines together; None uses what the first one finds free.
         is_shared: there are several engines.
     """
 
@@ -49,9 +49,9 @@ class Residency:
         self._turn = asyncio.Lock()
 
     async def admit(self, place: Resident, planned: Planned) -> None:
-        """Wait until an engine may take its memory; one after the other, in the order they ask.
+        """Wait until an engine may take its memory; in the order of requests, one at a time.
 
-        If no other model can make room, it may start, and its own plan tells what is missing.
+        If no other model can make room, lets it start; its own plan reports what is missing.
         """
         async with self._turn:
             others = [one for one in self.places if one is not place]
@@ -71,16 +71,16 @@ class Residency:
 
 
 class Resident:
-    """The part of one engine in the memory.
+    """One engine's part in the memory.
 
     Args:
-        name: of its model, for the log.
-        copies: number of replicas that divide the limit, it among them.
+        name: its model's, for the log.
+        copies: number of replicas that divide the limit.
 
     Attributes:
-        memory_bytes: that it was let take.
-        last_used: monotonic time of the latest request's begin or end.
-        is_leaving: it ends after its open requests, and gets no new ones.
+        memory_bytes: granted.
+        last_used: monotonic time at which a request last began or ended.
+        is_leaving: it ends after its open requests and gets no new ones.
     """
 
     def __init__(self, residency: Residency, name: str, engine: Sleeper, copies: int = 1) -> None:
@@ -105,7 +105,7 @@ class Resident:
         return self._engine.is_wanted
 
     def use(self) -> None:
-        """Note that a request begins or ends."""
+        """Record that a request begins or ends."""
         self.last_used = time.monotonic()
 
     async def take(self, planned: Planned) -> None:
@@ -113,19 +113,19 @@ class Resident:
         await self._residency.admit(self, planned)
 
     async def make_room(self) -> None:
-        """Make the engine sleep after the requests it has, and wait until it does."""
+        """Put the engine to sleep after its open requests, and wait for that."""
         self.is_leaving = True
         self.leave_if_asked()
         while self.memory_bytes:
             await self._left.wait()
 
     def leave_if_asked(self) -> None:
-        """Make the engine sleep, if it is to leave and its requests have ended."""
+        """Put the engine to sleep if it has to leave and its requests have ended."""
         if self.is_leaving:
             self._engine.sleep()
 
     def leave(self) -> None:
-        """The engine's process has ended, or will not start."""
+        """Record that the engine's process has ended, or will not start."""
         self.memory_bytes, self.is_leaving = 0, False
         self._left.wake()
 

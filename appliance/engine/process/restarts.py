@@ -1,4 +1,4 @@
-"""The limits of restarting an engine process, and the delays between restarts."""
+"""Limits on restarting an engine process, and the delays between restarts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from appliance.engine.process.watch import LOOKS_TO_HANG
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """Limits of restarting a process; times in seconds."""
+    """Limits on restarting a process, in seconds."""
 
-    hang_timeout: float = 8.0  # a process with work does nothing for this long
-    step_timeout: float = 60.0  # it computes without progress for this long
+    hang_timeout: float = 8.0  # for a process with work that does nothing
+    step_timeout: float = 60.0  # for a process that computes without progress
     backoff: float = 1.0  # before the second restart in the window, then 3, 7, ...
     max_backoff: float = 60.0
     death_window: float = 600.0
@@ -28,7 +28,7 @@ class SupervisionLimits:
 
 
 class Wakes(NamedTuple):
-    """Processes started after one was told to sleep, and the seconds that the latest took."""
+    """Number of wakes after sleep, and the last one's seconds."""
 
     number: int = 0
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Shows the state of an engine process, as its supervisor knows it."""
+"""Exposes an engine process's state, as its supervisor knows it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 
 class SupervisedEngine:
-    """The state of one engine process, as its supervisor has it."""
-
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
@@ -23,7 +21,7 @@ class SupervisedEngine:
 
     @property
     def reason(self) -> str:
-        """The reason why the engine is not ready, if it failed or restarts."""
+        """Why the engine is not ready, if it failed or is restarting."""
         return self._supervisor.reason
 
     @property
@@ -33,12 +31,12 @@ class SupervisedEngine:
 
     @property
     def seconds_to_start(self) -> float:
-        """Seconds until the next process is started; 0 if none is due."""
+        """Seconds until the next process starts; 0 if none is due."""
         return self._supervisor.seconds_to_start
 
     @property
     def restarts(self) -> int:
-        """Processes started after the first."""
+        """Number of processes started after the first."""
         return self._supervisor.restarts
 
     @property
@@ -47,7 +45,7 @@ class SupervisedEngine:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Facts about the loaded engine; the last known while it restarts or sleeps."""
+        """Facts about the loaded engine; the last known ones while it restarts or sleeps."""
         return self._supervisor.info
 
     @property

@@ -1,7 +1,7 @@
 """Keeps one engine process alive: starts it, notices when it dies or hangs, starts another.
 
-It never gives up: repeated failures are retried at growing intervals, and the reason stays visible.
-Knows processes and reports, not requests; those belong to the client.
+Never gives up: it retries repeated failures at growing intervals, with the reason visible. Knows
+processes and reports; requests belong to the client.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ProgressCallback = Callable[[str, int, int], None]
 MakeLoad = Callable[[], Load]
 AskEndTokens = Callable[[], Awaitable[tuple[int, ...]]]
 
-SHORT = 5.0  # seconds that requests may wait for the next process; longer waits are refused
+SHORT = 5.0  # maximum seconds for which requests wait for the next process
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ class Supervisor:
 
     Args:
         command: starts a process; `entry.run_engine_process` lists the added arguments.
-        on_report: called with every report of the engine.
-        on_death: called when a process ended; the error says how. Another follows.
+        on_report: called with every report.
+        on_death: called with the error when a process ended; another one follows.
         on_ready: called when a restarted engine accepts requests.
-        on_outage: called when no process can be started soon; the error says why.
-        on_asleep: called when a process has ended because it was told to sleep.
-        on_planned: called before a process takes memory, which waits for it.
+        on_outage: called with the error when no process can start soon.
+        on_asleep: called when a process has ended for sleep.
+        on_planned: called before a process takes memory; the process waits for it.
         is_busy: returns True if the engine has unfinished work.
-        launched: the first process, if it was started already.
+        launched: the first process, if already started.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Supervisor:
         self._waits_for_us = False
         self._is_busy = is_busy
         self._deaths = Deaths(self._limits)
-        self._next_start = 0.0  # monotonic
+        self._next_start = 0.0  # monotonic time
         self._watchdog = Watchdog(self._limits)
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -116,11 +116,11 @@ class Supervisor:
 
     @property
     def seconds_to_start(self) -> float:
-        """Seconds until the next process is started; 0 if none is due."""
+        """Seconds until the next process starts; 0 if none is due."""
         return max(0.0, self._next_start - time.monotonic())
 
     async def prepare(self) -> None:
-        """Start a process ahead of `start`, so that it imports meanwhile."""
+        """Start a process before `start`, so that it imports meanwhile."""
         if self.process is not None:
             return
         launched, self._launched = self._launched, None
@@ -135,12 +135,12 @@ class Supervisor:
         """Load the model for the first time.
 
         Args:
-            load: the first message to each process.
-            end_tokens: tells each process the tokens that end an answer.
+            load: makes the first message to each process.
+            end_tokens: returns the tokens that end an answer, for each process.
             on_progress: called with stage, done, total.
 
         Raises:
-            ApplianceError: the engine cannot be loaded; it carries the engine's exit code.
+            ApplianceError: loading failed; it has the engine's exit code.
         """
         self.state = EngineState.LOADING
         self._end_tokens = end_tokens
@@ -156,14 +156,13 @@ class Supervisor:
         return info
 
     def send(self, message: ToEngine) -> None:
-        """Send a message to the engine, if there is one."""
         if self.process is not None:
             self.process.connection.send(message)
 
     def sleep(self) -> None:
-        """End an idle process, which first writes what must outlive it, and start none.
+        """End an idle process and start none; the process first writes pending blocks to disk.
 
-        Memory, the device and its context are free once it has ended.
+        Once it has ended, its memory and device context are free.
         """
         if self.state is EngineState.READY and not self._is_busy():
             self.state = EngineState.ASLEEP
@@ -171,7 +170,7 @@ class Supervisor:
             self.send(Shutdown())
 
     def wake(self) -> None:
-        """Start a process again, if it was told to sleep."""
+        """Start a process again after `sleep`."""
         self._woken.set()
 
     async def close(self, *, now: bool = False) -> None:
@@ -183,7 +182,7 @@ class Supervisor:
             await asyncio.gather(self._task, return_exceptions=True)
         if self.process is not None:
             if now or not was_ready or not self.responsive:
-                self.process.kill()  # loading may take long
+                self.process.kill()  # loading can take long
             await self.process.stop()
             self.process = None
 
@@ -244,7 +243,7 @@ class Supervisor:
             self._on_ready()
 
     async def _sleep(self, load: MakeLoad) -> None:
-        """Wait for `wake`, then start a process that takes what has arrived meanwhile."""
+        """Wait for `wake`, then start a process for the requests that have arrived."""
         self.process = None
         logger.info("the engine sleeps; the next request wakes it")
         self._on_asleep()
@@ -254,7 +253,7 @@ class Supervisor:
         try:
             info = await self._load_watched(load)
         except (ConfigError, ModelError, MemoryPlanError) as error:
-            # The model or the memory is at fault: another process would find the same.
+            # The model or the memory is at fault: another process would fail too.
             logger.error("the engine cannot wake: %s", error)
             self.state = EngineState.ASLEEP
             self._woken.clear()

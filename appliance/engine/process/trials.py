@@ -1,4 +1,4 @@
-"""Runs suspects one at a time, so that a request that kills engines takes no other with it."""
+"""Runs suspects one at a time, so that a request that kills engines fails no other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class Trials:
-    """The suspect that the engine runs, and those that wait for its first tokens or its end.
+    """The running suspect, and those that wait for its first tokens or its end.
 
-    `Quarantine` says who is a suspect.
+    `Quarantine` decides which requests are suspects.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Trials:
         self._held: deque[Generation] = deque()
 
     def __contains__(self, generation: Generation) -> bool:
-        """Return True if a suspect waits for another one's trial."""
+        """Return True if a suspect is waiting for another one's trial."""
         return generation in self._held
 
     def admits(self, generation: Generation) -> bool:
-        """Begin a suspect's trial, or hold it while there is another; all others may go on."""
+        """Begin a suspect's trial, or hold it; return True if the request may run."""
         if not generation.is_suspect:
             return True
         if self._running is not None:
@@ -38,7 +38,7 @@ class Trials:
     def end(
         self, generation: Generation, is_open: Callable[[Generation], bool]
     ) -> Generation | None:
-        """End a request's trial, if it is on trial; return the open suspect that is next."""
+        """End a request's trial, if any; return the next open suspect."""
         if self._running is not generation:
             return None
         self._running = None
@@ -49,7 +49,7 @@ class Trials:
         return None
 
     def abandon(self) -> tuple[Generation, ...]:
-        """End all trials with the process; return the suspects that it was not given."""
+        """End all trials with the process; return the held suspects."""
         held = tuple(self._held)
         self._running = None
         self._held.clear()

@@ -1,9 +1,8 @@
-"""Tells a hung engine from a slow one.
+"""Distinguishes a hung engine from a slow one.
 
-Periodic looks from outside find a process that was stopped, one that has work and does nothing, and
-one that computes without progress. A long step is none of these: it computes and counts its
-progress (see `beacon`). Looks are counted, not seconds, so that a supervisor that was held up
-itself does not mistake that for silence.
+Periodic looks find a process that is stopped, that has work and does nothing, or that computes
+without progress. A long step is none of these: it computes and counts its progress (see `beacon`).
+It counts looks instead of seconds, so a delay of the supervisor itself does not look like silence.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import psutil
 if TYPE_CHECKING:
     from appliance.engine.beacon import Beacon
 
-LOOKS_TO_HANG = 8  # without a sign of life, of a process that has work
+LOOKS_TO_HANG = 8  # without signs of life from a process with work
 LOOKS_TO_DOUBT = 2  # until it gets no new work
-_AT_WORK = "RD"  # states of a thread that runs, or waits for a processor or a disk
+_AT_WORK = "RD"  # states of a thread that runs, or waits for a processor or disk
 _STOPPED = "Tt"
 
 
@@ -30,8 +29,8 @@ class Signs(NamedTuple):
 
     Attributes:
         stopped: by a signal or a debugger.
-        working: a thread of it or of its children runs or waits for a disk.
-        waits_for_device: it does nothing because a GPU is computing.
+        working: one of its threads, or its children's, runs or waits for a disk.
+        waits_for_device: idle while a GPU computes.
     """
 
     stopped: bool = False
@@ -53,12 +52,12 @@ class Watch:
     """Judges one process over successive looks.
 
     Attributes:
-        patience: looks for which it may compute, or wait for a device, without progress.
+        patience: looks without progress while it computes or waits for a device.
     """
 
     patience: int
     _progress: int = -1
-    _stopped: int = 0  # consecutive looks
+    _stopped: int = 0  # in consecutive looks
     _idle: int = 0
     _quiet: int = 0
 
@@ -66,9 +65,9 @@ class Watch:
         """Judge the process.
 
         Args:
-            heard: it has reported something since the last look.
+            heard: it has reported since the last look.
             busy: it has work.
-            read: observes the process; True asks for signs beyond progress and being stopped.
+            read: observes the process; True asks for all signs.
         """
         fine = heard or not busy
         signs = read(not fine)
@@ -89,9 +88,9 @@ class Watch:
 
 
 def read_signs(pid: int, beacon: Beacon, thorough: bool) -> Signs:
-    """Observe a process; a process that is gone shows nothing.
+    """Observe a process; a dead one shows no signs.
 
-    A thorough look at all its threads and children takes some milliseconds.
+    A thorough look at all threads and children takes some milliseconds.
     """
     signs = Signs(progress=beacon.progress, waits_for_device=beacon.waits_for_device)
     try:
@@ -108,7 +107,7 @@ def _works(pid: int) -> bool:
 
 
 def _state(stat: Path) -> str:
-    """Return the state, which follows the last ")" of the name; X if the process ended."""
+    """Return the state after the last ")" of the name; X if the process ended."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Looks at an engine process now and then, and ends one that hangs; `watch` judges what it sees."""
+"""Looks at an engine process periodically and ends a hung one; `watch` judges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watchdog:
     """Watches one process at a time.
 
     Attributes:
-        verdict: on the process that is, or was, watched.
+        verdict: on the current or last process.
         responsive: it shows signs of life.
     """
 
@@ -34,7 +34,7 @@ class Watchdog:
         self._heard = False
 
     def hear(self) -> None:
-        """Take a message of the process as a sign of life."""
+        """Take a message as a sign of life."""
         self._heard = True
 
     @contextmanager
@@ -44,7 +44,7 @@ class Watchdog:
         """Watch a process.
 
         Args:
-            busy: returns True if it has work to do.
+            busy: returns True if it has work.
             look: seconds between looks.
         """
         self.verdict = Verdict.ALIVE

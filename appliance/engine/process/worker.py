@@ -1,7 +1,7 @@
-"""The engine process's loop: load the model, step while there is work, sleep otherwise.
+"""The engine process's loop: load the model, step while there is work, otherwise sleep.
 
-An error that a single request triggers ends only that request; any other error ends the process, so
-that its supervisor notices.
+An error caused by one request ends only that request; any other ends the process, and its
+supervisor reacts.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ def run_worker(
     metadata: memoryview,
     find_loader: Callable[[], LoadEngine],
 ) -> int:
-    """Load and serve until the other side goes away; return the exit code.
+    """Load and serve until the peer disconnects; return the exit code.
 
     Args:
         sock: the engine's end of the socket pair.
-        metadata: one word per block and the beacon, shared with the other side.
-        find_loader: imports the engine's loader, which takes a while and runs while the other side
-            prepares its `Load`.
+        metadata: one word per block and the beacon, shared with the peer.
+        find_loader: imports the engine's loader, while the peer prepares its `Load`.
     """
     connection = EngineSocket(sock)
     try:
@@ -114,7 +113,7 @@ class EngineLoop:
         self._ended = False
 
     def run(self) -> None:
-        """Serve until told to end or the connection is closed."""
+        """Serve until told to end or disconnected."""
         self._connection.send(self._with_snapshot(StepReport()))
         while not self._ended:
             messages = self._connection.receive(wait=not self._engine.has_work)
@@ -169,7 +168,7 @@ class EngineLoop:
         report = self._engine.step()
         if time.monotonic() >= self._next_snapshot or not self._engine.has_work:
             report = self._with_snapshot(report)
-        # Sent even if empty: the watchdog takes a report as progress.
+        # Sent even if empty: the watchdog counts a report as progress.
         for piece in pieces_of(report):
             self._connection.send(piece)
 

@@ -1,1 +1,1 @@
-"""Several engine processes of one model: the routing of requests, and their common state."""
+"""Several engine processes of one model: routing and common state."""

@@ -1,4 +1,4 @@
-"""The numbers of several engine processes as those of one."""
+"""Merges the stats of several engine processes into one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from appliance.stats import EngineStats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Not sums: sizes of one block or state, what is of the latest step, and the folder on the disk,
-# which all share.
+# Not summed: sizes of one block or state, values of the last step, and the shared folder on disk.
 _LARGEST = frozenset(
     {
         *("block_size", "state_bytes", "step_seconds", "model_seconds", "kv_disk_writing"),
@@ -21,7 +20,6 @@ _LARGEST = frozenset(
 
 
 def merged_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
-    """Add up the stats of the replicas of a model."""
     merged: dict[str, Any] = {}
     for name in EngineStats.__struct_fields__:
         values = [getattr(stats, name) for stats in all_stats]

@@ -1,4 +1,4 @@
-"""Passes wishes about adapters to all replicas that have a process."""
+"""Passes adapter requests to all replicas that have a process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class ReplicaAdapterCalls:
-    """An administrator's wishes about adapters, for all replicas; see `AdapterCalls`."""
+    """An administrator's adapter requests, for all replicas; see `AdapterCalls`."""
 
     def __init__(self, replicas: Sequence[EngineClient]) -> None:
         self._replicas = replicas
 
     async def load(self, ref: AdapterRef) -> None:
-        """Have an adapter read ahead of its first request; who sleeps reads it then.
+        """Read an adapter before its first request; sleeping replicas read it then.
 
         Raises:
-            RequestError: it cannot be used.
+            RequestError: the adapter is unusable.
         """
         awake = [one for one in self._replicas if one.state is EngineState.READY]
         awake = awake or [self._replicas[0]]
@@ -34,6 +34,6 @@ class ReplicaAdapterCalls:
                 raise answer
 
     def unload(self, ref: AdapterRef) -> None:
-        """Have an adapter forgotten after the last request that uses it."""
+        """Forget an adapter after the last request that uses it."""
         for replica in self._replicas:
             replica.adapters.unload(ref)

@@ -1,4 +1,4 @@
-"""Chooses the replica for a request among those that can take it."""
+"""Chooses a request's replica among those that can take it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaChoice:
-    """The router, and what it needs to know of each replica's process."""
+    """The router, and its facts about each replica's process."""
 
     def __init__(self, replicas: Sequence[EngineClient]) -> None:
         self._replicas = replicas
@@ -23,13 +23,13 @@ class ReplicaChoice:
         for place in range(len(replicas)):
             self._router.begin(place, 0)
         self._block_size = 0
-        self._pids: list[int | None] = [None] * len(replicas)  # that the router knows
+        self._pids: list[int | None] = [None] * len(replicas)  # known to the router
 
     def choose(self, request: Request, but: int | None = None) -> EngineClient | None:
-        """Return the replica that suits a request best; None if none accepts it.
+        """Return the best replica for a request; None if none accepts it.
 
         Args:
-            but: number of a replica that does not count.
+            but: number of an excluded replica.
         """
         able = [
             place != but and replica.state.accepts for place, replica in enumerate(self._replicas)
@@ -37,7 +37,7 @@ class ReplicaChoice:
         if not any(able):
             return None
         awake = [replica.state is EngineState.READY for replica in self._replicas]
-        # One that is silent for longer than usual gets nothing while another is there.
+        # One that is silent unusually long gets nothing while another is there.
         alive = [
             one and (replica.responsive or replica.state is not EngineState.READY)
             for one, replica in zip(able, self._replicas, strict=True)
@@ -53,13 +53,13 @@ class ReplicaChoice:
         return self._replicas[self._router.route(hashes, loads)]
 
     def _tell_router(self) -> None:
-        """Make the router forget what ended processes knew."""
+        """Reset the router's records of ended processes."""
         for place, replica in enumerate(self._replicas):
             if replica.info is not None and replica.pid != self._pids[place]:
                 self._pids[place] = replica.pid
                 info = replica.info
                 blocks = info.num_blocks if replica.config.prefix_caching else 0
-                # Host memory keeps blocks of the same size that left the cache.
+                # Host memory keeps evicted blocks of the same size.
                 blocks += blocks * info.kv_host_bytes // max(1, info.kv_bytes)
                 self._router.begin(place, blocks)
                 self._block_size = info.block_size

@@ -1,9 +1,8 @@
-"""Several engine processes of one model, which look like one to the server.
+"""Several engine processes of one model that look like one to the server.
 
-A request goes to the replica that the router chooses and lives there to its end. If that process
-dies, what it had not started goes to another, and so does what is begun again. Each replica sleeps,
-wakes and restarts by itself; one that sleeps is woken when those awake have more than the router's
-bound.
+A request stays with the replica that the router chooses. If that process dies, requests that it had
+not started, and restarted ones, go to another. Replicas sleep, wake and restart independently; a
+sleeping one wakes when those awake have more than the router's bound.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.stats import EngineStats
 
-# The state of all is the first of these that one of them has.
+# The common state is the first of these that a replica has.
 _BEST_FIRST = (
     EngineState.READY,
     EngineState.WAKING,
@@ -49,16 +48,15 @@ _BEST_FIRST = (
 
 
 class ReplicaSet(OpenRequests):
-    """The engine processes of one model and their router; see `EngineClient` for what it offers.
+    """The engine processes of one model and their router; same interface as `EngineClient`.
 
     Args:
-        gpus: of each replica, the GPU that it has alone; empty for those that share the memory of
-            the host.
-        make: makes the client of a replica from its number and what it shares with the others.
+        gpus: each replica's own GPU; empty for replicas that share the host's memory.
+        make: makes a replica's client from its number and the shared state.
     """
 
     def __init__(self, gpus: Sequence[str], make: Callable[[int, Replica], EngineClient]) -> None:
-        self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
+        self.observers: list[Callable[[StepReport], None]] = []  # called for reports with stats
         quarantine, number = Quarantine(mark_of), len(gpus)
         self._gpus = gpus
         self.replicas: tuple[EngineClient, ...] = tuple(
@@ -85,19 +83,19 @@ class ReplicaSet(OpenRequests):
         return chain.from_iterable(replica._open() for replica in self.replicas)
 
     def replica_of(self, request_id: str) -> EngineClient:
-        """Return the replica that has a request; the first one if it is not open."""
+        """Return the replica with a request; the first one if it is not open."""
         found = (one for one in self.replicas if one.owner_of(request_id) is not None)
         return next(found, self.replicas[0])
 
     @property
     def state(self) -> EngineState:
-        """The state of the replica that can do most."""
+        """The state of the most capable replica."""
         states = {replica.state for replica in self.replicas}
         return next(state for state in _BEST_FIRST if state in states)
 
     @property
     def reason(self) -> str:
-        """The reason why a replica is not ready, if one failed or restarts."""
+        """Why a replica is not ready, if one failed or is restarting."""
         return next((one.reason for one in self.replicas if one.reason), "")
 
     @property
@@ -107,24 +105,24 @@ class ReplicaSet(OpenRequests):
 
     @property
     def seconds_to_start(self) -> float:
-        """Seconds until the next process is started; 0 if none is due."""
+        """Seconds until the next process starts; 0 if none is due."""
         due = [one.seconds_to_start for one in self.replicas if one.seconds_to_start]
         return min(due, default=0.0)
 
     @property
     def restarts(self) -> int:
-        """Processes started after the first of each."""
+        """Number of processes started after each replica's first."""
         return sum(replica.restarts for replica in self.replicas)
 
     @property
     def wakes(self) -> Wakes:
-        """All wakes, and the seconds of the longest of the latest ones."""
+        """Number of wakes, and the longest of the replicas' last ones in seconds."""
         wakes = [replica.wakes for replica in self.replicas]
         return Wakes(sum(one.number for one in wakes), max(one.seconds for one in wakes))
 
     @property
     def info(self) -> EngineInfo | None:
-        """Facts about the replica with the smallest cache, which bounds what a request may need."""
+        """Facts about the replica with the smallest cache, which bounds requests."""
         known = [replica.info for replica in self.replicas if replica.info is not None]
         return min(known, key=lambda info: info.num_blocks, default=None)
 
@@ -138,23 +136,23 @@ class ReplicaSet(OpenRequests):
 
     @property
     def quarantined(self) -> int:
-        """Number of requests refused because engines died of them."""
+        """Number of refused requests that killed engines."""
         return len(self._quarantine)
 
     @property
     def place(self) -> Resident:
-        """The place in memory of the replica that was used last."""
+        """The most recently used replica's place in memory."""
         return max((one.place for one in self.replicas), key=lambda place: place.last_used)
 
     async def prepare(self) -> None:
-        """Start the processes ahead of `start`."""
+        """Start the processes before `start`."""
         await asyncio.gather(*(replica.prepare() for replica in self.replicas))
 
     async def start(self, end_tokens: AskEndTokens, on_progress: ProgressCallback) -> EngineInfo:
         """Load the model in all processes.
 
         Raises:
-            ApplianceError: one cannot load it; none is left then.
+            ApplianceError: one failed; the others are closed.
         """
         loading = [
             asyncio.create_task(
@@ -184,7 +182,7 @@ class ReplicaSet(OpenRequests):
         """Wait until a replica accepts requests.
 
         Raises:
-            EngineUnavailableError: that will not be soon.
+            EngineUnavailableError: none will be ready soon.
         """
         if self.state.accepts:
             return
@@ -208,7 +206,7 @@ class ReplicaSet(OpenRequests):
         await asyncio.gather(*(replica.close(now=now) for replica in self.replicas))
 
     def generate(self, request: Request) -> Generation:
-        """Submit a request to the replica that suits it best.
+        """Submit a request to the best replica.
 
         Raises:
             EngineUnavailableError: no replica accepts requests.
@@ -234,20 +232,19 @@ class ReplicaSet(OpenRequests):
             replica.learn(vocabulary)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request on the administrator's demand; return False if it is not open."""
+        """End a request for an administrator; return False if it is not open."""
         return self.replica_of(request_id).cancel(request_id)
 
     async def fetch_table(self, request_id: str, index: int) -> Table:
-        """Fetch the block table of one sequence, as it is between two steps."""
+        """Fetch one sequence's block table, as between two steps."""
         return await self.replica_of(request_id).fetch_table(request_id, index)
 
     def fail_all(self, error: Exception) -> None:
-        """End every request with an error."""
         for replica in self.replicas:
             replica.fail_all(error)
 
     def _pass_on(self, report: StepReport) -> None:
-        """Tell observers of a report, with steps numbered through."""
+        """Pass a report to observers, with steps numbered consecutively."""
         steps = tuple(
             msgspec.structs.replace(step, number=next(self._step_numbers)) for step in report.steps
         )
@@ -257,4 +254,4 @@ class ReplicaSet(OpenRequests):
 
 
 def _say_nothing(stage: str, done: int, total: int) -> None:
-    """All load the same: the progress of one is enough."""
+    """Ignore progress: all replicas load the same, so one's is enough."""

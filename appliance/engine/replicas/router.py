@@ -1,8 +1,8 @@
-"""Chooses the replica for a request: the one whose cache knows its prompt, within a bound on load.
+"""Chooses a request's replica: the one with its prompt cached, within a bound on load.
 
-It remembers the chained block hashes of the prompts that each replica was given, as many as fit
-into its cache. On one box they are those of the prefix cache; in a cluster, those of the text.
-Knows nothing of processes, time or asyncio. Imports no torch.
+Remembers the chained block hashes of each replica's prompts, as many as fit into its cache. On one
+box they are the prefix cache's; in a cluster, the text's. Knows nothing of processes, time or
+asyncio. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 NameT = TypeVar("NameT", bound=Hashable)
 
-# A replica is passed over while it has more sequences than so many times those of the least loaded
-# one, and so many more. A few sequences cost a step little, and a lost prefix is computed again.
+# Skip a replica with more sequences than FACTOR times the least loaded one's plus SLACK. A few
+# sequences cost a step little, while a lost prefix must be recomputed.
 FACTOR = 1.5
 SLACK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The work of a replica.
+    """A replica's work.
 
     Attributes:
-        sequences: that it runs, or that wait for it.
-        is_awake: it has a process that takes requests now.
+        sequences: running or waiting.
+        is_awake: its process takes requests now.
     """
 
     sequences: int = 0
@@ -41,36 +41,36 @@ class ReplicaLoad:
 
 
 def bound(least: int) -> int:
-    """Return the most sequences that a replica has when it gets one more for its cache.
+    """Return the number of sequences up to which a replica gets requests for its cache.
 
     Args:
-        least: sequences of the replica that has fewest.
+        least: number of the least loaded replica.
     """
     return int(FACTOR * least) + SLACK
 
 
 class ReplicaRouter(Generic[NameT]):
-    """Routes the requests of one model; replicas have names of any kind, and may come and go.
+    """Routes one model's requests; replicas may come and go, under names of any type.
 
-    A prompt that goes on where one of a replica's prompts ended goes to that replica. A prompt that
-    parts from all of them begins something new: it goes where there is room for it in the cache,
-    then where there is least to do, then where most of it is known.
+    A prompt that continues one of a replica's prompts goes to that replica. A prompt that diverges
+    from all of them goes where the cache has room, then to the least load, then to the longest
+    match.
     """
 
     def __init__(self) -> None:
         self._records: dict[NameT, KnownPrompts] = {}
-        self._given: dict[NameT, int] = {}  # when each was chosen last
+        self._given: dict[NameT, int] = {}  # when each was last chosen
         self._latest = 0
 
     def begin(self, replica: NameT, num_blocks: int) -> None:
-        """Note that a replica begins with an empty cache of so many blocks; 0 if it has none.
+        """Register a replica with an empty cache of some blocks; 0 if it has none.
 
-        What a disk tier brings back is not counted: the replicas share that folder.
+        Ignores content from a disk tier: the replicas share that folder.
         """
         self._records[replica] = KnownPrompts(num_blocks)
 
     def end(self, replica: NameT) -> None:
-        """Forget a replica that is gone."""
+        """Forget a replica."""
         self._records.pop(replica, None)
         self._given.pop(replica, None)
 
@@ -80,15 +80,15 @@ class ReplicaRouter(Generic[NameT]):
         return any(record.capacity for record in self._records.values())
 
     def known(self, replica: NameT) -> int:
-        """Return the number of blocks that a replica is thought to have."""
+        """Return the number of blocks that a replica is assumed to have."""
         return len(self._records[replica])
 
     def route(self, hashes: Sequence[bytes], loads: Mapping[NameT, ReplicaLoad]) -> NameT:
-        """Choose a replica for a request that it will get.
+        """Choose a replica for a request, and record that it gets it.
 
         Args:
-            hashes: of its prompt's full blocks, chained.
-            loads: of the replicas that take requests; at least one. All have begun.
+            hashes: of the prompt's full blocks, chained.
+            loads: of the registered replicas that take requests; at least one.
         """
         most = bound(min(load.sequences for load in loads.values()))
         within = {replica: load for replica, load in loads.items() if load.sequences <= most}
@@ -114,7 +114,7 @@ class ReplicaRouter(Generic[NameT]):
 
 
 def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
-    """Return the hashes of a prompt's full blocks, those of the prefix cache."""
+    """Return the prefix cache's hashes of a prompt's full blocks."""
     found: list[bytes] = []
     num_blocks = len(request.prompt_token_ids) // block_size
     extend_chain(found, chain_root(request), request.prompt_token_ids, block_size, num_blocks)
@@ -122,26 +122,26 @@ def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
 
 
 class KnownPrompts:
-    """The blocks of the prompts that one replica was given, those used last.
+    """The blocks of one replica's prompts, most recently used.
 
-    The first blocks of a prompt are forgotten after those that follow them, as in the cache.
+    Forgets a prompt's first blocks after later ones, as the cache does.
 
     Args:
-        capacity: most blocks.
+        capacity: maximum number of blocks.
     """
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        self._parents: OrderedDict[bytes, bytes] = OrderedDict()  # by hash, used last at the end
+        self._parents: OrderedDict[bytes, bytes] = OrderedDict()  # by hash, most recent last
         self._followers: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._parents)
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """Return how many of a prompt's first blocks are known.
+        """Count the known leading blocks of a prompt.
 
-        A block is never forgotten before those that follow it, so halving finds the last one.
+        Bisects, because a block is never forgotten before those after it.
         """
         low, high = 0, len(hashes)
         while low < high:
@@ -153,17 +153,17 @@ class KnownPrompts:
         return low
 
     def is_end(self, hashes: Sequence[bytes], num_known: int) -> bool:
-        """Return True if a prompt is all known, or goes on where another one ended."""
+        """Return True if a prompt is all known, or continues where another one ended."""
         if num_known == len(hashes):
             return True
         return bool(num_known) and not self._followers[hashes[num_known - 1]]
 
     def has_room(self, num_blocks: int) -> bool:
-        """Return True if so many blocks more displace none."""
+        """Return True if this many more blocks displace none."""
         return len(self) + num_blocks <= self.capacity
 
     def add(self, hashes: Sequence[bytes]) -> None:
-        """Note a prompt; what was used longest ago is forgotten."""
+        """Record a prompt; forget the least recently used blocks."""
         kept = hashes[: self.capacity]
         for parent, content in zip((b"", *kept), kept, strict=False):
             if content not in self._parents:

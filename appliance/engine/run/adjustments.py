@@ -1,4 +1,4 @@
-"""Changes single logits on a request's behalf: bias, bans, the end of a thought."""
+"""Changes single logits for a request: bias, bans, the end of a thought."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class AdjustmentList:
-    """Collects the changes of a step's rows.
+    """Collects the changes to a step's logits.
 
     Attributes:
-        banned: rows in which some token is banned.
+        banned: rows with banned tokens.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class AdjustmentList:
     banned: list[int] = field(default_factory=list)
 
     def add(self, row: int, entry: ScheduledSequence, *, is_over: bool = False) -> None:
-        """Add a sequence's changes to its row of logits; ends are not banned if `is_over`."""
+        """Add a sequence's changes to its row; does not ban end tokens if `is_over`."""
         sampling = entry.sequence.request.sampling
         num_output_tokens = entry.end - entry.sequence.num_prompt_tokens
         output: list[int] = []

@@ -1,4 +1,4 @@
-"""Writes a plan into the staging buffer as the arrays that the device reads in one step."""
+"""Writes a plan into the staging buffer as the device's input arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_decode(plan: Plan) -> bool:
 
 
 def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> StepShape:
-    """Return the sizes of the step; padding rows have sampling settings too."""
+    """Return the step's sizes; padding rows have sampling settings too."""
     size = geometry.size
     return StepShape(
         num_tokens=geometry.num_rows,
@@ -58,11 +58,11 @@ def stage(
     """Write a step into the staging buffer.
 
     Args:
-        geometry: of these.
-        places: where the step before put the token of each sequence that follows it.
+        geometry: of the entries.
+        places: where the previous step put the token of each sequence that follows it.
 
     Returns:
-        Sizes of the step, and the sampling settings of each row that samples.
+        The step's sizes, and the settings of each sampling row.
     """
     shape = shape_of(scheduled, geometry)
     arrays = staging.arrays(shape)
@@ -77,7 +77,7 @@ def _fill(
     places: Mapping[Sequence, int],
     first_source: int | None,
 ) -> None:
-    """Write everything but sampling settings; `first_source` is of the first row, if any."""
+    """Write everything but sampling settings; `first_source` is the first row's, if any."""
     num_tokens, padding = len(arrays["token_ids"]), geometry.padding
     token_ids: list[int] = []
     sample_rows: list[int] = []
@@ -93,7 +93,7 @@ def _fill(
         elif rows == 1:
             token_ids.append(sequence.token_ids[start])
         else:
-            token_ids += [0] * padding  # behind the single rows
+            token_ids += [0] * padding  # after the single rows
             padding = 0
             token_ids += sequence.token_ids[start : start + rows - len(drafts)]
             token_ids += drafts
@@ -116,7 +116,7 @@ def _fill(
 
 
 def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry) -> None:
-    """Write positions and slots; rows that pad have different slots of the spare block."""
+    """Write positions and slots; each padding row has its own slot in the spare block."""
     size, num_tokens = geometry.block_size, geometry.num_rows
     contexts = np.array(geometry.context_lens)
     num_seqs = len(contexts)

@@ -1,7 +1,7 @@
 """Copies blocks between the KV cache and host memory.
 
-A cache in host memory is copied synchronously. A GPU gathers blocks with a kernel and copies them
-itself, concurrently with steps.
+Copies a cache in host memory synchronously. On a GPU a kernel gathers blocks, which are copied
+concurrently with steps.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 Move = TypeVar("Move", "BlockSave", "BlockLoad")
 
-BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; a larger block sets its own size
+BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; grows for a larger block
 NUM_BUFFERS = 2  # one is copied while the other is gathered or scattered
 
 
 class BlockMoves(Protocol):
-    """Moves blocks between one cache and host memory, in the order of the calls.
+    """Moves blocks between one cache and host memory, in call order.
 
     Attributes:
         block_bytes: of one block in all layers.
-        open_bytes: of one open block in all layers; 0 if none is sealed.
+        open_bytes: of one open block in all layers; 0 without sealed layers.
     """
 
     block_bytes: int
     open_bytes: int
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks, with their open blocks, inside the cache."""
+        """Copy blocks, with their open blocks, within the cache."""
         ...
 
     def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
@@ -60,8 +60,6 @@ class BlockMoves(Protocol):
 
 
 class HostMoves:
-    """Moves blocks of a cache in host memory."""
-
     def __init__(self, cache: Cache, rates: Rates) -> None:
         self.block_bytes = cache.block_bytes
         self.open_bytes = cache.open_bytes
@@ -95,7 +93,7 @@ class HostMoves:
 
 
 def staging_bytes(block_bytes: int, open_bytes: int = 0) -> int:
-    """Return the device memory that `DeviceMoves` needs for blocks and open blocks of this size."""
+    """Return the device memory that `DeviceMoves` needs for blocks of these sizes."""
     return NUM_BUFFERS * _buffer_bytes(block_bytes + open_bytes)
 
 
@@ -106,18 +104,18 @@ def _buffer_bytes(largest: int) -> int:
 @dataclass(slots=True)
 class _Buffer:
     memory: Tensor  # (num_bytes,) uint8
-    over: _Noted | None = None  # the copy that used it last
+    over: _Noted | None = None  # its last copy
 
 
 class DeviceMoves:
     """Moves blocks of a cache on an asynchronous device.
 
-    The kernel that gathers or scatters blocks is enqueued among the steps; the copy between device
-    and pinned host memory runs concurrently. Intermediate buffers alternate, so any number of
-    blocks moves through the same memory.
+    The kernel that gathers or scatters blocks runs among the steps; the copy between device and
+    pinned host memory runs concurrently. Buffers alternate, so any number of blocks moves through
+    the same memory.
 
     Args:
-        open_mover: for the open blocks, where layers are sealed.
+        open_mover: moves open blocks, with sealed layers.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class DeviceMoves:
             num_bytes: PinnedRows(device, num_bytes)
             for num_bytes in (self.block_bytes, self.block_bytes + self.open_bytes)
         }
-        # Load the kernel now, not while a step waits for it.
+        # Load the kernel now instead of during a step.
         mover.swap_out([0], self._buffers[0].memory[: self.block_bytes].view(1, -1))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -169,11 +167,11 @@ class DeviceMoves:
         return tuple(saved[save] for save in saves)
 
     def load(self, loads: Sequence[BlockLoad], saved: Sequence[SavedBlock] = ()) -> None:
-        """See `BlockMoves`; steps enqueued later find the blocks filled."""
+        """See `BlockMoves`; the blocks are filled for steps enqueued later."""
         for group in self._groups(loads):
             buffer, staging = self._next_buffer(group)
-            # Copies run one after another, so content still on its way to the host arrives first,
-            # and rows need not be held until they have been read.
+            # Copies run in order, so content still on its way to the host arrives first, and rows
+            # may be released before they have been read.
             contents = [_as_tensor(load.content(saved).content) for load in group]
             copy = self._device.send_aside(contents, staging)
             buffer.over = _Noted(copy, staging.numel(), self._rates)
@@ -183,7 +181,7 @@ class DeviceMoves:
                 self._open_mover.swap_in(opened, [group[0].open_block])
 
     def _groups(self, moves: Sequence[Move]) -> list[list[Move]]:
-        """Group as many whole blocks as a buffer holds; one with an open block is its own group."""
+        """Group whole blocks by buffer size; one with an open block is its own group."""
         whole = [move for move in moves if move.open_block < 0]
         most = len(self._buffers[0].memory) // self.block_bytes
         groups = [whole[start : start + most] for start in range(0, len(whole), most)]
@@ -191,7 +189,7 @@ class DeviceMoves:
         return groups
 
     def _next_buffer(self, group: Sequence[BlockSave | BlockLoad]) -> tuple[_Buffer, Tensor]:
-        """Return the next buffer, and a row in it for each move: (len(group), num_bytes)."""
+        """Return the next buffer, and a row in it per move: (len(group), num_bytes)."""
         self._buffers.rotate()
         buffer = self._buffers[0]
         if buffer.over is not None:
@@ -211,7 +209,7 @@ class DeviceMoves:
 
 
 class _Noted:
-    """A copy that records its duration once, when it is first seen to have ended."""
+    """A copy that records its duration once, when first seen complete."""
 
     def __init__(self, copy: Copy, num_bytes: int, rates: Rates) -> None:
         self.copy = copy

@@ -1,4 +1,4 @@
-"""A GPU as the runner's device: pinned memory, streams, events and graphs of torch."""
+"""A GPU as the runner's device: torch's pinned memory, streams, events and graphs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class CudaDevice:
         self._pool: Any = None
         self._copies: torch.cuda.Stream | None = None
         self._captures: torch.cuda.Stream | None = None
-        torch.cuda.empty_cache()  # unused reserves become free for the driver too
-        self._bytes_before = torch.cuda.memory_reserved(device)  # of others in this process
+        torch.cuda.empty_cache()  # also return unused reserves to the driver
+        self._bytes_before = torch.cuda.memory_reserved(device)  # of other users in this process
         self._other_bytes = self._beside_torch()
 
     @torch.inference_mode(mode=False)
     def pinned(self, num_bytes: int) -> Tensor:
-        """See `Device`; falls back to ordinary memory, for which copies wait.
+        """See `Device`; falls back to pageable memory, for which copies wait.
 
-        It is no inference tensor, which could not be written to outside that mode.
+        No inference tensor: those are read-only outside inference mode.
         """
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -90,8 +90,8 @@ class CudaDevice:
         torch.cuda.current_stream().wait_event(copy.end)
 
     def record(self) -> Event:
-        # Waited for without a busy loop: the next step is enqueued already, so the GPU does not
-        # notice that the host wakes up a few microseconds later.
+        # Waits without a busy loop: the next step is enqueued already, so the GPU does not notice a
+        # host that wakes up a few microseconds later.
         event = torch.cuda.Event(blocking=True)
         event.record()
         return _CudaEvent(event)
@@ -99,8 +99,8 @@ class CudaDevice:
     def capture(self, function: Callable[[], None]) -> Graph:
         """See `Device`; all graphs share one memory pool.
 
-        The function runs first on the stream of the capture, since libraries keep a workspace per
-        stream: made during a capture, it would belong to the graphs.
+        Runs the function on the capture's stream first, because libraries keep a workspace per
+        stream: one made during a capture would belong to the graphs.
         """
         if self._captures is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -166,7 +166,7 @@ class _CudaEvent:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Recognize an out-of-memory error, even behind a failed end of capture or from the driver."""
+    """Recognize an out-of-memory error, even from the driver or behind a failed end of capture."""
     if error is None:
         return False
     known = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

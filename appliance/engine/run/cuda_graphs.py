@@ -1,7 +1,7 @@
-"""Captures steps as graphs: decode steps by their padded batch size, and small mixed ones.
+"""Captures steps as graphs: decode steps by padded batch size, and small mixed ones.
 
-All are captured while the model is loaded, about a tenth of a second each: no request waits for
-one. A size without a graph, for want of memory, runs eagerly.
+Captures all during loading, at about a tenth of a second each, so no request waits for one. A size
+without a graph, for lack of memory, runs eagerly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Padding rows cost next to nothing below the width of a tensor core's tile.
+# Padding rows cost almost nothing below the width of a tensor core's tile.
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48)
 _STEP = 32  # beyond: 64, 96, 128, ...
-# With more rows of prompts a step takes the device longer than the host takes to launch it.
+# With more prompt rows the device takes longer for a step than the host takes to launch it.
 PROMPT_ROWS = (32, 64, 128, 192, 256, 384, 512)
 PROMPTS = 4  # sequences that share these rows
 
@@ -33,7 +33,7 @@ class StepSize(NamedTuple):
     Attributes:
         num_singles: sequences with one row each.
         prompt_rows: rows of up to PROMPTS other sequences; 0 in a decode step.
-        is_adapted: some of them may have adapters; others need not pay for it.
+        is_adapted: some may have adapters; other steps do not pay for that.
     """
 
     num_singles: int
@@ -46,14 +46,14 @@ class StepSize(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Rows that may sample: those of single ones, and the last of each prompt."""
+        """Rows that may sample: single ones, and each prompt's last."""
         return self.num_singles + (PROMPTS if self.prompt_rows else 0)
 
     def num_prompts(self, block_size: int | None) -> int:
-        """Return the number of sequences beside the single ones.
+        """Return the number of sequences besides single ones.
 
         Args:
-            block_size: where sequences are cut at blocks, see `RaggedBatch`.
+            block_size: if sequences are cut at blocks, see `RaggedBatch`.
         """
         if not self.prompt_rows:
             return 0
@@ -61,7 +61,7 @@ class StepSize(NamedTuple):
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the sizes that decode batches are padded to; the last one holds any batch."""
+    """Return the sizes to which decode batches are padded; the last one holds any batch."""
     sizes = (*_SMALL, *range(2 * _STEP, max_num_seqs + _STEP, _STEP))
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
@@ -69,15 +69,15 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
 def step_sizes(
     limits: SchedulerLimits, *, is_mixed: bool = True, is_adapted: bool = False
 ) -> tuple[StepSize, ...]:
-    """Return the sizes to capture; of those that hold a step the first has the least padding.
+    """Return the sizes to capture, by padding: the first that holds a step has the least.
 
     Args:
-        is_mixed: steps with prompts are captured, too.
-        is_adapted: all are captured again, for steps in which some sequence has an adapter.
+        is_mixed: capture steps with prompts, too.
+        is_adapted: capture everything again for steps with adapters.
     """
     sizes = [StepSize(size) for size in buckets(limits.max_num_seqs)]
     if is_mixed:
-        # Each four times the one before; at least one sequence has the prompt.
+        # Each four times its predecessor; at least one sequence has the prompt.
         most = limits.max_num_seqs - 1
         singles = [*(size for size in (8, 32, 128, 512) if size < most), most]
         mixed = [StepSize(size, rows) for size in singles for rows in PROMPT_ROWS]
@@ -87,11 +87,11 @@ def step_sizes(
 
 
 class GraphCache:
-    """Graphs by size, under a bound on their memory.
+    """Graphs by size, within a memory limit.
 
     Args:
         sizes: the result of `step_sizes`.
-        limit_bytes: no graph is captured once they take this much; 0 turns graphs off.
+        limit_bytes: capture none beyond this; 0 turns graphs off.
     """
 
     def __init__(self, device: Device, sizes: Iterable[StepSize], limit_bytes: int) -> None:
@@ -104,18 +104,18 @@ class GraphCache:
     def size_of(
         self, num_singles: int, prompt_rows: int = 0, *, is_adapted: bool = False
     ) -> StepSize | None:
-        """Return the size that a step is padded to; None leaves a step with prompts as it is."""
+        """Return the size to which a step is padded; None leaves a step with prompts unpadded."""
         for size in self.sizes:
             if size.is_adapted != is_adapted:
                 continue
             holds = size.num_singles >= num_singles and size.prompt_rows >= prompt_rows
-            # A decode step is padded even where its size has no graph: sizes have kernels.
+            # Pads a decode step even without a graph: its sizes have kernels.
             if holds and (size in self._graphs if prompt_rows else not size.prompt_rows):
                 return size
         return None
 
     def run(self, size: StepSize, function: Callable[[], None]) -> None:
-        """Replay the graph of a size, or call the function it would capture."""
+        """Replay a size's graph, or call the function that it would capture."""
         graph = self._graphs.get(size)
         if graph is not None:
             graph.replay()
@@ -124,12 +124,12 @@ class GraphCache:
 
     @property
     def has_room(self) -> bool:
-        """False once graphs take what they may, or one could not be captured."""
+        """False once graphs reach the limit, or a capture failed."""
         return self.num_bytes < self._limit_bytes
 
     def capture(self, size: StepSize, function: Callable[[], None]) -> None:
-        """Capture the step of a size; after a failure, none is captured any more."""
-        # A capture releases unused reserves, which would hide what the graph takes.
+        """Capture the step of a size; after a failure, capture nothing more."""
+        # A capture releases unused reserves, which would hide the graph's memory.
         before = self._device.begin_peak()
         try:
             self._graphs[size] = self._device.capture(function)

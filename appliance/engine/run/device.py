@@ -1,7 +1,6 @@
 """The runner's interface to a device: asynchronous copies, events, graphs.
 
-`CudaDevice` is a GPU, which works asynchronously. `HostDevice` and `NativeDevice` are the CPU,
-which does everything synchronously.
+`CudaDevice` is an asynchronous GPU; `HostDevice` and `NativeDevice` are the synchronous CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Enqueue the work again, on the present content of the same tensors."""
+        """Enqueue the work again, on the current content of the same tensors."""
         ...
 
 
@@ -55,9 +54,9 @@ class Device(Protocol):
     """A device with a queue of work, done later and in order.
 
     Attributes:
-        is_asynchronous: its queue runs while the host does something else. Then the next step is
-            enqueued before the tokens of the last one are read, decode steps may become graphs, and
-            the device's memory is measured rather than estimated.
+        is_asynchronous: its queue runs while the host does something else. Then the runner enqueues
+            the next step before it reads the last one's tokens, decode steps may become graphs, and
+            memory is measured instead of estimated.
     """
 
     @property
@@ -74,11 +73,11 @@ class Device(Protocol):
         ...
 
     def view(self, array: NDArray[Any] | Tensor) -> Tensor:
-        """Return host memory as an array of the device's kind."""
+        """Return host memory as the device's kind of array."""
         ...
 
     def running(self) -> AbstractContextManager[None]:
-        """Return a context for all that is enqueued.
+        """Return a context for enqueued work.
 
         Raises:
             MemoryError: the device has too little memory.
@@ -86,7 +85,7 @@ class Device(Protocol):
         ...
 
     def send(self, array: NDArray[Any]) -> Tensor:
-        """Enqueue a copy of a small host array to the device; the source may change at once."""
+        """Enqueue a copy of a small host array, whose source may change at once."""
         ...
 
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -94,30 +93,28 @@ class Device(Protocol):
         ...
 
     def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
-        """Copy the rows of a tensor to pinned tensors, after the queue and beside later work.
+        """Copy a tensor's rows to pinned tensors, after the queue and beside later work.
 
-        Such copies run one after another. The tensor must live until this one has ended.
+        Such copies run in order. Keep the tensor until this one has ended.
         """
         ...
 
     def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
-        """Copy host tensors to the rows of a tensor, before anything enqueued later.
+        """Copy host tensors to a tensor's rows, before anything enqueued later.
 
-        It begins when the queue so far is done. Before it has ended, only later such copies may
-        write to pinned rows.
+        Begins when the queue so far is done. Until it has ended, only later such copies may write
+        to pinned rows.
         """
         ...
 
-    def follow(self, copy: Copy) -> None:
-        """Make everything enqueued later wait for a copy."""
-        ...
+    def follow(self, copy: Copy) -> None: ...
 
     def record(self) -> Event:
         """Mark this point of the queue."""
         ...
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """Capture what a function enqueues, after running it once to load all kernels.
+        """Capture the work that a function enqueues, after one run that loads all kernels.
 
         Raises:
             MemoryError: the device has too little memory.
@@ -130,28 +127,28 @@ class Device(Protocol):
         ...
 
     def memory_in_use(self) -> int:
-        """Return the bytes kept on the device since it was opened, unused reserves included."""
+        """Return the bytes kept on the device since opening, unused reserves included."""
         ...
 
     def overhead(self) -> int:
-        """Return the bytes taken on the device since it was opened, beyond `memory_in_use`.
+        """Return the bytes taken on the device since opening, beyond `memory_in_use`.
 
-        These are kernel code, workspaces of libraries and graphs, and other processes.
+        These are kernel code, libraries' workspaces, graphs, and other processes.
         """
         ...
 
     def begin_peak(self) -> int:
-        """Release unused reserves and start to measure the peak; return the bytes in use now."""
+        """Release unused reserves and start to measure the peak; return the bytes in use."""
         ...
 
     def peak(self) -> int:
-        """Return the most bytes in use since `begin_peak`."""
+        """Return the peak of bytes in use since `begin_peak`."""
         ...
 
 
 @contextmanager
 def in_torch() -> Iterator[None]:
-    """Run torch without gradients; where it has no memory, raise MemoryError."""
+    """Run torch without gradients; turn its out-of-memory error into MemoryError."""
     import torch
 
     try:

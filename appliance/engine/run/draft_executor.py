@@ -1,6 +1,6 @@
-"""Runs a draft model's rows and draws its tokens, by the random numbers that the target will use.
+"""Runs a draft model's rows and draws its tokens, with the target's random numbers.
 
-Penalties, bias and grammars are left to the target, which draws every token anyway.
+Leaves penalties, bias and grammars to the target, which draws every token anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class DraftExecutor:
     """A loaded draft model with its cache; see `DraftModel`."""
 
-    _ahead = 0  # the drawn token's distance to the token behind a row's position
+    _ahead = 0  # distance from a row's next token to the drawn one
 
     def __init__(self, executor: Executor[Any], cache: Cache, sample_tokens: SampleTokens) -> None:
         self._executor = executor
@@ -35,13 +35,13 @@ class DraftExecutor:
         self._sample_tokens = sample_tokens
 
     def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
-        """Copy blocks, each a source and a destination."""
+        """Copy blocks, given as source and destination."""
         if pairs:
             self._cache.copy_blocks([source for source, _ in pairs], [to for _, to in pairs])
 
     @torch.inference_mode()
     def run(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
-        """Run rows; return token and probability of each sequence that draws, in order."""
+        """Run rows; return token and probability of each drawing sequence, in order."""
         token_ids: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
@@ -57,7 +57,7 @@ class DraftExecutor:
             block_size=self._cache.block_size,
             device=self._executor.device,
         )
-        # The served model may have some more tokens; behind one of them drafts are bad guesses.
+        # The served model may have a few more tokens; drafts after one of them are bad guesses.
         most = self._executor.spec.num_embedded - 1
         logits = self._logits(
             rows,
@@ -75,7 +75,7 @@ class DraftExecutor:
         return list(zip(self._named(tokens).tolist(), probabilities.tolist(), strict=True))
 
     def _named(self, tokens: Tensor) -> Tensor:
-        """Return the served model's numbers of tokens."""
+        """Map tokens to the served model's ids."""
         return tokens
 
     def _logits(
@@ -91,7 +91,7 @@ class DraftExecutor:
 
 
 def _settings(rows: Ordered[DraftRows], ahead: int) -> SamplingRows:
-    """Return the sampling settings of rows; each draws the token behind its last one."""
+    """Return the rows' sampling settings; each draws the token after its last one."""
     sampling = [one.sequence.request.sampling for one in rows]
     keys = np.array([random_key(one.sequence) for one in rows], dtype=np.uint64)
     positions = np.array([one.start + len(one.token_ids) + ahead for one in rows])

@@ -1,4 +1,4 @@
-"""Maps the rows of a plan to sequences, padded where the step has a graph."""
+"""Maps a plan's rows to sequences, with padding for steps with a graph."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """Memory for the writes of padding rows, which is never read."""
+    """Memory for the writes of padding rows; never read."""
 
     block: int
-    open_block: int | None = None  # only with a sealed cache
-    state_slot: int | None = None  # only with recurrent layers
+    open_block: int | None = None  # with a sealed cache
+    state_slot: int | None = None  # with recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """Maps rows to sequences, on the host; padding included.
 
-    With a sealed cache an entry that spans several blocks is as many sequences, see `RaggedBatch`.
-    A step that is padded has sequences of one token in the spare block behind those of one row, at
-    the end sequences without rows, and rows of no sequence.
+    With a sealed cache an entry that spans several blocks becomes several sequences, see
+    `RaggedBatch`. A padded step has one-token sequences in the spare block after the single rows,
+    and at the end sequences without rows and rows without a sequence.
 
     Attributes:
         query_lens: rows of each sequence.
-        block_tables: of the sequences, covering at least their contexts.
+        block_tables: each sequence's, covering at least its context.
         block_size: token slots.
         num_rows: of the step.
         num_decodes: leading sequences with one row.
-        padding: of these, the last ones that only pad.
+        padding: number of padding sequences, the last of these.
         spare: of a padded step.
-        size: what the step is padded to.
+        size: the padded size.
     """
 
     query_lens: Sequences[int]
@@ -58,9 +58,9 @@ class Geometry:
     padding: int = 0
     spare: Spare | None = None
     size: StepSize | None = None
-    open_blocks: Sequences[int] | None = None  # with a sealed cache: each one's open block
-    state_slots: Sequences[int] | None = None  # with recurrent layers: each one's slot
-    adapter_slots: Sequences[int] | None = None  # below 0: none; None if no sequence has one
+    open_blocks: Sequences[int] | None = None  # with a sealed cache
+    state_slots: Sequences[int] | None = None  # with recurrent layers
+    adapter_slots: Sequences[int] | None = None  # negative without one; None if no sequence has one
 
     @classmethod
     def of(
@@ -74,8 +74,10 @@ class Geometry:
     ) -> Geometry:
         """Lay out a plan's entries, padded to a size with the spare block.
 
-        In the plan, entries with a single row come first. With `may_adapt` some of their requests
-        may have adapters.
+        Entries with a single row come first in the plan.
+
+        Args:
+            may_adapt: requests may have adapters.
         """
         query_lens = [entry.num_tokens for entry in plan.scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
@@ -139,12 +141,11 @@ class Geometry:
 
     @property
     def is_decode(self) -> bool:
-        """True if every row is a sequence."""
         return self.num_rows == self.num_decodes
 
     @property
     def num_tiles(self) -> int:
-        """Room for tiles of prompts in a padded step; others are laid out when they run."""
+        """Room for prompt tiles in a padded step; an unpadded one lays tiles out when it runs."""
         if self.size is None or self.is_decode:
             return 0
         return len(self.query_lens) - self.num_decodes + self.size.prompt_rows // TILE_ROWS
@@ -152,7 +153,7 @@ class Geometry:
     def ragged(
         self, tensors: StepTensors, block_tables: Tensor, adapters: AdapterSlots | None = None
     ) -> RaggedBatch:
-        """Combine it with the step's tensors on the device, and with the executor's adapters."""
+        """Combine it with the step's tensors on the device, and the executor's adapters."""
         return RaggedBatch(
             query_start=tensors.query_start,
             context_lens=tensors.context_lens,
@@ -194,7 +195,7 @@ class Geometry:
 
 
 def _adapter_slots(plan: Plan) -> list[int] | None:
-    """Return the slot of each entry's adapter, below 0 without one; None if no entry has one."""
+    """Return each entry's adapter slot, negative without one; None if no entry has one."""
     if not has_adapters(plan):
         return None
     adapters = [entry.sequence.request.adapter for entry in plan.scheduled]
@@ -202,5 +203,4 @@ def _adapter_slots(plan: Plan) -> list[int] | None:
 
 
 def has_adapters(plan: Plan) -> bool:
-    """Return True if any sequence has an adapter."""
     return any(entry.sequence.request.adapter for entry in plan.scheduled)

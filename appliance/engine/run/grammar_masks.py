@@ -1,4 +1,4 @@
-"""Makes a step's token masks beside the model's own work and applies them to its logits."""
+"""Makes a step's token masks while the model runs, and applies them to its logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GrammarMasks:
     def begin(
         self, entries: Sequences[ScheduledSequence], rows: Sequences[int]
     ) -> Future[Masks] | None:
-        """Start making the masks of some rows of a step; None if no grammar has begun."""
+        """Start making the masks of some rows; None if no grammar has begun."""
         asked = [entries[row] for row in rows]
         assert not any(entry.follows for entry in asked), "a token that nobody knows"
         return self.matchers.begin([(one.sequence, one.drafts) for one in asked], rows)

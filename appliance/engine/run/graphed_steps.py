@@ -1,6 +1,6 @@
 """Runs steps as graphs, padded to captured sizes: decode steps, and small ones with prompts.
 
-All memory that a graph reads and writes stays in place: tables at full width, logits, tokens.
+All memory that a graph reads and writes stays in place: full-width tables, logits, tokens.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class GraphedSteps(Generic[AnyCache]):
-    """Runs steps on a device whose work can be captured.
+    """Runs steps on a device that can capture work.
 
     Args:
         cache: the KV cache, including the spare block.
         sampler: draws tokens inside the graph.
         staging: holds the inputs of a step.
-        spare: where padding rows write.
-        limits: how large a step can be.
+        spare: receives padding rows' writes.
+        limits: maximum size of a step.
         table_width: blocks of the longest sequence.
-        limit_bytes: bound on the memory of graphs; 0 turns them off.
-        adapters: that sequences may have; None without any.
+        limit_bytes: memory limit of graphs; 0 turns them off.
+        adapters: the sequences' adapters, if they may have any.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GraphedSteps(Generic[AnyCache]):
         self._staging = staging
         self.spare = spare
         self._adapters = adapters
-        # Layers with recurrent state take a prompt row after row, by the host's numbers.
+        # Recurrent layers run a prompt row by row, by numbers on the host.
         is_mixed = spare.state_slot is None
         sizes = step_sizes(limits, is_mixed=is_mixed, is_adapted=adapters is not None)
         self.graphs = GraphCache(device, sizes, limit_bytes)
@@ -81,7 +81,7 @@ class GraphedSteps(Generic[AnyCache]):
         self._geometry = Geometry.of(Plan(()), cache.block_size, spare, sizes[0])
 
     def size_of(self, plan: Plan) -> StepSize | None:
-        """Return the captured size that a plan is padded to; None if it runs as it is."""
+        """Return the captured size to which a plan is padded; None leaves it unpadded."""
         is_adapted = has_adapters(plan)
         if is_decode(plan):
             return self.graphs.size_of(len(plan.scheduled), is_adapted=is_adapted)
@@ -102,7 +102,7 @@ class GraphedSteps(Generic[AnyCache]):
         return self._logits[: shape.num_samples], self._drawn[: shape.num_samples]
 
     def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
-        """Capture the sizes from the first on, as long as graphs may take more memory."""
+        """Capture the sizes in order, while memory allows."""
         sizes = self.graphs.sizes
         for done, size in enumerate(sizes):
             if not self.graphs.has_room:
@@ -119,27 +119,27 @@ class GraphedSteps(Generic[AnyCache]):
         self._tables[: shape.num_seqs, : shape.table_width].copy_(tensors.block_tables)
 
     def _step(self, shape: StepShape) -> None:
-        """Do what a graph captures: compute logits and tokens from inputs at fixed places."""
+        """Compute logits and tokens from inputs at fixed places: the work that a graph captures."""
         tensors = self._staging.tensors(shape)
         token_ids = self._staging.token_ids(shape)
         batch = self._geometry.ragged(tensors, self._tables[: shape.num_seqs], self._adapters)
         rows = None if self._geometry.is_decode else tensors.sample_rows
         logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache, rows)
         count = shape.num_samples
-        # Out of the graphs' pool, so that they can all use the same memory in turn; and as the
-        # model gave them, for reported log probabilities.
+        # Out of the graphs' pool, so that all graphs can use the same memory in turn; and
+        # unchanged, for reported log probabilities.
         self._logits[:count].copy_(logits)
         read = token_ids if rows is None else token_ids.index_select(0, rows)
         tokens = self._sampler.choose(logits, read, tensors, self._staging.latest)
         self._drawn[:count].copy_(tokens)
 
     def _capture(self, size: StepSize) -> None:
-        """Capture a step of padding rows only: its eager run before the capture changes nothing."""
+        """Capture a step of padding rows only: the eager run before the capture changes nothing."""
         geometry = Geometry.of(Plan(()), self._cache.block_size, self.spare, size)
         shape = shape_of((), geometry)
         stage((), geometry, self._staging, self._sampler, {})
         self._place_tables(shape, self._staging.send(shape))
-        # Launchers that size a grid by the host's numbers must leave room for any context.
+        # Launchers that size a grid by host numbers must leave room for any context.
         width = self._tables.shape[1]
         self._geometry = replace(
             geometry,

@@ -1,6 +1,6 @@
-"""Runs a head that drafts, on what the served model's layers say of its tokens.
+"""Runs a draft head on the hidden states of the served model's layers.
 
-Behind the last of these it goes on from its own hidden states.
+Beyond the last of these it continues from its own hidden states.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 class HeadExecutor(DraftExecutor):
     """A loaded head with its cache.
 
-    The row of a position has the hidden state of that position and the token behind it, and draws
-    the token after that.
+    A position's row has its hidden state and the token after it, and draws the token after that.
 
     Args:
-        output: whose output matrix says the tokens: the head itself, or the served model.
-        kept: what it reads of the served model.
-        fuse: makes a hidden state of that; None: it is one.
-        chains_normed: its own hidden states are those under its last norm.
-        names: (tokens that it says,) int64, the served model's numbers of these; None: the same.
+        output: has the output matrix: the head itself, or the served model.
+        kept: hidden states of the served model.
+        fuse: makes a hidden state from these; None uses them as they are.
+        chains_normed: continues from its own hidden states after the last norm.
+        names: (num_tokens,) int64 from the head's tokens to the served model's; None if equal.
     """
 
     _ahead = 1
@@ -62,7 +61,7 @@ class HeadExecutor(DraftExecutor):
         self._fuse = fuse
         self._chains_normed = chains_normed
         self._names = names
-        self._own: dict[Sequence, Tensor] = {}  # of the rows that drew last, (1, hidden_size)
+        self._own: dict[Sequence, Tensor] = {}  # of rows that drew last, (1, hidden_size)
 
     def _logits(
         self,
@@ -83,13 +82,13 @@ class HeadExecutor(DraftExecutor):
         return self._output.logits(hidden)
 
     def _named(self, tokens: Tensor) -> Tensor:
-        """Return the served model's numbers of tokens."""
+        """Map tokens to the served model's ids."""
         if self._names is None:
             return tokens
         return torch.where(tokens < 0, tokens, self._names[tokens.clamp(min=0)])
 
     def _given(self, rows: Ordered[DraftRows]) -> Tensor:
-        """Return hidden states, of rows of tokens that are known, or of drafts."""
+        """Return hidden states: the served model's for known tokens, the head's own for drafts."""
         if rows[0].end >= len(rows[0].sequence.token_ids):
             return torch.cat([self._own[one.sequence] for one in rows])
         kept = [torch.from_numpy(self._kept.of(one.sequence, one.start, one.end)) for one in rows]

@@ -1,6 +1,6 @@
-"""Keeps what a head that drafts reads of the rows that a step has run, until it reads them.
+"""Keeps the hidden states that a draft head reads, from the step that made them.
 
-That is the served model's hidden states under its last norm, or its streams before some layers.
+These are the served model's states after the last norm, or its residual streams before some layers.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.native import NativeDecoder
 
-MOST_BYTES = 64 * 2**20  # for each layer that is read
+MOST_BYTES = 64 * 2**20  # per layer
 
 
 def kept_bytes(layers: tuple[int, ...]) -> int:
-    """Return the most that is kept of all sequences, by the layers that are read."""
+    """Return the maximum bytes kept for all sequences."""
     return MOST_BYTES * max(1, len(layers))
 
 
 class HiddenRows:
-    """The latest rows of each sequence, without gaps.
+    """Each sequence's last rows, without gaps.
 
-    Beyond `kept_bytes` the oldest rows of the longest sequence go.
+    Beyond `kept_bytes` drops the oldest rows of the longest sequence.
 
     Args:
         target: the served model.
-        layers: before which its streams are kept, side by side; without any, it is the hidden
-            states.
+        layers: keeps the streams before these layers, side by side; empty keeps the final states.
     """
 
     def __init__(self, target: NativeDecoder, layers: tuple[int, ...]) -> None:
@@ -54,9 +53,10 @@ class HiddenRows:
         step: tuple[Tensor, Tensor, RaggedBatch, Any],
         rows: Tensor,
     ) -> Tensor:
-        """Run a step of the served model and keep what is read of it; see `Executor.hidden`.
+        """Run a step of the served model and keep states for the head; see `Executor.hidden`.
 
-        `step` has its token ids, positions, batch and cache.
+        Args:
+            step: token ids, positions, batch and cache.
         """
         if self._layers:
             hidden, streams = self._target.recorded(*step, rows, self._layers)
@@ -67,7 +67,7 @@ class HiddenRows:
         return of_all.index_select(0, rows)
 
     def _keep(self, scheduled: Iterable[ScheduledSequence], said: Tensor) -> None:
-        """Keep what a step said, (num_tokens, width); rejected rows are overwritten."""
+        """Keep a step's states, (num_tokens, width), overwriting rejected rows."""
         row = 0
         for entry in scheduled:
             rows = said[row : row + entry.num_tokens]
@@ -80,12 +80,12 @@ class HiddenRows:
                 del self._held[longest]
 
     def first(self, sequence: Sequence) -> int:
-        """Return the first position from which on all rows are kept."""
+        """Return the first position from which on it keeps all rows."""
         held = self._held.get(sequence)
         return held[0][0] if held else sequence.num_computed
 
     def of(self, sequence: Sequence, start: int, end: int) -> NDArray[np.float32]:
-        """Return the rows of positions [start, end), which are kept."""
+        """Return the kept rows of positions [start, end)."""
         pieces = [
             rows[max(0, start - first) : max(0, end - first)]
             for first, rows in self._held[sequence]
@@ -93,13 +93,12 @@ class HiddenRows:
         return np.concatenate(pieces)
 
     def drop_before(self, sequence: Sequence, position: int) -> None:
-        """Drop rows that were read; at least that of the position stays."""
+        """Drop rows that were read, but not the position's own."""
         held = self._held.get(sequence, [])
         while len(held) > 1 and held[1][0] <= position:
             self._count -= len(held.pop(0)[1])
 
     def end(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
         self._count -= sum(len(rows) for _, rows in self._held.pop(sequence, []))
 
     def _keep_of(self, sequence: Sequence, start: int, rows: NDArray[np.float32]) -> None:

@@ -1,6 +1,6 @@
-"""The CPU as a device: its queue is always empty, and a graph is replayed by calling the function.
+"""The CPU as a device with an always empty queue; replaying a graph calls the function.
 
-So tests drive all of the runner without the hardware.
+So tests drive the whole runner without a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class HostDevice:
-    """The CPU as a device whose queue is always empty, for what torch executes."""
+    """The CPU as a device, for torch's executions."""
 
     is_asynchronous = False
 
@@ -95,7 +95,7 @@ class HostDevice:
 
 
 class NativeDevice(HostDevice):
-    """The CPU for what the CPU library executes: its arrays need no torch."""
+    """The CPU for the CPU library: its arrays need no torch."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return arrays.zeros(shape, dtype)  # type: ignore[no-any-return]

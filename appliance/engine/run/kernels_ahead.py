@@ -1,6 +1,6 @@
 """Compiles the kernels of the steps that `measure` runs, several at a time.
 
-One at a time, as steps need them, they would take most of a first start.
+Compiling them one by one, on demand, would take most of a first start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def compile_kernels(
     first_steps: Callable[[Decoder, Sequence[LayerPrecision]], object],
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Compile everything that a Triton decoder's first steps need; launch nothing."""
+    """Compile every kernel of a Triton decoder's first steps; launch nothing."""
     from appliance.kernels.compile_ahead import compiled_ahead
 
     kept = distinct_layers(decoder, kv_layers)
@@ -39,7 +39,7 @@ def compile_kernels(
 def compile_adapters(
     slots: TorchAdapterSlots, on_progress: Callable[[str, int, int], None]
 ) -> None:
-    """Compile what adds adapters to the rows of a Triton decoder; launch nothing."""
+    """Compile the kernels that add adapters to a Triton decoder's rows; launch nothing."""
     from appliance.kernels.adapters.launch import run_every_kernel
     from appliance.kernels.compile_ahead import compiled_ahead
 
@@ -48,7 +48,7 @@ def compile_adapters(
 
 
 def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> list[int]:
-    """Return one layer of each kind, with those whose keys and values they read, and the last one.
+    """Return one layer of each kind, the layers whose keys and values they read, and the last one.
 
     Only the last drops rows that need no logits.
     """
@@ -65,7 +65,7 @@ def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> li
 
 
 def with_layers(decoder: Decoder, kept: list[int]) -> Decoder:
-    """Return a decoder of some of the layers, whose caches lie side by side."""
+    """Return a decoder of some of the layers, with adjacent caches."""
     layers = [_reading(decoder.spec.layers[index], kept) for index in kept]
     spec = replace(decoder.spec, layers=tuple(layers))
     places = spec.cache_places
@@ -80,7 +80,7 @@ def with_layers(decoder: Decoder, kept: list[int]) -> Decoder:
 
 
 def _reading(layer: LayerSpec, kept: list[int]) -> LayerSpec:
-    """Name the layer whose keys and values this one reads by its new index."""
+    """Renumber the layer whose keys and values this one reads."""
     mixer = layer.mixer
     if not isinstance(mixer, AttentionSpec) or mixer.kv_layer is None:
         return layer

@@ -1,4 +1,4 @@
-"""The sizes of the largest step, for which inputs and workspace are allocated once."""
+"""Sizes of the largest step, for allocating inputs and workspace once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def largest_step(
 ) -> StepShape:
     """Return the sizes of the largest step, with tables for all blocks of a context.
 
-    Where it `verifies` drafts, a sequence may sample in several rows; elsewhere a step may be
-    padded.
+    Args:
+        verifies: a sequence may sample in several rows, to verify drafts; otherwise a step may be
+            padded.
     """
     rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
-    # Then entries are cut at blocks, and each piece has an open block of its own.
+    # Then entries are cut at blocks, and each piece has its own open block.
     pieces = num_open_blocks(num_seqs, rows, block_size) if is_sealed else num_seqs
     num_samples, tiles = limits.sample_rows, 0
     if not verifies:

@@ -1,4 +1,4 @@
-"""Runs steps before any request, to load kernels and measure the memory of steps."""
+"""Runs steps before any request, to load kernels and measure memory."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
     from appliance.kernels.token_scores.interface import ScoreTokens
     from appliance.model.executor import Executor
 
-# The rows of a step decide which kernel multiplies: each kernel is used at one of these numbers or
-# at a larger one, see `packed_matmul.tiles`.
+# The number of rows selects a step's matmul kernel: each kernel serves one of these numbers or a
+# larger one, see `packed_matmul.tiles`.
 KERNEL_ROWS = (8, 16, 32, 64, 128, 256, 512)
-EXPERT_ROWS = (1024, 2048, 4096)  # of which one expert has few; see `grouped_matmul.variant`
+EXPERT_ROWS = (1024, 2048, 4096)  # each expert has few of these; see `grouped_matmul.variant`
 
-# Of graphs, beside their shared workspace: a few megabytes each, and those of libraries.
+# Of graphs, beside their shared workspace: a few megabytes each, plus the libraries'.
 GRAPH_SHARE = 0.02  # of the budget
 MIN_GRAPH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Peak bytes of steps, beside weights and cache."""
+    """Peak bytes of steps, besides weights and cache."""
 
     largest: int  # over all steps
     captured: int  # over those that can be graphs
 
 
 def graph_allowance(budget_bytes: int, captured_bytes: int) -> int:
-    """Return the bytes that graphs may take; they keep what the widest of their steps takes."""
+    """Return the memory limit of graphs; they keep the memory of their widest step."""
     return captured_bytes + max(MIN_GRAPH_BYTES, int(budget_bytes * GRAPH_SHARE))
 
 
@@ -68,9 +68,9 @@ def measure_workspace(
 ) -> StepMemory:
     """Run the largest step, the largest that can be a graph, and smaller ones.
 
-    The smaller ones load kernels that only they use, which would otherwise load during an answer.
-    All write to the one block of a tiny cache, and take turns with two state slots if there are
-    any: the results are nonsense, the memory is real.
+    The smaller ones load kernels that would otherwise load during an answer. All write to the one
+    block of a tiny cache, and alternate between two state slots if there are any: the results are
+    nonsense, the memory is real.
     """
     before = device.begin_peak()
     is_sealed = any(layer.format.is_sealed for layer in kv_layers)
@@ -126,11 +126,10 @@ def measure_workspace(
 
 
 def largest_mixture(rows: int, limits: SchedulerLimits) -> tuple[list[int], list[int]]:
-    """Return rows and contexts of the sequences of a step with the largest memory use.
+    """Return rows and contexts of the sequences in the step with the largest memory use.
 
-    There are as many answers as possible, one with the whole context: tables are as wide as the
-    longest, and memory per row follows from that width, not from the row's own context. The rest
-    are prompts.
+    It has as many answers as possible, one with the whole context: tables are as wide as the
+    longest one, and memory per row follows from that width. The rest are prompts.
     """
     answers = min(rows, limits.max_num_seqs)
     whole, rest = divmod(rows - answers, limits.context_length)
@@ -146,7 +145,7 @@ def _read(
     cache: Any,
     score_tokens: ScoreTokens,
 ) -> None:
-    """All rows are of prompts that are scored."""
+    """Run a step whose rows all belong to scored prompts."""
     hidden = _run(executor.hidden, batch, positions, cache, len(positions)).clone()
     logits = executor.logits(hidden[:LOGIT_ROWS])
     targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)

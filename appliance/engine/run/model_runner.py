@@ -54,16 +54,16 @@ class ModelRunner(Generic[AnyCache]):
     """Owns the KV cache and runs steps on one device.
 
     Args:
-        limits: how large a step can be.
-        moves: takes blocks out of the cache and puts them back.
-        reader: makes what is wanted of prompts.
-        spare: where rows write that fill a step up to a size that has a graph; None leaves steps
-            as they are and captures none.
+        limits: maximum size of a step.
+        moves: copies blocks out of the cache and back.
+        reader: scores and pools prompts.
+        spare: receives the writes of rows that pad a step to a graph's size; None pads and captures
+            none.
         is_sealed: there are open blocks.
-        states: the rows of recurrent state; None for models without.
-        adapters: that requests may have; None without any.
-        kept: runs steps and keeps what a head that drafts reads of them; None without one.
-        graph_bytes: bound on the memory of graphs.
+        states: the rows of recurrent state; None without recurrent layers.
+        adapters: requests' adapters, if they may have any.
+        kept: keeps the hidden states that a draft head reads; None without one.
+        graph_bytes: memory limit of graphs.
 
     Attributes:
         depth: steps that may be in flight when the next one is launched.
@@ -122,7 +122,7 @@ class ModelRunner(Generic[AnyCache]):
                 limit_bytes=graph_bytes,
                 adapters=adapters,
             )
-        self._places: dict[Sequence, int] = {}  # of the last step's tokens in `latest`
+        self._places: dict[Sequence, int] = {}  # index of the last step's tokens in `latest`
         self._launched: deque[_Launched] = deque()
         self._last_end = 0.0
         self.depth = int(device.is_asynchronous)
@@ -130,17 +130,17 @@ class ModelRunner(Generic[AnyCache]):
 
     @property
     def graphs(self) -> GraphCache | None:
-        """Graphs of steps, if there can be any."""
+        """Graphs of steps, if any."""
         return None if self._graphed is None else self._graphed.graphs
 
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
-        """Enqueue one step behind those in flight.
+        """Enqueue one step after those in flight.
 
         Returns:
             The plan's saves, in its order.
 
         Raises:
-            MemoryError: the device has too little memory; steps in flight are not harmed.
+            MemoryError: the device has too little memory; steps in flight are unharmed.
         """
         begin = time.perf_counter()
         with self._device.running():
@@ -161,7 +161,7 @@ class ModelRunner(Generic[AnyCache]):
         """Wait for the oldest step in flight.
 
         Returns:
-            One result per sequence that yields something, in the plan's order.
+            One result per sequence that yields one, in plan order.
         """
         launched = self._launched.popleft()
         launched.over.wait()
@@ -178,7 +178,7 @@ class ModelRunner(Generic[AnyCache]):
         self._places = {}
 
     def capture(self, on_progress: Callable[[str, int, int], None]) -> None:
-        """Capture the graphs of steps, before the first request; later ones would wait."""
+        """Capture the graphs of steps, before the first request."""
         if self._graphed is not None:
             with self._device.running():
                 self._graphed.capture(on_progress)
@@ -211,7 +211,7 @@ class ModelRunner(Generic[AnyCache]):
                 else:
                     hidden = self._kept.run(plan.scheduled, step, wanted)
                 if reading is not None:
-                    # First, so that the logits of both are never there together.
+                    # First, so that the prompts' logits and the samples' never exist together.
                     reads = self._reader.launch(hidden, reading)
                 logits = self._executor.logits(hidden[: len(rows)])
             if settings.has_penalties:

@@ -15,7 +15,7 @@ MOST_ROWS = 256  # per piece
 
 
 class PinnedRows:
-    """Rows that become free as soon as they are no longer referenced."""
+    """Rows that become free when nothing refers to them."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._device = device
@@ -23,7 +23,7 @@ class PinnedRows:
         self._free: list[Tensor] = []
 
     def take(self) -> tuple[Tensor, memoryview]:
-        """Take a row, (num_bytes,) uint8, and its bytes; it is free again once both are dropped."""
+        """Take a row, (num_bytes,) uint8, and its bytes; dropping both frees it."""
         if not self._free:
             count = max(1, min(MOST_ROWS, PIECE_BYTES // self._num_bytes))
             piece = self._device.pinned(count * self._num_bytes)

@@ -1,7 +1,7 @@
-"""Reads prompts: what the model thinks of their tokens, or the hidden states they come to.
+"""Reads prompts: scores their tokens, or pools their hidden states.
 
-The logits of a whole step would take hundreds of megabytes, so they are made for a few rows at a
-time, and of each row only the token that follows and the likeliest ones are kept.
+The logits of a whole step would take hundreds of megabytes, so it makes them for a few rows at a
+time, and keeps only the next token and the likeliest ones of each.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ class PromptReading:
     """The rows of a step whose hidden states are read.
 
     Attributes:
-        entries: all that yield something, in the plan's order.
-        scored: those of them whose prompt's tokens get log probabilities.
-        pooled: those whose hidden states are added up.
-        labelled: those of whose last row a few logits are wanted.
-        rows: of the step that anything is wanted of, each once.
-            First come those that sample.
-        read: places of those that are read, among these; of the scored entries, then of the pooled,
-            then of the labelled.
+        entries: all that yield something, in plan order.
+        scored: those whose prompt's tokens get log probabilities.
+        pooled: those whose hidden states are summed.
+        labelled: those whose last row gives a few logits.
+        rows: the step's rows with a result, without repetition; sampling rows come first.
+        read: indices in `rows` of the rows read: the scored entries', the pooled, the labelled.
     """
 
     entries: Sequences[ScheduledSequence]
@@ -57,7 +55,7 @@ class PromptReading:
 
     @classmethod
     def of(cls, plan: Plan) -> PromptReading | None:
-        """Of one step; None if nothing is read."""
+        """Collect the rows that one step reads; None if it reads none."""
         if not any(entry.read for entry in plan.scheduled):
             return None
         ends = list(accumulate([entry.num_tokens for entry in plan.scheduled]))
@@ -91,7 +89,7 @@ class PromptReading:
 
     @property
     def targets(self) -> list[int]:
-        """The token behind each scored row."""
+        """The token after each scored row."""
         return [
             token_id
             for entry in self.scored
@@ -100,7 +98,7 @@ class PromptReading:
 
     @property
     def labels(self) -> list[tuple[int, ...]]:
-        """Tokens whose logits are wanted of each labelled row, repeated to the longest."""
+        """Each labelled row's labels, padded to the longest by repetition."""
         labels = [entry.sequence.request.labels for entry in self.labelled]
         most = max(map(len, labels), default=0)
         return [(*own, *own[:1] * (most - len(own))) for own in labels]
@@ -111,15 +109,15 @@ class ReadRows:
     """Results of a step's reading, on their way to the host."""
 
     reading: PromptReading
-    scores: Sequences[TokenScores]  # of some rows each
+    scores: Sequences[TokenScores]  # each of some rows
     pooled: Tensor | None  # (num_pooled, hidden_size) float32, the sum of each entry's rows
-    labels: Sequences[Tensor]  # of some rows each, (num_rows, most_labels) float32 logits
+    labels: Sequences[Tensor]  # each of some rows, (num_rows, most_labels) float32 logits
 
     def join(self, sampled: Sequences[Sampled]) -> list[Sampled]:
-        """The results of each entry that yields something, once the copies are there.
+        """Return the result of each entry, once the copies have arrived.
 
         Args:
-            sampled: of those that sample, in the plan's order.
+            sampled: the sampling entries' results, in plan order.
         """
         found = iter(sampled)
         results: list[Sampled] = []
@@ -164,12 +162,12 @@ def _pooled(values: list[float]) -> dict[str, Any] | None:
 
 
 class PromptReader:
-    """Makes what was read of hidden states.
+    """Computes a prompt's results from its hidden states.
 
     Args:
         executor: has the head.
-        score_tokens: what logits mean for the tokens that follow.
-        device: where the hidden states are.
+        score_tokens: computes log probabilities of the next tokens.
+        device: holds the hidden states.
     """
 
     def __init__(self, executor: Executor[Any], score_tokens: ScoreTokens, device: Device) -> None:
@@ -178,7 +176,7 @@ class PromptReader:
         self._device = device
 
     def launch(self, hidden: Tensor, reading: PromptReading) -> ReadRows:
-        """Enqueue all that it takes.
+        """Enqueue the computation.
 
         Args:
             hidden: (num_rows, hidden_size), of the reading's rows.

@@ -1,4 +1,4 @@
-"""A step's samples on their way to the host, and what is read of them there."""
+"""A step's samples on their way to the host, and their results there."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BROKEN = Sampled(error="the model produced no finite logits for this sequence", 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log probabilities of the rows that report them, before any penalty or temperature."""
+    """Log probabilities of the rows that report them, before penalties and temperature."""
 
     rows: Sequences[int]
     chosen: Tensor  # (num_rows,) float32
-    top: Tensor  # (num_rows, most that is asked for) float32
+    top: Tensor  # (num_rows, largest requested number) float32
     top_ids: Tensor  # int64
 
     def read(self, tokens: list[int], entries: Sequences[ScheduledSequence]) -> _Reports:
@@ -47,9 +47,9 @@ _Reports = dict[int, TokenLogprobs]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Continuations of the rows of beams, likeliest first."""
+    """Continuations of beams' rows, likeliest first."""
 
-    places: dict[int, tuple[int, int]]  # by row: its place, and how many count
+    places: dict[int, tuple[int, int]]  # by row: its index, and its number of candidates
     scores: Tensor  # (num_beams, largest count) float32
     token_ids: Tensor  # int64
 
@@ -62,18 +62,16 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """A step's samples on their way to the host."""
-
     entries: Sequences[ScheduledSequence]
     tokens: Tensor  # (at least num_entries,) int64
     banned: list[int]  # rows with banned tokens
     largest: Tensor | None  # (num_rows,) largest logits before bans; None without such rows
     logprobs: Logprobs | None
     candidates: Candidates | None = None
-    errors: Mapping[int, str] = field(default_factory=dict)  # by row, why nothing is allowed
+    errors: Mapping[int, str] = field(default_factory=dict)  # by row, why no token is allowed
 
     def read(self) -> list[Sampled]:
-        """Return one result per entry; call it after an event recorded behind the copies."""
+        """Return one result per entry; call it after an event recorded after the copies."""
         tokens: list[int] = self.tokens.tolist()[: len(self.entries)]
         reports = {} if self.logprobs is None else self.logprobs.read(tokens, self.entries)
         places = {} if self.candidates is None else self.candidates.places

@@ -1,4 +1,4 @@
-"""Turns logits into tokens that stay on the device and are read a step later."""
+"""Samples tokens from logits; they stay on the device and are read a step later."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SampleTokens(Protocol):
     """Draws a token per row without waiting for a device: in Triton, C or torch."""
 
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Choose from logits (num_rows, vocab_size) float32, which are not changed.
+        """Draw from logits (num_rows, vocab_size) float32, without changing them.
 
         Returns:
             (num_rows,) int64 token ids; negative for a row with NaN, +inf or no finite value.
@@ -51,10 +51,10 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that end an answer.
-        penalize: lowers the logits of seen tokens.
+        penalize: applies penalties to seen tokens' logits.
         num_slots: sequences that run at once.
         vocab_size: number of tokens.
-        grammars: makes token masks; None if no sequence has a grammar.
+        grammars: makes token masks; None without grammars.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Sampler:
 
         Args:
             logits: (num_samples, vocab_size) float32; changed in place.
-            read: (num_samples,) int64, the token that each row has read.
-            latest: (at least num_samples,) int64, receives the tokens, 0 where there is none.
+            read: (num_samples,) int64, each row's input token.
+            latest: (at least num_samples,) int64, receives the tokens, or 0.
 
         Returns:
             (num_samples,) int64, see `SampleTokens`.
@@ -137,11 +137,11 @@ class Sampler:
 
         Args:
             logits: (num_samples, vocab_size) float32; changed in place.
-            entries: in the order of the rows; padding rows may follow.
+            entries: in row order; padding rows may follow.
             settings: the result of `stage`.
             latest: see `choose`.
             read: see `choose`; needed without `drawn`.
-            drawn: (num_samples,) int64, the result of `choose` for the same logits; used unless
+            drawn: (num_samples,) int64, the result of `choose` for the same logits; ignored if
                 single logits are adjusted or a grammar bans tokens.
         """
         masks = None if settings.masks is None else settings.masks.result()
@@ -165,7 +165,7 @@ class Sampler:
                 self._penalize(logits, self._seen.table, tensors.penalties, uncounted)
             adjustments.apply(logits, self._device)
             drawn = self._sample_tokens(logits, tensors.sampling)
-            # A synchronous device has no later step that looks for tokens there.
+            # A synchronous device has no later step that reads tokens there.
             if self._device.is_asynchronous or raw is not None:
                 _keep_latest(drawn, latest)
         logprobs = None
@@ -199,5 +199,5 @@ class Sampler:
 
 
 def _keep_latest(tokens: Tensor, latest: Tensor) -> None:
-    """Write a step's tokens, 0 where there is none, to where later reads find them."""
+    """Write a step's tokens, 0 for none, to where later reads find them."""
     arrays.at_least_zero(tokens, latest[: len(tokens)])

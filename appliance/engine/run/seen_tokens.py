@@ -1,8 +1,7 @@
 """Counts seen tokens for penalties, on the device, which knows them first.
 
-A step counts the token that a row reads, so a sequence may run on before its latest token has
-reached the host. The rows of drafts follow each other: each counts its own on top, and those that
-were rejected are taken off again with the next step.
+A step counts each row's input token, so a sequence may run on before its last token has reached the
+host. Rows of drafts are adjacent and add up; the next step subtracts rejected ones.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SeenTokens:
-    """A row of counts per slot; rows of sequences without penalties are undefined.
+    """A row of counts per slot; undefined for sequences without penalties.
 
     Attributes:
         table: (num_slots, vocab_size) int32, as `kernels.penalties.reference` reads it.
@@ -33,11 +32,10 @@ class SeenTokens:
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
         self.table = device.zeros((num_slots, vocab_size), "int32")
         self._device = device
-        # By place: the sequence, and the number of its tokens counted once everything enqueued is
-        # done. A step repeated after a failure has no more tokens than that, so it is counted
-        # afresh.
+        # By place: the sequence, and the number of its tokens counted after all enqueued work. A
+        # step repeated after a failure has no more tokens than that, so it recounts.
         self._counted: dict[int, tuple[Sequence, int]] = {}
-        self._drafted: dict[int, tuple[int, ...]] = {}  # by place: the last tokens counted
+        self._drafted: dict[int, tuple[int, ...]] = {}  # by place: the drafts counted last
 
     def prepare(
         self,
@@ -45,12 +43,12 @@ class SeenTokens:
         places: NDArray[np.int32],
         counted: NDArray[np.int32],
     ) -> None:
-        """Prepare the counts a step will read; call it for every enqueued step.
+        """Prepare the counts that a step reads; call it for every enqueued step.
 
         Args:
             entries: those that sample.
             places: (at least num_entries,) row of each, -1 without penalties.
-            counted: same shape, gets 1 where the step has to count the token that the row reads.
+            counted: same shape; becomes 1 where the step must count the row's input token.
         """
         fresh: dict[int, ScheduledSequence] = {}
         for row in np.flatnonzero(places >= 0).tolist():
@@ -68,7 +66,7 @@ class SeenTokens:
             self._count(fresh)
 
     def _take_back(self, place: int, entry: ScheduledSequence) -> None:
-        """Take off the drafts of a sequence's last step that are not in front of a row."""
+        """Subtract the last step's drafts that do not precede a row."""
         drafts = self._drafted.pop(place, ())
         sequence, count = self._counted.get(place, (None, 0))
         kept = entry.end - 1 - (count - len(drafts))

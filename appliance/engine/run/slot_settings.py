@@ -1,4 +1,4 @@
-"""Sampling settings of the running sequences, by slot, so that a step picks its rows at once."""
+"""Sampling settings of running sequences by slot, so that a step gathers its rows at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROW = np.dtype(
     ]
 )
 
-# The part that a step's kernels read, by the names of the staging arrays.
+# The fields for a step's kernels, by the names of the staging arrays.
 STAGED = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("places", "repetition", "presence", "frequency"),
@@ -48,7 +48,7 @@ STAGED = (
 
 
 class StepSettings(NamedTuple):
-    """Sampling settings of a step's rows, (num_rows,) `ROW`, and the rows with special wishes."""
+    """Sampling settings of a step's rows, (num_rows,) `ROW`, and the rows that need more."""
 
     rows: NDArray[Any]
     adjusted: Sequences[int] = ()
@@ -56,7 +56,7 @@ class StepSettings(NamedTuple):
     searching: Sequences[int] = ()
     obeying: Sequences[int] = ()
     has_penalties: bool = False
-    masks: Future[Masks] | None = None  # of the rows with a grammar
+    masks: Future[Masks] | None = None  # of rows with a grammar
 
 
 class SlotSettings:
@@ -69,7 +69,7 @@ class SlotSettings:
         self._rows[0]["repetition"] = 1.0
         self._rows[0]["is_plain"] = True
         self._owners: list[Sequence | None] = [None] * (num_slots + 1)
-        self._last: tuple[list[int], StepSettings] | None = None  # slots picked last
+        self._last: tuple[list[int], StepSettings] | None = None  # slots of the last call
 
     def of(self, sequences: Iterable[Sequence], padding: int = 0) -> StepSettings:
         """Return the settings of running sequences, followed by greedy padding."""
@@ -124,19 +124,19 @@ class SlotSettings:
 
 
 def random_key(sequence: Sequence) -> int:
-    """Return the key of a sequence's random numbers, 64 bits."""
+    """Return the 64-bit key of a sequence's random numbers."""
     seed = sequence.request.sampling.seed or 0
     return (seed ^ (sequence.index * 0xD1342543DE82EF95)) & _MASK64
 
 
 def uniform_numbers(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) per row that depends only on its key and its position.
+    """Return a number in [0, 1) per row that depends only on its key and position.
 
     Two rounds of the SplitMix64 finalizer (Steele, Lea and Flood 2014).
 
     Args:
         keys: (num_rows,), `ROW["key"]`: the request's seed and the choice.
-        positions: (num_rows,) of the tokens to be drawn.
+        positions: (num_rows,) of the drawn tokens.
     """
     x = keys ^ (positions.astype(np.uint64) * _GOLDEN)
     for _ in range(2):

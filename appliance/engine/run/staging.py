@@ -1,7 +1,7 @@
 """One buffer for all inputs of a step: filled on the host, copied at once, read in place.
 
-A graph reads its inputs where they were at its capture, so the parts of a step of a given shape are
-always at the same places.
+A graph reads its inputs at the addresses of its capture, so a given shape always has the same
+layout.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 Layout = TypeVar("Layout")
 ALIGNMENT = 16  # bytes that kernels load at once
-COPIES = 2  # host buffers: the device reads one while the other is filled
+COPIES = 2  # host buffers: the device reads one while the host fills the other
 MAX_SHAPES = 1024  # layouts to keep: those of decode steps recur
 
-# Parts of these names are handed on together.
+# Parts that are passed on together.
 _SAMPLING = [part.name for part in fields(SamplingRows)]
 _PENALTIES = [part.name for part in fields(PenaltyRows)]
 
@@ -40,18 +40,18 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_samples: int
-    table_width: int  # blocks
-    is_sealed: bool = False  # there are open blocks
-    is_recurrent: bool = False  # there are state slots
-    is_adapted: bool = False  # some sequences have adapters
-    num_tiles: int = 0  # of prompts, in a step that is padded
+    table_width: int  # in blocks
+    is_sealed: bool = False  # with open blocks
+    is_recurrent: bool = False  # with state slots
+    is_adapted: bool = False  # with adapters
+    num_tiles: int = 0  # of prompts, in a padded step
 
     def parts(self) -> dict[str, tuple[type[np.generic], int]]:
         """Return element type and count of each part, in order."""
         tokens, seqs, samples = self.num_tokens, self.num_seqs, self.num_samples
         return {
             "token_ids": (np.int64, tokens),  # first: see `sources`
-            # Place of each row's token: `Staging.latest`, followed by the token ids.
+            # Index of each row's token in `Staging.latest`, followed by the token ids.
             "sources": (np.int64, tokens),
             "positions": (np.int64, tokens),
             "slot_mapping": (np.int64, tokens),
@@ -84,7 +84,7 @@ class StepShape(NamedTuple):
         }
 
     def places(self) -> Mapping[str, tuple[int, int]]:
-        """Return the first byte of each part, and the one after its last."""
+        """Return each part's byte range."""
         return _places(self)
 
     @property
@@ -104,7 +104,7 @@ def _places(shape: StepShape) -> Mapping[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The parts of one step on the device."""
+    """A step's parts on the device."""
 
     token_ids: Tensor
     sources: Tensor
@@ -137,9 +137,9 @@ class Staging:
     """Buffers for steps up to a size.
 
     Attributes:
-        latest: (num_samples,) int64 on the device: the tokens sampled by the step before, negative
-            codes as 0. It lies before the token ids of the step, so that one lookup finds a row's
-            token, known to the host or not.
+        latest: (num_samples,) int64 on the device: the previous step's tokens, negative codes as 0.
+            Precedes the step's token ids, so that one gather finds a row's token, known to the host
+            or not.
     """
 
     def __init__(self, device: Device, largest: StepShape) -> None:
@@ -149,7 +149,7 @@ class Staging:
         self._memory = device.zeros((self.num_bytes,), "uint8")
         self.latest: Tensor = arrays.viewed(self._memory[:latest_bytes], "int64")
         self._inputs = self._memory[latest_bytes:]
-        # A synchronous device reads what the host has written, in place.
+        # A synchronous device reads the host's arrays in place.
         self._hosts = [_HostBuffer(self._inputs)]
         if device.is_asynchronous:
             self._hosts = [_HostBuffer(device.pinned(largest.num_bytes)) for _ in range(COPIES)]
@@ -157,11 +157,11 @@ class Staging:
 
     @property
     def first_source(self) -> int | None:
-        """Source of a step's first token id; None on a synchronous device, which has no sources."""
+        """Source of a step's first token id; None on a synchronous device."""
         return len(self.latest) if self._device.is_asynchronous else None
 
     def arrays(self, shape: StepShape) -> dict[str, NDArray[Any]]:
-        """Return a step's host arrays, to be filled before `send`; their content is undefined."""
+        """Return a step's host arrays, to fill before `send`; their content is undefined."""
         self._hosts.append(self._hosts.pop(0))
         host = self._hosts[0]
         if host.copied is not None:
@@ -185,7 +185,6 @@ class Staging:
         return self.tensors(shape)
 
     def tensors(self, shape: StepShape) -> StepTensors:
-        """Return the device's tensors of a step."""
         found = self._tensors.get(shape)
         if found is None:
             parts = shape.parts()
@@ -204,7 +203,7 @@ class Staging:
         return found
 
     def token_ids(self, shape: StepShape) -> Tensor:
-        """Return (num_tokens,) int64 on the device: known to the host, or just sampled there."""
+        """Return (num_tokens,) int64 on the device: known to the host, or just sampled."""
         tensors = self.tensors(shape)
         if not self._device.is_asynchronous:
             return tensors.token_ids
@@ -213,8 +212,8 @@ class Staging:
         return tokens.index_select(0, tensors.sources)
 
     def _keep(self, known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:
-        # Layouts lie scattered between the logits of steps in host memory; on the CPU many of them
-        # would fragment it.
+        # Cached layouts lie between the steps' logits in host memory; on the CPU many would
+        # fragment it.
         if len(known) == (MAX_SHAPES if self._device.is_asynchronous else 1):
             known.clear()
         known[shape] = layout

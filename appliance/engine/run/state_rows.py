@@ -1,4 +1,4 @@
-"""Copies recurrent states: among the rows of a cache, to host memory and back."""
+"""Copies recurrent states: among a cache's rows, to host memory and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StateRows:
-    """The rows of recurrent state on one device; moves are done in the order of the calls.
+    """The rows of recurrent state on one device; moves run in call order.
 
     Args:
         rows: (num_rows, state_bytes) uint8, which steps read and write.
@@ -40,11 +40,11 @@ class StateRows:
             self._rows[destination].copy_(self._rows[source])
 
     def save(self, rows: Sequence[int]) -> tuple[SavedBlock, ...]:
-        """Copy rows to host memory; later work waits for it where the device is asynchronous."""
+        """Copy rows to host memory; on an asynchronous device later work waits for it."""
         return tuple(map(self._save, rows))
 
     def load(self, loads: Sequence[StateLoad], saved: Sequence[SavedBlock]) -> None:
-        """Fill rows; `saved` is what the same plan has saved."""
+        """Fill rows; `saved` is the result of the same plan's `save`."""
         for load in loads:
             content = load.content(saved)
             if not self._device.is_asynchronous:

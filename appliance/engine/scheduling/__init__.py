@@ -1,1 +1,1 @@
-"""Decides what each step runs. See scheduler, and policy for the rules."""
+"""Decides the rows of each step. See scheduler, and policy for the rules."""

@@ -1,7 +1,4 @@
-"""Starts waiting sequences: gives them a slot and the blocks they can share.
-
-Imports no torch.
-"""
+"""Starts waiting sequences: gives them a slot and the blocks they can share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def start_next(state: State, draft: Draft, lane: Lane) -> Sequence | None:
-    """Start one sequence of a lane; return None if there is no room for the next one.
+    """Start one sequence of a lane; return None if there is no room for it.
 
-    The sequence gets no rows in `draft` here.
+    Gives it no rows in `draft` yet.
     """
     if draft.preempted or not (state.slots and lane.sequences):
         return None  # blocks of preempted sequences are not for newcomers
@@ -59,7 +56,7 @@ def _can_fork(state: State, sequence: Sequence) -> bool:
     parent = sequence.parent
     return (
         parent is not None
-        and state.blocks.states is None  # where its prompt ends, it is already further
+        and state.blocks.states is None  # it is already past its prompt's end
         and sequence.first_scheduled is None
         and parent.status is SequenceStatus.RUNNING
         and parent.num_computed >= sequence.num_prompt_tokens
@@ -70,12 +67,12 @@ def _can_fork(state: State, sequence: Sequence) -> bool:
 def _start_table(state: State, draft: Draft, sequence: Sequence, num_promised: int) -> bool:
     """Share the parent's prompt or a cached prefix, if everything else fits too.
 
-    Content in the tiers below is loaded with the step.
+    The step loads content from the tiers below.
     """
     blocks = state.blocks
     num_free = blocks.num_free_blocks - draft.num_owed
     if _can_fork(state, sequence):
-        # Logits need the last prompt token to run again: one block, copied or new, is its own.
+        # Logits need the last prompt token to run again in a block of its own, copied or new.
         if not may_admit(1, num_free, num_promised):
             return False
         _fork_prompt(state, sequence)
@@ -84,7 +81,7 @@ def _start_table(state: State, draft: Draft, sequence: Sequence, num_promised: i
     prefix = state.tiers.choose(sequence, blocks.find_prefix(sequence))
     cost = blocks.cost_of_admission(sequence, prefix)
     if not may_admit(cost, num_free, num_promised):
-        # A copy takes a block more than no hit at all.
+        # A copy takes a block more than a miss.
         prefix = blocks.without_copy(prefix)
         cost = blocks.cost_of_admission(sequence, prefix)
         if not may_admit(cost, num_free, num_promised):

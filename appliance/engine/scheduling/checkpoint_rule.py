@@ -1,15 +1,15 @@
-"""The rule of which block boundaries get a state checkpoint. Imports no torch.
+"""Chooses the block boundaries that get a state checkpoint. Imports no torch.
 
-A model with recurrent layers can only go on where a copy of its state is, and a step leaves one
-behind its last row alone. So prompts are cut where later prompts are likely to part from them:
+A model with recurrent layers can continue only from a copy of its state, and a step leaves one only
+after its last row. So prompts are cut where later prompts are likely to diverge:
 
-1. at their last block boundary: the next turn, siblings and the same prompt again begin there;
-2. where the cached blocks of earlier prompts ended: there this one parts from them;
-3. at distances from the end that double, so that a changed tail of any length makes the engine
-   compute at most about twice that many tokens, and a long prompt has few checkpoints.
+1. at their last block boundary: the next turn, siblings and the same prompt begin there; 2. where
+the cached blocks of earlier prompts ended, because this one diverges there; 3. at doubling
+distances from the end: after a change of the tail the engine computes at most about
+   twice the changed tokens, and a long prompt has few checkpoints.
 
-An answer gets one at each block boundary, which costs no cut; each replaces the one before, so the
-last one is the end of the turn. Beams fork and end too often for that.
+An answer gets one at each block boundary without a cut; each replaces the previous one, so the last
+is at the end of the turn. Beams fork and end too often for that.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
 
-FIRST_DISTANCE = 512  # tokens: fewer rows would make steps that use a GPU badly
+FIRST_DISTANCE = 512  # tokens: steps with fewer rows use a GPU badly
 
 
 def chunk_end(sequence: Sequence, start: int, end: int, block_size: int) -> int:
-    """Return where rows that could be [start, end) end, so that no checkpoint is passed."""
+    """Return the end of the rows [start, end), cut at the first checkpoint."""
     places = _places(sequence, block_size)
     return min((place for place in places if start < place < end), default=end)
 
 
 def gets_checkpoint(entry: ScheduledSequence, block_size: int) -> bool:
-    """Return True if a checkpoint should follow the last row of an entry."""
+    """Return True if a checkpoint follows an entry's last row."""
     sequence, end = entry.sequence, entry.end
     if end % block_size:
         return False
@@ -40,7 +40,7 @@ def gets_checkpoint(entry: ScheduledSequence, block_size: int) -> bool:
 
 
 def _places(sequence: Sequence, block_size: int) -> set[int]:
-    """Return the numbers of a sequence's tokens behind which rows of a prompt are cut."""
+    """Return the numbers of tokens after which a prompt is cut."""
     num_tokens = len(sequence.token_ids)
     found = {num_tokens, num_tokens - 1, sequence.num_alike}
     distance = FIRST_DISTANCE

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine was loaded; tokens unless said otherwise."""
+    """Totals since the engine was loaded; tokens unless noted."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -26,13 +26,13 @@ class Counters:
     preemptions: int = 0  # sequences
     aborted: int = 0  # requests
     expired: int = 0  # requests
-    drafts: int = 0  # sequences in a step that had some
+    drafts: int = 0  # sequences with drafts, per step
     draft_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # by place
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)  # by position
     last_plan: Plan = field(default_factory=lambda: Plan(()))
 
     def count_drafts(self, entry: ScheduledSequence, num_accepted: int) -> None:
-        """Count the drafts of an entry that was run."""
+        """Count the drafts of an executed entry."""
         entry.sequence.num_drafts += len(entry.drafts)
         entry.sequence.num_accepted += num_accepted
         self.drafts += 1

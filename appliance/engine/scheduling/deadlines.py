@@ -1,4 +1,4 @@
-"""Deadlines by which requests must have started or ended. Imports no torch."""
+"""Deadlines for starting and ending requests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
 
-_SPARE = 64  # entries of ended sequences that may pile up before a cleanup
+_SPARE = 64  # entries of ended sequences before a cleanup
 
 
 class Deadlines:
-    """Deadlines of sequences, the earliest first."""
+    """Deadlines of sequences, earliest first."""
 
     def __init__(self) -> None:
-        # Time, a number so that sequences are never compared, whether it is for the queue.
+        # Time, a number that keeps heapq from comparing sequences, True for the queue's deadline.
         self._heap: list[tuple[float, int, bool, Sequence]] = []
         self._count = 0
         self._limit = _SPARE
 
     def add(self, sequence: Sequence) -> None:
-        """Add the deadlines of a sequence's request."""
         request = sequence.request
         if request.timeout is not None:
             self._push(sequence.arrival + request.timeout, sequence, in_queue=False)
@@ -48,14 +47,14 @@ class Deadlines:
 
 
 def was_started(sequence: Sequence) -> bool:
-    """Return True if anything was computed for the sequence's request."""
+    """Return True if any part of the sequence's request was computed."""
     return any(
         one is not None and one.first_scheduled is not None for one in (sequence, sequence.parent)
     )
 
 
 def why_refused(request: Request, waited: float) -> str:
-    """Explain to a client why its request was never started."""
+    """Explain to a client why its request never started."""
     timeout, limit = request.timeout, request.max_queue_seconds
     if limit is None or (timeout is not None and timeout < limit):
         return (

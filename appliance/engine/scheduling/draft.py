@@ -1,4 +1,4 @@
-"""A plan in the making, whose entries can still be taken back. Imports no torch."""
+"""A plan in the making; entries can be withdrawn. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Draft:
-    """Collects entries under a budget of rows."""
+    """Collects entries within a budget of rows."""
 
     budget: int  # rows left
     now: float = 0.0  # monotonic seconds
@@ -30,8 +30,8 @@ class Draft:
     preempted: list[Sequence] = field(default_factory=list)
     arrivals: dict[Sequence, list[Arrival]] = field(default_factory=dict)
 
-    # For admission: blocks that running sequences still need, blocks still owed to those that start
-    # in this step, and sequences that found no room.
+    # For admission: blocks that running sequences still need, blocks owed to sequences that start
+    # in this step, and sequences without room.
     num_promised: int | None = None
     num_owed: int = 0
     blocked: list[Sequence] = field(default_factory=list)
@@ -44,10 +44,7 @@ class Draft:
         before: ScheduledSequence | None = None,
         drafts: tuple[int, ...] = (),
     ) -> None:
-        """Schedule the next `num_tokens` rows of a sequence, behind those in flight, if any.
-
-        The rows of drafts come on top.
-        """
+        """Schedule the next `num_tokens` rows of a sequence, after those in flight, plus drafts."""
         start = sequence.num_computed if before is None else before.end
         known, end = len(sequence.token_ids), start + num_tokens
         samples = end == (known if before is None else known + before.samples)
@@ -64,7 +61,7 @@ class Draft:
             self.copies[sequence] = copies
 
     def take_back(self, sequence: Sequence) -> None:
-        """Undo `add`, if it was called for this sequence, and its start, if that was the first."""
+        """Undo `add` for a sequence, if called, and its start if this was the first."""
         if sequence in self.started:
             self.started.remove(sequence)
             sequence.first_scheduled = None
@@ -84,7 +81,7 @@ class Draft:
         if len(scheduled) < len(entries):
             scheduled += tuple([entry for entry in entries if entry.num_tokens > 1])
         states = blocks.states
-        if states is not None:  # before the tiers: what checkpoints push out may go there
+        if states is not None:  # before the tiers: blocks that checkpoints evict may go there
             size = blocks.block_size
             wanted = [entry for entry in scheduled if gets_checkpoint(entry, size)]
             copies, checkpoints = states.plan(wanted)

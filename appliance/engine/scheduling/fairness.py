@@ -1,7 +1,4 @@
-"""Counts the tokens computed for each owner of requests, for fair turns. Imports no torch.
-
-`policy.turn` decides whose turn it is.
-"""
+"""Counts the tokens computed per owner, for fair turns (`policy.turn`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ class Account:
     """One owner with live sequences.
 
     Attributes:
-        served: tokens computed for it; raised when it returns after a pause, so that idle owners
-            save nothing up.
+        served: tokens computed for it; raised when it returns after a pause, so that idle owners do
+            not save up credit.
         num_live: sequences that wait or run.
-        num_waiting: of these, those that wait; siblings of a waiting one are not counted.
-        num_running: of these, those that run.
+        num_waiting: those that wait, without siblings of waiting ones.
+        num_running: those that run.
     """
 
     served: int = 0
@@ -33,7 +30,7 @@ class Account:
 
 
 class Accounts:
-    """All owners that have live sequences; others are forgotten."""
+    """All owners with live sequences; forgets others."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
@@ -43,7 +40,7 @@ class Accounts:
         return self._accounts[sequence.request.owner]
 
     def open(self, owner: str, num_sequences: int) -> None:
-        """Add an owner's new sequences; if none of its waited, set it level with the others."""
+        """Add an owner's new sequences; if none of its waited, level it with the others."""
         account = self._accounts.setdefault(owner, Account())
         account.num_live += num_sequences
         if account.num_waiting == 0:
@@ -64,7 +61,7 @@ class Accounts:
             accounts[sequence.request.owner].served += 1
 
     def refund(self, given: Mapping[Sequence, int], scheduled: Collection[Sequence]) -> None:
-        """Take back the tokens given to sequences that are not scheduled after all."""
+        """Refund tokens of sequences that are not scheduled after all."""
         for sequence, num_tokens in given.items():
             if sequence not in scheduled:
                 self.of(sequence).served -= num_tokens

@@ -1,4 +1,4 @@
-"""Builds the kind of sequence group that a request needs. Imports no torch."""
+"""Builds a request's kind of sequence group. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def group_of(
 ) -> SequenceGroup:
     """Return a new group; none of its sequences runs yet.
 
-    No other group has the same `arrival`, in monotonic seconds.
+    `arrival`, in monotonic seconds, is unique to the group.
     """
     parent = Sequence(request, arrival=arrival)
     children = [

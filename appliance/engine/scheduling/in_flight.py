@@ -1,4 +1,4 @@
-"""Tracks the rows of each sequence in plans not yet committed. Imports no torch."""
+"""Tracks each sequence's rows in uncommitted plans. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class InFlight:
 
     Args:
         look_ahead: a sequence may be in two plans at once.
-        max_tokens: most tokens of one sequence.
+        max_tokens: maximum length of a sequence.
 
     Attributes:
-        entries: of each sequence, oldest first; never empty.
+        entries: by sequence, oldest first; never empty.
         starved: best rank among sequences that found no block and no victim.
     """
 
@@ -35,7 +35,6 @@ class InFlight:
         self._max_tokens = max_tokens
 
     def add(self, entries: Iterable[ScheduledSequence]) -> None:
-        """Add the entries of a new plan."""
         for entry in entries:
             self.entries.setdefault(entry.sequence, []).append(entry)
 
@@ -59,15 +58,12 @@ class InFlight:
         self.starved = min(self.starved or rank(sequence), rank(sequence))
 
     def num_left(self, sequence: Sequence) -> int:
-        """Count the rows of a sequence in flight that may be planned now, with a coming token's.
-
-        0 if it must wait for what is in flight.
-        """
+        """Count a sequence's plannable rows, the next token's included; 0 if it must wait."""
         own = self.entries[sequence]
         if not self._look_ahead or len(own) > 1:
             return 0
         if self.starved is not None and rank(sequence) > self.starved:
-            return 0  # once it is idle, its blocks can be taken
+            return 0  # once idle, its blocks can be taken
         first = own[0]
         end = first.start + first.num_tokens
         if not first.samples:
@@ -78,7 +74,7 @@ class InFlight:
         return len(sequence.token_ids) + 1 - end
 
     def check_invariants(self, running: list[Sequence]) -> list[Sequence]:
-        """Assert that the entries fit together; return the sequences that have ended."""
+        """Assert that the entries are consistent; return the ended sequences."""
         ended = [seq for seq in self.entries if seq.status is SequenceStatus.FINISHED]
         assert set(self.entries) <= {*running, *ended}
         for sequence, own in self.entries.items():

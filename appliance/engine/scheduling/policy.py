@@ -1,23 +1,23 @@
 """The scheduler's policy: the order of service, admission, preemption.
 
-Change these functions and figures to change the order of service; the scheduler guarantees the rest
-(budget, blocks, that every sequence ends) for any of it, as long as `rank` is a total order that
-does not change while a sequence lives. `tiers/swap_rule.py` decides whether a victim's blocks are
-kept or recomputed. The order of decisions in a step:
+Change these functions and figures to change the order of service. The scheduler guarantees the rest
+(budget, blocks, that every sequence ends) as long as `rank` is a total order that does not change
+while a sequence lives. `tiers/swap_rule.py` decides between keeping and recomputing a victim's
+blocks. The order of decisions in a step:
 
 1. Every running answer gets its row, and rows for drafts of its next tokens as long as only
    answers run (`most_drafts`); `speculation/controller.py` decides how many.
 2. The rest of the step goes to prompts, running and waiting: the whole budget if no answer
    runs, else as many rows as `step_budget` allows (`DECODE_SLOWDOWN`). Prompts that all fit into
-   one step get it at once, if the last such step is long ago (`may_stall`): a rare gap between
-   two tokens is felt less than a late answer.
+       one step get it at once, if the last such step is long ago (`may_stall`): users notice a rare
+       gap between tokens less than a late answer.
 3. Among prompts the better priority goes first. Within a priority the owners (API keys) take
    turns of a few rows: next is the owner with fewest tokens so far (`turn`). Tokens computed for
    an owner count: prompt tokens that were not cached, and generated ones.
 4. An owner's turn goes to its running prompts by rank, then to its waiting requests: the one
    with the longest cached prefix, unless an earlier one was overtaken often (`choose_waiting`).
-5. When blocks run out, the worst priority gives way first, within it the owner with most
-   running sequences, and of these the latest (`choose_victim`).
+5. When blocks run out, it preempts the worst priority first, within it the owner with most running
+sequences, and of these the latest (`choose_victim`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 DECODE_SLOWDOWN = 1.6  # a step with prompts may take this many times what its answers alone would
 STALL_STEPS = 64  # steps between two of any length
-MAX_STALLS = 2  # such steps that may be saved up; a burst of short prompts takes no more of them
-MIN_PROMPT_ROWS = 8  # per step, however slow they are: prompts never stand still
-MAX_OVERTAKEN = 8  # sequences that may start before one that came earlier
-WINDOW = 8  # an owner's earliest waiting sequences, searched for the longest cached prefix
-TURNS = 16  # parts of a step's prompt rows that owners take in turn
+MAX_STALLS = 2  # unused such steps to save up; a burst of short prompts takes no more
+MIN_PROMPT_ROWS = 8  # per step, even if slow: prompts never stand still
+MAX_OVERTAKEN = 8  # later sequences that may start before an earlier one
+WINDOW = 8  # an owner's earliest waiting sequences to search for the longest cached prefix
+TURNS = 16  # shares of a step's prompt rows, in turns
 
-MAX_DRAFTS = 15  # of a sequence in a step: attention reads up to 16 of its rows together
-MAX_ANSWER_ROWS = 1 + MAX_DRAFTS  # more that are known are read as a prompt is
+MAX_DRAFTS = 15  # per sequence and step: attention reads up to 16 of its rows together
+MAX_ANSWER_ROWS = 1 + MAX_DRAFTS  # more known tokens are read like a prompt
 
 Rank = tuple[int, float, int]
 
@@ -53,10 +53,10 @@ def rank(sequence: Sequence) -> Rank:
 
 
 def turn(priority: int, account: Account) -> tuple[int, int, int]:
-    """Rank owners that have prompts, lowest first: deficit round robin.
+    """Rank owners with prompts, lowest first: deficit round robin.
 
-    `served` grows with every token computed for an owner, so the one furthest behind goes next, and
-    no two that always want more drift apart by more than one request and one step.
+    `served` grows with every token computed for an owner, so the one furthest behind goes next. Two
+    owners that always want more differ by at most one request and one step.
     """
     return (priority, account.served, account.num_running)
 
@@ -91,7 +91,7 @@ def may_overtake(sequence: Sequence, blocked: Iterable[Sequence]) -> bool:
 
     Args:
         sequence: another owner's.
-        blocked: sequences whose turn it was, for which there were too few blocks.
+        blocked: sequences whose turn it was, without enough blocks.
     """
     return all(
         sequence.request.priority <= other.request.priority and other.num_overtaken < MAX_OVERTAKEN
@@ -105,48 +105,47 @@ def may_admit(cost: int, num_free_blocks: int, num_promised: int) -> bool:
     Admission by the first chunk alone would admit sequences that the next step preempts again.
 
     Args:
-        cost: free blocks for all its tokens, except those in the prefix cache.
-        num_free_blocks: blocks that are free or only cached.
-        num_promised: blocks that running sequences still need for their prompts, and one more for
-            each to grow into.
+        cost: free blocks for all its tokens outside the prefix cache.
+        num_free_blocks: free or only cached blocks.
+        num_promised: blocks that running sequences still need for their prompts, plus one each to
+            grow into.
     """
     return cost + num_promised <= num_free_blocks
 
 
 def may_look_ahead(sequence: Sequence) -> bool:
-    """Return True if a sequence may run on before its latest token has reached the host.
+    """Return True if a sequence may run on before its last token has reached the host.
 
-    Which beams go on is open until all are read, and the tokens a grammar allows next depend on the
-    latest one.
+    Beams depend on all results of a step, and a grammar's next tokens on the last one.
     """
     sampling = sequence.request.sampling
     return not sampling.use_beam_search and sampling.grammar is None
 
 
 def is_answer(sequence: Sequence, num_left: int) -> bool:
-    """Return True if a sequence's rows continue its answer, rather than read what is long known."""
+    """Return True if a sequence's rows continue its answer instead of reading known tokens."""
     return 0 < num_left <= MAX_ANSWER_ROWS and sequence.num_computed >= sequence.num_prompt_tokens
 
 
 def may_draft(num_prompts: int, num_startable: int) -> bool:
-    """Return True if a step may hold drafts: not if prompts would wait for their rows.
+    """Return True if a step may hold drafts: only if no prompt needs the rows.
 
     Args:
         num_prompts: running sequences that read a prompt.
-        num_startable: sequences that wait, as long as more may run.
+        num_startable: waiting sequences, if more may run.
     """
     return not (num_prompts or num_startable)
 
 
 def most_drafts(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
-    """Return how many drafts a running answer may have in a step.
+    """Return the maximum number of drafts for a running answer in a step.
 
-    Which beams go on is open until all are read. Each draft may become a token, and one more token
-    follows. With recurrent layers no draft reaches the end of a block: there the answer leaves a
-    checkpoint, as it does without drafts, and a step leaves one behind its last row alone.
+    None for beams, which depend on all results of a step. Each draft may become a token, and one
+    more follows. With recurrent layers no draft reaches a block's end: there the answer leaves a
+    checkpoint, which a step does only after its last row.
 
     Args:
-        num_left: rows of its own in this step.
+        num_left: its own rows in this step.
         bounds: limits of its length.
     """
     num_tokens = len(sequence.token_ids)
@@ -162,7 +161,7 @@ def most_drafts(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
 def choose_victim(
     running: list[Sequence], beneficiary: Sequence, in_flight: Collection[Sequence]
 ) -> Sequence | None:
-    """Choose the sequence that gives up its blocks, from those ranked behind the beneficiary.
+    """Choose the sequence to preempt, ranked after the beneficiary.
 
     The first in rank is never a victim, which rules out livelock: it ends, and then the next one is
     first.

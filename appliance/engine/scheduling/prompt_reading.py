@@ -1,4 +1,4 @@
-"""Results of reading a prompt: sent to its client, or summed until they are complete.
+"""Results of reading a prompt: passed on to the client, or summed until complete.
 
 Imports no torch.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def take_read(entry: ScheduledSequence, result: Sampled, updates: list[Update]) -> None:
-    """Record that the rows of an entry were read.
+    """Record that an entry's rows were read.
 
     Args:
-        entry: of a plan that was run; some of its rows are to be read.
-        result: that came of it.
-        updates: what clients are told, to which this adds.
+        entry: of an executed plan, with rows to read.
+        result: the entry's.
+        updates: receives the client's updates.
     """
     sequence = entry.sequence
     sequence.num_read = entry.read.stop

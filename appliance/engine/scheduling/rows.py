@@ -1,7 +1,4 @@
-"""Gives running sequences their rows, preempting later sequences if necessary.
-
-Imports no torch.
-"""
+"""Gives running sequences their rows, preempting later sequences if necessary. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Rows = list[tuple["Sequence", int]]  # each sequence with the rows it wants
 def wanted_rows(state: State) -> tuple[Rows, Rows]:
     """Return running answers, and sequences that still read a prompt, in rank order.
 
-    Each comes with the rows that one step may have.
+    Each has the number of rows that one step may run.
     """
     decodes: Rows = []
     prompts: Rows = []
@@ -38,7 +35,7 @@ def wanted_rows(state: State) -> tuple[Rows, Rows]:
             num_left = len(sequence.token_ids) - sequence.num_computed
         if num_left == 1:
             decodes.append((sequence, 1))
-        elif num_left:  # else it waits for what is in flight, or as a beam for its siblings
+        elif num_left:  # otherwise it waits for a plan in flight, or as a beam for its siblings
             start = entries[sequence][0].end if sequence in entries else sequence.num_computed
             rows = decodes if is_answer(sequence, num_left) else prompts
             rows.append((sequence, rows_of_step(state, sequence, start, num_left)))
@@ -46,7 +43,7 @@ def wanted_rows(state: State) -> tuple[Rows, Rows]:
 
 
 def rows_of_step(state: State, sequence: Sequence, start: int, num_left: int) -> int:
-    """Return how many of its rows one step may have: up to the next state checkpoint."""
+    """Return the number of rows for one step: up to the next state checkpoint."""
     states = state.blocks.states
     if states is None or not states.checkpoints.num_rows:
         return num_left
@@ -60,10 +57,10 @@ def extend(
     num_left: int,
     drafts: tuple[int, ...] = (),
 ) -> None:
-    """Give a running sequence its next rows, as many as fit, preempting later ones if necessary.
+    """Give a running sequence as many of its next rows as fit, preempting later ones if necessary.
 
-    Without a victim it keeps its blocks and waits for the next step. Drafts take no blocks from
-    anybody: where there are none for them, the sequence goes on without.
+    Without a victim it keeps its blocks and waits for the next step. Drafts preempt nobody: without
+    free blocks for them, the sequence runs without.
     """
     num_tokens = min(num_left, draft.budget)
     if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:

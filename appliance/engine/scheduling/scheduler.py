@@ -46,16 +46,16 @@ class Scheduler:
     """Turns requests into plans, and sampled tokens into updates.
 
     Between `plan` and `commit` a plan is in flight: its sequences are not preempted, and blocks of
-    those that end meanwhile are kept until `commit`. So `plan` may be called again before `commit`;
-    it then plans for the other sequences and, with look-ahead, also the next rows of sequences in
-    one plan in flight that their length does not end there. Plans are run and committed in order.
+    those that end meanwhile stay until `commit`. So `plan` may be called again before `commit`; it
+    then plans for other sequences and, with look-ahead, for the next rows of sequences in one plan
+    in flight. Plans run and commit in order.
 
     Args:
-        blocks: the KV cache's block manager, changed only by the scheduler.
+        blocks: the KV cache's block manager; only the scheduler changes it.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: the runner can feed a sampled token to the next plan by itself.
-        tiers: keep content that leaves the cache; None keeps nothing.
-        speculator: proposes drafts; None verifies none. Only without `look_ahead`.
+        tiers: keep evicted content; None keeps nothing.
+        speculator: proposes drafts; None runs none. Excludes `look_ahead`.
     """
 
     def __init__(
@@ -87,18 +87,19 @@ class Scheduler:
         return bool(self._state.groups)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Iterate over all live sequences, by request in the order of arrival."""
+        """Iterate over all live sequences, by request in order of arrival."""
         return self._state.sequences()
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
 
-        `now` is in monotonic seconds.
+        Args:
+            now: monotonic seconds.
 
         Raises:
-            ContextLengthError: the prompt leaves no room for an answer in the context.
-            RequestError: the prompt is empty or as large as the KV cache, the id is taken, there
-                is no room for so many beams, or the speculation that was asked for verifies none.
+            ContextLengthError: the prompt leaves no room in the context for an answer.
+            RequestError: the prompt is empty or fills the KV cache, the id is taken, there is no
+                room for so many beams, or the configured speculation excludes them.
         """
         state = self._state
         if request.request_id in state.groups:
@@ -106,15 +107,16 @@ class Scheduler:
         check_request(request, state.bounds)
         if self._speculator is not None:
             self._speculator.check(request)
-        # Two requests of one clock tick still have an order.
+        # Two requests in one clock tick still have an order.
         self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
         state.enter(group_of(request, self._last_arrival, state.bounds, state.blocks))
         state.counters.prompt_tokens += len(request.prompt_token_ids)
 
     def expire(self, now: float) -> list[Update]:
-        """End the sequences past their deadline, with the best answers their groups have so far.
+        """End the sequences past their deadline, with the best answers of their groups so far.
 
-        `now` is in monotonic seconds.
+        Args:
+            now: monotonic seconds.
         """
         updates: list[Update] = []
         for sequence in self._state.deadlines.take(now):
@@ -141,10 +143,7 @@ class Scheduler:
         return bool(ending)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> tuple[Sequence, ...]:
-        """End one sequence, in any phase, with its unit; return the sequences this has ended.
-
-        Sequences that have ended already stay as they are.
-        """
+        """End one sequence, in any phase, with its unit; return the sequences that this ended."""
         if sequence.status is SequenceStatus.FINISHED:
             return ()
         ended = sequence.group.unit(sequence)
@@ -165,11 +164,13 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """Plan the next step: decodes, then prompts that run or may start, within the budget.
 
-        `now` is in monotonic seconds.
+        Args:
+            now: monotonic seconds.
 
         Returns:
             None if there is nothing to run; without a plan in flight, that means no work at all, or
-            only sequences that wait for the disk.
+                only
+            sequences that wait for the disk.
         """
         state = self._state
         state.blocks.metadata.begin_step(now)
@@ -199,8 +200,8 @@ class Scheduler:
 
         Args:
             plan: the oldest one in flight.
-            sampled: one for each scheduled sequence that yields something, in the plan's order;
-                those of sequences that ended meanwhile are ignored.
+            sampled: one per scheduled sequence that yields something, in plan order; ignores those
+                of sequences that have ended.
 
         Returns:
             Updates for the clients: new tokens, ends and failures.
@@ -214,7 +215,7 @@ class Scheduler:
         updates: list[Update] = []
         for entry in plan.scheduled:
             sequence = entry.sequence
-            # as `entry.yields`, without its call: this runs for every row of every step
+            # `entry.yields` without its call: this runs for every row of every step
             result = next(results) if entry.samples or entry.read else None
             others = tuple(islice(results, len(entry.drafts))) if entry.drafts else ()
             if result is not None and result.error is not None:
@@ -268,7 +269,7 @@ class Scheduler:
     def _commit_run(
         self, entry: ScheduledSequence, results: Ordered[Sampled], updates: list[Update]
     ) -> None:
-        """Append the tokens of an entry with drafts and keep its rows as far as they were right."""
+        """Append the tokens of an entry with drafts; keep its rows up to the last accepted one."""
         sequence, state = entry.sequence, self._state
         before = len(sequence.token_ids)
         reason = sequence.group.take(sequence, accepted_run(entry.drafts, results), updates)
@@ -281,9 +282,9 @@ class Scheduler:
             self.finish(sequence, reason)
 
     def discard_plans(self) -> None:
-        """Forget all plans in flight: their steps failed and run no more.
+        """Forget all plans in flight: their steps failed.
 
-        Their live sequences wait and start over, since it is unknown which blocks were written.
+        Their live sequences wait and start over, because some blocks may not have been written.
         """
         state, states = self._state, self._state.blocks.states
         in_plans = state.in_flight.clear()
@@ -293,12 +294,12 @@ class Scheduler:
             state.tiers.discard(sequence)
             if sequence.status is SequenceStatus.FINISHED:
                 state.release(sequence)
-            elif sequence.status is SequenceStatus.RUNNING:  # else it went with its unit
+            elif sequence.status is SequenceStatus.RUNNING:  # otherwise requeued with its unit
                 state.requeue(sequence)
         state.tiers.discard_saves()
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn the duration of a step, to size the prompt rows and drafts of others."""
+        """Learn a step's duration, to size the prompt rows and drafts of others."""
         self._state.budget.observe(load, seconds)
         if self._speculator is not None:
             self._speculator.observe(load, seconds)

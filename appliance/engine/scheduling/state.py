@@ -35,14 +35,14 @@ class State:
     """The scheduler's memory.
 
     Attributes:
-        tiers: keep content that leaves the cache.
-        bounds: limits of what runs at once, and where answers end.
-        in_flight: entries of plans not yet committed.
-        groups: those with live members, by request, in the order of arrival.
+        tiers: keep evicted content.
+        bounds: limits of a step, and where answers end.
+        in_flight: entries of uncommitted plans.
+        groups: those with live members, by request, in order of arrival.
         accounts: of the owners of live sequences.
-        waiting: sequences without blocks that could start, and their parked siblings.
+        waiting: startable sequences without blocks, and their parked siblings.
         running: those with a slot, in rank order.
-        slots: free ones; each running sequence has one; 0 is never given.
+        slots: free ones; each running sequence has one; 0 is never used.
         budget: sizes the prompt rows beside answers.
         stalls: saved-up steps that prompts may have for themselves.
     """
@@ -67,11 +67,11 @@ class State:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold no blocks."""
+        """Number of sequences without blocks."""
         return len(self.waiting) + len(self.tiers.reading)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Iterate over all live ones, by request in the order of arrival."""
+        """Iterate over all live sequences, by request in order of arrival."""
         for group in self.groups.values():
             yield from group.live
 
@@ -86,7 +86,7 @@ class State:
             self.deadlines.add(sequence)
 
     def wait(self, sequence: Sequence) -> None:
-        """Queue a sequence, after reading its content from disk if the disk has some."""
+        """Queue a sequence, after reading its content from disk if there is any."""
         if not self.tiers.begin_reading(sequence):
             self.waiting.push(sequence)
 
@@ -107,7 +107,7 @@ class State:
         return True
 
     def requeue(self, sequence: Sequence) -> None:
-        """Take the blocks of a running unit; its tokens are computed again later."""
+        """Take the blocks of a running unit; its tokens are recomputed later."""
         sequence.group.lose()
         leader, *others = sequence.group.unit(sequence)
         for member in (leader, *others):
@@ -118,7 +118,6 @@ class State:
             self.waiting.park(leader, others)
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a live sequence in any phase."""
         was_reading = self.tiers.forget(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
@@ -135,7 +134,7 @@ class State:
             del self.groups[sequence.request.request_id]
 
     def release(self, sequence: Sequence) -> None:
-        """Take the blocks and the slot of a sequence that nothing in flight uses."""
+        """Free the blocks and the slot of a sequence that nothing in flight uses."""
         self.tiers.offer(sequence)
         self.blocks.free(sequence)
         self.slots.append(sequence.slot)

@@ -1,4 +1,4 @@
-"""The part of the statistics that recurrent states have. Imports no torch."""
+"""The statistics of recurrent states. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_states(stats: EngineStats, states: StateSlots | None) -> EngineStats:
-    """Add slots and checkpoints to a snapshot that knows how many sequences run."""
+    """Add slots and checkpoints to a snapshot that has the number of running sequences."""
     if states is None:
         return stats
     checkpoints = states.checkpoints

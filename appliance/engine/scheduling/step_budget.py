@@ -1,14 +1,14 @@
-"""Sizes the prompt rows of a step so that they slow running answers down only so much.
+"""Sizes a step's prompt rows to limit how much they slow running answers.
 
 A cost model of a step, learned from measured steps:
 
-    seconds = fixed + a * answers + b * context of the answers
-            + prompts? * c + d * prompt rows + e * (prompt rows * context before them)
+    seconds = fixed + a * answers + b * context of the answers + prompts? * c + d * prompt rows + e
+        * (prompt rows * context before them)
 
-Its coefficients are never negative. Older steps count less, and each kind of step (answers only,
-prompts only, both) forgets on its own, so that an hour without prompts does not unlearn their cost.
-Steps of other kinds only fade it, so that newer ones of its own kind outweigh it. Imports no torch
-and knows neither sequences nor blocks.
+Its coefficients are never negative. Older steps count less. Each kind of step (answers only,
+prompts only, both) decays separately, so an hour without prompts does not unlearn their cost; steps
+of other kinds decay it slightly, so newer ones of its own kind outweigh it. Imports no torch and
+knows neither sequences nor blocks.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from appliance.engine.scheduling.policy import (
 )
 
 _SIZE = 6  # coefficients
-_FORGET = 1 - 1 / 48  # share of a step's weight left when the next one of its kind comes
-_FADE = 1 - 1 / 128  # and when one of another kind comes
-_CONTEXT = 1024.0  # tokens in one unit of context, so that all features are of similar size
+_FORGET = 1 - 1 / 48  # share of a step's weight left after the next one of its kind
+_FADE = 1 - 1 / 128  # and after one of another kind
+_CONTEXT = 1024.0  # tokens per unit of context, so that all features have similar size
 _OUTLIER = 3.0  # a slower step counts as this many times its expected duration
-_TRUSTED = 8  # steps of a kind before outliers are clipped
+_TRUSTED = 8  # steps of a kind before it clips outliers
 _SWEEPS = 8  # of coordinate descent
 _FIT_EVERY = 8  # steps
-# How much better a coefficient must explain than the others to be believed: where several explain
-# the same steps, the number of rows is likelier the cause than their presence.
+# How much better a coefficient must explain than the others: where several explain the same steps,
+# the number of rows is likelier the cause than their presence.
 _DOUBT = (0.0, 0.0, 0.01, 0.02, 0.0, 0.02)
 _PROMPTS, _BOTH = (False, True), (True, True)  # kinds: answers in a step? prompts?
-_YOUNG = 64  # steps in which it is fitted on every query: later a fit takes longer than a plan
+_YOUNG = 64  # steps in which every query fits it: later a fit takes longer than a plan
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
@@ -53,18 +53,17 @@ def _features(load: StepLoad) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class _Moments:
-    """Decaying sums of one kind of step, as least squares needs them."""
+    """Decaying sums of one kind of step for least squares."""
 
     products: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _SIZE for _ in range(_SIZE)]
     )
     targets: list[float] = field(default_factory=lambda: [0.0] * _SIZE)
     count: int = 0
-    last: int = 0  # number of the latest step of this kind
+    last: int = 0  # number of the last step of this kind
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
-        # Errors are relative to the duration of a step, so that short ones count as much as long
-        # ones.
+        # Errors are relative to a step's duration, so that short ones count as much as long ones.
         scaled = [feature / seconds for feature in features]
         for one, row in zip(scaled, self.products, strict=True):
             row[:] = [_FORGET * old + one * other for old, other in zip(row, scaled, strict=True)]
@@ -78,7 +77,7 @@ class StepBudget:
     """Learns the model and applies it.
 
     Args:
-        slowdown: a step with prompts may take this many times what it would without.
+        slowdown: limit of a step with prompts, relative to one without.
         min_rows: prompt rows that are always allowed.
     """
 
@@ -90,14 +89,14 @@ class StepBudget:
         self._coefficients = [0.0] * _SIZE
         self._kinds: dict[tuple[bool, bool], _Moments] = {}
         self._num_steps = 0
-        self._num_new = 0  # of these since the last fit
-        self._most_rows = min_rows  # most seen beside answers
+        self._num_new = 0  # steps since the last fit
+        self._most_rows = min_rows  # maximum seen beside answers
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step.
 
         Args:
-            load: its work; a step without any is ignored, and one with drafts.
+            load: its work; ignores a step without any, or with drafts.
             seconds: its duration.
         """
         if seconds <= 0 or load.draft_rows or not (load.num_answers or load.prompt_rows):
@@ -116,11 +115,11 @@ class StepBudget:
             self._fit()
 
     def seconds(self, load: StepLoad) -> float:
-        """Predict the duration of a step; 0 before anything was learned."""
+        """Predict a step's duration; 0 before anything was learned."""
         return sum(map(float.__mul__, self._coefficients, _features(load)))
 
     def prompt_rows(self, num_answers: int, context: int, start: int) -> int:
-        """Return the rows that prompts may have in a step: at least `min_rows`, unlimited at first.
+        """Return the number of prompt rows for a step: at least `min_rows`, unlimited at first.
 
         Args:
             num_answers: sequences with one row in this step.
@@ -148,7 +147,7 @@ class StepBudget:
             rows = int((math.sqrt(linear**2 + 4 * half * spare) - linear) / (2 * half))
         else:
             rows = int(spare / linear) if linear > 0 else 2 * self._most_rows
-        # Never far beyond rows already seen: the model may not know their cost yet.
+        # Never far beyond the rows already seen, whose cost the model may not know yet.
         return max(self._min_rows, min(rows, 2 * self._most_rows))
 
     def _fit(self) -> None:
@@ -159,7 +158,7 @@ class StepBudget:
         both = self._kinds.get(_BOTH)
         for kind, moments in self._kinds.items():
             if kind == _PROMPTS and both is not None and both.count >= _TRUSTED:
-                continue  # rows cost less where there are many of them than beside answers
+                continue  # rows are cheaper in large numbers than beside answers
             weight = _FADE ** (self._num_steps - moments.last)
             rows = (*moments.products, moments.targets)
             for total, row in zip((*products, targets), rows, strict=True):
@@ -179,7 +178,7 @@ class Stalls:
     """Saves up steps that prompts may have for themselves."""
 
     saved: float = float(MAX_STALLS)
-    last: int = 0  # the step up to which they were counted
+    last: int = 0  # the last counted step
 
     def count(self, step: int) -> bool:
         """Save up to the step with this number; return True if there is one to spend."""

@@ -1,6 +1,6 @@
 """Shares a step's rows among prompts, in turns by priority and owner.
 
-Imports no torch. `policy` decides whose turn it is and how large one may be.
+`policy` decides whose turn it is and its size. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
     """Give rows to running prompts and to those that may start.
 
     Args:
-        draft: the step, with the rows of all answers in it.
+        draft: the step, with all answers' rows.
         prompts: running sequences in rank order, each with the rows it wants.
     """
     lanes = state.waiting.lanes() if state.slots else ()
@@ -75,7 +75,7 @@ def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> in
         return draft.budget
     if not state.stalls.count(state.counters.steps):
         return rows
-    # All rows of running prompts count: the rest of a long prompt is not a short one.
+    # Counts all rows of running prompts: the rest of a long prompt is not a short one.
     wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
     for sequence in islice(state.waiting.queued(), len(state.slots)):
         if wanted > MAX_STALLS * draft.budget:
@@ -125,11 +125,11 @@ def demands_of(
 def share_rows(
     rows: int, demands: list[Demand], start: Callable[[Lane], tuple[Sequence, int] | None]
 ) -> dict[Sequence, int]:
-    """Divide rows among prompts, and charge their owners for them.
+    """Divide rows among prompts, and charge their owners.
 
     Args:
-        demands: the demand; used up.
-        start: starts a waiting sequence of a lane and says how many rows it wants, or returns None.
+        demands: consumed.
+        start: starts a waiting sequence of a lane and returns it with the rows it wants, or None.
 
     Returns:
         Rows of each sequence, at least 1.

@@ -1,7 +1,7 @@
-"""Verifies drafts: keeps those that equal the target's own draws, and takes the others back.
+"""Verifies drafts: keeps those equal to the target's own draws, and takes the others back.
 
-Each row of a step draws its token as it would without drafts, from the same random number, so the
-answer is the plain one whatever was proposed. Imports no torch.
+Each row draws its token as without drafts, from the same random number, so the answer is the same
+for any proposal. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,36 +23,31 @@ class Speculates(Protocol):
     def propose(
         self, answers: Ordered[tuple[Sequence, int, int]], room: int
     ) -> dict[Sequence, tuple[int, ...]]:
-        """Return drafts of some sequences.
+        """Return drafts for some sequences.
 
         Args:
-            answers: those of the next step, each with its own rows and the most drafts that it may
-                have.
+            answers: of the next step, each with its own rows and its maximum of drafts.
             room: drafts in all.
         """
         ...
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if a request cannot be served with it."""
+        """Raise RequestError if a request excludes speculation."""
         ...
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn the duration of a step."""
-        ...
+    def observe(self, load: StepLoad, seconds: float) -> None: ...
 
-    def end(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
-        ...
+    def end(self, sequence: Sequence) -> None: ...
 
 
 def accepted_run(drafts: Ordered[int], results: Ordered[Sampled]) -> Ordered[Sampled]:
-    """Return the results that count: up to the first that is not the draft behind its row.
+    """Return the valid results: up to the first that differs from the draft after its row.
 
-    A row that failed behind accepted drafts is left out; it runs again, by itself.
+    Drops a row that failed after accepted drafts; it runs again by itself.
 
     Args:
-        drafts: tokens proposed.
-        results: of the row before each of these, and of the last one's row.
+        drafts: proposed tokens.
+        results: of the row before each draft, and of the last one's row.
     """
     count = 0
     while count < len(drafts) and results[count].token_id == drafts[count]:
@@ -63,10 +58,10 @@ def accepted_run(drafts: Ordered[int], results: Ordered[Sampled]) -> Ordered[Sam
 
 
 def settle_run(blocks: BlockManager, entry: ScheduledSequence, num_accepted: int) -> None:
-    """Record the rows of an entry up to its last accepted draft, and take back the blocks behind.
+    """Record an entry's rows up to its last accepted draft, and release the blocks after it.
 
-    The state of recurrent layers is behind the last row, so where a draft was rejected they go back
-    to before the first one, and the rows are run again.
+    A recurrent state is after the last row. So if a draft was rejected, it is rewound to before the
+    first one, and the rows run again.
 
     Args:
         blocks: the KV cache's.

@@ -24,10 +24,9 @@ class Lane:
 
     account: Account
     sequences: list[Sequence] = field(default_factory=list)
-    _next: Sequence | None = None  # cached until something changes, since choosing takes a while
+    _next: Sequence | None = None  # cached until something changes, because choosing is slow
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence at its rank."""
         insort(self.sequences, sequence, key=rank)
         self._next = None
 
@@ -38,7 +37,7 @@ class Lane:
         self._next = None
 
     def next(self, num_cached: Callable[[Sequence], int]) -> Sequence:
-        """Return the sequence to start next; it stays in the lane."""
+        """Return the sequence to start next, without removing it."""
         if self._next is None:
             self._next = choose_waiting(self.sequences[:WINDOW], num_cached)
         return self._next
@@ -78,16 +77,14 @@ class WaitingQueue:
             yield from siblings
 
     def queued(self) -> Iterator[Sequence]:
-        """Iterate over the sequences that could start."""
         for lane in self._lanes.values():
             yield from lane.sequences
 
     def lanes(self) -> Collection[tuple[tuple[int, str], Lane]]:
-        """List the lanes by priority and owner; none is empty."""
+        """List the non-empty lanes by priority and owner."""
         return self._lanes.items()
 
     def push(self, sequence: Sequence) -> None:
-        """Queue a sequence at its rank."""
         account = self._accounts.of(sequence)
         key = (sequence.request.priority, sequence.request.owner)
         if key not in self._lanes:
@@ -114,7 +111,7 @@ class WaitingQueue:
         self.parked[parent] = siblings
 
     def unpark(self, parent: Sequence) -> None:
-        """Queue the siblings of a sequence that has computed its prompt, or never will."""
+        """Queue a sequence's siblings once its prompt is computed, or never will be."""
         if parent in self.parked:
             for sibling in self.parked.pop(parent):
                 self.push(sibling)

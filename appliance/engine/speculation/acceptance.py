@@ -1,7 +1,7 @@
-"""Learns how often proposed tokens come true. Imports no torch.
+"""Learns how often drafts are accepted. Imports no torch.
 
-It learns from every proposal, also from those that were not run: the next tokens of an answer come
-anyway. So proposals that have become worth their rows are noticed while none is run.
+Learns from every proposal, even one that was not run: the answer's next tokens arrive anyway. So it
+notices proposals that have become worth their rows while none is run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.engine.speculation.proposal import Proposal
 
-# Support from which on a token counts to the next kind: lengths of a match, or the percentage that
-# a draft model gives it.
+# Support at which the next kind begins: lengths of a match, or a draft model's probability in
+# percent.
 _LENGTHS, _PERCENT = (4, 6, 9, 16, 32), (30, 50, 70, 85, 95)
 _BOUNDS = {"suffix": _LENGTHS, "forced": (), "draft": _PERCENT, "sampled draft": _PERCENT}
 _FIRST = {
@@ -24,12 +24,12 @@ _FIRST = {
     "sampled draft": (0.4, 0.5, 0.6, 0.7, 0.8, 0.92),
 }
 _FIRST_OF_ALL = 0.7  # tokens of a source
-_ALL = -1  # in the place of a kind
-_PRIOR = 4.0  # tokens that the first guess counts as
-_KEEP = 1 - 1 / 256  # weight of a token in the next one's estimate
+_ALL = -1  # stands for all kinds
+_PRIOR = 4.0  # weight of the first guess, in tokens
+_KEEP = 1 - 1 / 256  # weight kept at each token
 _KEEP_OWN = 1 - 1 / 12  # the same for one sequence
 _LEAST, _MOST = 0.01, 0.99
-_HOPELESS = 0.1  # probability below which nothing is worth a row
+_HOPELESS = 0.1  # probability below which no draft is worth a row
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Share:
 
 @dataclass(slots=True)
 class _Open:
-    """A proposal whose tokens are still to come, and the surplus of a sequence's acceptance."""
+    """A proposal whose tokens are still to come, and a sequence's surplus of acceptance."""
 
     position: int = 0
     proposal: Proposal | None = None
@@ -52,19 +52,19 @@ class _Open:
 
 
 class Acceptance:
-    """Shares of accepted tokens by source and support, with a correction for each sequence."""
+    """Shares of accepted tokens by source and support, with a correction per sequence."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[str, int], _Share] = {}
         self._open: dict[Sequence, _Open] = {}
 
     def watch(self, sequence: Sequence, proposal: Proposal) -> None:
-        """Compare a proposal with the next tokens of a sequence, once they are there."""
+        """Compare a proposal with a sequence's next tokens, once they arrive."""
         one = self._open.setdefault(sequence, _Open())
         one.position, one.proposal = len(sequence.token_ids), proposal
 
     def learn(self, sequence: Sequence) -> None:
-        """Compare the latest proposal for a sequence with the tokens it has since."""
+        """Compare the last proposal for a sequence with its tokens since."""
         one = self._open.get(sequence)
         if one is None or one.proposal is None:
             return
@@ -84,9 +84,9 @@ class Acceptance:
                 break
 
     def expected(self, sequence: Sequence, proposal: Proposal) -> list[float]:
-        """Return the probability that each token, and all before it, come true.
+        """Return the probability that each token and all before it are accepted.
 
-        Tokens without a chance are left out.
+        Omits tokens without a chance.
         """
         survival, found = 1.0, []
         for place in range(len(proposal.token_ids)):
@@ -97,15 +97,14 @@ class Acceptance:
         return found
 
     def chance(self, sequence: Sequence, source: str, support: int) -> float:
-        """Return the probability that a token comes true if all before it do; a `Chance`."""
+        """Return a token's probability of acceptance if all before it are accepted; a `Chance`."""
         return self._chance(sequence, source, _kind(source, support))
 
     def typical(self, sequence: Sequence, source: str) -> float:
-        """Return the probability that a token comes true of which nothing is known yet."""
+        """Return the probability of acceptance of a token without known support."""
         return self._chance(sequence, source, _ALL)
 
     def end(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
         self._open.pop(sequence, None)
 
     def _chance(self, sequence: Sequence, source: str, kind: int) -> float:

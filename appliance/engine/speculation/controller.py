@@ -1,9 +1,8 @@
-"""Chooses how many drafts each answer gets in a step. Imports no torch.
+"""Chooses each answer's number of drafts in a step. Imports no torch.
 
-A draft is worth the probability that it is accepted, and costs what one more row adds to the step.
-Rows are added by falling probability, over all answers, as long as the step then yields more
-tokens a second; a step without drafts is one of the choices, so whatever is measured as a loss is
-not done again.
+A draft is worth its probability of acceptance, and costs what one more row adds to the step. It
+adds rows over all answers by falling probability while the step then yields more tokens a second. A
+step without drafts is one of the choices, so it does not repeat a measured loss.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.engine.speculation.proposal import Proposal
 
-MARGIN = 1.05  # a step must yield this many times the tokens a second that it would without drafts
+MARGIN = 1.05  # required gain in tokens a second over a step without drafts
 
 
 class Controller:
@@ -36,14 +35,13 @@ class Controller:
         self.costs = RowCosts()
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn the duration of a step."""
         if not load.prompt_rows:
             self.costs.observe(load.num_answers + load.draft_rows, seconds)
 
     def choose(
         self, proposals: Mapping[Sequence, Proposal], own_rows: int, num_answers: int, room: int
     ) -> dict[Sequence, int]:
-        """Return how many drafts to run, for sequences that get some.
+        """Return the number of drafts to run, for sequences that get some.
 
         Args:
             proposals: for the next step.

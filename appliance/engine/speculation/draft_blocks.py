@@ -1,9 +1,9 @@
-"""Knows of which tokens a draft model's cache holds the keys and values. Imports no torch.
+"""Tracks the tokens whose keys and values a draft model's cache holds. Imports no torch.
 
-A sequence's full blocks lie in it under the target's block ids, so sequences that share blocks
-share them here too. The tokens behind them lie in scratch blocks of the sequence's slot, which
-nobody shares: the target's last block may be copied on write or not be allocated yet. What is
-believed wrongly costs acceptance and never an answer.
+A sequence's full blocks lie there under the target's block ids, so sequences that share blocks
+share them here too. Later tokens lie in scratch blocks of the sequence's slot, which nobody shares:
+the target's last block may be copied on write or not allocated yet. A wrong record costs
+acceptance, never an answer.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ if TYPE_CHECKING:
 
 
 def scratch_blocks(block_size: int) -> int:
-    """Return the blocks that a slot needs for the tokens behind the full blocks, and drafts."""
+    """Return a slot's scratch blocks, for the tokens after the full blocks and drafts."""
     return -(-(block_size - 1 + MAX_ANSWER_ROWS) // block_size)
 
 
 class HiddenStates(Protocol):
-    """Rows of the served model, hidden states or streams, which a head reads."""
+    """The served model's hidden states or streams, which a head reads."""
 
     def first(self, sequence: Sequence) -> int:
         """Return the first position from which on all hidden states are kept."""
         ...
 
-    def end(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
-        ...
+    def end(self, sequence: Sequence) -> None: ...
 
 
 @dataclass(slots=True)
 class _Tail:
-    """Tokens in the scratch blocks of a slot."""
+    """Tokens in a slot's scratch blocks."""
 
     owner: Sequence
     first: int  # position of the first token, a multiple of the block size
@@ -48,25 +46,25 @@ class _Tail:
 
 @dataclass(slots=True)
 class _Read:
-    """The full blocks of a sequence, as far as they were looked at."""
+    """A sequence's full blocks, as far as it has looked at them."""
 
     contents: list[int] = field(default_factory=list)  # chained hash of each block's tokens
     known: array[int] = field(default_factory=lambda: array("i"))  # leading blocks that hold them
-    holes: set[int] = field(default_factory=set)  # of these, places that a head has to do without
+    holes: set[int] = field(default_factory=set)  # of these, indices that a head must skip
 
 
 class DraftBlocks:
-    """The contents of a draft model's cache, which has scratch blocks behind the target's blocks.
+    """The content of a draft model's cache, with scratch blocks after the target's blocks.
 
     Args:
         num_blocks: of the target's cache.
         block_size: token slots.
-        hidden: what a head reads beside tokens; None for a model that reads tokens alone. A head's
-            row has the token behind its position. Blocks whose hidden states are gone, since the
-            served model found them in its own cache, stay out of its context.
+        hidden: states that a head reads; None for a model that reads only tokens. A head's row has
+            the token after its position. Its context skips blocks whose hidden states are gone,
+            because the served model found them in its own cache.
 
     Attributes:
-        ahead: 1 of a head, otherwise 0: the place of a row's token behind the row's position.
+        ahead: distance from a row's position to its token: 1 for a head, otherwise 0.
     """
 
     def __init__(
@@ -83,18 +81,16 @@ class DraftBlocks:
         self._copies: list[tuple[int, int]] = []
 
     def num_rows(self, sequence: Sequence) -> int:
-        """Return the rows of all tokens of a sequence."""
         return len(sequence.token_ids) - self.ahead
 
     def num_skipped(self, sequence: Sequence) -> int:
-        """Return the rows that a head does without."""
         return len(self._reads[sequence].holes) * self.block_size
 
     def num_read(self, sequence: Sequence) -> int | None:
-        """Return the leading rows that the cache holds; never the last one of the sequence.
+        """Return the leading rows in the cache; never a sequence's last one.
 
-        A block that was filled in scratch goes to its place with the next `take_copies`. None if
-        the next row's hidden state is gone: a head waits for the next block.
+        Schedules a block filled in scratch for the next `take_copies`. None if the next row's
+        hidden state is gone: a head waits for the next block.
         """
         size, tokens, table = self.block_size, sequence.token_ids, sequence.block_table
         full = sequence.num_computed // size
@@ -122,12 +118,12 @@ class DraftBlocks:
         return None if count < first or count // size in read.holes else count
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the source and destination of each block to copy before anything is run."""
+        """Return source and destination of each block to copy before running anything."""
         copies, self._copies = self._copies, []
         return copies
 
     def table(self, sequence: Sequence, end: int) -> list[int]:
-        """Return the blocks in which the first `end` tokens of a sequence, or drafts, lie."""
+        """Return the blocks of a sequence's first `end` tokens, drafts included."""
         full = sequence.num_computed // self.block_size
         last = -(-end // self.block_size)
         blocks = sequence.block_table[: min(full, last)].tolist()
@@ -137,9 +133,9 @@ class DraftBlocks:
         return blocks + [self._scratch(sequence, place) for place in range(full, last)]
 
     def wrote(self, sequence: Sequence, start: int, token_ids: Ordered[int]) -> None:
-        """Record that tokens from a position on were run, which all tokens before them were.
+        """Record that tokens from a position on were run, after all tokens before them.
 
-        Where they end among the full blocks, they end at the end of one.
+        If they end among the full blocks, they end at a block's end.
         """
         size, end = self.block_size, start + len(token_ids)
         full = sequence.num_computed // size
@@ -184,9 +180,9 @@ class DraftBlocks:
         return count
 
     def _begun(self, sequence: Sequence, place: int, first: int) -> int:
-        """Move a head's block that scratch holds in part; return how many rows.
+        """Move a head's partial block out of scratch; return its number of rows.
 
-        The hidden states before these rows are gone, so they could not be run again.
+        The hidden states before these rows are gone, so they could not run again.
         """
         begun = self._common(sequence, place * self.block_size)
         if self._hidden is None or not begun or place * self.block_size + begun < first:
@@ -198,7 +194,7 @@ class DraftBlocks:
         return self._held.get(block) == content
 
     def _fill(self, sequence: Sequence, place: int, content: int) -> bool:
-        """Fill a block from scratch; return False if that does not hold all of its tokens."""
+        """Fill a block from scratch; return False if scratch lacks some of its tokens."""
         size = self.block_size
         if self._common(sequence, place * size) < size:
             return False

@@ -1,4 +1,4 @@
-"""Proposes what a smaller model, or a head, says next, token by token. Imports no torch."""
+"""Proposes the next tokens of a smaller model, or of a head, one by one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from appliance.engine.speculation.draft_blocks import DraftBlocks
     from appliance.engine.speculation.proposal import Chance
 
-READ_ROWS = 256  # tokens read in a step: a long prompt is read in several
-SOURCES = ("draft", "sampled draft")  # greedy answers, and those that are drawn
+READ_ROWS = 256  # tokens read per step: a long prompt takes several
+SOURCES = ("draft", "sampled draft")  # greedy answers, and sampled ones
 
 
 class DraftRows(NamedTuple):
@@ -25,9 +25,9 @@ class DraftRows(NamedTuple):
 
     Attributes:
         start: position of the first.
-        blocks: of the draft model's cache, for all tokens up to the last of these.
-        draws: the last row's token is wanted.
-        skipped: positions before `start` that `blocks` leaves out.
+        blocks: the draft model's, for all tokens up to the last of these.
+        draws: the last row draws a token.
+        skipped: positions before `start` that `blocks` omits.
     """
 
     sequence: Sequence
@@ -39,7 +39,6 @@ class DraftRows(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position behind the last."""
         return self.start + len(self.token_ids)
 
 
@@ -47,23 +46,23 @@ class DraftModel(Protocol):
     """A model and its cache."""
 
     def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
-        """Copy blocks, each a source and a destination."""
+        """Copy blocks, given as source and destination."""
         ...
 
     def run(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
-        """Run rows; return token and probability of each sequence that draws, in order.
+        """Run rows; return token and probability of each drawing sequence, in order.
 
-        The rows are of known tokens, or all of drafts. The token is drawn by the random number that
-        the target will use in its place.
+        The rows are all of known tokens, or all of drafts. Draws with the target's random number
+        for the same position.
         """
         ...
 
 
 class _Growing(NamedTuple):
-    """A draft that is being made."""
+    """A draft in the making."""
 
     sequence: Sequence
-    start: int  # position of the first row that was run for it
+    start: int  # position of its first row
     most: int
     token_ids: list[int]
     supports: list[int]
@@ -74,13 +73,13 @@ class DraftModelProposer:
 
     Args:
         model: its vocabulary is the target's.
-        blocks: what its cache holds.
+        blocks: content of its cache.
         vocab_size: the target's; a draft ends before a token beyond it.
         clock: seconds.
 
     Attributes:
-        costs: seconds of a round by the sequences in it.
-        read_seconds: of a token that is read with many others.
+        costs: seconds of a round by the number of its sequences.
+        read_seconds: per token, read with many others.
     """
 
     def __init__(
@@ -98,22 +97,22 @@ class DraftModelProposer:
         self._clock = clock
 
     def source(self, sequence: Sequence) -> str:
-        """Return the source of proposals for a sequence, by which acceptance is learned."""
+        """Return the source under which to learn a sequence's acceptance."""
         return SOURCES[sequence.request.sampling.temperature > 0]
 
     def unread(self, sequence: Sequence) -> int:
-        """Return how many tokens have to be read before the first draft."""
+        """Return the number of tokens to read before the first draft."""
         return self._blocks.num_rows(sequence) - (self._blocks.num_read(sequence) or 0)
 
     def propose(
         self, answers: Ordered[tuple[Sequence, int]], chance: Chance, least: float
     ) -> dict[Sequence, Proposal]:
-        """Return proposals for those whose tokens are all read.
+        """Return proposals for sequences whose tokens are all read.
 
         Args:
-            answers: running sequences, each with the most tokens of use, at least 1.
+            answers: running sequences, each with the maximum of useful tokens, at least 1.
             chance: of a token, by sequence, source and support.
-            least: chance of a whole draft below which it does not go on.
+            least: stop a draft when its chance as a whole falls below this.
         """
         rows = self._first_rows([sequence for sequence, _ in answers])
         if not rows:
@@ -150,7 +149,7 @@ class DraftModelProposer:
         self._blocks.end(sequence)
 
     def _first_rows(self, sequences: Ordered[Sequence]) -> list[DraftRows]:
-        """Return rows of all tokens that are not read yet, as many as one step may read."""
+        """Return rows of unread tokens, as many as one step may read."""
         found, room, size = [], READ_ROWS, self._blocks.block_size
         for sequence in sequences:
             start, end = self._blocks.num_read(sequence), self._blocks.num_rows(sequence)
@@ -188,7 +187,7 @@ class DraftModelProposer:
         found = {}
         for sequence, _, _, token_ids, supports in drafts:
             if token_ids:
-                # A head's rows of drafts are run again, with hidden states of the served model.
+                # A head's draft rows run again, with hidden states of the served model.
                 if not self._blocks.ahead:
                     self._blocks.wrote(sequence, len(sequence.token_ids), token_ids[:-1])
                 found[sequence] = Proposal(

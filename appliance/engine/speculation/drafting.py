@@ -1,10 +1,10 @@
-"""Asks a proposer that takes time, as far as that pays. Imports no torch.
+"""Asks a slow proposer, as far as that pays. Imports no torch.
 
-Its drafts are as long as yields the most tokens a second, the time to make them included. An
-account keeps the estimates honest: each step adds a small share of its time and what accepted
-tokens have saved, and pays for reading, drafting and the rows of drafts; once it is empty nobody
-is asked. So a proposer costs no more than that share, whatever was expected of it. Steps of few
-answers and of many have accounts of their own, since what pays in one may not in the other.
+Chooses the draft length with the most tokens a second, drafting time included. An account corrects
+wrong estimates: each step adds a small share of its time and the time that accepted tokens have
+saved, and pays for reading, drafting and the rows of drafts; nobody is asked while it is empty. So
+a proposer costs at most that share. Steps of few and of many answers have separate accounts,
+because drafting may pay in one only.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 FREE_SHARE = 0.01  # of the time of steps
 _TRIAL_TOKENS = 3
-_FIRST_STEPS, _MOST_STEPS = 16, 48  # in the account at first, and at most: the time of steps
+_FIRST_STEPS, _MOST_STEPS = 16, 48  # initial and maximum balance: the time of steps
 
 
 class Drafting:
-    """Decides how long the drafts of a slow proposer are.
+    """Decides the draft length of a slow proposer.
 
     Args:
-        proposer: makes them.
-        controller: knows what steps cost, and what came true.
+        proposer: makes the drafts.
+        controller: knows steps' costs, and acceptance.
         most: tokens of a draft.
 
     Attributes:
-        is_trial: what it returned last is to be run, to learn what that costs and brings.
+        is_trial: run its last result to learn costs and acceptance.
     """
 
     def __init__(self, proposer: SlowProposer, controller: Controller, most: int) -> None:
         self._proposer = proposer
         self._controller = controller
         self._most = most
-        self._accounts: dict[int, float] = {}  # seconds, by the size of a step
-        self._own_rows = 0  # of the step being planned, without drafts
+        self._accounts: dict[int, float] = {}  # seconds by step size
+        self._own_rows = 0  # in the step being planned, without drafts
         self._num_answers = 0  # in that step
         self._has_asked = False  # for that step
         self.is_trial = False
@@ -56,8 +56,8 @@ class Drafting:
         """Return proposals for some sequences.
 
         Args:
-            candidates: each with the most tokens of use, and the tokens that it may expect of
-                another proposal.
+            candidates: each with the maximum of useful tokens, and the tokens expected of another
+                proposal.
             own_rows: rows of the step without drafts.
             num_answers: sequences in the step.
         """
@@ -85,9 +85,9 @@ class Drafting:
 
         Args:
             draft_rows: rows of drafts in it.
-            seconds: that it took, without what was proposed for it.
-            own_seconds: that the proposer took for it.
-            gained: tokens that came of the proposer's drafts.
+            seconds: its duration, without drafting.
+            own_seconds: drafting time.
+            gained: tokens from the proposer's drafts.
         """
         size, costs = self._num_answers.bit_length(), self._controller.costs
         if size not in self._accounts:
@@ -101,7 +101,6 @@ class Drafting:
         self._has_asked = False
 
     def end(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
         self._proposer.end(sequence)
 
     def _chance(self, sequence: Sequence) -> float:
@@ -126,7 +125,7 @@ class Drafting:
                 best, length = rate, rounds
         if not length:
             return False, 1.0
-        # One more token has to bring more than the same time brings without it.
+        # One more token must bring more than the same time brings without it.
         rows = length * count
         row = (costs.seconds(own_rows + rows) - base) / rows
         return True, (each / count + row) * best
@@ -134,7 +133,7 @@ class Drafting:
     def _try(
         self, candidates: Ordered[tuple[Sequence, int, float]], left: float
     ) -> dict[Sequence, Proposal]:
-        """Make a short draft of the sequence that has least to read, if there is time for it."""
+        """Make a short draft for the sequence with the least to read, if there is time."""
         proposer = self._proposer
         free = {sequence: most for sequence, most, other in candidates if not other}
         if not free:

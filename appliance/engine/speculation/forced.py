@@ -1,4 +1,4 @@
-"""Proposes the tokens that a grammar leaves no choice of. Imports no torch."""
+"""Proposes the tokens that a grammar forces. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ForcedProposer:
-    """Asks the grammars; `matchers` are shared with the sampler."""
+    """Asks the grammars; shares `matchers` with the sampler."""
 
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers

@@ -1,4 +1,4 @@
-"""The interface of a proposer, and what it proposes. Imports no torch."""
+"""Interface of proposers, and their proposals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.speculation.row_costs import RowCosts
 
-# The probability that a token comes true, by sequence, source and support.
+# Probability of a token's acceptance, by sequence, source and support.
 Chance = Callable[[Sequence, str, int], float]
 
 
@@ -21,10 +21,10 @@ class Proposal(NamedTuple):
 
     Attributes:
         token_ids: the first follows the sequence's last token.
-        source: the proposer's name; acceptance is counted by it and by `support`.
-        support: how well founded the first token is, such as the length of a match; the token
-            behind it has one more.
-        supports: of each token, where they do not follow from the first one's.
+        source: the proposer's name; counts acceptance, with `support`.
+        support: evidence for the first token, such as the length of a match; each later token has
+            one more.
+        supports: per token, if they do not follow from the first one's.
     """
 
     token_ids: tuple[int, ...]
@@ -33,32 +33,29 @@ class Proposal(NamedTuple):
     supports: tuple[int, ...] = ()
 
     def support_of(self, place: int) -> int:
-        """Return how well founded a token is."""
         return self.supports[place] if self.supports else self.support + place
 
 
 class Proposer(Protocol):
-    """Proposes tokens; what it says decides the speed of an answer and never its content."""
+    """Proposes tokens; affects an answer's speed, never its content."""
 
     def propose(self, answers: Ordered[tuple[Sequence, int]]) -> dict[Sequence, Proposal]:
-        """Return proposals for those that it knows something of.
+        """Return proposals for some of the answers.
 
         Args:
-            answers: running sequences, each with the most tokens of use, at least 1.
+            answers: running sequences, each with the maximum of useful tokens, at least 1.
         """
         ...
 
-    def end(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
-        ...
+    def end(self, sequence: Sequence) -> None: ...
 
 
 class SlowProposer(Protocol):
-    """Proposes tokens at a price, so it is asked where that pays.
+    """Proposes tokens at a cost, so it is asked only when that pays.
 
     Attributes:
-        costs: seconds of one more token of each draft, by the number of drafts.
-        read_seconds: of a token that has to be read before the first draft; 0 if unknown.
+        costs: seconds of one more token per draft, by number of drafts.
+        read_seconds: per token to read before the first draft; 0 if unknown.
     """
 
     @property
@@ -71,21 +68,19 @@ class SlowProposer(Protocol):
         ...
 
     def unread(self, sequence: Sequence) -> int:
-        """Return how many tokens have to be read before the first draft."""
+        """Return the number of tokens to read before the first draft."""
         ...
 
     def propose(
         self, answers: Ordered[tuple[Sequence, int]], chance: Chance, least: float
     ) -> dict[Sequence, Proposal]:
-        """Return proposals; none for sequences that have much to read.
+        """Return proposals; none for sequences with much to read.
 
         Args:
             answers: see `Proposer`.
             chance: of a token.
-            least: chance of a whole draft below which it does not go on.
+            least: stop a draft when its chance as a whole falls below this.
         """
         ...
 
-    def end(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
-        ...
+    def end(self, sequence: Sequence) -> None: ...

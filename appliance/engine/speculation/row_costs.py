@@ -1,4 +1,4 @@
-"""Learns how long steps of answers take by their number of rows. Imports no torch."""
+"""Learns the duration of answers' steps by their number of rows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from math import exp, log
 
-# Seconds grow with this power of the rows where nothing was measured: more than any model needs
-# (0.4 to 0.7 in `scripts/bench/results/cpu/models.json`), so that only promising drafts are tried.
+# Without measurements seconds grow with this power of the rows: higher than any model needs (0.4 to
+# 0.7 in `scripts/bench/results/cpu/models.json`), so that it tries only promising drafts.
 _GUESS = 0.75
-_NEW = 1 / 8  # weight of the latest step in a mean
+_NEW = 1 / 8  # weight of a new step in a mean
 _OUTLIER = 3.0  # a slower step counts as this many times its mean
-_TRUSTED = 3  # steps; of fewer the fastest counts
-_STALE = 4096  # steps after which a duration is forgotten, unless it was seen again
+_TRUSTED = 3  # steps; with fewer, the fastest counts
+_STALE = 4096  # steps after which it forgets a duration that it has not seen again
 
 
 @dataclass(slots=True)
@@ -23,15 +23,15 @@ class _Mean:
 
 
 class RowCosts:
-    """Mean durations by rows; between those that were seen they follow a power of the rows."""
+    """Mean durations by rows, interpolated by a power of the rows."""
 
     def __init__(self) -> None:
         self._means: dict[int, _Mean] = {}
-        self._rows: list[int] = []  # of the means, in order
+        self._rows: list[int] = []  # with a mean, in order
         self._step = 0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a step that held answers alone."""
+        """Learn from a step with answers only."""
         if rows <= 0 or seconds <= 0:
             return
         self._step += 1
@@ -49,7 +49,7 @@ class RowCosts:
             mean.seconds += _NEW * (min(seconds, _OUTLIER * mean.seconds) - mean.seconds)
 
     def seconds(self, rows: int) -> float:
-        """Predict the duration of a step; 0 before anything was learned."""
+        """Predict a step's duration; 0 before anything was learned."""
         known = self._rows
         if not known:
             return 0.0

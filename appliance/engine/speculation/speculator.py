@@ -1,4 +1,4 @@
-"""Puts proposers and the controller together: the drafts of each step. Imports no torch."""
+"""Combines proposers and controller into each step's drafts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Speculator:
-    """Asks proposers in turn for the drafts of a step.
+    """Asks proposers in turn for a step's drafts.
 
     Args:
-        proposers: the first that proposes something for a sequence is heard.
-        matchers: the grammars' states; drafts end where a grammar does not allow them.
+        proposers: the first with a proposal for a sequence wins.
+        matchers: the grammars' states; drafts end before a forbidden token.
         most: drafts of one sequence in a step.
-        asked_for: the setting that asked for it, in words; empty where it is only welcome.
-        slow: a proposer that takes time; it is asked where it pays, and promises more than these.
+        asked_for: the setting that requires speculation, in words, or empty.
+        slow: a slow proposer; asked when it pays and promises more than the others.
         clock: seconds.
     """
 
@@ -46,8 +46,8 @@ class Speculator:
         self._asked_for = asked_for
         self._drafting = None if slow is None else Drafting(slow, self.controller, most)
         self._clock = clock
-        self._spent = 0.0  # seconds that the slow proposer took for the step being planned
-        self._run: dict[Sequence, int] = {}  # tokens before that step, where its drafts are run
+        self._spent = 0.0  # drafting seconds of the slow proposer, for the step being planned
+        self._run: dict[Sequence, int] = {}  # length before that step, of sequences with its drafts
         self._proposers = tuple(proposers)
         self._matchers = matchers
         self._most = most
@@ -88,10 +88,10 @@ class Speculator:
         }
 
     def check(self, request: Request) -> None:
-        """Refuse beam search where speculation was asked for by name.
+        """Refuse beam search if the settings require speculation.
 
         Raises:
-            RequestError: which of several beams goes on is not known before all are read.
+            RequestError: the surviving beam is unknown until all are read.
         """
         if self._asked_for and request.sampling.use_beam_search:
             raise RequestError(
@@ -102,7 +102,7 @@ class Speculator:
             )
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """See `Speculates`; the time to make drafts is no part of a row's price."""
+        """See `Speculates`; excludes drafting time from the cost of rows."""
         spent, self._spent = self._spent, 0.0
         self.controller.observe(load, seconds - spent)
         if self._drafting is not None:
@@ -126,7 +126,7 @@ class Speculator:
         own_rows: int,
         num_answers: int,
     ) -> dict[Sequence, Proposal]:
-        """Return what the slow proposer says of sequences without, or with a weak proposal."""
+        """Ask the slow proposer for sequences without a proposal, or with a weak one."""
         if self._drafting is None:
             return {}
         begin = self._clock()
@@ -143,7 +143,7 @@ class Speculator:
         return found
 
     def _allowed(self, proposals: dict[Sequence, Proposal]) -> dict[Sequence, Proposal]:
-        """Cut proposals where a grammar does not allow them."""
+        """Cut proposals before a token that the grammar forbids."""
         found = {}
         for sequence, proposal in proposals.items():
             if sequence.request.sampling.grammar is not None:

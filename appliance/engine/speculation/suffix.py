@@ -1,7 +1,7 @@
-"""Proposes what followed the last tokens before: in the sequence itself, or in earlier answers.
+"""Proposes the tokens that followed the last ones earlier: in the sequence, or in earlier answers.
 
-Prompt lookup and suffix decoding (arXiv 2411.04975) with one place for each window of tokens.
-Answers are kept for requests of the same cache salt alone. Imports no torch.
+Prompt lookup and suffix decoding (arXiv 2411.04975) with one place per window of tokens. Only
+requests with the same cache salt share earlier answers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,33 +24,32 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 MAX_BYTES = 64 * 2**20
-READ_PER_STEP = 1024  # tokens of a sequence: a long prompt is read in several steps
+READ_PER_STEP = 1024  # tokens of a sequence: a long prompt takes several steps
 CORPUS_TOKENS = MAX_BYTES // BYTES_PER_TOKEN // 4  # of all earlier answers
 HISTORY_TOKENS = MAX_BYTES // BYTES_PER_TOKEN - CORPUS_TOKENS  # of all running sequences
 SALT_TOKENS = CORPUS_TOKENS // 4  # of one cache salt
 
 
 class Corpus:
-    """Earlier answers by cache salt: of each the latest, and of all the latest salts.
+    """Recent answers of recent cache salts.
 
     Args:
-        salt_tokens: kept of a salt at most.
-        all_tokens: kept of all salts.
+        salt_tokens: maximum per salt.
+        all_tokens: maximum of all salts.
     """
 
     def __init__(self, salt_tokens: int = SALT_TOKENS, all_tokens: int = CORPUS_TOKENS) -> None:
         self._salt_tokens = salt_tokens
         self._all_tokens = all_tokens
-        # The older half and the newer: once the newer is full, it becomes the older.
+        # The older half and the newer: a full newer half becomes the older.
         self._halves: OrderedDict[str, tuple[TokenIndex, TokenIndex]] = OrderedDict()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens kept."""
         return sum(map(len, chain.from_iterable(self._halves.values())))
 
     def add(self, salt: str, token_ids: Ordered[int]) -> None:
-        """Keep an answer's tokens, the last ones of a long one."""
+        """Keep an answer's tokens, or the last ones of a long answer."""
         half = self._salt_tokens // 2
         old, new = self._halves.pop(salt, (TokenIndex(), TokenIndex()))
         kept = [*token_ids[-(half - 1) :], SEPARATOR]
@@ -62,7 +61,7 @@ class Corpus:
             self._halves.popitem(last=False)
 
     def find(self, salt: str, context: Ordered[int], most: int) -> tuple[int, tuple[int, ...]]:
-        """See `TokenIndex.find`; the newer of two equal matches."""
+        """See `TokenIndex.find`; prefers the newer of two equal matches."""
         old, new = self._halves.get(salt, (None, None))
         if old is None or new is None:
             return 0, ()
@@ -72,11 +71,11 @@ class Corpus:
 
 
 class SuffixProposer:
-    """Looks the last tokens of each answer up in its own text, then among earlier answers.
+    """Looks each answer's last tokens up in its own text, then in earlier answers.
 
     Args:
         corpus: the earlier answers.
-        history_tokens: read of all running sequences together; later ones are not read.
+        history_tokens: maximum read of all running sequences together.
     """
 
     def __init__(

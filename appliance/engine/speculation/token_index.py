@@ -1,7 +1,7 @@
 """Finds earlier places of a text's last tokens in constant time.
 
-A table of hashed windows leads to the latest place of each; what it finds is compared token by
-token, so a collision costs a match and never finds a wrong one. Imports no torch.
+A table maps hashed windows to their last place. It compares the tokens there, so a collision costs
+a match and never finds a wrong one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-WINDOWS = (8, 3)  # tokens; the longest that is found decides
+WINDOWS = (8, 3)  # tokens; the longest match wins
 MAX_MATCH = 32  # tokens compared
 BYTES_PER_TOKEN = 4 + len(WINDOWS) * 4 * 4  # at most: tables are up to four times as long
-SEPARATOR = -1  # between texts: no token, so no match leads across it
+SEPARATOR = -1  # between texts: no token, so no match crosses it
 
 _MASK64 = 2**64 - 1
 _BASE = 0x9E3779B97F4A7C15  # odd, so that all bits of a token reach the top ones
-_SMALLEST = 256  # places of a table
+_SMALLEST = 256  # places of the smallest table
 
 
 class TokenIndex:
@@ -41,8 +41,7 @@ class TokenIndex:
         return len(self.tokens)
 
     def extend(self, token_ids: Ordered[int]) -> None:
-        """Append tokens."""
-        # A window is found once a token follows it, so that a text's end does not find itself.
+        # A window is findable once a token follows it, so that a text's end does not find itself.
         first = max(0, len(self.tokens) - 1)
         self.tokens.extend(token_ids)
         if len(self.tokens) > len(self._tables[0]) // 2:
@@ -51,18 +50,18 @@ class TokenIndex:
                 size *= 2
             self._tables = [array("i", [-1]) * size for _ in WINDOWS]
             first = 0
-        if len(self.tokens) - 1 - first <= 4:  # the usual case: what a step has added
+        if len(self.tokens) - 1 - first <= 4:  # the usual case: a step's tokens
             for last in range(first, len(self.tokens) - 1):
                 self._put(last)
         else:
             self._put_many(first)
 
     def find(self, context: Ordered[int], most: int) -> tuple[int, tuple[int, ...]]:
-        """Return the length of the best match of a text's end, and the tokens that followed it.
+        """Return the length of the best match of a text's end, and the tokens after it.
 
         Args:
             context: the text's last tokens, `MAX_MATCH` at most.
-            most: tokens wanted.
+            most: maximum number of tokens to return.
         """
         for window, table in zip(WINDOWS, self._tables, strict=True):
             if len(context) < window:
@@ -93,7 +92,7 @@ class TokenIndex:
                 table[_slot(self.tokens[last + 1 - window : last + 1], len(table))] = last
 
     def _put_many(self, first: int) -> None:
-        """Put the windows that end at `first` or behind, as `_put` does."""
+        """Put the windows that end at `first` or later, as `_put` does."""
         for window, table in zip(WINDOWS, self._tables, strict=True):
             begin = max(0, first + 1 - window)
             tokens = np.frombuffer(self.tokens, dtype=np.int32)[begin:-1].astype(np.uint64)

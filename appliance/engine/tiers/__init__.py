@@ -1,1 +1,1 @@
-"""Tiers below the KV cache, which keep evicted blocks: host memory, then a disk."""
+"""Tiers below the KV cache for evicted blocks: host memory, then disk."""

@@ -1,12 +1,11 @@
 """Stores one block's content as a file with its identity and a checksum.
 
 64 bytes, then the content: magic (8), fingerprint (16), hash (16), length (8, little-endian),
-CRC-32 of fingerprint, hash and content (4, little-endian), zeros (12). A file that does not hold
-exactly the wanted block is ignored.
+CRC-32 of fingerprint, hash and content (4, little-endian), zeros (12). Ignores a file that does not
+hold exactly the wanted block.
 
-The checksum protects against disks and power cuts, not against people, who could compute any other
-one as well. It takes a quarter of BLAKE2b's processor time, which was half of the time to write a
-block.
+The checksum protects against disks and power cuts, not attackers, who could compute any checksum.
+It takes a quarter of BLAKE2b's processor time, which was half of the time to write a block.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAGIC = b"APPLKV\x00\x02"  # the last byte grows when the meaning of the bytes changes
+MAGIC = b"APPLKV\x00\x02"  # increment the last byte when the meaning of the bytes changes
 SUFFIX = ".kv"
 _HEADER = struct.Struct("<8s16s16sQI12x")
 HEADER_BYTES = _HEADER.size
 
 
 class ForeignBlockError(Exception):
-    """The file is cut, damaged or not the block that its name says."""
+    """The file is truncated, damaged or not the block that its name says."""
 
 
 def header(fingerprint: bytes, content: bytes, data: bytes | bytearray | memoryview) -> bytes:
@@ -39,16 +38,18 @@ def header(fingerprint: bytes, content: bytes, data: bytes | bytearray | memoryv
 def read_block_file(path: Path, fingerprint: bytes, content: bytes, size: int) -> bytearray:
     """Read a block's bytes.
 
-    `fingerprint` is of weights and format, `content` the block's chained hash.
+    Args:
+        fingerprint: of weights and format.
+        content: the block's chained hash.
 
     Raises:
-        ForeignBlockError: it holds something else.
+        ForeignBlockError: the file holds something else.
         OSError: it cannot be read.
     """
     head, data, beyond = bytearray(HEADER_BYTES), bytearray(size), bytearray(1)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # A read that a signal cuts short counts as damage: it is a miss, and no harm.
+        # A read that a signal cuts short counts as damage: a harmless miss.
         num_read = os.readv(descriptor, [head, data, beyond])
     finally:
         os.close(descriptor)
@@ -68,7 +69,7 @@ def write_block_file(
 ) -> None:
     """Write a block to its file atomically.
 
-    It does not wait for the disk: after a power cut the checksum reveals missing data.
+    Does not wait for the disk: after a power cut the checksum reveals missing data.
 
     Args:
         fingerprint: of weights and format.
@@ -77,7 +78,7 @@ def write_block_file(
         stamp_ns: time of last use, set as the file's time.
 
     Raises:
-        OSError: it cannot be written; nothing of it stays.
+        OSError: writing failed; removes the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,7 +1,7 @@
 """Stores blocks as files: a folder per model and KV format, a file per block.
 
-Several servers may share a folder. A file's time is its last use; a sweep removes the oldest files
-of all models until they fit the cap. Imports no torch.
+Several servers may share a folder. A file's time is its last use; a sweep removes all models'
+oldest files beyond the cap. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 KEPT_BY_SWEEP = 0.9  # of the cap, so that not every block triggers a sweep
-MAX_RESERVE = 1 << 30  # bytes that stay free on the file system, or a twentieth of a small one
+MAX_RESERVE = 1 << 30  # bytes to leave free on the file system, or a twentieth of a small one
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class DiskCounters:
 
     written: int = 0
     read: int = 0
-    corrupt: int = 0  # cut, damaged or foreign files, which were removed
+    corrupt: int = 0  # truncated, damaged or foreign files, removed
     evicted: int = 0
     bytes_used: int = 0  # of all models, as of the last sweep and later writes
 
@@ -48,9 +48,9 @@ class DiskStore:
 
     Attributes:
         root: folder of all models.
-        fingerprint: 16 bytes; everything besides the tokens that decides a block's bytes.
+        fingerprint: 16 bytes; hash of everything except tokens that determines a block's bytes.
         capacity: bytes of all files of all models.
-        about: description of the model, for people.
+        about: description of the model.
         state_bytes: of a state checkpoint, for models with recurrent layers.
     """
 
@@ -67,7 +67,7 @@ class DiskStore:
         """Create the folder, for this user alone, and list its blocks.
 
         Raises:
-            OSError: the folder cannot be used.
+            OSError: the folder is unusable.
         """
         self._make_folder()
         for name in os.listdir(self.folder):
@@ -85,7 +85,7 @@ class DiskStore:
         return len(self._known)
 
     def read(self, content: bytes) -> bytearray | None:
-        """Read a block by its hash; None if it is missing or damaged."""
+        """Read a block by hash; None if it is missing or damaged."""
         path = self._path(content)
         size = self.state_bytes if is_state(content) else self.block_bytes
         try:
@@ -106,7 +106,7 @@ class DiskStore:
         """Write a block.
 
         Raises:
-            OSError: it cannot be written, or the file system is almost full.
+            OSError: writing failed, or the file system is almost full.
         """
         space = os.statvfs(self.root)
         reserve = min(MAX_RESERVE, space.f_blocks * space.f_frsize // 20)
@@ -114,7 +114,7 @@ class DiskStore:
             raise OSError(errno.ENOSPC, f"less than {reserve >> 20} MiB would stay free")
         try:
             write_block_file(self._path(content), self.fingerprint, content, data, stamp_ns)
-        except FileNotFoundError:  # the folder was removed meanwhile
+        except FileNotFoundError:  # someone removed the folder
             self._make_folder()
             write_block_file(self._path(content), self.fingerprint, content, data, stamp_ns)
         self._known.add(content)
@@ -130,7 +130,7 @@ class DiskStore:
         except FileNotFoundError:
             self._known.discard(content)
         except OSError:
-            return  # it only looks older than it is
+            return  # it merely looks older
 
     def sweep(self) -> None:
         """Count all files of all models, and remove the oldest if they exceed the cap."""

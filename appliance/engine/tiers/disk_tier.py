@@ -1,6 +1,6 @@
-"""Reads and writes the disk in two threads.
+"""Reads and writes the disk in two threads; the engine's thread never waits for a file.
 
-The engine's thread never waits for a file. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_store import DiskStore
 
-MAX_QUEUED = 8  # blocks waiting for the writer
-PAUSE_SECONDS = 60.0  # without writing after the disk refused
+MAX_QUEUED = 8  # blocks that wait for the writer
+PAUSE_SECONDS = 60.0  # without writing, after a disk error
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """Blocks of one sequence's chain, to be read in order.
+    """Blocks of one sequence's chain, to read in order.
 
     Attributes:
-        found: hash and bytes of what was read, up to the first failure.
+        found: hash and bytes of blocks read, up to the first failure.
         cancelled: the sequence no longer waits.
     """
 
@@ -43,10 +43,10 @@ class ReadJob:
 
 
 class DiskTier:
-    """A store of files, used from the engine's thread without waiting.
+    """A store of files, for the engine's thread to use without waiting.
 
     Attributes:
-        trouble: why nothing is written; empty if all is well.
+        trouble: why it writes nothing; empty if all is well.
     """
 
     def __init__(self, store: DiskStore) -> None:
@@ -78,7 +78,7 @@ class DiskTier:
 
     @property
     def is_writing(self) -> bool:
-        """True if blocks may be handed over now."""
+        """True if it accepts blocks now."""
         return not self.trouble or time.monotonic() >= self._resume
 
     @property
@@ -93,36 +93,36 @@ class DiskTier:
 
     @property
     def has_room(self) -> bool:
-        """True if one more block can be handed over now."""
+        """True if it can take one more block now."""
         return self._queued < MAX_QUEUED
 
     def wait_for_room(self, seconds: float, *, for_all: bool = False) -> bool:
-        """Wait until a block can be handed over, or all are written; return False on timeout."""
+        """Wait until it can take a block, or all are written; return False on timeout."""
         most = 0 if for_all else MAX_QUEUED - 1
         with self._written:
             return self._written.wait_for(lambda: self._queued <= most, seconds)
 
     def write(self, content: bytes, saved: SavedBlock, stamp_ns: int) -> None:
-        """Hand over a block to be written; there must be room."""
+        """Hand over a block to write; there must be room."""
         assert self.has_room
         with self._written:
             self._queued += 1
         self._tasks.put(lambda: self._write(content, saved, stamp_ns))
 
     def touch(self, stamps: Sequences[tuple[bytes, int]]) -> None:
-        """Hand over the times at which blocks were last used, in nanoseconds."""
+        """Hand over the times of blocks' last use, in nanoseconds."""
         if stamps:
             self._tasks.put(lambda: self._touch(stamps))
 
     def read(self, hashes: list[bytes], sequence: Sequence) -> ReadJob:
-        """Hand over blocks to be read; `take_read` returns the job when it is done."""
+        """Hand over blocks to read; `take_read` returns the finished job."""
         job = ReadJob(hashes, sequence)
         self.unfinished.append(job)
         self._jobs.put(job)
         return job
 
     def take_read(self) -> list[ReadJob]:
-        """Return the jobs that are done."""
+        """Return the finished jobs."""
         self._has_read.clear()
         done = []
         while self._read:
@@ -131,11 +131,11 @@ class DiskTier:
         return done
 
     def wait_for_read(self, seconds: float) -> None:
-        """Wait until a job is done, or so many seconds."""
+        """Wait until a job is finished, for at most so many seconds."""
         self._has_read.wait(seconds)
 
     def close(self, seconds: float) -> None:
-        """End both threads; what is not written by then is lost."""
+        """End both threads; unwritten blocks are lost."""
         end = time.monotonic() + seconds
         self._tasks.put(None)
         self._jobs.put(None)
@@ -145,8 +145,8 @@ class DiskTier:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _run_writer(self) -> None:
-        # At the same priority as steps: otherwise they would wait for Python's lock while this
-        # thread, which holds it, waits for a core that another process has taken.
+        # At the same priority as steps: a lower one could hold the GIL without a core, while steps
+        # wait.
         while (task := self._tasks.get()) is not None:
             try:
                 task()

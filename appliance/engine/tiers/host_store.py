@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class HostBlock:
-    """A place for the content of a block.
+    """Place for a block's content.
 
     Attributes:
         saved: the content; None until the plan that saves it is launched.
@@ -28,15 +28,15 @@ class HostBlock:
 
 
 class HostStore:
-    """Content that waiting sequences come back to, and other content while there is room.
+    """Content to which waiting sequences return, and other content while there is room.
 
-    Wanted content stays, and room for it is reserved in advance. Other content is dropped least
-    recently used first.
+    Reserves room for wanted content in advance and keeps it. Drops other content least recently
+    used first.
 
     Args:
         capacity: in blocks.
         keeps_unwanted: also keep evicted content that no sequence waits for.
-        state_room: blocks in whose place a state checkpoint fits.
+        state_room: blocks that a state checkpoint takes.
     """
 
     def __init__(self, capacity: int, *, keeps_unwanted: bool = False, state_room: int = 0) -> None:
@@ -47,15 +47,15 @@ class HostStore:
         self._wanted: Counter[bytes] = Counter()
         self._held: dict[bytes, HostBlock] = {}  # wanted
         self._spare: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
-        self._spare_room = 0  # that these take
+        self._spare_room = 0  # room of these
 
     def __len__(self) -> int:
-        """Return the room that all content takes, in blocks."""
+        """Return the room of all content, in blocks."""
         return self.room_of(self._held) + self._spare_room
 
     @property
     def num_swapped(self) -> int:
-        """Blocks that left the cache and that a sequence comes back to."""
+        """Blocks that left the cache and to which a sequence returns."""
         mine = (content for content, held in self._held.items() if not held.from_disk)
         return self.room_of(mine)
 
@@ -65,7 +65,7 @@ class HostStore:
         return self.capacity - self._reserved
 
     def room_of(self, hashes: Iterable[bytes]) -> int:
-        """Return the room that some content takes, in blocks."""
+        """Return the room of some content, in blocks."""
         return sum([self._state_room if is_state(one) else 1 for one in hashes])
 
     def reserve(self, hashes: Iterable[bytes], others: int = 0) -> bool:
@@ -94,7 +94,7 @@ class HostStore:
                     self._add_spare(content, held)
 
     def takes(self, content: bytes) -> bool:
-        """Return True if content that leaves the cache should be kept here."""
+        """Return True if it should keep content that leaves the cache."""
         if content in self._held or content in self._spare:
             return False
         fits = self.room_of((content,)) <= self.room
@@ -109,7 +109,6 @@ class HostStore:
             self._shrink()
 
     def get(self, content: bytes) -> HostBlock | None:
-        """Return content by its hash, or None."""
         return self._held.get(content) or self._spare.get(content)
 
     def discard_empty(self) -> None:
@@ -134,7 +133,8 @@ class HostStore:
     def check_invariants(self, reservations: Iterator[int]) -> None:
         """Assert that the cap holds and that exactly the wanted content stays.
 
-        `reservations` are the blocks of each open reservation.
+        Args:
+            reservations: blocks of each open reservation.
         """
         assert self._reserved == sum(reservations) <= self.capacity
         assert set(self._held) <= set(self._wanted)

@@ -1,4 +1,4 @@
-"""Collects the moves of a plan between cache and host memory. Imports no torch."""
+"""Collects a plan's moves between cache and host memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Arrival(NamedTuple):
     """A block of the cache that waits for content in host memory, or on its way there.
 
     Attributes:
-        block: or the row of a state.
+        block: or a state's row.
     """
 
     block: int
@@ -37,7 +37,7 @@ _NONE = PlannedMoves()
 
 
 class PlannedSaves:
-    """Saves of the plan being made, and the places for the latest plan's saves."""
+    """Saves of the plan being made, and the places for the last plan's saves."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[BlockSave, HostBlock]] = []
@@ -57,8 +57,8 @@ class PlannedSaves:
         return held
 
     def take(self, arrivals: Sequence[Arrival]) -> PlannedMoves:
-        """Return the moves of a plan that is complete."""
-        if not (arrivals or self._blocks or self._states):  # nearly always
+        """Return the moves of a complete plan."""
+        if not (arrivals or self._blocks or self._states):  # the usual case
             self._coming = []
             return _NONE
         self._coming = self._planned
@@ -77,17 +77,17 @@ class PlannedSaves:
         return PlannedMoves(saves, tuple(loads), rows, tuple(state_loads))
 
     def hold(self, saved: Sequence[SavedBlock]) -> None:
-        """Keep the content that the latest plan saved."""
+        """Keep the content that the last plan saved."""
         for host, content in zip(self._coming, saved, strict=True):
             host.saved = content
         self._coming = []
 
     def discard(self) -> None:
-        """Drop the places for plans that have failed."""
+        """Drop the places for failed plans."""
         self._coming = []
 
     def is_lost(self, held: HostBlock | None) -> bool:
-        """Return True if a place will never be filled, since its plan has failed."""
+        """Return True if a place will never be filled, because its plan failed."""
         return held is not None and held.saved is None and held not in self._planned
 
     @property

@@ -1,4 +1,4 @@
-"""Reads the blocks of waiting sequences from disk into host memory, before they start.
+"""Reads waiting sequences' blocks from disk into host memory before they start.
 
 Imports no torch.
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
     from appliance.engine.tiers.host_store import HostStore
 
-# Fewer are computed in about the time it takes to find and open their files.
+# Computing fewer takes about as long as finding and opening their files.
 MIN_READ_TOKENS = 64
-_READ_SECONDS = 0.01  # of waiting for the disk, between checks for other events
+_READ_SECONDS = 0.01  # per wait for the disk, between checks for other events
 
 
 class ReadAhead:
     """The sequences that wait for the disk.
 
     Args:
-        host: where the blocks go; room for them is reserved there.
-        disk: None has none of them.
+        host: receives the blocks, for which room is reserved.
+        disk: None has no blocks.
     """
 
     def __init__(self, blocks: BlockManager, host: HostStore, disk: DiskTier | None) -> None:
@@ -60,7 +60,7 @@ class ReadAhead:
     def take(self) -> Iterator[tuple[Sequence, list[bytes]]]:
         """Yield sequences whose reads have ended, with the content reserved in host memory.
 
-        It is there, or was not to be had.
+        Content that failed to load is missing there.
         """
         if self._disk is None:
             return
@@ -82,7 +82,7 @@ class ReadAhead:
         return job is not None
 
     def wait(self) -> bool:
-        """Wait a moment for the disk; return False if nobody waits for it."""
+        """Wait briefly for the disk; return False if no sequence waits for it."""
         if not self._jobs or self._disk is None:
             return False
         self._disk.wait_for_read(_READ_SECONDS)

@@ -1,8 +1,7 @@
-"""Finds where a waiting sequence goes on from host memory, and what it needs from there.
+"""Finds where a waiting sequence continues from host memory, and the content that it needs.
 
-Without recurrent layers that is where its content ends. With them it is the last place that has
-both the content and a state: where the sequence was when it had to make room, or a checkpoint.
-Imports no torch.
+Without recurrent layers that is the end of its content. With them it is the last place with content
+and state: where the sequence was preempted, or a checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Contents(Protocol):
-    """Knows which content there is, by its key."""
+    """Tells if content exists, by key."""
 
     def __contains__(self, content: bytes) -> bool: ...
 
@@ -32,7 +31,7 @@ class Reservation:
     Attributes:
         hashes: of full blocks, and keys of checkpoints.
         last: the partial block.
-        state: the state behind all its tokens.
+        state: the state after all its tokens.
         other_room: of these two, in blocks.
     """
 
@@ -44,14 +43,14 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A place to go on, after content in host memory.
+    """A place to continue, after content in host memory.
 
     Attributes:
-        blocks: of the cache, to begin with.
-        held: content that follows them, the last perhaps of a partial block.
+        blocks: leading blocks in the cache.
+        held: content after them; the last block may be partial.
         num_tokens: in blocks and content together.
-        state: the state behind these tokens, for models with recurrent layers.
-        is_checkpoint: the state is one, so that others may go on from it.
+        state: the state after these tokens, with recurrent layers.
+        is_checkpoint: the state is one, so others may continue from it.
     """
 
     blocks: tuple[int, ...] = ()
@@ -107,10 +106,10 @@ def resume_with_state(
 def wanted_from_disk(
     sequence: Sequence, blocks: BlockManager, host: HostStore, disk: Contents
 ) -> tuple[list[bytes], int]:
-    """Return what a waiting sequence needs from the disk, in order, and how many blocks it gains.
+    """Return the content that a waiting sequence needs from disk, in order, and the blocks gained.
 
-    With recurrent layers the last one is a state checkpoint, unless it is in memory; blocks behind
-    it are of no use.
+    With recurrent layers the last one is a state checkpoint, unless it is in memory; later blocks
+    are useless.
     """
     cached = len(blocks.index.find_chain(sequence))
     chain = sequence.block_hashes[: sequence.num_reusable // blocks.block_size]

@@ -7,15 +7,15 @@ _MARK = b"s"
 
 
 def state_key(content: bytes) -> bytes:
-    """Return the key of the checkpoint behind a block, given the block's hash."""
+    """Return a checkpoint's key, given its block's hash."""
     return content + _MARK
 
 
 def is_state(key: bytes) -> bool:
-    """Return True if a key is of a checkpoint and not of a block."""
+    """Return True if a key is a checkpoint's, False if a block's."""
     return len(key) > _HASH_BYTES
 
 
 def block_of(key: bytes) -> bytes:
-    """Return the hash of the block that a checkpoint follows."""
+    """Return the hash of a checkpoint's block."""
     return key[:_HASH_BYTES]

@@ -1,7 +1,4 @@
-"""Lists and removes the models whose blocks lie in a folder, and walks their files.
-
-Imports no torch.
-"""
+"""Lists and removes the models stored in a folder, and walks their files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 ABOUT = "about.json"
-STALE_SECONDS = 3600  # age of an unfinished file that is no longer written
+STALE_SECONDS = 3600  # age of an abandoned unfinished file
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 NAME = re.compile(r"([0-9a-f]{32}(?:73)?)" + re.escape(SUFFIX))  # with the mark of `state_key`
-_BATCH = 64  # files to look at before other threads get their turn
+_BATCH = 64  # files per look, before other threads get their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class StoredModel:
     num_blocks: int
     num_states: int  # checkpoints of recurrent layers
     num_bytes: int
-    used: float  # Unix seconds of the latest use, 0 if it is empty
+    used: float  # Unix seconds of the last use, 0 if empty
 
 
 class Removed(NamedTuple):
@@ -50,7 +47,7 @@ class Removed(NamedTuple):
 
 
 def stored_models(root: Path) -> list[StoredModel]:
-    """List the models in a folder, the last used first; none if there is no folder."""
+    """List the models in a folder, most recently used first; empty without a folder."""
     found = []
     for folder in _folders(root):
         files = list(_files_of(folder))
@@ -78,11 +75,11 @@ def remove_models(
 
     Args:
         root: folder of all models.
-        fingerprints: of the models; None means all.
-        older_than: Unix seconds; remove only what was not used since then.
+        fingerprints: the models'; None means all.
+        older_than: Unix seconds; keep files used since then.
 
     Raises:
-        OSError: a file cannot be removed.
+        OSError: removing a file failed.
     """
     wanted = None if fingerprints is None else set(fingerprints)
     blocks = states = num_bytes = 0

@@ -1,4 +1,4 @@
-"""Counters of the tiers below the cache, and their part of the statistics. Imports no torch."""
+"""Counters of the tiers below the cache, and their statistics. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TierCounters:
-    """Totals; blocks unless said otherwise."""
+    """Totals; blocks unless noted."""
 
-    swaps: int = 0  # sequences whose preemption kept their blocks
+    swaps: int = 0  # sequences preempted with kept blocks
     swapped_out: int = 0
     swapped_in: int = 0
     host_hits: int = 0  # tokens found in host memory at first admission
@@ -31,7 +31,7 @@ class TierCounters:
 
         Args:
             host: blocks by hash.
-            num_last: partial blocks, which have no hash.
+            num_last: partial blocks, without a hash.
             num_swapped: waiting sequences with kept content.
         """
         return msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """The scheduler's interface to the tiers below the cache: keep, find, bring back.
 
-A preempted sequence's full blocks stay in the cache, by their hashes, until their space is needed;
-evicted ones are kept in host memory until the sequence is back, and so is its last block, which has
-no hash. Before a sequence starts, its chain's blocks are read from disk. Imports no torch.
+A preempted sequence's full blocks stay in the cache, by hash, until their space is needed. Host
+memory keeps evicted ones until the sequence is back, and its last block, which has no hash. Before
+a sequence starts, its chain's blocks are read from disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ _FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Sizes in bytes: of host memory, and of a block there."""
-
     block_bytes: int
     open_bytes: int = 0  # of an open block
     host_bytes: int = 0
-    keeps_evicted: bool = False  # in host memory, even if no sequence wants it
+    keeps_evicted: bool = False  # also blocks that no sequence wants
     state_bytes: int = 0  # of one recurrent state
 
 
@@ -53,7 +51,7 @@ class TierSizes:
 class _Loading:
     """A sequence that starts with content from outside, until its plan has run."""
 
-    first: int  # index of the first of those blocks
+    first: int  # index of the first loaded block
     kept: Reservation | None
     num_kept: int
 
@@ -62,9 +60,8 @@ class Tiers:
     """Host memory and disk behind one cache.
 
     Args:
-        sizes: of a block and of host memory.
         disk: files; None keeps nothing there.
-        writes: blocks to be written there.
+        writes: blocks to write there.
     """
 
     def __init__(
@@ -88,7 +85,7 @@ class Tiers:
         )
         self._last_room = 1 - (-sizes.open_bytes // sizes.block_bytes)
         self._kept: dict[Sequence, Reservation] = {}
-        self._loading: dict[Sequence, _Loading] = {}  # being loaded into the cache
+        self._loading: dict[Sequence, _Loading] = {}  # loads in uncommitted plans
         self._reads = ReadAhead(blocks, self.host, disk)
         self._saves = PlannedSaves()
         blocks.pool.on_evict = self._evicted
@@ -97,7 +94,7 @@ class Tiers:
 
     @classmethod
     def none(cls, blocks: BlockManager) -> Tiers:
-        """Build tiers without room: content that leaves the cache is lost."""
+        """Build tiers without room, which lose evicted content."""
         return cls(blocks, TierSizes(block_bytes=1), Rates())
 
     @property
@@ -106,9 +103,9 @@ class Tiers:
         return self._reads.waiting
 
     def keep(self, sequence: Sequence) -> None:
-        """Decide how a victim comes back; called before its blocks are taken.
+        """Decide how a victim comes back; call it before its blocks are taken.
 
-        A victim that will be recomputed is left as it is.
+        Leaves a victim alone that will be recomputed.
         """
         blocks, num_tokens = self._blocks, self._blocks.num_held(sequence)
         states = blocks.states
@@ -141,20 +138,20 @@ class Tiers:
         return self._reads.begin(sequence)
 
     def take_read(self) -> Iterator[Sequence]:
-        """Yield sequences whose disk reads have ended, in host memory or without success."""
+        """Yield sequences whose disk reads have ended, successfully or not."""
         for sequence, reserved in self._reads.take():
             self._kept.setdefault(sequence, Reservation()).hashes += reserved
             yield sequence
 
     def num_held(self, sequence: Sequence) -> int:
-        """Return the tokens of a waiting sequence that were read or kept for it."""
+        """Count the tokens that were read or kept for a waiting sequence."""
         kept = self._kept.get(sequence)
         if kept is None:
             return 0
         return sum(not is_state(one) for one in kept.hashes) * self._blocks.block_size
 
     def num_in_host(self, sequence: Sequence) -> int:
-        """Count the blocks in host memory that a waiting sequence comes back to."""
+        """Count the blocks in host memory to which a waiting sequence returns."""
         kept = self._kept.get(sequence)
         if kept is None:
             return 0
@@ -178,10 +175,10 @@ class Tiers:
         return self._blocks.whole(prefix)
 
     def bring_back(self, sequence: Sequence) -> list[Arrival]:
-        """Extend the block table of a starting sequence by its content in host memory.
+        """Extend a starting sequence's block table by its content in host memory.
 
         Returns:
-            The loads for the plan it starts in.
+            The loads for the plan in which it starts.
         """
         states = self._blocks.states
         first, num_last = divmod(sequence.num_computed, self._blocks.block_size)
@@ -209,7 +206,7 @@ class Tiers:
         return arrivals
 
     def _resume(self, sequence: Sequence, first: int) -> Resume:
-        """Return where a sequence goes on that holds so many of its blocks in the cache."""
+        """Find where a sequence with some blocks in the cache continues."""
         kept = self._kept.get(sequence)
         if self._blocks.states is not None:
             return resume_with_state(sequence, self._blocks, self.host, kept)
@@ -228,7 +225,7 @@ class Tiers:
             self.counters.host_hits += (len(found) - from_disk) * size
 
     def confirm(self, scheduled: Iterable[ScheduledSequence]) -> None:
-        """Confirm the loads of a plan that has run."""
+        """Confirm an executed plan's loads."""
         if not self._loading:
             return
         for entry in scheduled:
@@ -257,7 +254,7 @@ class Tiers:
             sequence.num_kept = loading.num_kept
 
     def discard_saves(self) -> None:
-        """Drop the saves of plans that have failed."""
+        """Drop the saves of failed plans."""
         self.host.discard_empty()
         self._saves.discard()
         for kept in self._kept.values():
@@ -265,9 +262,9 @@ class Tiers:
             kept.state = None if self._saves.is_lost(kept.state) else kept.state
 
     def offer(self, sequence: Sequence) -> None:
-        """Queue the blocks that `disk_rule` allows for writing; called before they are freed."""
+        """Queue blocks for writing, as `disk_rule` allows; call it before they are freed."""
         if self.writes is None or sequence.parent is not None:
-            return  # one of the siblings offers what they share
+            return  # one sibling offers the blocks they share
         num_blocks = num_on_disk(sequence.num_cached, self._blocks.block_size)
         chain = sequence.block_hashes[:num_blocks]
         if (states := self._blocks.states) is not None and chain:
@@ -284,18 +281,18 @@ class Tiers:
         return self._reads.cancel(sequence)
 
     def take_moves(self, arrivals: Sequences[Arrival]) -> PlannedMoves:
-        """Return the moves of a plan that is complete.
+        """Return the moves of a complete plan.
 
-        Call `hold` with the saved content once it is launched, before the next plan is made.
+        Call `hold` with the saved content after launching it, before making the next plan.
         """
         return self._saves.take(arrivals)
 
     def hold(self, saved: Sequences[SavedBlock]) -> None:
-        """Keep the content that the latest plan saved."""
+        """Keep the content that the last plan saved."""
         self._saves.hold(saved)
 
     def _evicted(self, content: bytes, block: int) -> None:
-        """Save a block's content that the cache is about to evict, if it should be kept."""
+        """Save a block's content before its eviction, if it should be kept."""
         if self.host.takes(content):
             self.host.put(content, self._saves.save_block(block))
             self.counters.swapped_out += 1
@@ -303,7 +300,7 @@ class Tiers:
             self.writes.lost(content)
 
     def _state_evicted(self, content: bytes, row: int) -> None:
-        """Save a checkpoint that the cache is about to evict, if it should be kept."""
+        """Save a checkpoint before its eviction, if it should be kept."""
         key = state_key(content)
         if self.host.takes(key):
             self.host.put(key, self._saves.save_state(row))
@@ -311,7 +308,7 @@ class Tiers:
             self.writes.lost(key)
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
-        """Add the tiers' part to a snapshot."""
+        """Add the tiers' statistics to a snapshot."""
         last = sum(one.last is not None for one in self._all_kept())
         swapped = sum(sequence.num_kept > 0 for sequence in self._kept)
         stats = self.counters.add_to(stats, self.host, num_last=last, num_swapped=swapped)
@@ -327,11 +324,11 @@ class Tiers:
 
     @property
     def has_writes(self) -> bool:
-        """True if something can be written to the disk now."""
+        """True if there is something to write to disk now."""
         return self.writes is not None and self.writes.has_work
 
     def after_step(self) -> None:
-        """Use the disk's share of a step that has just ended."""
+        """Use the disk's share of the last step."""
         if self.writes is not None:
             self.writes.after_step()
 
@@ -345,7 +342,7 @@ class Tiers:
         return True
 
     def close(self) -> None:
-        """Write what the disk still lacks, as far as time allows."""
+        """Write pending blocks to disk, as far as time allows."""
         if self.writes is not None and self.disk is not None:
             self.writes.flush(_FLUSH_SECONDS)
             self.disk.close(_FLUSH_SECONDS)

@@ -1,13 +1,12 @@
 """Writes blocks and state checkpoints to disk without delaying steps. Imports no torch.
 
-A block waits in the cache, by its hash alone, until there is time: all of it while nothing runs,
-and a small share of it while steps do. A block that leaves the cache first is not written.
+A block waits in the cache, by hash alone, until there is time: all of it while nothing runs, and a
+small share of it during steps. A block that leaves the cache first is not written.
 
-Where all cores compute a step, each processor second of writing delays the step by one. So all of
-it counts against the share: the time that the step's thread takes to hand a block over, and all
-processor time of the disk's thread. A debt is paid before the next block is handed over, one at a
-time, and an unused share expires: if it were saved up, what a long prompt did not use would be
-taken from the answers behind it.
+If all cores compute a step, each processor second of writing delays the step by one. So the share
+covers all of it: the step thread's time for handing a block over, and the disk thread's processor
+time. A debt is paid before the next block is handed over, one at a time. An unused share expires:
+otherwise answers would pay for the share that a long prompt left.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ if TYPE_CHECKING:
     from appliance.engine.moves import SavedBlock
     from appliance.engine.tiers.disk_tier import DiskTier
 
-BUSY_SHARE = 0.02  # of the time of steps, for handing over and writing
+BUSY_SHARE = 0.02  # of steps' time, for handing over and writing
 MAX_PENDING = 1 << 16  # blocks
-_IDLE_BLOCKS = 8  # in a short piece of idle work
+_IDLE_BLOCKS = 8  # per short piece of idle work
 _IDLE_SECONDS = 0.005
 
 
 class WriteBehind:
-    """The blocks that are still to be written.
+    """The blocks still to write.
 
     Args:
         save: copies blocks out of the cache.
-        clock: seconds that measure steps and handing over. Where processors compute steps, the
-            processor time of the calling thread: beside other processes a step takes longer, but
-            can spare no more.
-        save_states: copies rows of recurrent state out of the cache; None for models without.
+        clock: seconds that measure steps and handing over. If processors compute steps, the calling
+            thread's processor time: beside other processes a step takes longer, but can spare no
+            more.
+        save_states: copies rows of recurrent state out of the cache; None without recurrent layers.
 
     Attributes:
         num_dropped: blocks that left the cache before they were written.
@@ -60,17 +59,17 @@ class WriteBehind:
         self._save = save
         self._save_states = save_states
         self._clock = clock
-        self._pending: dict[bytes, int] = {}  # time of last use, by hash
-        self._owed = 0.0  # seconds taken from steps beyond their share
+        self._pending: dict[bytes, int] = {}  # time of last use by hash
+        self._owed = 0.0  # seconds taken from steps beyond the share
         self._seen = disk.cpu_seconds  # of the disk's thread, already counted
-        self._last = clock()  # the end of the latest step or idle moment
+        self._last = clock()  # end of the last step or idle moment
 
     def __len__(self) -> int:
         return len(self._pending)
 
     @property
     def has_work(self) -> bool:
-        """True if an idle moment can be used."""
+        """True if it has work for an idle moment."""
         return bool(self._pending) and self._disk.is_writing
 
     def offer(self, hashes: list[bytes]) -> None:
@@ -78,7 +77,7 @@ class WriteBehind:
         begin, now = self._clock(), time.time_ns()
         known = []
         for depth, content in enumerate(hashes):
-            # A tail is older than its head, so that the head is removed last.
+            # A tail counts as older than its head, so the head is removed last.
             stamp = now - 1000 * depth
             if content in self._disk:
                 known.append((content, stamp))
@@ -114,7 +113,6 @@ class WriteBehind:
         self._last, self._seen = self._clock(), self._disk.cpu_seconds
 
     def flush(self, seconds: float) -> None:
-        """Write as much as time allows."""
         end = time.monotonic() + seconds
         while self.has_work and self._disk.wait_for_room(end - time.monotonic()):
             self._write_next()
@@ -128,7 +126,7 @@ class WriteBehind:
             self._disk.write(content, saved, stamp)
 
     def _read(self, content: bytes) -> SavedBlock | None:
-        """Copy a block or a checkpoint out of the cache; count it if it is not there any more."""
+        """Copy a block or checkpoint out of the cache; count it if it is gone."""
         if is_state(content):
             assert self._blocks.states is not None
             assert self._save_states is not None
