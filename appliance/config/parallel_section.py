@@ -16,8 +16,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             "Engine processes that each serve the whole model behind one port. On a CPU they divide"
-            " the threads and the memory that is free; on GPUs each has one. All else, such as"
-            " kv_cache_memory and max_num_seqs, is each one's own.",
+            " the threads and the free memory; on GPUs each has one. All other settings, such as"
+            " kv_cache_memory and max_num_seqs, apply to each replica.",
             Group.COMPUTE,
             low=1,
             high=64,
@@ -35,7 +35,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_split: Annotated[
         str,
         Setting(
-            "Share of the model that each of them has, such as 2:1; auto is as even as can be.",
+            "Share of the model for each process, such as 2:1; auto divides evenly.",
             Group.COMPUTE,
         ),
     ] = "auto"

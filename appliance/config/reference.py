@@ -14,9 +14,9 @@ _TITLES = {
     "top": "The dashboard",
 }
 _MODELS = (
-    "A server of several models has a table for each, with any key of [engine]; what it leaves out"
-    " is [engine]'s, and a flag or variable wins over both. Without a line model it is the table's"
-    " name. [aliases] has further names for them."
+    "A server of several models has a table for each, with any key of [engine]. Missing keys come"
+    " from [engine], and a flag or variable wins over both. Without a key model, NAME is the model."
+    " [aliases] gives them further names."
 )
 _MODELS_EXAMPLE = (
     "#   [models.small]",
@@ -32,10 +32,10 @@ def settings_reference() -> str:
         "A flag wins over an environment variable, which wins over the configuration file, "
         "`~/.config/appliance/config.toml` or the one that `--config` or "
         "`APPLIANCE_CONFIG` names. Sizes are written like `512MiB` or `2G`, durations like `90s` "
-        "or `10m`, switches as `on` or `off`; a switch that is on is turned off by its flag with "
-        "`--no-` before the name. `auto` leaves a number to what is planned or measured. An "
-        "unknown key of the file is an error; an unknown variable is not, as it may be meant for "
-        "something else, but the log says so. Both name the nearest that there is."
+        "or `10m`, switches as `on` or `off`; the flag `--no-NAME` turns a switch off. `auto` "
+        "leaves a number to planning or measurement. An unknown key of the file is an error; an "
+        "unknown variable is only logged, since another program may read it. Both messages name "
+        "the nearest known one."
     ]
     for name, section in SECTIONS.items():
         parts.append(f"## [{name}]\n\n{_TITLES[name]}.")
@@ -49,7 +49,7 @@ def settings_reference() -> str:
 def example_config() -> str:
     """Write a configuration file with every setting at its default."""
     lines = [
-        "# Settings of appliance: take the # away from those that are to change.",
+        "# Settings of appliance: remove the # before those you change.",
         "# If it holds keys, nobody else may read it: chmod 600",
     ]
     for name, section in SECTIONS.items():

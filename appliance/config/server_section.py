@@ -54,8 +54,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     models_memory: Annotated[
         int | None,
         Setting(
-            "Memory of all loaded models together, on the GPU or else in RAM; the one not used for"
-            " longest makes room.",
+            "Memory of all loaded models together, on the GPU or else in RAM; the least recently"
+            " used one makes room.",
             Group.MODEL,
             unit=Unit.BYTES,
             low=MIB,
@@ -163,7 +163,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     root_path: Annotated[
         str,
         Setting(
-            "Path under which a reverse proxy shows the server, as /llm.",
+            "Path under which a reverse proxy serves the API, such as /llm.",
             Group.ADDRESS,
             default_is="the root",
         ),
@@ -171,8 +171,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trusted_proxies: Annotated[
         str,
         Setting(
-            "Addresses of reverse proxies that are believed for whom they ask (X-Forwarded-For),"
-            " as 127.0.0.1 or 10.0.0.0/8, with commas between.",
+            "Addresses of reverse proxies whose X-Forwarded-For is trusted, such as 127.0.0.1 or"
+            " 10.0.0.0/8, separated by commas.",
             Group.ADDRESS,
             default_is="none",
         ),

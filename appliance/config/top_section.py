@@ -19,17 +19,17 @@ class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     url: Annotated[
         str | None,
         Setting(
-            "The server to watch; of other makes, their metrics.",
+            "The server to watch; from other servers, their metrics.",
             Group.TOP,
-            default_is="where the settings say that ours listens",
+            default_is="the configured server",
         ),
     ] = None
     ca_file: Annotated[
         str | None,
         Setting(
-            "Over HTTPS, a file in PEM with the certificate of the server, or of who signed it.",
+            "PEM file with the certificate to trust over HTTPS: the server's, or its signer's.",
             Group.TOP,
-            default_is="those that Python trusts",
+            default_is="those Python trusts",
         ),
     ] = None
     colors: Annotated[

@@ -55,7 +55,7 @@ def check_private_files(scope: Scope) -> Iterator[Finding]:
     try:
         keys = known_keys(server)
     except ConfigError as error:
-        yield Finding("API keys", Grade.FAIL, str(error), "do as it says, then try again")
+        yield Finding("API keys", Grade.FAIL, str(error), "follow this message, then try again")
     else:
         held = f", some in {file}" if (file := key_file(server)) is not None else ""
         found = f"{counted(len(keys), 'key')}{held}" if keys else "no key is needed"

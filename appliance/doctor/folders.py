@@ -42,7 +42,7 @@ def check_leftovers(scope: Scope) -> Iterator[Finding]:
     stale = stale_jobs(jobs_dir())
     if stale:
         names = shlex.join(str(path.with_suffix(".*")) for path in stale).replace("'", "")
-        found = f"{counted(len(stale), 'progress file')} of tasks that ended without a word"
+        found = f"{counted(len(stale), 'progress file')} of tasks that ended without reporting it"
         yield Finding("tasks", Grade.WARN, found, f"harmless; to remove them: rm {names}")
     else:
         yield Finding("tasks", Grade.OK, "no progress file is left over")
@@ -90,7 +90,7 @@ def _private(folder: Path) -> Finding:
     try:
         check_private(folder)
     except OSError as error:
-        fix = "do as it says: others could read what was asked"
+        fix = "follow this message: others could read cached prompts"
         return Finding("KV cache owner", Grade.FAIL, str(error.strerror), fix)
     return Finding("KV cache owner", Grade.OK, f"nobody else may change {folder}")
 

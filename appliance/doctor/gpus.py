@@ -20,7 +20,7 @@ NVIDIA = "0x10de"  # of PCI
 DISPLAY = "0x03"  # the class of PCI devices
 P2P_READ, P2P_OK = 0, 0  # of nvml.h: NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK
 SM_CLOCK = 1
-_COOLING = "clean fans and filters, and see that air can get in and out"
+_COOLING = "clean fans and filters, and let air flow freely"
 _POWER = "check the power supply and its cables to the card"
 _FIXES = {
     "power cap": "normal under load; nvidia-smi -pl WATTS (as root) raises the limit",
@@ -94,7 +94,7 @@ def _capability(name: str, gpu: Gpu, library: Any, handle: Any) -> Finding:
 
     found = ask(lambda: library.nvmlDeviceGetCudaComputeCapability(handle))
     if found is None:
-        return Finding(name, Grade.UNKNOWN, f"{gpu.name} does not tell its compute capability")
+        return Finding(name, Grade.UNKNOWN, f"{gpu.name} does not report its compute capability")
     major, minor = found
     words = f"{gpu.name}, compute capability {major}.{minor}"
     if architecture(10 * major + minor) is None:
@@ -106,7 +106,7 @@ def _capability(name: str, gpu: Gpu, library: Any, handle: Any) -> Finding:
 def _memory(name: str, gpu: Gpu, scope: Scope) -> Finding:
     name = f"{name} memory"
     if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
-        return Finding(name, Grade.UNKNOWN, f"{gpu.name} does not tell")
+        return Finding(name, Grade.UNKNOWN, f"{gpu.name} does not report it")
     free = gpu.memory_total_bytes - gpu.memory_used_bytes
     found = f"{show_gib(free)} of {show_gib(gpu.memory_total_bytes)} free"
     share = scope.engine.gpu_memory_utilization
@@ -120,7 +120,7 @@ def _memory(name: str, gpu: Gpu, scope: Scope) -> Finding:
 def _clocks(name: str, gpu: Gpu, library: Any, handle: Any) -> Finding:
     name = f"{name} clocks"
     if gpu.sm_clock_mhz is None:
-        return Finding(name, Grade.UNKNOWN, f"{gpu.name} does not tell")
+        return Finding(name, Grade.UNKNOWN, f"{gpu.name} does not report them")
     most = ask(lambda: library.nvmlDeviceGetMaxClockInfo(handle, SM_CLOCK))
     found = f"{gpu.sm_clock_mhz} MHz" + ("" if most is None else f" of at most {most}")
     if gpu.temperature_celsius is not None:
@@ -136,7 +136,7 @@ def _clocks(name: str, gpu: Gpu, library: Any, handle: Any) -> Finding:
 def _peers(name: str, library: Any, first: Any, second: Any) -> Finding:
     status = ask(lambda: library.nvmlDeviceGetP2PStatus(first, second, P2P_READ))
     if status is None:
-        return Finding(name, Grade.UNKNOWN, "the driver does not tell whether they reach another")
+        return Finding(name, Grade.UNKNOWN, "the driver does not report if they reach each other")
     if status == P2P_OK:
         return Finding(name, Grade.OK, "they read each other's memory (P2P)")
     # No warning: nothing here uses two GPUs at once.

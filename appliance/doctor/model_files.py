@@ -50,7 +50,7 @@ def _contents(path: Path, fix: str) -> Finding:
 def _hashes(path: Path, fix: str) -> Finding:
     expected = known_hashes(path)
     if not expected:
-        found = "nobody wrote down the hashes of these files; their headers and sizes were checked"
+        found = "no hashes are known for these files; their headers and sizes were checked"
         return Finding("model hashes", Grade.UNKNOWN, found)
     start = time.monotonic()
     with ProgressLine() as progress:

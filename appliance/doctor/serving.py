@@ -39,7 +39,7 @@ def check_port(scope: Scope) -> Iterator[Finding]:
     except ConfigError as error:
         holder = _listener_of(scope.server.port)
         if holder is None and "in use" not in str(error):
-            yield Finding("port", Grade.FAIL, str(error), "do as it says")
+            yield Finding("port", Grade.FAIL, str(error), "follow this message")
         elif scope.url is None and asyncio.run(ask_server(_server(scope))).is_ours:
             yield Finding("port", Grade.OK, f"{where} is held by our server")
         else:
@@ -98,7 +98,7 @@ def check_sample(scope: Scope) -> Iterator[Finding]:
         try:
             found = _in_process(scope)
         except ApplianceError as error:
-            fix = "do as it says; `appliance serve` plans in the same way"
+            fix = "follow this message; `appliance serve` plans memory the same way"
             yield Finding("sample", Grade.FAIL, str(error), fix)
         else:
             yield Finding("sample", Grade.OK, found)

@@ -44,7 +44,7 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
     if any(one.experts_on_cpu for one in found):
         lines.append(
             "on the CPU: the experts of so many layers stay in host memory and are multiplied there"
-            f" (--experts-on-cpu); {HOST_GB_PER_SECOND:,.0f} GB/s are assumed of it."
+            f" (--experts-on-cpu); {HOST_GB_PER_SECOND:,.0f} GB/s are assumed for it."
         )
     if card is not None:
         lines.append(f"these weights, by their card: {card}")

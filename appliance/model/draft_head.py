@@ -164,8 +164,8 @@ def _layers(
         layer = next((one for one in reversed(spec.layers) if _is(_KINDS.get(kind), one)), None)
         if layer is None:
             raise ConfigError(
-                f"--speculate mtp: the head has a layer of kind {kind!r}, like which the model has"
-                " none that can draft; use --speculate auto"
+                f"--speculate mtp: the head has a layer of kind {kind!r}, and the model has no such"
+                " layer that can draft; use --speculate auto"
             )
         found.append(layer)
     return tuple(found)

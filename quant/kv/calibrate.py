@@ -260,14 +260,10 @@ class KVPlan:
         counts = Counter(layer.format.value for layer in self.layers)
         formats = ", ".join(f"{counted(count, 'layer')} {form}" for form, count in counts.items())
         means = sum(layer.key_mean is not None for layer in self.layers)
-        centred = (
-            f"; the mean of the keys is taken off in {counted(means, 'layer')}" if means else ""
-        )
+        centred = f"; the mean key is subtracted in {counted(means, 'layer')}" if means else ""
         evened = sum(layer.key_factors is not None for layer in self.layers)
         if evened:
-            centred += (
-                f"; their channels are made even by the weights of {counted(evened, 'layer')}"
-            )
+            centred += f"; the weights even out key channels in {counted(evened, 'layer')}"
         return f"KV cache: {formats}, {self.bits:.2f} bits an element{centred}"
 
 

@@ -137,7 +137,7 @@ def ours_in_words(card: Card) -> str:
 def kv_in_words(card: Card) -> str:
     """Describe the comparison of the KV caches."""
     places = card.kv[0].comparison.places
-    return f"This checkpoint with each cache beside itself with one of float32, {places:,} tokens."
+    return f"This checkpoint with each cache, against a float32 cache, over {places:,} tokens."
 
 
 def notes(card: Card) -> list[str]:

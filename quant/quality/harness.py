@@ -75,10 +75,10 @@ def run_tasks(
             [*command, *options], env=environment, stdout=subprocess.PIPE, text=True, check=False
         )
         if done.returncode:
-            raise QuantizeError(f"lm_eval ended with {done.returncode}; what it said stands above")
+            raise QuantizeError(f"lm_eval ended with {done.returncode}; its output is above")
         found = sorted(out.rglob("results_*.json"))
         if not found:
-            raise QuantizeError(f"lm_eval wrote no results for {tasks!r}; see what it said above")
+            raise QuantizeError(f"lm_eval wrote no results for {tasks!r}; see its output above")
         return scores_of(json.loads(found[-1].read_text()))
 
 

@@ -117,8 +117,8 @@ def make_card(
         )
     if _quantizes_inputs(candidate):
         notes.append(
-            "made for inputs of fewer bits too, where the hardware multiplies these; measured are"
-            " its weights alone"
+            "made for inputs of fewer bits, too, on hardware that multiplies them; only its"
+            " weights are measured"
         )
     # Without requested caches, a declared one is not measured either.
     caches, declared = caches_of(candidate, options.kv) if options.kv else ({}, None)

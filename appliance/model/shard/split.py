@@ -145,7 +145,7 @@ def check_split(spec: DecoderSpec, split: Split) -> None:
     raise ConfigError(
         f"--gpu-split {split} does not divide the attention of this model,"
         f" {mixer.num_heads} heads in {mixer.num_kv_heads} groups; the nearest splits that do:"
-        f" {advice}, or auto for as even as can be"
+        f" {advice}, or auto for the most even one"
     )
 
 
