@@ -26,7 +26,6 @@ class AdapterRegistry:
     """Names of adapters and their files.
 
     Args:
-        config: the engine's settings.
         model_id: the base model's id.
 
     Raises:

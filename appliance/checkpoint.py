@@ -72,7 +72,6 @@ class SafetensorsFolder:
     """A folder with config.json and weights in one safetensors file or in indexed shards.
 
     Args:
-        path: the folder.
         in_torch: return torch tensors; otherwise `HostArray`.
 
     Raises:

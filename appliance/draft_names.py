@@ -27,7 +27,6 @@ def resolve_draft(
     """Replace the draft's name in the settings by its local path.
 
     Args:
-        engine: the settings.
         model: folder or file of the served model.
         progress: called with stage, bytes downloaded and total.
 

@@ -23,7 +23,6 @@ def find_model_of(
     """Find the model; return the settings with local paths of adapters and draft model.
 
     Args:
-        engine: the settings.
         progress: called with stage, done, total.
 
     Raises:

@@ -57,7 +57,6 @@ class Sparing(logging.Filter):
 
     Args:
         seconds: minimum between two of one kind.
-        clock: monotonic seconds.
     """
 
     _MAX_KINDS = 64

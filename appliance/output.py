@@ -18,7 +18,6 @@ class ChoiceText:
     """The growing text of one choice.
 
     Args:
-        stop: strings that end it.
         shown: control tokens to emit as text, for parsers.
     """
 

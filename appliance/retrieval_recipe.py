@@ -79,7 +79,6 @@ class RerankRecipe:
     """The prompt and tokens, or the head, that judge if a document answers a query.
 
     Attributes:
-        source: the file that defines it.
         template: has `{query}` and `{document}`, optionally `{instruction}`; empty for a chat
             template with these two roles.
         labels: the token for relevant and, optionally, the one for irrelevant; as text or id.

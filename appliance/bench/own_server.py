@@ -47,8 +47,6 @@ class ServerProcess:
         """Start `appliance serve` on a loopback port.
 
         Args:
-            port: a free one.
-            arguments: more command-line arguments.
             environment: overrides of this process's variables.
         """
         command = [sys.executable, "-P", "-m", "appliance", "serve", "--port", str(port)]

@@ -45,9 +45,7 @@ async def measure(
     """Run all bursts.
 
     Args:
-        endpoint: the server's.
         model: its id in the API.
-        shape: the load.
         context_length: tokens; long prompts stay below it.
         on_level: called with a description of the next measurement.
 

@@ -37,10 +37,8 @@ class Dialogue:
     """The context that the model gets with each question.
 
     Attributes:
-        model: its id in the API.
         system: the system prompt; empty means the template's own.
         sampling: overrides of the server's defaults, see `SAMPLING`.
-        turns: all so far.
     """
 
     model: str

@@ -27,8 +27,6 @@ class ChatSession:
     """A conversation with a model on a screen.
 
     Attributes:
-        source: gives the answers.
-        models: ids that the source has.
         context_length: the model's; None if unknown.
         where: description of the model and its place.
         shows_stats: show the speed after each answer.

@@ -13,7 +13,6 @@ class ChosenReplica:
     """A replica that takes requests.
 
     Attributes:
-        name: its id in Ray.
         url: its server's, for other machines.
     """
 

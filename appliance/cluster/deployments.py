@@ -39,12 +39,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     """A replica in `appliance cluster status`.
 
     Attributes:
-        node: its address.
-        url: its server's.
-        state: its engine's.
         sequences: running or waiting.
         hit_rate: share of prompt tokens found in its cache.
-        restarts: its engine's.
         pid: its server's, on the node.
     """
 
@@ -76,7 +72,6 @@ class ServedReplica:
 
     Args:
         settings: the server's, as JSON.
-        terms: further facts.
 
     Raises:
         ApplianceError: the node differs from the others, or the model fails to load.

@@ -89,11 +89,7 @@ def make_front(config: ServerConfig, choose: Choose) -> ASGIApp:
 
 
 class Front:
-    """Forwards requests to replicas.
-
-    Args:
-        choose: chooses a replica.
-    """
+    """Forwards requests to replicas."""
 
     def __init__(self, config: ServerConfig, choose: Choose) -> None:
         self._config = config

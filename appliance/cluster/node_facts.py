@@ -28,7 +28,6 @@ class NodeFacts(msgspec.Struct, frozen=True):
     """The facts on which nodes must agree.
 
     Attributes:
-        version: the appliance's.
         weights: digest of the files of the model, its adapters and its draft model.
         problem: why the node cannot use them; empty if it can.
     """

@@ -32,7 +32,6 @@ class Placement:
 
     Attributes:
         cpus: its engine's threads; with GPUs, one for its server.
-        gpus: one per rank.
         most_on_a_node: replicas.
     """
 

@@ -27,7 +27,6 @@ def text_hashes(body: bytes, owner: str, block_size: int) -> list[bytes]:
     Args:
         body: of a request in any protocol.
         owner: whose prompts share the cache.
-        block_size: tokens per block.
     """
     try:
         fields = msgspec.json.decode(body)

@@ -27,7 +27,6 @@ def make_card_of_run(
         base: the unquantized model.
         tokens: number to measure on; 0 makes no card.
         max_ram: limit of the process's memory in bytes; None takes the free memory.
-        on_event: called with progress and result.
     """
     from appliance.progress import ProgressLine
     from appliance.quant.quality.make_card import CardOptions, make_card, write_card

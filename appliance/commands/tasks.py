@@ -28,7 +28,6 @@ def evaluate_tasks(
         url: the server's; None takes it from the settings.
         include: folder with your own tasks.
         limit: maximum number of questions per task.
-        as_json: print the scores as JSON.
     """
     import msgspec
 

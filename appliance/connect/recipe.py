@@ -42,7 +42,6 @@ class SetupStep:
     """One step of a set-up.
 
     Attributes:
-        text: the instruction.
         code: text to copy, or empty.
         language: the code's: bash, json, yaml, toml, python or javascript.
         file: the code's destination; empty for a command.
@@ -59,7 +58,6 @@ class Recipe:
     """The set-up of one client.
 
     Attributes:
-        title: the client's name.
         steps: writes the steps for a connection.
         is_elsewhere: the client usually runs on another machine.
     """

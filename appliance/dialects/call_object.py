@@ -90,8 +90,6 @@ def call_object(name: str, arguments: str, key: str = "arguments") -> str:
     """Write a call as models do.
 
     Args:
-        name: the tool's name.
-        arguments: JSON.
         key: the field that holds the arguments.
     """
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": {arguments}}}'

@@ -32,7 +32,6 @@ def must_call(
     Args:
         schemas: JSON Schema of the arguments of each tool that may be called, by name.
         control: ids of the control tokens among the dialect's marks.
-        one_call: allow a single call.
         thinking: the answer begins inside a thought.
     """
     lark, form = Lark(control), dialect.form

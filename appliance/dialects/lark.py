@@ -81,8 +81,6 @@ class Lark:
 
         Args:
             rules: of the members, by key.
-            required: keys of required members.
-            separator: between two members.
         """
         comma = self.mark(separator)
         first = [rule for key, rule in rules.items() if key in required]

@@ -74,7 +74,6 @@ def learn_dialect(render: Render, template: str) -> Dialect:
 
     Args:
         render: renders messages and tools by the template.
-        template: the template's text.
     """
     found = _probe_calls(render)
     lists_tools = found is not None and _NAME in _try(render, [_USER], [_TOOL])

@@ -24,7 +24,6 @@ class Source:
     """The text of one answer, and its parser's output.
 
     Attributes:
-        output: the parts found so far.
         thinking: True inside a thought.
     """
 

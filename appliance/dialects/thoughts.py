@@ -33,8 +33,6 @@ def read_thought(source: Source, marks: ThoughtMarks, *, begun: bool) -> Steps[N
     """Read a thought at the beginning of an answer, if there is one.
 
     Args:
-        source: the answer.
-        marks: around a thought.
         begun: the prompt already contains the opening mark.
     """
     source.thinking = begun

@@ -37,7 +37,6 @@ class DraftSource:
     """A draft model that is not loaded yet.
 
     Attributes:
-        name: for display.
         execution: the served model's; both share threads and workspace.
         most_tokens: the served model's vocabulary size.
     """
@@ -88,11 +87,7 @@ class DraftSource:
 
 @dataclass(frozen=True, slots=True)
 class HeadDraft(DraftSource):
-    """A draft head; may share the served model's embedding and output matrix.
-
-    Attributes:
-        head: its own parts.
-    """
+    """A draft head; may share the served model's embedding and output matrix."""
 
     head: HeadSource
 

@@ -38,11 +38,7 @@ class EncoderEngine:
     """A loaded encoder and its queue, driven by one thread.
 
     Args:
-        encoder: the model.
-        info: facts about it.
         max_tokens: per step; a longer text runs alone.
-        beacon: shows progress to other processes.
-        clock: monotonic seconds.
     """
 
     def __init__(

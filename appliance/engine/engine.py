@@ -49,12 +49,8 @@ class LLMEngine:
     """A loaded model with its cache and its queue, driven by one thread.
 
     Args:
-        tiers: keep evicted content.
-        info: facts about the loaded model and cache.
         matchers: the grammars' states, shared with the runner.
         adapters: reads adapters; None if requests cannot use one.
-        clock: monotonic seconds.
-        beacon: shows progress to other processes.
     """
 
     def __init__(

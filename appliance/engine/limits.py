@@ -51,7 +51,6 @@ class Bounds:
     """Limits that end every answer of an engine.
 
     Attributes:
-        limits: of a step and of a sequence.
         block_size: token slots per block.
         eos_token_ids: tokens that end an answer, unless its request ignores them.
         is_recurrent: the model has recurrent state.
@@ -102,7 +101,6 @@ def check_prompt(
     """Refuse a prompt that leaves no room for an answer.
 
     Args:
-        num_tokens: length of the prompt.
         context_length: tokens of one sequence, prompt and answer.
         cache_tokens: slots of the whole KV cache.
         generates: the request has an answer; without one the prompt may fill either.
@@ -139,8 +137,6 @@ def check_beams(
     """Refuse a beam search that can never run.
 
     Args:
-        num_tokens: length of the prompt.
-        width: number of beams.
         max_num_seqs: sequences that run at once.
         blocks: of the KV cache: their number, and the token slots of each.
         is_recurrent: the model has recurrent state.

@@ -83,7 +83,6 @@ def load_parts(
 
     Args:
         device: runs steps; None chooses the model's GPU or CPU.
-        beacon: counts a step's progress.
         source: the opened model; None opens `config.model`.
         admission: memory shared with other models; None takes all that is free.
     """

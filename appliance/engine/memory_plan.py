@@ -180,7 +180,6 @@ def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
     """Return the host memory for evicted blocks, and the usual amount.
 
     Args:
-        request: the memory that must fit.
         left: unused bytes of the budget, before requested host memory.
     """
     asked, budget = request.kv_host_memory, request.host_budget_bytes

@@ -14,7 +14,6 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
     """Return the numbers of a plan that does not fit, and the nearest settings that would.
 
     Args:
-        request: the memory that must fit.
         context: tokens.
         workspace: bytes.
         for_kv: bytes left for the KV cache; negative if the rest does not fit.

@@ -37,8 +37,6 @@ def request_memory(
     """Collect a model's memory needs without loading it.
 
     Args:
-        config: the settings.
-        source: the model.
         gpu_bytes: free memory of a GPU, which need not be here; None plans for this machine.
 
     Returns:

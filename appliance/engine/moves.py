@@ -65,7 +65,6 @@ class SavedBlock:
     """A block's content in host memory.
 
     Attributes:
-        content: the bytes.
         over: ends when the bytes have arrived, if the device copies asynchronously.
     """
 
@@ -107,7 +106,6 @@ class StateMoves:
 
     Attributes:
         saves: rows to copy out of the cache, together with the plan's blocks.
-        loads: content to write into rows.
         copies: states that sequences continue from, in order.
         checkpoints: copies after all rows of the step.
     """

@@ -91,7 +91,6 @@ class StepLoad:
         context: sum of the tokens before these rows.
         prompt_rows: rows of the other sequences.
         prompt_work: sum of the tokens before each of these rows.
-        draft_rows: rows of drafts.
     """
 
     num_answers: int = 0
@@ -212,12 +211,10 @@ class Update(NamedTuple):
     update; the detokenizer decides whether to show it.
 
     Attributes:
-        sequence: the sequence; in a beam search its index is the answer's rank.
         token_ids: the next ones; all at once if nothing is shown before the end.
         finish_reason: set with the last token.
         logprobs: per token, if requested.
         cumulative_logprob: of a beam search, natural logarithm of the answer's probability.
-        error: the message, after an error.
         prompt_logprobs: of the prompt's next tokens.
         pooled: the prompt's pooled hidden state, or its labels' logits: float32 in the machine's
             byte order.

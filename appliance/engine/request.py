@@ -36,7 +36,6 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """An adapter on this machine, in one version of its files.
 
     Args:
-        name: for display.
         path: folder or file.
         stamp: of its files, see `files.stamp_of`; a different one means a different adapter.
         digest: of its content; only the engine knows it and the slot.

@@ -38,8 +38,6 @@ class Sequence:
             a request reads for all.
         num_read: `to_read` is done before this position.
         pooled: sum of these positions' hidden states, for their mean.
-        num_drafts: tokens drafted so far.
-        num_accepted: accepted ones.
         num_kept: while it waits after a preemption, leading tokens whose blocks are kept.
         num_alike: when it started, leading tokens in cached blocks, even without a state.
         block_table: block ids, append-only while running; 32 bits each, as devices read them.

@@ -43,7 +43,6 @@ def planned_states(request: MemoryRequest, left: int) -> StateMemory:
     """Return the rows to allocate.
 
     Args:
-        request: the memory that must fit.
         left: bytes beside the needed rows and the smallest KV cache.
     """
     needed = needed_states(request)

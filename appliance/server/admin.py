@@ -154,7 +154,6 @@ class Watcher:
     Of a model with several replicas it shows one's blocks and sequences, and everyone's numbers.
 
     Args:
-        blocks: feed of the block map.
         holder: name of its API key.
         replica: number of the replica to show; the last one if there are fewer.
     """

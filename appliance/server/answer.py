@@ -76,7 +76,6 @@ class Reading:
     """Makes readers that split choices into thoughts, content and calls.
 
     Attributes:
-        make: makes a reader for one choice.
         shown: control tokens that the reader needs to see.
     """
 
@@ -100,7 +99,6 @@ class Answer:
     that aborts running requests.
 
     Args:
-        requests: one per prompt.
         reading: splits the text; None keeps it whole.
         request_id: id of the HTTP request, for the log.
 

@@ -22,7 +22,6 @@ def most_tokens(prompts: int, choices: int, logprobs: int | None) -> int:
     """Return the maximum number of tokens per choice.
 
     Args:
-        choices: number of choices.
         logprobs: alternatives per token; None reports nothing.
     """
     answers = prompts * choices
@@ -38,10 +37,8 @@ def check_answer(
     """Refuse an answer that would be too large.
 
     Args:
-        choices: number of choices.
         tokens: maximum per choice.
         logprobs: alternatives per token; None reports nothing.
-        param: the field at fault.
 
     Raises:
         RequestError: it is too large; the message has the numbers.
@@ -66,7 +63,6 @@ def check_scores(prompts: int, choices: int, tokens: int, logprobs: int) -> None
     """Refuse prompt scores that would make too large an answer.
 
     Args:
-        prompts: number of prompts.
         choices: number per prompt; each repeats the scores.
         tokens: length of the longest prompt.
         logprobs: alternatives per token.
@@ -88,10 +84,7 @@ def check_vectors(vectors: int, dimensions: int, bytes_per_value: float, *, para
     """Refuse vectors that would make too large an answer.
 
     Args:
-        vectors: number of vectors.
-        dimensions: of each vector.
         bytes_per_value: in the answer; 0 if it has only similarities.
-        param: the field at fault.
 
     Raises:
         RequestError: it is too large; the message has the numbers.

@@ -26,8 +26,6 @@ class ChoiceFrames:
     """Makes frames of one choice's pieces.
 
     Args:
-        number: index of the choice.
-        frame: makes a frame with this choice.
         alike: frames differ only in the choice, so one can be the template of the next.
     """
 

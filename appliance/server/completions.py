@@ -24,7 +24,6 @@ async def completion_frames(
     """Yield frames: text, an empty text with the finish reason, usage, [DONE].
 
     Args:
-        usage: makes the chunks with token counts.
         echo: text before each choice.
     """
     head = Completion(

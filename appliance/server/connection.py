@@ -52,9 +52,6 @@ class HttpProtocol(H11Protocol):
 
     h11 is strict and limits input, but is slow per piece of a stream. So responses may write pieces
     past it, see `CHUNKS`.
-
-    Args:
-        max_connections: of all clients together.
     """
 
     def __init__(self, *args: Any, max_connections: int, **kwargs: Any) -> None:

@@ -20,12 +20,9 @@ class Conversation:
     """One chat.
 
     Attributes:
-        sampling: sampling, format and terms.
         turns: builds the messages for the template; slow, so call it in a thread; raises
             RequestError for unsupported parts.
-        tools: the offered tools.
         max_tokens: limit of the answer; None uses the remaining context.
-        options: variables for the chat template.
         thought_tokens: limit of a thought; None for no limit.
         logprobs: alternatives per token; None reports nothing.
         form: the requesting field's name and the answer's grammar; None leaves it to `sampling`.

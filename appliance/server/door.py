@@ -42,11 +42,7 @@ def key_name(scope: Scope) -> str:
 
 
 class Door:
-    """Checks every request, counts every response and gives it an id.
-
-    Args:
-        keys: the accepted keys.
-    """
+    """Checks every request, counts every response and gives it an id."""
 
     def __init__(
         self, app: ASGIApp, *, config: ServerConfig, keys: KeyRing, metrics: SharedMetrics

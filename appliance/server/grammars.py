@@ -51,7 +51,6 @@ class GrammarChecks:
         """Compile a grammar and return it in the engine's form.
 
         Args:
-            grammar: the requested one.
             param: the requesting field.
 
         Raises:

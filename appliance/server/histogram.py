@@ -21,7 +21,6 @@ class HistogramCollector(Collector):
     """Values in buckets.
 
     Args:
-        model_name: value of its only label.
         bounds: ascending, inclusive upper bounds of the buckets.
     """
 

@@ -50,12 +50,7 @@ class _Name(NamedTuple):
 
 
 class Idempotency:
-    """Answers a repeated request with the first answer.
-
-    Args:
-        max_body_bytes: limit of a request's body.
-        clock: returns monotonic seconds.
-    """
+    """Answers a repeated request with the first answer."""
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: int, clock: Callable[[], float] = time.monotonic

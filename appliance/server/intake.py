@@ -92,7 +92,6 @@ async def once_loaded(
     Args:
         respond: begins the answer.
         streams: the answer streams, with keep-alive comments while the model loads.
-        wire: the stream's protocol.
 
     Raises:
         EngineUnavailableError: the model fails to load.
@@ -123,7 +122,6 @@ async def begin_chat(
     Args:
         owner: name of the request's API key.
         prefix: beginning of the answer's id.
-        request_id: id of the HTTP request.
 
     Raises:
         RequestError: the chat needs something unsupported, or the queue is full.
@@ -204,11 +202,7 @@ async def submit(
 async def whole_response(
     request: Request, answer: Answer, build: Callable[[list[Whole]], msgspec.Struct]
 ) -> Response:
-    """Build an unstreamed response, unless the client disconnects.
-
-    Args:
-        build: makes the body.
-    """
+    """Build an unstreamed response, unless the client disconnects."""
     try:
         wholes = await unless_disconnected(request.receive, answer.whole())
         reports = [*(whole.tokens for whole in wholes), *answer.prompt_logprobs]

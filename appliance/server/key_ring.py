@@ -27,9 +27,6 @@ _Stamp = tuple[int, int, int] | None
 class KeyRing:
     """Maps names to keys; ignores a file that becomes invalid, with one warning.
 
-    Args:
-        clock: returns monotonic seconds.
-
     Raises:
         ConfigError: the key file is unusable.
     """

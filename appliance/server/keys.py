@@ -41,9 +41,6 @@ class GuessLimit:
 
     Counts only different keys: a program with a wrong key repeats it, and must not lock out others
     on its machine.
-
-    Args:
-        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +77,6 @@ class KeyCheck:
 
     Args:
         known: returns the current keys by name.
-        limit: limits wrong keys.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ class KeyUse:
 
     Args:
         known: returns the current keys by name.
-        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class KeyUse:
         """Begin a key's request.
 
         Args:
-            name: the key's name.
             num_tokens: of its prompts.
 
         Raises:

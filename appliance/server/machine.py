@@ -26,7 +26,6 @@ class MachineProbe:
 
     Args:
         engines: lists the engines whose processes count with this one.
-        gpus: reads the GPUs.
     """
 
     def __init__(

@@ -47,10 +47,8 @@ def histogram(
     """Build one model's histogram.
 
     Args:
-        model_name: value of its only label.
         bounds: ascending upper bounds of the buckets.
         counts: per bucket, not cumulative; the last one is unbounded.
-        total: sum of all values.
     """
     family = HistogramMetricFamily(name, text, labels=["model_name"])
     names = [*map(floatToGoString, bounds), "+Inf"]

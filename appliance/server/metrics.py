@@ -62,7 +62,6 @@ class Metrics:
     """The API process's counts for one model.
 
     Args:
-        model_name: value of the label `model_name`.
         shared: counts of all models together.
     """
 

@@ -56,14 +56,10 @@ class ModelState:
 
     Args:
         server: state shared by its models.
-        found: its files.
-        model_id: its id in the API.
-        quality_card: its card, if any.
 
     Attributes:
         tokenizer: None until loaded.
         sampling: defaults for requests.
-        queue: waiting requests.
         adapters: adapters, which requests name like models.
         grammars: checks requested formats.
     """

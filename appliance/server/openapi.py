@@ -53,11 +53,8 @@ def describes(
     Args:
         takes: struct of the body.
         gives: struct of the answer; None means one of `media_types`.
-        streams: the answer may also be a stream.
         path: names of the path parameters.
         media_types: of an answer without a struct.
-        stream_type: media type of a stream.
-        error: struct of every error.
     """
     if gives is not None:
         content: dict[str, Any] = {"application/json": {"schema": _reference(gives)}}
@@ -88,7 +85,6 @@ def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
     """Make the app describe itself by the structs' schemas.
 
     Args:
-        key_required: requests need an API key.
         root_path: prefix behind a reverse proxy, or empty.
     """
 

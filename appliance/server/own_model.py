@@ -41,9 +41,7 @@ class OwnModel:
 
     Args:
         engine: its settings; ignores replicas.
-        found: its files.
         on_progress: called with stage, done, total, in another thread.
-        engine_command: command of the engine process.
 
     Raises:
         ApplianceError: loading fails, or the model is not for chats.

@@ -102,7 +102,6 @@ async def completion_prompts(
     """Return each prompt's token ids; accepts a text, texts, token ids or lists of these.
 
     Args:
-        prompt: the body's field.
         param: its name.
         most: limit on prompts.
 

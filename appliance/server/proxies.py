@@ -25,9 +25,6 @@ class Proxies:
     Anyone can send `X-Forwarded-For` and `X-Forwarded-Proto`, so they count only from a trusted
     proxy. A proxy may keep its path prefix or strip it.
 
-    Args:
-        config: names the proxies and the path.
-
     Raises:
         ConfigError: a proxy is no address, or the path is invalid.
     """

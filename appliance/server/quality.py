@@ -14,7 +14,6 @@ class ServedCard:
     """The quality card of the served weights.
 
     Attributes:
-        as_json: the whole card as JSON.
         facts: its figures, for dashboards and metrics.
     """
 

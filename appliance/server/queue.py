@@ -22,7 +22,6 @@ class Queue:
     """Requests submitted to the engine and not yet started.
 
     Args:
-        metrics: counts starts and refusals.
         keys: the keys that share the queue.
     """
 

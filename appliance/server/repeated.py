@@ -20,15 +20,9 @@ FAILED = "failed"  # key in a request's state: its stream began well and ended b
 class SharedAnswer:
     """Begins on construction and ends when the last connection leaves.
 
-    Args:
-        scope: ASGI scope of the first request.
-        digest: hash of the request.
-        clock: returns monotonic seconds.
-
     Attributes:
         ended: when it was complete; None before.
         spoiled: not repeatable: it failed, was cut off, or is too large to keep.
-        num_bytes: size of its body so far.
     """
 
     def __init__(

@@ -35,7 +35,6 @@ def sampling_params(
             them.
         max_tokens: result of `completion_budget`.
         logprobs: alternatives per token; None reports nothing.
-        grammar: constrains the answer.
         budget: for the answer's thought.
 
     Raises:
@@ -104,7 +103,6 @@ def completion_budget(
     """Return an answer's token limit; prompts are never cut.
 
     Args:
-        prompt_tokens: length of the prompt.
         max_tokens: the client's limit, if any.
         param: field of the prompt.
         default: limit without a client's, as far as the context allows.

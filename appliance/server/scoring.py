@@ -39,10 +39,8 @@ class EchoScoring:
     """A scoring request: prompts, and the answer that repeats them.
 
     Attributes:
-        exchange: the API request.
         answer: the engine's; always close it.
         prompts: token ids of each prompt.
-        texts: text of each prompt.
         generated: tokens after each prompt, 0 or 1.
     """
 

@@ -24,7 +24,6 @@ class SequenceFeed:
     """The changes of sequences for one watcher.
 
     Args:
-        engine: the process with the sequences.
         holder: name of the watcher's key; it sees no other key's prompts.
     """
 

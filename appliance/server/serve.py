@@ -49,11 +49,8 @@ class RunningServer:
     """A server that accepts requests.
 
     Attributes:
-        url: where it listens.
         name: id of the model in the API.
-        info: the loaded engine's.
         chats: the model has a chat template.
-        sampling: defaults for requests.
         others: ids of the models to load on request.
         replicas: number of engine processes of the model.
     """
@@ -97,7 +94,6 @@ def run_server(
         found: the models of `settings.served`; loads the first that loads now, others on request.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called once the server accepts requests.
-        engine_command: command of the engine process.
         launched: the first engine process, if already started.
         warnings: log lines kept for dashboards.
         notice: notifies the service manager, if any.

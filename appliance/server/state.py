@@ -38,7 +38,6 @@ class ServerState:
         closing: end endless streams.
         jobs_folder: progress files of long tasks on this machine; None for none.
         warnings: log lines of this process and the engines, for dashboards.
-        keys: accepted keys.
         use: each key's use against its limits.
         text_pool: threads for templates and tokenizers.
     """

@@ -83,7 +83,6 @@ class Wire:
     """A protocol's form of a stream.
 
     Attributes:
-        media_type: the response's.
         keep_alive: bytes that clients ignore.
         frame: encodes a body, for an error in mid-stream.
     """
@@ -101,7 +100,6 @@ class EventStream(Response):
 
     Args:
         frames: complete frames.
-        wire: the protocol's form.
         on_close: called at the stream's end, even if it never began.
         gzip: compress; every frame stays readable on arrival.
     """

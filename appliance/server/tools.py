@@ -34,7 +34,6 @@ class Offer:
         name: letters, digits, underscores and dashes.
         parameters: JSON Schema of the arguments, if any.
         place: the schema's path in the body, for errors.
-        description: for the model.
         strict: arguments must obey the schema.
     """
 
@@ -54,8 +53,6 @@ class Tools:
         schemas: JSON Schema of the arguments, by name.
         places: paths of these schemas in the body, in order.
         required: tools of which the model must call one; empty leaves it the choice.
-        strict: arguments must obey their schema.
-        one_call: allow a single call.
     """
 
     definitions: tuple[dict[str, Any], ...] | None = None
@@ -77,10 +74,8 @@ class Tools:
         """Check the tools of a request.
 
         Args:
-            offers: the listed tools.
             choice: the body's `tool_choice`.
             named: the tool that the model must call once.
-            one_call: allow a single call.
 
         Raises:
             RequestError: a definition is invalid, or the choice names none of them.

@@ -49,11 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Tickets:
-    """Tickets that browsers get in exchange for the key, limited in number and lifetime.
-
-    Args:
-        clock: returns monotonic seconds.
-    """
+    """Tickets that browsers get in exchange for the key, limited in number and lifetime."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -75,7 +75,6 @@ def container_files(source: Path, folder: Path, model: str, grace_seconds: float
 
     Args:
         source: the checkout to build the image from.
-        folder: destination of the files.
         model: local path or name of the model; empty means the default.
         grace_seconds: between the request to stop and the kill.
     """

@@ -25,7 +25,6 @@ class ServiceNotice:
 
     Args:
         manager: socket of the manager that started this process, or None.
-        clock: monotonic seconds.
     """
 
     def __init__(

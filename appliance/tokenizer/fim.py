@@ -20,7 +20,6 @@ class FimForm:
     """A fill-in-the-middle format.
 
     Attributes:
-        name: for display.
         template: the prompt; the answer is the middle.
         ends: tokens that end the middle besides the model's own; the vocabulary may lack them.
     """

@@ -119,7 +119,6 @@ class IsolatedEncoder:
     """Encodes texts in a separate process, for a tokenizer.json with unknown rules.
 
     Args:
-        folder: contains the file.
         separator: a text that becomes a token by itself, see `Tokenizer`.
 
     Raises:

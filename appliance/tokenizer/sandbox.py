@@ -37,7 +37,6 @@ class Budget:
 
     Attributes:
         max_chars: longest text or list it may build.
-        steps: loop iterations and calls left.
     """
 
     max_chars: int

@@ -58,11 +58,8 @@ class TokenizerSource:
     """A tokenizer as a file describes it.
 
     Attributes:
-        backend: the library's tokenizer.
         bos_token_id: the token that begins a text, if there is one.
-        eos_token_ids: tokens that end an answer.
         chat_template: None for a base model.
-        sampling: recommended values.
         retrieval: how the model embeds texts and judges relevance.
         encoder: replaces the backend's encoder if its rules are untrusted.
     """

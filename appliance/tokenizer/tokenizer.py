@@ -53,10 +53,8 @@ class Tokenizer:
     Attributes:
         vocab_size: one more than the highest token id.
         bos_token_id: the token that begins a text, if there is one.
-        eos_token_ids: tokens that end an answer.
         add_bos: `add_special_tokens` puts BOS in front.
         chat_template: None for a base model.
-        sampling: the checkpoint's recommendation.
         retrieval: how the model embeds texts and judges relevance.
         whole_text: each token's text in an answer; None if it ends within a character.
     """
@@ -155,7 +153,6 @@ class Tokenizer:
         Args:
             template: has `{name}` in place of each text.
             values: texts by name.
-            add_special_tokens: as for `encode`.
 
         Raises:
             RequestError: a text contains lone surrogates.

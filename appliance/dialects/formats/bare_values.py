@@ -18,7 +18,6 @@ class ArgumentWriter:
 
     Args:
         source: the answer; a call has begun.
-        schema: JSON Schema of the arguments.
     """
 
     def __init__(self, source: Source, schema: Mapping[str, Any]) -> None:
@@ -94,8 +93,6 @@ def bare_arguments(
     """Add rules for the arguments of a call, in the schema's order.
 
     Args:
-        schema: JSON Schema of all arguments.
-        lark: collects the rules.
         before: marks before a key.
         between: marks between key and value.
         after: marks after the value.

@@ -20,7 +20,6 @@ class CallForm(ABC):
     """One way in which models write calls.
 
     Attributes:
-        name: for display.
         marks: texts that the parser needs to see even if they are control tokens.
         opening: the mark before a call; empty if there is none.
         between: text between two calls; None if a turn has only one.
@@ -68,7 +67,6 @@ def read_content(
     """Read content and calls in it.
 
     Args:
-        source: the answer.
         openings: marks that begin calls.
         read_calls: reads the text after such a mark; if it fails before a call begins, all of it
             is content.

@@ -23,9 +23,6 @@ class Gemma(CallForm):
     """Almost JSON: bare keys, and strings between two equal marks.
 
     Args:
-        name: for display.
-        opening: before a call.
-        closing: after it.
         quote: on both sides of a string.
     """
 

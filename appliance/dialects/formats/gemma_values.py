@@ -23,7 +23,6 @@ class NotQuiteJson:
 
     Args:
         quote: on both sides of a string.
-        lark: collects the rules.
         root: schema that references point into.
     """
 

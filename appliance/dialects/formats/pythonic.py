@@ -28,9 +28,6 @@ class Pythonic(CallForm):
     Any answer can have brackets, so a list at the beginning must name a tool.
 
     Args:
-        name: for display.
-        opening: before the list.
-        closing: after it.
         bare: models omit the marks.
     """
 

@@ -30,7 +30,6 @@ class LoadedAdapter:
     """An adapter ready for a slot.
 
     Attributes:
-        digest: of its content.
         rank: the largest of its ranks.
         seconds: time to read it.
     """
@@ -46,9 +45,6 @@ class AdapterLoader:
     """A thread that reads adapters.
 
     Args:
-        base: the base model.
-        slots: lay adapters out.
-        count: number of slots.
         most_ranks: maximum rank of a linear.
     """
 

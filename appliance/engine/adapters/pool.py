@@ -40,7 +40,6 @@ class AdapterPool:
     Args:
         loader: reads adapters, and has the executor's slots.
         live: returns the ids of the open requests.
-        clock: monotonic seconds.
     """
 
     def __init__(

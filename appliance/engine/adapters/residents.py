@@ -35,8 +35,6 @@ class Residents:
     """The slots and their adapters.
 
     Args:
-        slots: the executor's.
-        count: number of slots.
         live: returns the ids of the open requests.
     """
 

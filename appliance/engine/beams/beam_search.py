@@ -88,7 +88,6 @@ class BeamSearch:
 
     Args:
         eos_token_ids: tokens that end an answer, unless the request ignores them.
-        max_tokens: maximum length of an answer.
 
     Attributes:
         finished: the best answers so far, best first; at most as many as beams.

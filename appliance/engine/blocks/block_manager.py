@@ -52,7 +52,6 @@ class BlockManager:
 
     Attributes:
         metadata: the state of each block.
-        index: maps content to blocks.
     """
 
     def __init__(

@@ -93,7 +93,6 @@ class BlockMetadata:
         """Replace the word of one block.
 
         Args:
-            state: its new state.
             owner: slot of a sequence, at most `MAX_OWNER`.
             references: number of block tables that hold it, clamped to `MAX_REFERENCES`.
             precision: index into `EngineInfo.precisions`, 0 to 15.

@@ -23,7 +23,6 @@ class BlockPool:
 
     Args:
         metadata: records the state of blocks.
-        index: maps content to blocks.
         num_open: open blocks; 0 without sealed blocks.
 
     Attributes:

@@ -24,7 +24,6 @@ class Checkpoint:
 
     Attributes:
         content: hash of the chain that it follows.
-        row: place of the state.
         before: the nearest earlier checkpoint on the same chain.
         behind: checkpoints whose `before` is this one.
         num_restores: sequences about to continue from it, which keep it alive.
@@ -43,9 +42,6 @@ class Checkpoints:
     Cached blocks are useful only up to a later checkpoint. So among the least recently used
     checkpoints it first evicts those with a later one on the same chain, which keeps the blocks
     between them useful.
-
-    Args:
-        rows: places of checkpoints.
 
     Attributes:
         on_evict: called with content and row before evicting a useful checkpoint.

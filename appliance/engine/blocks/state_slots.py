@@ -44,7 +44,6 @@ class StateSlots:
 
     Args:
         num_slots: sequences that run at once.
-        num_checkpoints: rows for checkpoints.
         row_bytes: of a slot or checkpoint, for display.
 
     Attributes:

@@ -77,11 +77,7 @@ def token_time(
 def split_in_words(
     source: ModelSource, plan: MemoryPlan, kv_bytes_per_token: int, device: str
 ) -> str:
-    """Describe the experts in host memory, the reason, and the predicted cost.
-
-    Args:
-        device: its name.
-    """
+    """Describe the experts in host memory, the reason, and the predicted cost."""
     on_host = plan.host_experts
     total = sum(isinstance(layer.mlp, ExpertsSpec) for layer in source.spec.layers)
     reason = "as --experts-on-cpu asks"

@@ -50,7 +50,6 @@ def settle(request: MemoryRequest, divide: Callable[[MemoryRequest], object]) ->
     """Decide which layers' experts stay in host memory.
 
     Args:
-        request: the memory that must fit.
         divide: raises MemoryPlanError if a settled request does not fit.
 
     Returns:

@@ -53,7 +53,6 @@ class Compiled:
 
     Attributes:
         matcher: in its initial state, to be copied; None after an error.
-        error: the reason, if compiling failed.
     """
 
     request: Request

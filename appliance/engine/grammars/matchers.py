@@ -86,7 +86,6 @@ class Matchers:
         Args:
             asked: a sequence per row, and the drafts before that row, already trimmed; those of one
                 sequence are adjacent, shortest first.
-            rows: in the step.
 
         Returns:
             The masks of rows whose grammar has begun; None if there are none.

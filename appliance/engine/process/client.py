@@ -67,7 +67,6 @@ class EngineClient(SupervisedEngine, OpenRequests):
         launched: the first process, if already started.
         idle_timeout: seconds without a request before the process ends; 0 keeps it.
         residency: grants memory; None takes what is free.
-        name: the model's, for the log.
         replica: state shared with other processes of the model.
     """
 

@@ -11,7 +11,6 @@ class IdleTimer:
 
     Args:
         seconds: 0 never calls back.
-        on_idle: called in the event loop.
     """
 
     def __init__(self, seconds: float, on_idle: Callable[[], object]) -> None:

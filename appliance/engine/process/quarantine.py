@@ -32,7 +32,6 @@ class Quarantine(Generic[AskedT]):
 
     Args:
         mark: hashes everything that identifies a request.
-        clock: monotonic seconds.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ def pieces_of(report: StepReport, most: int = MAX_CANDIDATES) -> Iterator[StepRe
     """Yield reports that together equal this one; nearly always it alone.
 
     Args:
-        report: of a step.
         most: log probabilities per piece; those of one token stay together.
     """
     if sum(map(_num_candidates, report.deltas)) <= most:

@@ -39,7 +39,6 @@ class Residency:
 
     Args:
         limit: bytes of all engines together; None uses what the first one finds free.
-        is_shared: there are several engines.
     """
 
     def __init__(self, limit: int | None = None, *, is_shared: bool = False) -> None:
@@ -74,11 +73,9 @@ class Resident:
     """One engine's part in the memory.
 
     Args:
-        name: its model's, for the log.
         copies: number of replicas that divide the limit.
 
     Attributes:
-        memory_bytes: granted.
         last_used: monotonic time at which a request last began or ended.
         is_leaving: it ends after its open requests and gets no new ones.
     """

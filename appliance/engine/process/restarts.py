@@ -36,11 +36,7 @@ class Wakes(NamedTuple):
 
 @dataclass(slots=True)
 class Deaths:
-    """Counts recent deaths and sets the delay before the next start.
-
-    Attributes:
-        clock: monotonic seconds.
-    """
+    """Counts recent deaths and sets the delay before the next start."""
 
     limits: SupervisionLimits
     clock: Callable[[], float] = time.monotonic

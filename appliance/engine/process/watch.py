@@ -66,7 +66,6 @@ class Watch:
 
         Args:
             heard: it has reported since the last look.
-            busy: it has work.
             read: observes the process; True asks for all signs.
         """
         fine = heard or not busy

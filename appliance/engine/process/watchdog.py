@@ -24,7 +24,6 @@ class Watchdog:
 
     Attributes:
         verdict: on the current or last process.
-        responsive: it shows signs of life.
     """
 
     def __init__(self, limits: SupervisionLimits) -> None:
@@ -44,7 +43,6 @@ class Watchdog:
         """Watch a process.
 
         Args:
-            busy: returns True if it has work.
             look: seconds between looks.
         """
         self.verdict = Verdict.ALIVE

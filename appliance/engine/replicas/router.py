@@ -125,9 +125,6 @@ class KnownPrompts:
     """The blocks of one replica's prompts, most recently used.
 
     Forgets a prompt's first blocks after later ones, as the cache does.
-
-    Args:
-        capacity: maximum number of blocks.
     """
 
     def __init__(self, capacity: int = 0) -> None:

@@ -58,7 +58,6 @@ def stage(
     """Write a step into the staging buffer.
 
     Args:
-        geometry: of the entries.
         places: where the previous step put the token of each sequence that follows it.
 
     Returns:

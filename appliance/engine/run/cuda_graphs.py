@@ -90,7 +90,6 @@ class GraphCache:
     """Graphs by size, within a memory limit.
 
     Args:
-        sizes: the result of `step_sizes`.
         limit_bytes: capture none beyond this; 0 turns graphs off.
     """
 

@@ -42,7 +42,6 @@ class Geometry:
         query_lens: rows of each sequence.
         block_tables: each sequence's, covering at least its context.
         block_size: token slots.
-        num_rows: of the step.
         num_decodes: leading sequences with one row.
         padding: number of padding sequences, the last of these.
         spare: of a padded step.

@@ -34,11 +34,7 @@ class GraphedSteps(Generic[AnyCache]):
     """Runs steps on a device that can capture work.
 
     Args:
-        cache: the KV cache, including the spare block.
-        sampler: draws tokens inside the graph.
-        staging: holds the inputs of a step.
         spare: receives padding rows' writes.
-        limits: maximum size of a step.
         table_width: blocks of the longest sequence.
         limit_bytes: memory limit of graphs; 0 turns them off.
         adapters: the sequences' adapters, if they may have any.

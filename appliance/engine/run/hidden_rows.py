@@ -34,7 +34,6 @@ class HiddenRows:
     Beyond `kept_bytes` drops the oldest rows of the longest sequence.
 
     Args:
-        target: the served model.
         layers: keeps the streams before these layers, side by side; empty keeps the final states.
     """
 

@@ -54,12 +54,9 @@ class ModelRunner(Generic[AnyCache]):
     """Owns the KV cache and runs steps on one device.
 
     Args:
-        limits: maximum size of a step.
-        moves: copies blocks out of the cache and back.
         reader: scores and pools prompts.
         spare: receives the writes of rows that pad a step to a graph's size; None pads and captures
             none.
-        is_sealed: there are open blocks.
         states: the rows of recurrent state; None without recurrent layers.
         adapters: requests' adapters, if they may have any.
         kept: keeps the hidden states that a draft head reads; None without one.

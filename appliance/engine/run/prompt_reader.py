@@ -165,9 +165,7 @@ class PromptReader:
     """Computes a prompt's results from its hidden states.
 
     Args:
-        executor: has the head.
         score_tokens: computes log probabilities of the next tokens.
-        device: holds the hidden states.
     """
 
     def __init__(self, executor: Executor[Any], score_tokens: ScoreTokens, device: Device) -> None:

@@ -50,10 +50,7 @@ class Sampler:
     """Samples one token per row; a row's result never depends on its neighbours.
 
     Args:
-        eos_token_ids: tokens that end an answer.
         penalize: applies penalties to seen tokens' logits.
-        num_slots: sequences that run at once.
-        vocab_size: number of tokens.
         grammars: makes token masks; None without grammars.
     """
 
@@ -138,7 +135,6 @@ class Sampler:
         Args:
             logits: (num_samples, vocab_size) float32; changed in place.
             entries: in row order; padding rows may follow.
-            settings: the result of `stage`.
             latest: see `choose`.
             read: see `choose`; needed without `drawn`.
             drawn: (num_samples,) int64, the result of `choose` for the same logits; ignored if

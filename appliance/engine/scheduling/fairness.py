@@ -18,9 +18,7 @@ class Account:
     Attributes:
         served: tokens computed for it; raised when it returns after a pause, so that idle owners do
             not save up credit.
-        num_live: sequences that wait or run.
         num_waiting: those that wait, without siblings of waiting ones.
-        num_running: those that run.
     """
 
     served: int = 0

@@ -21,7 +21,6 @@ class InFlight:
 
     Args:
         look_ahead: a sequence may be in two plans at once.
-        max_tokens: maximum length of a sequence.
 
     Attributes:
         entries: by sequence, oldest first; never empty.

@@ -146,7 +146,6 @@ def most_drafts(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
 
     Args:
         num_left: its own rows in this step.
-        bounds: limits of its length.
     """
     num_tokens = len(sequence.token_ids)
     if sequence.request.sampling.use_beam_search or sequence.num_computed + num_left < num_tokens:

@@ -21,7 +21,6 @@ def take_read(entry: ScheduledSequence, result: Sampled, updates: list[Update]) 
 
     Args:
         entry: of an executed plan, with rows to read.
-        result: the entry's.
         updates: receives the client's updates.
     """
     sequence = entry.sequence

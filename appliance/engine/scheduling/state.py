@@ -35,11 +35,8 @@ class State:
     """The scheduler's memory.
 
     Attributes:
-        tiers: keep evicted content.
         bounds: limits of a step, and where answers end.
-        in_flight: entries of uncommitted plans.
         groups: those with live members, by request, in order of arrival.
-        accounts: of the owners of live sequences.
         waiting: startable sequences without blocks, and their parked siblings.
         running: those with a slot, in rank order.
         slots: free ones; each running sequence has one; 0 is never used.

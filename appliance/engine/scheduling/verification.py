@@ -46,7 +46,6 @@ def accepted_run(drafts: Ordered[int], results: Ordered[Sampled]) -> Ordered[Sam
     Drops a row that failed after accepted drafts; it runs again by itself.
 
     Args:
-        drafts: proposed tokens.
         results: of the row before each draft, and of the last one's row.
     """
     count = 0
@@ -64,9 +63,7 @@ def settle_run(blocks: BlockManager, entry: ScheduledSequence, num_accepted: int
     first one, and the rows run again.
 
     Args:
-        blocks: the KV cache's.
         entry: its accepted tokens are in the sequence.
-        num_accepted: drafts.
     """
     sequence, states = entry.sequence, blocks.states
     if states is None or num_accepted == len(entry.drafts):

@@ -55,9 +55,6 @@ class WaitingQueue:
 
     Siblings share their parent's prompt, so they queue only once it is computed.
 
-    Args:
-        accounts: of the owners of all live sequences.
-
     Attributes:
         parked: siblings by parent.
     """

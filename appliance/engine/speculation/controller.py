@@ -23,12 +23,7 @@ MARGIN = 1.05  # required gain in tokens a second over a step without drafts
 
 
 class Controller:
-    """Learns acceptance and costs, and chooses.
-
-    Attributes:
-        acceptance: of proposals.
-        costs: of rows.
-    """
+    """Learns acceptance and costs, and chooses."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()

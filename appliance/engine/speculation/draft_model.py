@@ -75,7 +75,6 @@ class DraftModelProposer:
         model: its vocabulary is the target's.
         blocks: content of its cache.
         vocab_size: the target's; a draft ends before a token beyond it.
-        clock: seconds.
 
     Attributes:
         costs: seconds of a round by the number of its sequences.

@@ -29,7 +29,6 @@ class Drafting:
     """Decides the draft length of a slow proposer.
 
     Args:
-        proposer: makes the drafts.
         controller: knows steps' costs, and acceptance.
         most: tokens of a draft.
 
@@ -84,7 +83,6 @@ class Drafting:
         """Book a step.
 
         Args:
-            draft_rows: rows of drafts in it.
             seconds: its duration, without drafting.
             own_seconds: drafting time.
             gained: tokens from the proposer's drafts.

@@ -29,7 +29,6 @@ class Speculator:
         most: drafts of one sequence in a step.
         asked_for: the setting that requires speculation, in words, or empty.
         slow: a slow proposer; asked when it pays and promises more than the others.
-        clock: seconds.
     """
 
     def __init__(

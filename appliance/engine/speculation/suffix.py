@@ -74,7 +74,6 @@ class SuffixProposer:
     """Looks each answer's last tokens up in its own text, then in earlier answers.
 
     Args:
-        corpus: the earlier answers.
         history_tokens: maximum read of all running sequences together.
     """
 

@@ -74,7 +74,6 @@ def write_block_file(
     Args:
         fingerprint: of weights and format.
         content: the block's chained hash.
-        data: its bytes.
         stamp_ns: time of last use, set as the file's time.
 
     Raises:

@@ -50,7 +50,6 @@ class DiskStore:
         root: folder of all models.
         fingerprint: 16 bytes; hash of everything except tokens that determines a block's bytes.
         capacity: bytes of all files of all models.
-        about: description of the model.
         state_bytes: of a state checkpoint, for models with recurrent layers.
     """
 

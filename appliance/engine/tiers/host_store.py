@@ -20,7 +20,6 @@ class HostBlock:
 
     Attributes:
         saved: the content; None until the plan that saves it is launched.
-        from_disk: it was read from disk.
     """
 
     saved: SavedBlock | None = None

@@ -75,7 +75,6 @@ def remove_models(
 
     Args:
         root: folder of all models.
-        fingerprints: the models'; None means all.
         older_than: Unix seconds; keep files used since then.
 
     Raises:

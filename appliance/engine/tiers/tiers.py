@@ -61,7 +61,6 @@ class Tiers:
 
     Args:
         disk: files; None keeps nothing there.
-        writes: blocks to write there.
     """
 
     def __init__(

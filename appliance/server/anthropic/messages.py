@@ -52,11 +52,7 @@ WIRE = Wire(keep_alive=_frame(Ping()), frame=lambda body: event_frame("error", b
 async def message_frames(
     exchange: Exchange, answer: Answer, *, max_tokens: int
 ) -> AsyncGenerator[bytes, None]:
-    """Yield frames: message start, each block from start to stop, stop reason with usage, end.
-
-    Args:
-        max_tokens: the client's limit.
-    """
+    """Yield frames: message start, each block from start to stop, stop reason with usage, end."""
     blocks: _BlockFrames | None = None
     last: Piece | None = None
     async for pieces in answer.pieces():

@@ -33,7 +33,6 @@ async def embedded(
         model: the name in the request.
         texts: may be empty.
         param: field of the texts.
-        dimensions: length to cut vectors to.
 
     Raises:
         RequestError: the request needs something unsupported, or the queue is full.

@@ -44,7 +44,6 @@ class Responding:
     Args:
         before: items of the conversation so far, as JSON.
         store: keeps the response if the client requests it; otherwise None.
-        owner: name of the request's API key.
     """
 
     def __init__(

@@ -44,7 +44,6 @@ class Kept:
     """A response and the conversation up to its end, as JSON.
 
     Attributes:
-        response: the object as sent.
         conversation: an array of items, earlier turns included.
         names: ids of its items.
         own: byte range of its own input's items in it.
@@ -63,11 +62,7 @@ class Kept:
 
 
 class KeptResponses:
-    """Stored responses, least recently used first; evicts from the key with the most.
-
-    Args:
-        clock: returns monotonic seconds.
-    """
+    """Stored responses, least recently used first; evicts from the key with the most."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -42,7 +42,6 @@ def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> 
 
     Args:
         before: earlier items, as JSON.
-        items: the new ones.
 
     Raises:
         RequestError: an item has unsupported content.

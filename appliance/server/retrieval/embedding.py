@@ -46,7 +46,6 @@ class Wanted:
 
     Attributes:
         inputs: texts or token ids, as in `completion_prompts`.
-        terms: the body's.
         scope: ASGI scope of the HTTP request, with its key and id.
         param: name of the inputs' field.
         dimensions: length to cut vectors to; None keeps all.
@@ -161,8 +160,6 @@ def with_prompt(inputs: Inputs, recipe: EmbeddingRecipe, name: str | None) -> In
     """Prefix texts with one of the checkpoint's prompts; keep token ids unchanged.
 
     Args:
-        inputs: texts or token ids.
-        recipe: the model's, with the prompts.
         name: the prompt's name; None for the default, if any.
 
     Raises:

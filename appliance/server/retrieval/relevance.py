@@ -69,10 +69,8 @@ async def begin_judging(
     """Submit pairs in the checkpoint's form.
 
     Args:
-        fields: the body's.
         scope: ASGI scope of the HTTP request, with its key and id.
         pairs: queries with documents.
-        instruction: defines relevance.
         param: field of the documents.
 
     Raises:

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 async def tokenized(state: ModelState, body: TokenizeRequest, owner: str) -> Tokenized:
     """Tokenize a prompt or a chat.
 
-    Args:
-        owner: name of the API key.
-
     Raises:
         RequestError: the body has neither, or both.
         ChatTemplateError: the template fails on this chat.
