@@ -109,27 +109,15 @@ class SafetensorsFolder:
         return self._entries[name].dtype
 
     def load(self, name: str) -> Tensor:
-        """Read one tensor.
-
-        Raises:
-            CheckpointError: the file changed since the folder was opened.
-        """
+        """Read one tensor; raise CheckpointError if the file has changed."""
         return self.load_rows(name, 0, self.shape(name)[0] if self.shape(name) else 1)
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` of a tensor; a scalar has one row.
-
-        Raises:
-            CheckpointError: the file changed since the folder was opened.
-        """
+        """Read rows `start` to `stop` of a tensor; a scalar has one row. Raises as `load`."""
         return self._read_rows(self._entries[name], start, stop)
 
     def load_part(self, name: str, index: int, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` of one matrix of a stack (num_matrices, rows, columns).
-
-        Raises:
-            CheckpointError: the file changed since the folder was opened.
-        """
+        """Read rows of one matrix of a stack (num_matrices, rows, columns). Raises as `load`."""
         entry = self._entries[name]
         count, rows, columns = entry.shape
         flat = replace(entry, shape=(count * rows, columns))

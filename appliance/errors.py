@@ -7,7 +7,7 @@ ApplianceError
 │   ├── UnsupportedModelError
 │   ├── AdapterError       an adapter that cannot be used with the model
 │   ├── ChatTemplateError  no template, or one that fails to render
-│   └── QualityError       its quality card does not reach what was asked for
+│   └── QualityError       its quality card fails a condition
 ├── MemoryPlanError        weights + KV cache + workspace do not fit           exit 4
 ├── QuantizeError          quantization could not finish                       exit 5
 │   └── ChangedRunError    a state that another run left
@@ -19,7 +19,7 @@ ApplianceError
 │   ├── QuarantinedError   engines ended while they worked on it
 │   ├── QueueFullError
 │   └── QueueTimeoutError  it waited too long; nothing was computed
-└── EngineError            the engine process failed or is not there           exit 6
+└── EngineError            the engine process failed or is missing             exit 6
     ├── EngineDiedError
     └── EngineUnavailableError
 

@@ -26,7 +26,7 @@ import msgspec
 from appliance.stats import EngineStats, SequenceView, StepView
 from appliance.stats import LogLine as LogLine
 
-PROTOCOL = 4  # grows with the feed's features; readers ignore what they do not know
+PROTOCOL = 4  # grows with the feed's features; readers ignore unknown ones
 NO_OWNER = 0xFFFF
 MAX_SHOWN_AGE = 0xFFFF  # seconds
 
@@ -127,19 +127,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def words(self) -> bytes:
-        """Return the cells as `num_blocks` little-endian 32-bit words.
-
-        Raises:
-            ValueError: their length does not match the geometry.
-        """
+        """Return the cells as `num_blocks` little-endian 32-bit words, or raise ValueError."""
         return _inflate(self.cells, self.num_blocks * 4, "cells")
 
     def age_words(self) -> bytes:
-        """Return the ages as `num_blocks` little-endian 16-bit words, or "" without ages.
-
-        Raises:
-            ValueError: their length does not match the geometry.
-        """
+        """Return the ages as `num_blocks` little-endian 16-bit words, or b"" if unknown."""
         return _inflate(self.ages, self.num_blocks * 2, "ages") if self.ages else b""
 
 
@@ -248,7 +240,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A long task on the server's machine."""
 
     name: str  # such as "quantize SmolLM2-135M"
-    stage: str  # in words
+    stage: str
     done: int  # of `total`, in the stage's unit
     total: int  # 0 means unknown
     seconds_left: float | None = None  # of the stage
@@ -299,10 +291,6 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(name: str, data: bytes | str) -> Event | None:
-    """Decode the event of one frame; return None for an unknown name.
-
-    Raises:
-        msgspec.MsgspecError: the data is not that event.
-    """
+    """Decode one frame's event, None for an unknown name; invalid data raises MsgspecError."""
     kind = EVENTS.get(name)
     return None if kind is None else msgspec.json.decode(data, type=kind)

@@ -117,7 +117,7 @@ class CardWritten(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 
 
 class RunFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="error"):
-    """The run failed."""
+    """The run stopped with an error."""
 
     message: str
     units_done: int  # kept for the next run; 0 means that it starts over
@@ -142,11 +142,7 @@ def encode_event(event: QuantizeEvent) -> bytes:
 
 
 def decode_event(line: bytes | str) -> QuantizeEvent:
-    """Decode one line.
-
-    Raises:
-        msgspec.MsgspecError: it is invalid or incomplete.
-    """
+    """Decode one line; raise msgspec.MsgspecError if it is invalid or incomplete."""
     event: QuantizeEvent = msgspec.json.decode(line, type=QuantizeEvent)
     return event
 

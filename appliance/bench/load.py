@@ -117,11 +117,7 @@ async def run_burst(endpoint: Endpoint, clients: list[list[dict[str, Any]]]) -> 
 
 
 async def fetch(endpoint: Endpoint, path: str) -> tuple[int, bytes]:
-    """Return status and body of a GET.
-
-    Raises:
-        OSError: the connection failed.
-    """
+    """Return status and body of a GET; raises OSError without a connection."""
     transcript = await _exchange(endpoint, "GET", path, None)
     return transcript.status(), b"".join(data for _, data in transcript.body())
 

@@ -44,11 +44,7 @@ class ServerProcess:
     def ours(
         cls, port: int, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> ServerProcess:
-        """Start `appliance serve` on a loopback port.
-
-        Args:
-            environment: overrides of this process's variables.
-        """
+        """Start `appliance serve` on a loopback port, with changed environment variables."""
         command = [sys.executable, "-P", "-m", "appliance", "serve", "--port", str(port)]
         command += arguments
         return cls(command, environment or {}, Endpoint("127.0.0.1", port))

@@ -54,7 +54,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class ReplicaTerms(msgspec.Struct, frozen=True):
-    """Facts for a replica beside the settings.
+    """Facts that a replica needs besides the settings.
 
     Attributes:
         expected: the facts that its node must match.

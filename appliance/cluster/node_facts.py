@@ -82,9 +82,5 @@ def agreed(facts: Mapping[str, NodeFacts]) -> NodeFacts:
 
 
 def check(expected: NodeFacts, found: NodeFacts) -> None:
-    """Check a node that joined later.
-
-    Raises:
-        ConfigError: it differs from the first ones.
-    """
+    """Raise ConfigError if a node that joined later differs from the first ones."""
     agreed({"of the first replicas": expected, "of this replica": found})

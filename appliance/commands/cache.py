@@ -52,7 +52,7 @@ def ls(
 
 @cache.command()
 def du(kv_disk: Folder = None) -> None:
-    """Say how much is kept in all."""
+    """Show the disk space that all kept caches take."""
     from appliance.engine.tiers.stored_models import stored_models
 
     root = _root(kv_disk)

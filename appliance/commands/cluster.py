@@ -76,7 +76,7 @@ def status(
 
 @cluster.command()
 def stop(address: Address = None) -> None:
-    """End the replicas after what they are answering."""
+    """End the replicas once they have finished their open requests."""
     from appliance.cluster.control import stop as end
 
     typer.echo("the replicas have ended" if end(address) else "no replicas ran")

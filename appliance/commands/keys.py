@@ -67,11 +67,7 @@ def _server(path: Path | None) -> ServerConfig:
 
 
 def _check_new(server: ServerConfig, present: dict[str, str], name: str, entry: str) -> None:
-    """Refuse an entry that the server would refuse.
-
-    Raises:
-        ConfigError: the name is invalid or taken, or a limit is out of bounds.
-    """
+    """Refuse, with a ConfigError, an entry that the server would refuse."""
     if name in present or name in server.api_keys:
         raise ConfigError(f"{name!r} has a key already; take its line out first")
     check_keys(server.api_key, server.api_keys | present | {name: entry})

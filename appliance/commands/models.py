@@ -31,7 +31,7 @@ Names = Annotated[
 
 @models.command()
 def pull(names: Names) -> None:
-    """Fetch models and check their hashes; what was fetched before a break is kept."""
+    """Fetch models and check their hashes; an interrupted fetch continues."""
     from appliance.hub import resolve_model
     from appliance.hub.hashes import find_damaged, known_hashes
     from appliance.progress import ProgressLine

@@ -87,9 +87,5 @@ def read_arguments(source: Source, emit: Callable[[str], None]) -> Steps[None]:
 
 
 def call_object(name: str, arguments: str, key: str = "arguments") -> str:
-    """Write a call as models do.
-
-    Args:
-        key: the field that holds the arguments.
-    """
+    """Write a call as models do; `key` names the field of the arguments."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": {arguments}}}'

@@ -140,11 +140,7 @@ class Source:
         return text
 
     def collect(self, *markers: str) -> Steps[str]:
-        """Consume and return text up to a marker, and the marker.
-
-        Raises:
-            MalformedCallError: the text ends first.
-        """
+        """Consume and return text up to and including a marker, or raise MalformedCallError."""
         pieces: list[str] = []
         if (yield from self.until(markers, pieces.append)) is None:
             raise MalformedCallError

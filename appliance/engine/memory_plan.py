@@ -88,18 +88,14 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
 
     Raises:
         ConfigError: the requested context exceeds the model's.
-        MemoryPlanError: one whole context does not fit beside the weights, or host memory is less
+        MemoryPlanError: one whole context does not fit after the weights, or host memory is less
             than requested.
     """
     return _divide(settle_experts(request))
 
 
 def settle_experts(request: MemoryRequest) -> MemoryRequest:
-    """Decide which layers' experts stay in host memory, so that the rest fits.
-
-    Raises:
-        MemoryPlanError: as `plan_memory`.
-    """
+    """Decide which layers' experts stay in host memory; raises as `plan_memory`."""
     return settle(request, _divide)
 
 

@@ -61,7 +61,7 @@ class RunnerParts:
 def plan_measured(
     parts: RunnerParts, request: MemoryRequest, on_progress: Callable[[str, int, int], None]
 ) -> tuple[MemoryPlan, int]:
-    """Run the largest steps on an asynchronous device, and divide the memory beside the weights.
+    """Run the largest steps on an asynchronous device, and divide the rest of memory.
 
     Returns:
         The plan, and the memory limit of graphs in bytes.

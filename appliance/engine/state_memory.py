@@ -43,7 +43,7 @@ def planned_states(request: MemoryRequest, left: int) -> StateMemory:
     """Return the rows to allocate.
 
     Args:
-        left: bytes beside the needed rows and the smallest KV cache.
+        left: bytes left after the needed rows and the smallest KV cache.
     """
     needed = needed_states(request)
     is_planned = request.state_checkpoint_memory is None and request.prefix_caching

@@ -1,4 +1,4 @@
-"""Estimates the largest step's memory beside weights and cache. Imports no torch."""
+"""Estimates the largest step's memory, without weights and cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def workspace_bytes(request: MemoryRequest) -> int:
-    """Return the largest step's bytes beside weights and cache.
+    """Return the largest step's bytes, without weights and cache.
 
     Measured or estimated; includes open blocks, which are transient.
 
@@ -37,7 +37,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
 
 
 def _mixer_width(mixer: MixerSpec | None) -> int:
-    """Return a row's floats in a mixer: outputs of its linears, and what is made of them."""
+    """Return a row's floats in a mixer: outputs of its linears and of its operation."""
     if mixer is None:
         return 0
     if isinstance(mixer, Mamba2Spec):

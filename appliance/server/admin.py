@@ -308,11 +308,7 @@ def _new_feed() -> BlockFeed:
 
 
 def _replica(text: str) -> int:
-    """Parse a replica's number.
-
-    Raises:
-        RequestError: the text is no number.
-    """
+    """Parse a replica's number, or raise RequestError."""
     if not (text.isdecimal() and len(text) < 4):
         raise RequestError(f"replica must be a number from 0, got {text[:20]!r}", param="replica")
     return int(text)

@@ -98,10 +98,5 @@ class ChoiceFrames:
 
 
 def reason_of(reason: str, *, called: bool) -> str:
-    """Return OpenAI's finish reason; a cut-off answer keeps its reason even after a tool call.
-
-    Args:
-        reason: the engine's.
-        called: the answer has calls.
-    """
+    """Return OpenAI's finish reason; a cut-off answer keeps its reason even after a tool call."""
     return TOOL_CALLS if called and reason == FinishReason.STOP.value else reason

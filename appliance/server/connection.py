@@ -39,11 +39,7 @@ _UNSENT_BYTES = 4 * 1024
 
 
 def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
-    """Return uvicorn's connection factory.
-
-    Args:
-        max_connections: of all clients together.
-    """
+    """Return uvicorn's factory of connections, limited over all clients."""
     return partial(HttpProtocol, max_connections=max_connections)
 
 

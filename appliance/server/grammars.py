@@ -172,11 +172,7 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def schema_form(param: str, schema: Any) -> tuple[str, Grammar]:
-    """Return the schema field's name, and the grammar of answers that obey the schema.
-
-    Raises:
-        RequestError: it is no schema.
-    """
+    """Return the schema field's name, and its grammar; raise RequestError for an invalid schema."""
     try:
         return param, Grammar.json_schema(schema)
     except RequestError as error:

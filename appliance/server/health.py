@@ -31,7 +31,7 @@ def health_router(server: ServerState) -> APIRouter:
 
     @router.get("/health", **describes(None, Health))
     async def health(request: Request) -> Response:
-        """Answer 200 while the engine works, sleeps or drains; else 503 and the reason."""
+        """Answer 200 while the engine works, sleeps or drains; otherwise 503 and the reason."""
         why = server.not_working
         engines = [model.engine for model in server.models]
         restarts = sum(engine.restarts for engine in engines)

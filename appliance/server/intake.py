@@ -90,7 +90,6 @@ async def once_loaded(
     """Load a request's model, then respond.
 
     Args:
-        respond: begins the answer.
         streams: the answer streams, with keep-alive comments while the model loads.
 
     Raises:

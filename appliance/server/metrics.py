@@ -145,7 +145,6 @@ class Metrics:
             self.step_seconds.observe(step.seconds)
 
     def count_choice(self, reason: str) -> None:
-        """Count an ended choice."""
         self._success.labels(self.model_name, reason).inc()
 
     def observe_wait(self, owner: str, seconds: float) -> None:

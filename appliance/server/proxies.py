@@ -52,11 +52,7 @@ class Proxies:
 
 
 def root_path(config: ServerConfig) -> str:
-    """Normalize the path prefix, without a trailing slash; "" for none.
-
-    Raises:
-        ConfigError: it is no path.
-    """
+    """Normalize the path prefix, without a trailing slash; raise ConfigError if it is no path."""
     path = config.root_path.rstrip("/")
     if path and (not path.startswith("/") or any(c in path for c in "?#%\\ ") or "//" in path):
         raise ConfigError(f"--root-path {config.root_path!r} is no path; write it like /llm")

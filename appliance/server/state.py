@@ -91,13 +91,9 @@ class ServerState:
         return len(self.keys()) > 1
 
     def may_manage(self, holder: str, owner: str) -> bool:
-        """Return True if a key may end a request and see its text.
+        """Return True if a key (`holder`) may end a request of `owner` and see its text.
 
         With several keys, only the owner's and the nameless one may.
-
-        Args:
-            holder: name of the key that asks.
-            owner: name of the request's key.
         """
         return not self.several_keys or holder in (BARE_NAME, owner)
 

@@ -70,11 +70,7 @@ class FrameTemplate:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run work for a waiting client; cancel it when the client disconnects.
-
-    Raises:
-        ClientGoneError: the client disconnected.
-    """
+    """Run work for a waiting client; cancel it and raise ClientGoneError if the client leaves."""
     return await _guarded(work, _disconnect(receive))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A request's terms, beside prompt and sampling."""
+    """A request's terms: everything but prompt and sampling."""
 
     owner: str
     priority: int

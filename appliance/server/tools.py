@@ -124,11 +124,7 @@ def allowed(offers: Sequence[Offer], names: Sequence[str]) -> list[Offer]:
 
 
 def new_call_id(*, short: bool) -> str:
-    """Return a unique call id.
-
-    Args:
-        short: nine letters and digits, as some templates require.
-    """
+    """Return a unique call id; a short one has nine letters and digits, for some templates."""
     if short:
         return "".join(secrets.choice(_ID_LETTERS) for _ in range(SHORT_ID))
     return f"call_{secrets.token_hex(12)}"

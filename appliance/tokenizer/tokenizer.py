@@ -92,11 +92,7 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: Path) -> Tokenizer:
-        """Load the tokenizer of a GGUF file or of a Hugging Face folder.
-
-        Raises:
-            ModelError: it is missing or damaged; the message names the file.
-        """
+        """Load the tokenizer of a GGUF file or Hugging Face folder; a bad one raises ModelError."""
         return cls(load_from_folder(path) if path.is_dir() else load_from_gguf(path))
 
     def encode(

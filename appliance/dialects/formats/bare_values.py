@@ -56,7 +56,7 @@ def is_text(schema: Any) -> bool:
 
 
 def as_json(text: str) -> str:
-    """Return valid JSON as it is and any other text as a JSON string."""
+    """Return valid JSON unchanged and any other text as a JSON string."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`<function=f>` with a mark for each argument: Qwen3-Coder and its kin."""
+"""`<function=f>` with a mark for each argument: Qwen3-Coder and related models."""
 
 from __future__ import annotations
 

@@ -81,11 +81,7 @@ class AdapterPool:
         return len(self._held) < before
 
     def install(self, ref: AdapterRef) -> None:
-        """Read an adapter before the first request, and put it into a free slot, if any.
-
-        Raises:
-            AdapterError: the adapter is unusable.
-        """
+        """Read an adapter before the first request, and put it into a free slot, if any."""
         loaded = self._loader.load(ref)
         if self._residents.has_free_slot:
             self._residents.put(ref, loaded)

@@ -52,12 +52,7 @@ def chain_root(request: Request, namespace: str = "") -> bytes:
 def extend_chain(
     hashes: list[bytes], parent: bytes, token_ids: Tokens, block_size: int, num_blocks: int
 ) -> None:
-    """Extend a text's block hashes to its first `num_blocks` full blocks.
-
-    Args:
-        hashes: of its first blocks.
-        parent: the last of these, or the root of the chain.
-    """
+    """Extend a text's block hashes to its first `num_blocks` full blocks; `parent` is the last."""
     for index in range(len(hashes), num_blocks):
         parent = block_hash(parent, token_ids[index * block_size : (index + 1) * block_size])
         hashes.append(parent)

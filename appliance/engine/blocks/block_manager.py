@@ -226,10 +226,7 @@ class BlockManager:
         return copies
 
     def settle(self) -> None:
-        """Release the sources of a complete plan's copies.
-
-        Earlier, a source could become another copy's destination in the same plan.
-        """
+        """Release the sources of a complete plan's copies; see `BlockPool.settle`."""
         self.pool.settle()
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:

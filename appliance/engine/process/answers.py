@@ -21,7 +21,6 @@ class ReadyWaiters:
         await waiter
 
     def wake(self, error: Exception | None = None) -> None:
-        """Wake all waiters."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if waiter.done():

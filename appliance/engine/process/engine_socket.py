@@ -71,20 +71,12 @@ class EngineSocket:
             self._poll.register(file, select.POLLIN)
 
     def ask_for_memory(self, needed: int, free: int) -> None:
-        """Send the memory plan, and wait for permission.
-
-        Raises:
-            SupervisorGoneError: the supervisor ended instead.
-        """
+        """Send the memory plan and wait for permission, or raise SupervisorGoneError."""
         self.send(Planned(needed, free))
         self._answer(Proceed)
 
     def ask_for_end_tokens(self) -> tuple[int, ...]:
-        """Wait for the tokens that end an answer.
-
-        Raises:
-            SupervisorGoneError: the supervisor ended instead.
-        """
+        """Wait for the tokens that end an answer, or raise SupervisorGoneError."""
         self.send(WeightsRead())
         return self._answer(EndTokens).ids
 

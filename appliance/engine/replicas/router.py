@@ -41,11 +41,7 @@ class ReplicaLoad:
 
 
 def bound(least: int) -> int:
-    """Return the number of sequences up to which a replica gets requests for its cache.
-
-    Args:
-        least: number of the least loaded replica.
-    """
+    """Return the maximum load up to which a cache attracts requests, given the least load."""
     return int(FACTOR * least) + SLACK
 
 
@@ -70,7 +66,6 @@ class ReplicaRouter(Generic[NameT]):
         self._records[replica] = KnownPrompts(num_blocks)
 
     def end(self, replica: NameT) -> None:
-        """Forget a replica."""
         self._records.pop(replica, None)
         self._given.pop(replica, None)
 

@@ -50,11 +50,7 @@ class StepSize(NamedTuple):
         return self.num_singles + (PROMPTS if self.prompt_rows else 0)
 
     def num_prompts(self, block_size: int | None) -> int:
-        """Return the number of sequences besides single ones.
-
-        Args:
-            block_size: if sequences are cut at blocks, see `RaggedBatch`.
-        """
+        """Return the number of sequences besides single ones; with a block size, cut at blocks."""
         if not self.prompt_rows:
             return 0
         return PROMPTS if block_size is None else self.prompt_rows // block_size + 2 * PROMPTS

@@ -43,6 +43,6 @@ def largest_step(
 
 
 def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
-    """Return the device memory beside the cache: inputs, tables, logits, token counts."""
+    """Return the fixed device memory: inputs, tables, logits, token counts."""
     tables = 4 * largest.num_seqs * largest.table_width
     return largest.num_bytes + tables + largest.num_samples * (16 + 8 * vocab_size)

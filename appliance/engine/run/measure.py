@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 KERNEL_ROWS = (8, 16, 32, 64, 128, 256, 512)
 EXPERT_ROWS = (1024, 2048, 4096)  # each expert has few of these; see `grouped_matmul.variant`
 
-# Of graphs, beside their shared workspace: a few megabytes each, plus the libraries'.
+# Of graphs, without their shared workspace: a few megabytes each, plus the libraries'.
 GRAPH_SHARE = 0.02  # of the budget
 MIN_GRAPH_BYTES = 256 * 2**20
 

@@ -32,7 +32,6 @@ class Counters:
     last_plan: Plan = field(default_factory=lambda: Plan(()))
 
     def count_drafts(self, entry: ScheduledSequence, num_accepted: int) -> None:
-        """Count the drafts of an executed entry."""
         entry.sequence.num_drafts += len(entry.drafts)
         entry.sequence.num_accepted += num_accepted
         self.drafts += 1

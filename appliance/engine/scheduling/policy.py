@@ -87,12 +87,7 @@ def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence],
 
 
 def may_overtake(sequence: Sequence, blocked: Iterable[Sequence]) -> bool:
-    """Return True if a waiting sequence may start in a step in which others found no room.
-
-    Args:
-        sequence: another owner's.
-        blocked: sequences whose turn it was, without enough blocks.
-    """
+    """Return True if a waiting sequence may start although other owners' found too few blocks."""
     return all(
         sequence.request.priority <= other.request.priority and other.num_overtaken < MAX_OVERTAKEN
         for other in blocked

@@ -90,7 +90,7 @@ class StepBudget:
         self._kinds: dict[tuple[bool, bool], _Moments] = {}
         self._num_steps = 0
         self._num_new = 0  # steps since the last fit
-        self._most_rows = min_rows  # maximum seen beside answers
+        self._most_rows = min_rows  # maximum seen with answers
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step.
@@ -158,7 +158,7 @@ class StepBudget:
         both = self._kinds.get(_BOTH)
         for kind, moments in self._kinds.items():
             if kind == _PROMPTS and both is not None and both.count >= _TRUSTED:
-                continue  # rows are cheaper in large numbers than beside answers
+                continue  # rows are cheaper in large numbers than with answers
             weight = _FADE ** (self._num_steps - moments.last)
             rows = (*moments.products, moments.targets)
             for total, row in zip((*products, targets), rows, strict=True):

@@ -63,11 +63,7 @@ class DiskStore:
     _known: set[bytes] = field(default_factory=set)
 
     def open(self) -> None:
-        """Create the folder, for this user alone, and list its blocks.
-
-        Raises:
-            OSError: the folder is unusable.
-        """
+        """Create the folder, for this user alone, and list its blocks; raises OSError."""
         self._make_folder()
         for name in os.listdir(self.folder):
             if found := NAME.fullmatch(name):

@@ -21,14 +21,7 @@ _NEVER = "9999-12-31T23:59:59Z"  # the model stays loaded
 
 
 def check_name(state: ModelState, name: str) -> str:
-    """Check that a name means the model or an adapter, with or without Ollama's tag.
-
-    Returns:
-        The name without the tag.
-
-    Raises:
-        UnknownModelError: the server does not serve it.
-    """
+    """Return a model's or adapter's name without Ollama's tag, or raise UnknownModelError."""
     try:
         state.check_model(name)
     except UnknownModelError:

@@ -118,11 +118,7 @@ class KeptResponses:
         return found
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Delete a response.
-
-        Raises:
-            NotKeptError: it is not stored.
-        """
+        """Delete a response, or raise NotKeptError."""
         self.get(owner, response_id)
         del self._of[owner][response_id]
 

@@ -50,6 +50,5 @@ def floats_of(rows: NDArray[np.float32]) -> list[list[float]]:
 
 
 def cosines(rows: NDArray[np.float32], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the cosine of each pair of rows."""
     rows = _unit(rows)
     return [float(np.clip(rows[one] @ rows[other], -1.0, 1.0)) for one, other in pairs]
