@@ -39,7 +39,7 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
         return dense
     if isinstance(weight, GgmlWeight):
         return weight.type_name if native else f"{weight.type_name} (held as {dense})"
-    # Torch multiplies none of these on a CPU, and float32 activations are for checks.
+    # On a CPU torch multiplies neither, and float32 activations are for checks.
     is_held = device is not None and device.type == "cuda" and dtype != "float32"
     if isinstance(weight, Fp8Weight):
         return "fp8" if is_held else f"fp8 (held as {dense})"

@@ -75,7 +75,7 @@ class ModelFacts:
         weights: the storage of its linear weights, in words.
         stored_bytes: of all tensors, scales and zero points included.
         linear_parameters: of the layers' linears.
-        linear_bytes: of these, scales and zero points included.
+        linear_bytes: of the layers' linears, scales and zero points included.
         fingerprint: of the weight files; "" if not needed.
         readers: programs that can read it, one line each.
     """

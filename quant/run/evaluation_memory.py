@@ -108,7 +108,7 @@ class EvaluationMemory:
         return 2 * self.num_models * spec.vocab_size * spec.hidden_size
 
     def layer_bytes(self, tokens: int) -> int:
-        """Bytes of the largest layer with so many tokens."""
+        """Bytes of the largest layer while `tokens` pass through it."""
         options = QuantizeOptions(method=Method.RTN)
         parts = layer_parts(self.source, options, self.window, tokens)
         mixers = (layer.mixer for layer in self.source.spec.layers)
@@ -117,7 +117,7 @@ class EvaluationMemory:
         return parts["layer"] + parts["activations"] + scores + HEAP
 
     def logits_bytes(self, entries: int) -> int:
-        """Bytes of so many entries' logits and of what is derived from them."""
+        """Bytes of the logits of `entries`, and of arrays derived from them."""
         hidden = self.source.spec.hidden_size
         places = max(PLACES, self.window)
         logits = (2 * self.num_variants + 2) * places * entries

@@ -27,7 +27,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     seconds: float
     losses: dict[str, float] = {}  # of each quantized linear, as a share of its outputs' energy
-    notes: tuple[str, ...] = ()  # what the user should know
+    notes: tuple[str, ...] = ()  # for the user
     facts: dict[str, Any] = {}  # data for the end of the run, as JSON
 
 

@@ -92,7 +92,7 @@ def check_walked(source: ModelSource, lost: str) -> None:
     """Refuse a model whose layers cannot be run one by one.
 
     Args:
-        lost: what the user does not get, for the message.
+        lost: what the user does not get, such as "no quality card of it".
 
     Raises:
         QuantizeError: transformers' modules execute the model.

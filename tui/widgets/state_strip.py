@@ -21,7 +21,7 @@ _MIN_BAR = 12  # cells; narrower terminals show only words
 
 
 class StateStrip(Lines):
-    """Used state slots, cached checkpoints and the rest, for models with recurrent layers."""
+    """Used state slots, cached checkpoints and free rows, for models with recurrent layers."""
 
     DEFAULT_CSS = """
     StateStrip { height: 1; display: none; }
@@ -41,7 +41,7 @@ class StateStrip(Lines):
         return stats.engine if stats is not None else None, view.lettered, view.latest.current
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Draw used slots, cached checkpoints and the rest, then their numbers."""
+        """Draw used slots, cached checkpoints and free rows, then their numbers."""
         stats = view.state.stats
         if stats is None or not stats.engine.state_slots:
             return []

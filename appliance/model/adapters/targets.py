@@ -82,8 +82,8 @@ class Expansion:
 
     Attributes:
         matrix: (outputs, rank).
-        first_output: of these, among the place's outputs.
-        first_rank: of these, among the place's shrunk numbers.
+        first_output: its first output, among the place's.
+        first_rank: its first shrunk number, among the place's.
     """
 
     matrix: Tensor

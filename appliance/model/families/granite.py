@@ -1,7 +1,7 @@
 """Granite 3 and 4: multipliers everywhere; in hybrids Mamba-2 in most layers, and a shared MLP.
 
-A multiplier m of what layers add to the stream x needs no operation: they add to x / m without it,
-and norms give the same result with eps divided by m^2.
+Layers add m * y to the stream x. The spec divides the stream by m instead: layers add y, and norms
+give the same result with eps divided by m^2.
 """
 
 from __future__ import annotations
