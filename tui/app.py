@@ -143,7 +143,7 @@ class DashboardApp(App[None]):
         if count < 2 or state.info is None:
             self.notify("The model has one engine process.", markup=False)
         elif not isinstance(self._feed, EventFeed):
-            self.notify("A recording has the replica that it was made of.", markup=False)
+            self.notify("A recording shows only the replica that it was made of.", markup=False)
         else:
             self._feed.replica = (state.info.replica + 1) % count
             self._follow()
@@ -219,22 +219,22 @@ class DashboardApp(App[None]):
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for name in SCREENS:
-            yield SystemCommand(f"Screen: {name}", "turn to it", partial(self.switch_mode, name))
+            yield SystemCommand(f"Screen: {name}", "show it", partial(self.switch_mode, name))
         for mode in ColorMode:
             choose = partial(self.session.change, mode=mode)
-            words = "what the colours of the block map say"
+            words = "meaning of the block map's colours"
             yield SystemCommand(f"Colours: {mode.value}", words, choose)
         for name in SCHEMES:
             choose = partial(self.use_theme, name)
             yield SystemCommand(f"Theme: {name}", "other colours for all", choose)
         shown = self.screen_stack[0]
         if isinstance(shown, DashboardScreen):
-            words = "hold the picture still, or let it go on"
+            words = "hold the picture still, or resume"
             yield SystemCommand("Pause", words, shown.action_pause)
             words = "the map and the sequences of another engine process of the model"
             yield SystemCommand("Next replica", words, self.action_next_replica)
             yield SystemCommand("Show all", "no sequence in focus", shown.action_show_all)
-            words = "the one in focus, after a question"
+            words = "the one in focus, after confirmation"
             yield SystemCommand("Abort request", words, shown.action_abort)
             yield SystemCommand("Help", "keys and colours", shown.action_help)
         yield SystemCommand("Quit", "leave; the server goes on", self.exit)

@@ -36,11 +36,11 @@ def notice(view: View) -> list[str]:
 def _engine(view: View) -> list[str]:
     info = view.state.info
     if info is None:
-        return ["Connected", "waiting for the server to tell about its engine"]
+        return ["Connected", "waiting for the server to describe its engine"]
     if view.state.reduced:
         return [
             f"{info.model} runs on another make of server",
-            "It tells its numbers, but not what each block holds.",
+            "It sends its metrics, but not what each block holds.",
         ]
     match info.state:
         case "failed":

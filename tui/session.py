@@ -129,18 +129,18 @@ class Session:
     def why_not_abort(self, sequence: SequenceView | None) -> str:
         """Say why the focused sequence cannot be aborted and what to do; "" if it can."""
         if self.controls is None:
-            return "A recording: nothing can be aborted in it."
+            return "A recording: it has nothing to abort."
         if self.state.reduced:
-            return "Another make of server: it cannot be asked to abort a request."
+            return "Another make of server: it offers no way to abort a request."
         if sequence is None and (ended := self.look.ended) is not None:
-            return f"It has ended: there is nothing to abort of {ended.brief}."
+            return f"It has ended: {ended.brief} cannot be aborted any more."
         if sequence is None:
             return "Choose a request first: tab or a click."
         if self.state.connection.phase is not ConnectionPhase.LIVE:
-            return "No connection: the server cannot be asked to abort a request."
+            return "No connection: the request cannot be aborted now."
         key = SequenceKey.of(sequence)
         if all(SequenceKey.of(one) != key for one in self.state.sequences):
-            return f"It has ended since: there is nothing to abort of {key.brief}."
+            return f"It has ended since: {key.brief} cannot be aborted any more."
         if not sequence.yours:
             return (
                 f"Not yours: this request is of {sequence.owner or 'another key'}. A key ends its"

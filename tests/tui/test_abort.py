@@ -94,7 +94,8 @@ async def test_a_request_that_has_ended_is_said_to_have_ended(event_server: Even
         await pilot.press("x")
         await until(pilot, lambda: app.screen.query("Toast"))
         await pilot.pause()
-        assert told(app).startswith("It has ended: there is nothing to abort of chatcmpl-1")
+        assert told(app).startswith("It has ended: chatcmpl-1")
+        assert told(app).endswith("cannot be aborted any more.")
         await pilot.press("tab", "p")
         event_server.send(sequences())
         await until(pilot, lambda: not app.session.state.sequences)
@@ -119,7 +120,7 @@ async def test_in_a_recording_nothing_can_be_aborted(tmp_path: Path) -> None:
         await pilot.press("tab", "x")
         await until(pilot, lambda: app.screen.query("Toast"))
         await pilot.pause()
-        assert told(app) == "A recording: nothing can be aborted in it."
+        assert told(app) == "A recording: it has nothing to abort."
 
 
 async def test_a_refused_abort_is_told(event_server: EventServer) -> None:

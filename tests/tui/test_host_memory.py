@@ -146,6 +146,6 @@ async def test_the_memory_page_tells_of_the_tiers(event_server: EventServer) -> 
         "prefix hits from there 50 tokens 5.0 %",
         "prefix hits from there 250 tokens 25.0 %",
         "damaged, removed 1",
-        "refuses to be written to",
+        "cannot be written to",
     ):
         assert words in text

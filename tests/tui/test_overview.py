@@ -72,7 +72,7 @@ async def test_a_large_terminal_shows_everything(event_server: EventServer) -> N
         "71.3 %",  # prefix hits
         "preemptions",
         "2 decode + 384 prefill",
-        "the server does not tell",
+        "not sent by this server",
         "25.0 ms",
         "chatcmpl-1",
         "codex",

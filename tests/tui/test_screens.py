@@ -165,7 +165,7 @@ async def test_an_empty_log_says_so(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("5")
         await shown(app, pilot)
-        assert "Nothing to tell" in screen_text(app)
+        assert "No warnings or errors so far." in screen_text(app)
 
 
 async def test_back_in_time_and_forward_again(
@@ -217,7 +217,7 @@ async def test_another_make_of_server_is_shown_by_its_metrics(event_server: Even
         text = screen_text(app)
         for words in (
             "Qwen/Qwen3-8B", "its metrics only", "runs on another make of server", "25.0 %",
-            "does not tell its requests", "● live",
+            "does not list its requests", "● live",
         ):  # fmt: skip
             assert words in text, words
         del event_server.pages["/metrics"]

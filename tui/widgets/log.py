@@ -30,7 +30,7 @@ class LogPanel(Panel):
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         log = view.state.log
         if not log:
-            words = "Nothing to tell: no warning and no error so far."
+            words = "No warnings or errors so far."
             if view.latest.reduced:
                 words = "This make of server does not send its log."
             return [Text(words, palette.MUTED)]

@@ -28,7 +28,7 @@ class MachinePanel(Panel):
         """Draw GPUs, or processor and memory if there are none."""
         stats = view.state.stats
         if stats is None or stats.machine is None:
-            return [pair("the server does not tell", "", width)]
+            return [pair("not sent by this server", "", width)]
         machine = stats.machine
         if not machine.gpus:
             return machine_lines(machine, width)

@@ -114,7 +114,7 @@ class RequestTable(Panel):
 
 def _why_none(view: View) -> str:
     if view.latest.reduced:
-        return "This make of server does not tell its requests one by one."
+        return "This make of server does not list its requests."
     if view.look.query and view.state.sequences:
         return f"No request contains {view.look.query!r}; esc shows all."
     return "" if view.state.stats is None else "No requests at the moment."

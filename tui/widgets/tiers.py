@@ -92,7 +92,7 @@ def _disk(engine: EngineStats, width: int) -> list[Text]:
         _hits(engine, engine.prefix_hits_disk_total, width),
     ]
     if not engine.kv_disk_writing:
-        lines.insert(0, Text("refuses to be written to; the log says why", palette.WARNING))
+        lines.insert(0, Text("cannot be written to; the log says why", palette.WARNING))
     return lines
 
 
