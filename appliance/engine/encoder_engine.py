@@ -132,7 +132,6 @@ class EncoderEngine:
         return Table(request_id=request_id, index=index)
 
     def step(self) -> StepReport:
-        """Read the next texts."""
         now = self._clock()
         late = self._waiting.expire(now)
         self._expired += len(late)

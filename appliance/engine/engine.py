@@ -119,7 +119,6 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        """True if a step would do anything."""
         serving = self._scheduler.has_work or bool(
             self._in_flight or self._expired or self._grammars.waiting
         )
@@ -166,7 +165,6 @@ class LLMEngine:
             self._adapters.unload(ref)
 
     def _live(self) -> set[str]:
-        """Return the ids of all open requests."""
         live = {sequence.request.request_id for sequence in self._scheduler.sequences()}
         return live | self._grammars.held()
 

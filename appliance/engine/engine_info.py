@@ -121,7 +121,6 @@ def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def device_name(device: torch.device | Processor, threads: int) -> str:
-    """Name a device for display."""
     if device.type == "cuda":
         import torch
 

@@ -75,5 +75,4 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
 
 
 def as_size(count: int) -> str:
-    """Format bytes as MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -72,7 +72,6 @@ class SavedBlock:
     over: Awaitable | None = None
 
     def read(self) -> bytes | bytearray | memoryview:
-        """Wait for the bytes and return them."""
         if self.over is not None:
             self.over.wait()
         return self.content

@@ -53,7 +53,6 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def num_own(self) -> int:
-        """Number of rows without drafts."""
         return self.num_tokens - len(self.drafts)
 
     @property
@@ -153,7 +152,6 @@ class Plan:
 
     @property
     def load(self) -> StepLoad:
-        """The amount of work in this step."""
         single = self.num_single_rows
         if single == len(self.scheduled):
             return StepLoad(single, sum([entry.start for entry in self.scheduled]))
@@ -169,7 +167,6 @@ class Plan:
 
     @property
     def drafted(self) -> list[ScheduledSequence]:
-        """The entries with drafts."""
         return [entry for entry in self.scheduled[self.num_single_rows :] if entry.drafts]
 
     @property

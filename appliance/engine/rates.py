@@ -16,12 +16,10 @@ class Rates:
     moves: float = 0.0  # bytes per second, one way
 
     def saw_step(self, num_rows: int, seconds: float) -> None:
-        """Learn from a step with prompts."""
         if num_rows >= MIN_ROWS and seconds > 0:
             self.prefill = moving_average(self.prefill, num_rows / seconds)
 
     def saw_moves(self, num_bytes: int, seconds: float) -> None:
-        """Learn from moved blocks."""
         if num_bytes and seconds > 0:
             self.moves = moving_average(self.moves, num_bytes / seconds)
 

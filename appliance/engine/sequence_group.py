@@ -86,6 +86,5 @@ class SequenceGroup:
         return ()
 
     def check_invariants(self) -> None:
-        """Assert that the members match the group's records."""
         assert all(member.group is self for member in self.live)
         assert not any(member.is_held for member in self.live)

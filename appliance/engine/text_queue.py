@@ -38,7 +38,6 @@ class TextQueue:
         self._waiting[request.request_id] = WaitingText(request, now)
 
     def forget(self, request_id: str) -> bool:
-        """Remove a text; return False if it does not wait."""
         return self._waiting.pop(request_id, None) is not None
 
     def expire(self, now: float) -> tuple[SequenceDelta, ...]:

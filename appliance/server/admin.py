@@ -176,7 +176,6 @@ class Watcher:
 
     @property
     def _engine(self) -> EngineClient:
-        """The engine process that it shows."""
         return shown_replica(self._state, self._replica)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:

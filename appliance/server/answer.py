@@ -138,7 +138,6 @@ class Answer:
         self._begin(tokenizer)
 
     def _begin(self, tokenizer: Tokenizer) -> None:
-        """Submit the requests and reset all counts."""
         sampling, reading = self._sampling, self._reading
         self.completion_tokens = 0
         self.reasoning_tokens = 0
@@ -192,7 +191,6 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache."""
         return sum(self._cached_tokens)
 
     @property

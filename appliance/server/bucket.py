@@ -29,5 +29,4 @@ class Bucket:
         return max(0.0, (wanted - self._left) / self._rate)
 
     def take(self, amount: float) -> None:
-        """Take an amount; may overdraw."""
         self._left -= amount

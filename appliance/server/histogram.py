@@ -33,7 +33,6 @@ class HistogramCollector(Collector):
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 

@@ -110,7 +110,6 @@ class Use:
         holder.num_open += 1
 
     def take(self, num_tokens: int) -> None:
-        """Count tokens read or written."""
         if self._holder.tokens is not None:
             self._holder.tokens.take(num_tokens)
 

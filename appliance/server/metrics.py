@@ -137,7 +137,6 @@ class Metrics:
         self.registry.register(collector)
 
     def take_steps(self, report: StepReport) -> None:
-        """Count the engine's steps."""
         self.recent_steps.extend(report.steps)
         for step in report.steps:
             self.step_rows.observe(step.prefill_tokens + step.decode_tokens)
@@ -148,15 +147,12 @@ class Metrics:
         self._success.labels(self.model_name, reason).inc()
 
     def observe_wait(self, owner: str, seconds: float) -> None:
-        """Add a request's time in the queue."""
         self.shared.observe_wait(owner or NO_KEY, seconds)
 
     def count_shed(self, owner: str) -> None:
-        """Count a request refused because the queue was full."""
         self.shared.count_shed(owner or NO_KEY)
 
     def count_expired(self, owner: str, state: str) -> None:
-        """Count a request that timed out while `waiting` or `running`."""
         self.shared.count_expired(owner or NO_KEY, state)
 
 
@@ -181,7 +177,6 @@ class RequestTimer:
         self._last: dict[int, float] = {}  # time of each choice's last token
 
     def tokens(self, choice: int, count: int, queue_seconds: float | None) -> None:
-        """Record new tokens of a choice."""
         now = time.monotonic()
         metrics = self._metrics
         if queue_seconds is not None:

@@ -93,7 +93,6 @@ class ModelState:
 
     @property
     def use(self) -> KeyUse:
-        """Each key's use against its limits."""
         return self.server.use
 
     @property
@@ -103,7 +102,6 @@ class ModelState:
 
     @property
     def several_keys(self) -> bool:
-        """True if the server accepts more than one key."""
         return self.server.several_keys
 
     @property
@@ -175,7 +173,6 @@ class ModelState:
         return info
 
     async def close(self, *, now: bool = False) -> None:
-        """Stop the model's processes."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)

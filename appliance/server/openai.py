@@ -134,7 +134,6 @@ async def _complete(state: ModelState, request: Request, body: CompletionRequest
 
 
 def model_card(state: ModelState, adapter: str | None = None) -> ModelCard:
-    """Describe a model or an adapter."""
     info = state.engine.info
     return ModelCard(
         id=state.model_id if adapter is None else adapter,

@@ -150,7 +150,6 @@ class ServerState:
         raise first
 
     def holder_of(self, request_id: str) -> ModelState | None:
-        """Return the model that runs a request, or None."""
         for model in self.models:
             if model.engine.owner_of(request_id) is not None:
                 return model
@@ -162,7 +161,6 @@ class ServerState:
 
     @property
     def finished(self) -> int:
-        """Number of ended requests, whatever their outcome."""
         return sum(model.metrics.finished for model in self.models)
 
     def shown(self, before: ModelState | None = None) -> ModelState:
@@ -187,7 +185,6 @@ class ServerState:
 
     @property
     def replica_states(self) -> dict[str, list[str]]:
-        """The replicas' states by model, for models with several."""
         return {
             model.model_id: [replica.state.value for replica in model.engine.replicas]
             for model in self.models

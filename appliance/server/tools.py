@@ -131,7 +131,6 @@ def new_call_id(*, short: bool) -> str:
 
 
 def _definition(offer: Offer) -> dict[str, Any]:
-    """Build a tool's definition for chat templates."""
     if not _NAME.fullmatch(offer.name):
         where = offer.place.rpartition(".")[0]
         raise RequestError(

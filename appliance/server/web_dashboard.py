@@ -64,7 +64,6 @@ class Tickets:
         return ticket
 
     def knows(self, ticket: str) -> bool:
-        """Return True if the ticket is valid."""
         return self._ends.get(_digest(ticket), 0.0) > self._clock()
 
 
@@ -114,7 +113,6 @@ class WebDashboard(Server):
         return aiohttp_jinja2.render_template("app_index.html", request, context)
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Run one dashboard."""
         if self._sessions >= MAX_SESSIONS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_SESSIONS} dashboards are open already")
         self._sessions += 1

@@ -32,7 +32,6 @@ class WebServer(uvicorn.Server):
 
     @classmethod
     def of(cls, state: ServerState, certificate: Certificate | None) -> WebServer:
-        """Make one with a server's application."""
         log = logging.getLogger("uvicorn")
         log.handlers[:] = logging.getLogger("appliance").handlers
         log.setLevel(logging.WARNING)

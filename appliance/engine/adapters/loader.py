@@ -98,7 +98,6 @@ class AdapterLoader:
 
 
 def wants_adapters(config: EngineConfig) -> bool:
-    """Return True if requests may use adapters."""
     return bool(config.lora or config.lora_dir)
 
 

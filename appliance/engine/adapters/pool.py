@@ -58,12 +58,10 @@ class AdapterPool:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for an adapter."""
         return len(self._held)
 
     @property
     def is_busy(self) -> bool:
-        """True if it has work to do."""
         return bool(self._held or self._loading or self._wished or self._answers)
 
     def take(self, request: Request) -> Request | None:
@@ -124,7 +122,6 @@ class AdapterPool:
         return True
 
     def take_answers(self) -> tuple[AdapterAnswer, ...]:
-        """Return the answers to administrators since the last call."""
         answers, self._answers = tuple(self._answers), []
         return answers
 

@@ -53,7 +53,6 @@ class Residents:
 
     @property
     def has_room(self) -> bool:
-        """True if a slot is free or can be emptied."""
         return bool(self._free) or self._victim() is not None
 
     def serves(self, ref: AdapterRef) -> bool:

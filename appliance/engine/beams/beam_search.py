@@ -59,7 +59,6 @@ class Hypothesis:
     reason: FinishReason
 
     def path(self) -> list[Beam]:
-        """Return one beam per token, in order."""
         path, beam = [], self.beam
         while beam.before is not None:
             path.append(beam)
@@ -68,7 +67,6 @@ class Hypothesis:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Token ids, the final one included."""
         return tuple(beam.token_id for beam in self.path())
 
     @property

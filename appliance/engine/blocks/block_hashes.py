@@ -31,7 +31,6 @@ def root_hash(*parts: str) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Tokens) -> bytes:
-    """Hash a block that follows the chain `parent`."""
     return hash_after(parent, as_bytes(token_ids))
 
 

@@ -90,7 +90,6 @@ class BlockManager:
 
     @property
     def num_active(self) -> int:
-        """Blocks in a block table."""
         return self.num_blocks - self.num_free_blocks
 
     @property
@@ -137,7 +136,6 @@ class BlockManager:
         return self.whole(prefix) if self._needs_copy(prefix) else prefix
 
     def whole(self, prefix: Prefix) -> Prefix:
-        """Shorten a prefix to its full blocks."""
         num_full, num_last = divmod(prefix.num_tokens, self.block_size)
         if not num_last:
             return prefix

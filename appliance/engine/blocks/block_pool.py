@@ -91,7 +91,6 @@ class BlockPool:
         return block
 
     def share(self, block: int, slot: int) -> None:
-        """Add a reference to a cached or active block."""
         references = self.references[block] + 1
         self.references[block] = references
         if references == 1:
@@ -103,7 +102,6 @@ class BlockPool:
         self._record_active(block, slot)
 
     def fill(self, block: int, num_tokens: int) -> None:
-        """Record the number of tokens in an active block."""
         before, size = self.filled[block], self._block_size
         self.kv_tokens += num_tokens - before
         self.filled[block] = num_tokens
@@ -119,12 +117,10 @@ class BlockPool:
         self.fill(block, num_tokens)
 
     def arrive(self, block: int) -> None:
-        """Mark a block's awaited content as arrived."""
         self.loading.remove(block)
         self._record_active(block, self._metadata.owner(block))
 
     def touch(self, block: int) -> None:
-        """Mark a cached block as just used."""
         if block in self._cached:
             self._cached.move_to_end(block)
 

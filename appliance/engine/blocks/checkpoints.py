@@ -115,7 +115,6 @@ class Checkpoints:
         return True
 
     def touch(self, content: bytes) -> None:
-        """Mark a checkpoint as just used."""
         self._found.move_to_end(content)
 
     def evict(self, content: bytes) -> None:

@@ -51,7 +51,6 @@ class OpenBlocks:
         return not self._free and self._num_open > 0
 
     def get(self, block: int) -> int:
-        """Return a block's open block, or -1."""
         return self._open_of.get(block, -1)
 
     def claim(self, block: int) -> None:

@@ -123,7 +123,6 @@ class PrefixCache:
         return found
 
     def get(self, content: bytes) -> int | None:
-        """Return the block indexed under a hash."""
         return self._blocks.get(content)
 
     def add(self, sequence: Sequence, index: int, block: int, num_tokens: int) -> None:

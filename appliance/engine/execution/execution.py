@@ -50,7 +50,6 @@ class Precision:
         return self.kv_layers or precisions(self.kv_format, num_layers)
 
     def is_sealed(self, num_layers: int) -> bool:
-        """Return True if any layer has open blocks."""
         return any(layer.format.is_sealed for layer in self.kv_of(num_layers))
 
 

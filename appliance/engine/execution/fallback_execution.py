@@ -71,7 +71,6 @@ class FallbackExecution:
         context_length: int,
         beacon: Beacon | None = None,
     ) -> Executor[Any]:
-        """Load the weights into transformers' modules."""
         advance = (lambda: None) if beacon is None else beacon.advance
         dtype = cast("torch.dtype", self.precision.dtype)
         return load_fallback(source, self._operations(), dtype, on_progress, advance)

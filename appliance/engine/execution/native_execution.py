@@ -78,7 +78,6 @@ class NativeExecution:
         )
 
     def _parts(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
-        """Return the specs of all ranks' parts."""
         if self.ranks is None:
             return (spec,)
         return tuple(shard.spec for shard in self.ranks.shards)

@@ -137,7 +137,6 @@ class GrammarCompiler:
             ]
 
     def wait(self, seconds: float) -> None:
-        """Wait until a request is ready, for at most so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or not self._waiting, seconds)
 

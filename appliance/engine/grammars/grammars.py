@@ -61,7 +61,6 @@ class Grammars:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a grammar."""
         return 0 if self._compiler is None else self._compiler.waiting
 
     def held(self) -> set[str]:

@@ -74,7 +74,6 @@ class Matchers:
         self._first[request_id] = matcher
 
     def clear(self) -> None:
-        """Forget everything: no sequence is live."""
         self._first.clear()
         self._places.clear()
 

@@ -48,7 +48,6 @@ class AdapterCalls:
 
     @property
     def is_asked(self) -> bool:
-        """True if an answer is due."""
         return bool(self._asked)
 
     def begin(self) -> None:

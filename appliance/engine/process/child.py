@@ -63,7 +63,6 @@ class EngineProcess:
         return self._process.pid
 
     def dump_stacks(self) -> None:
-        """Make the process log the stacks of all its threads."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(DUMP_STACKS_SIGNAL)
 

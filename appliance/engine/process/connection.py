@@ -81,7 +81,6 @@ class EngineConnection(asyncio.Protocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Store the transport (called by asyncio)."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

@@ -39,9 +39,7 @@ class EngineCore(Protocol):
 
     def sequences(self) -> tuple[SequenceView, ...]: ...
 
-    def take_steps(self) -> tuple[StepView, ...]:
-        """Return the steps since the last call."""
-        ...
+    def take_steps(self) -> tuple[StepView, ...]: ...
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter before its first request; a report has the answer."""

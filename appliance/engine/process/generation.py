@@ -95,12 +95,10 @@ class Generation(AsyncIterator[SequenceDelta]):
             self._wake()
 
     def close(self) -> None:
-        """Drop the request and stop the engine's work on it."""
         self._client.forget(self, complete=not self._open and self._error is None)
         self._open.clear()
 
     async def aclose(self) -> None:
-        """Close, for `contextlib.aclosing`."""
         self.close()
 
     def move(self, client: Submitter) -> None:

@@ -37,5 +37,4 @@ def map_metadata(descriptor: int, *, writable: bool) -> memoryview:
 
 
 def beacon_of(words: memoryview) -> Beacon:
-    """Return the beacon in the words of `map_metadata`."""
     return Beacon(words[MAX_BLOCKS:])

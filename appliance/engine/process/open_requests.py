@@ -23,7 +23,6 @@ class OpenRequests(ABC):
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of these requests."""
         return sum(len(one.request.prompt_token_ids) for one in self._open() if not one.started)
 
     def num_waiting_of(self, owner: str) -> int:
@@ -37,16 +36,13 @@ class OpenRequests(ABC):
 
     @property
     def num_running_sequences(self) -> int:
-        """Number of sequences of the started requests."""
         return sum(one.request.sampling.num_sequences for one in self._open() if one.started)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences of all open requests."""
         return sum(one.request.sampling.num_sequences for one in self._open())
 
     def owner_of(self, request_id: str) -> str | None:
-        """Return an open request's owner, or None."""
         for one in self._open():
             if one.request.request_id == request_id:
                 return one.request.owner

@@ -106,7 +106,6 @@ class Resident:
         self.last_used = time.monotonic()
 
     async def take(self, planned: Planned) -> None:
-        """Wait until the engine may take its memory."""
         await self._residency.admit(self, planned)
 
     async def make_room(self) -> None:

@@ -145,7 +145,6 @@ class ReplicaSet(OpenRequests):
         return max((one.place for one in self.replicas), key=lambda place: place.last_used)
 
     async def prepare(self) -> None:
-        """Start the processes before `start`."""
         await asyncio.gather(*(replica.prepare() for replica in self.replicas))
 
     async def start(self, end_tokens: AskEndTokens, on_progress: ProgressCallback) -> EngineInfo:

@@ -227,7 +227,6 @@ class _Noted:
 
 
 def _as_tensor(content: bytes | bytearray | memoryview) -> Tensor:
-    """View the bytes as (num_bytes,) uint8."""
     if isinstance(content, bytes):
         content = bytearray(content)  # torch demands writable memory
     return arrays.of_numpy(np.frombuffer(content, dtype=np.uint8)).tensor()  # type: ignore[no-any-return]

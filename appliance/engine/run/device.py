@@ -68,9 +68,7 @@ class Device(Protocol):
         """Allocate host memory that the device can read and write: (num_bytes,) uint8."""
         ...
 
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Allocate zeros on the device."""
-        ...
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor: ...
 
     def view(self, array: NDArray[Any] | Tensor) -> Tensor:
         """Return host memory as the device's kind of array."""
@@ -122,9 +120,7 @@ class Device(Protocol):
         """
         ...
 
-    def synchronize(self) -> None:
-        """Wait until the queue is empty."""
-        ...
+    def synchronize(self) -> None: ...
 
     def memory_in_use(self) -> int:
         """Return the bytes kept on the device since opening, unused reserves included."""

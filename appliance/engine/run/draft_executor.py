@@ -86,7 +86,6 @@ class DraftExecutor:
         batch: RaggedBatch,
         wanted: Tensor,
     ) -> Tensor:
-        """Run one step; return logits of the wanted rows."""
         return self._executor.forward(token_ids, positions, batch, self._cache, wanted)
 
 

@@ -71,7 +71,6 @@ class HeadExecutor(DraftExecutor):
         batch: RaggedBatch,
         wanted: Tensor,
     ) -> Tensor:
-        """Run one step; return logits of the wanted rows."""
         given = self._given(rows)
         stream, hidden = self._head.draft(
             token_ids, positions, batch, self._head_cache, given, wanted
@@ -82,7 +81,6 @@ class HeadExecutor(DraftExecutor):
         return self._output.logits(hidden)
 
     def _named(self, tokens: Tensor) -> Tensor:
-        """Map tokens to the served model's ids."""
         if self._names is None:
             return tokens
         return torch.where(tokens < 0, tokens, self._names[tokens.clamp(min=0)])

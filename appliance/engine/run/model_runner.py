@@ -127,7 +127,6 @@ class ModelRunner(Generic[AnyCache]):
 
     @property
     def graphs(self) -> GraphCache | None:
-        """Graphs of steps, if any."""
         return None if self._graphed is None else self._graphed.graphs
 
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:

@@ -35,7 +35,6 @@ class StateRows:
         self._pinned = PinnedRows(device, self.state_bytes)
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
-        """Copy rows, in this order."""
         for source, destination in copies:
             self._rows[destination].copy_(self._rows[source])
 

@@ -46,14 +46,12 @@ class Accounts:
             account.served = max(account.served, min(others, default=0))
 
     def close(self, sequence: Sequence) -> None:
-        """Remove an ended sequence."""
         account = self.of(sequence)
         account.num_live -= 1
         if account.num_live == 0:
             del self._accounts[sequence.request.owner]
 
     def charge(self, scheduled: Iterable[Sequence]) -> None:
-        """Charge one token for each of some live sequences."""
         accounts = self._accounts
         for sequence in scheduled:
             accounts[sequence.request.owner].served += 1

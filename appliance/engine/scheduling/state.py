@@ -64,7 +64,6 @@ class State:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences without blocks."""
         return len(self.waiting) + len(self.tiers.reading)
 
     def sequences(self) -> Iterator[Sequence]:

@@ -144,7 +144,6 @@ class DraftModelProposer:
         return self._finished(drafts)
 
     def end(self, sequence: Sequence) -> None:
-        """See `Proposer`."""
         self._blocks.end(sequence)
 
     def _first_rows(self, sequences: Ordered[Sequence]) -> list[DraftRows]:

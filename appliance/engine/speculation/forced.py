@@ -20,7 +20,6 @@ class ForcedProposer:
         self._matchers = matchers
 
     def propose(self, answers: Ordered[tuple[Sequence, int]]) -> dict[Sequence, Proposal]:
-        """See `Proposer`."""
         found = {}
         for sequence, most in answers:
             if sequence.request.sampling.grammar is not None:

@@ -63,9 +63,7 @@ class SlowProposer(Protocol):
     @property
     def read_seconds(self) -> float: ...
 
-    def source(self, sequence: Sequence) -> str:
-        """Return the source of proposals for a sequence."""
-        ...
+    def source(self, sequence: Sequence) -> str: ...
 
     def unread(self, sequence: Sequence) -> int:
         """Return the number of tokens to read before the first draft."""

@@ -54,7 +54,6 @@ class Speculator:
     def propose(
         self, answers: Ordered[tuple[Sequence, int, int]], room: int
     ) -> dict[Sequence, tuple[int, ...]]:
-        """See `Speculates`."""
         acceptance = self.controller.acceptance
         asked = []
         for sequence, _, most in answers:
@@ -111,7 +110,6 @@ class Speculator:
             self._drafting.observe(rows, seconds - spent, spent, max(0, gained))
 
     def end(self, sequence: Sequence) -> None:
-        """See `Speculates`."""
         self.controller.acceptance.end(sequence)
         for proposer in self._proposers:
             proposer.end(sequence)

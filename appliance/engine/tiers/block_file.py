@@ -29,7 +29,6 @@ class ForeignBlockError(Exception):
 
 
 def header(fingerprint: bytes, content: bytes, data: bytes | bytearray | memoryview) -> bytes:
-    """Return the header of a block's file."""
     return _HEADER.pack(
         MAGIC, fingerprint, content, len(data), _checksum(fingerprint, content, data)
     )

@@ -88,7 +88,6 @@ class DiskTier:
 
     @property
     def is_done(self) -> bool:
-        """True if everything handed over is written."""
         return self._queued == 0
 
     @property

@@ -49,7 +49,6 @@ class HostStore:
         self._spare_room = 0  # room of these
 
     def __len__(self) -> int:
-        """Return the room of all content, in blocks."""
         return self.room_of(self._held) + self._spare_room
 
     @property
@@ -60,11 +59,9 @@ class HostStore:
 
     @property
     def room(self) -> int:
-        """Blocks that can still be reserved."""
         return self.capacity - self._reserved
 
     def room_of(self, hashes: Iterable[bytes]) -> int:
-        """Return the room of some content, in blocks."""
         return sum([self._state_room if is_state(one) else 1 for one in hashes])
 
     def reserve(self, hashes: Iterable[bytes], others: int = 0) -> bool:
@@ -100,7 +97,6 @@ class HostStore:
         return content in self._wanted or (self._keeps_unwanted and fits)
 
     def put(self, content: bytes, held: HostBlock) -> None:
-        """Keep content that `takes` accepted."""
         if content in self._wanted:
             self._held[content] = held
         else:

@@ -51,7 +51,6 @@ class PlannedSaves:
         return held
 
     def save_state(self, row: int) -> HostBlock:
-        """Save a state with the plan being made."""
         held = HostBlock()
         self._states.append((row, held))
         return held

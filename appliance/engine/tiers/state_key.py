@@ -17,5 +17,4 @@ def is_state(key: bytes) -> bool:
 
 
 def block_of(key: bytes) -> bytes:
-    """Return the hash of a checkpoint's block."""
     return key[:_HASH_BYTES]

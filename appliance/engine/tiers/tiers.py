@@ -98,7 +98,6 @@ class Tiers:
 
     @property
     def reading(self) -> tuple[Sequence, ...]:
-        """Sequences that wait for the disk."""
         return self._reads.waiting
 
     def keep(self, sequence: Sequence) -> None:
@@ -224,7 +223,6 @@ class Tiers:
             self.counters.host_hits += (len(found) - from_disk) * size
 
     def confirm(self, scheduled: Iterable[ScheduledSequence]) -> None:
-        """Confirm an executed plan's loads."""
         if not self._loading:
             return
         for entry in scheduled:
@@ -253,7 +251,6 @@ class Tiers:
             sequence.num_kept = loading.num_kept
 
     def discard_saves(self) -> None:
-        """Drop the saves of failed plans."""
         self.host.discard_empty()
         self._saves.discard()
         for kept in self._kept.values():
@@ -287,7 +284,6 @@ class Tiers:
         return self._saves.take(arrivals)
 
     def hold(self, saved: Sequences[SavedBlock]) -> None:
-        """Keep the content that the last plan saved."""
         self._saves.hold(saved)
 
     def _evicted(self, content: bytes, block: int) -> None:
@@ -307,7 +303,6 @@ class Tiers:
             self.writes.lost(key)
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
-        """Add the tiers' statistics to a snapshot."""
         last = sum(one.last is not None for one in self._all_kept())
         swapped = sum(sequence.num_kept > 0 for sequence in self._kept)
         stats = self.counters.add_to(stats, self.host, num_last=last, num_swapped=swapped)

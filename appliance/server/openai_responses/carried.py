@@ -14,7 +14,6 @@ _MARK = "appliance-1:"
 
 
 def carried(thought: str) -> str:
-    """Encode a thought."""
     return _MARK + base64.b64encode(thought.encode()).decode()
 
 

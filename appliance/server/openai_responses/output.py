@@ -50,7 +50,6 @@ class OutputItems:
         self._texts: list[str] = []  # of the open item
 
     def begins(self, part: Part) -> bool:
-        """Return True if a part begins a new item."""
         if isinstance(part, CallBegin) or not self.is_open:
             return True
         return not isinstance(self.items[-1], _KINDS[type(part)])

@@ -70,7 +70,6 @@ class Responding:
         self._owner = owner
 
     def whole(self, answer: Answer, wholes: Sequence[Whole]) -> ResponseObject:
-        """Build the response from an ended answer."""
         (whole,) = wholes
         for parts, tokens in whole.reported or [(whole.all_parts, ())]:
             for part, logprobs in self.with_logprobs(parts, tokens):
