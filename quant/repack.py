@@ -158,7 +158,6 @@ def _layouts(
 
 
 def _kv_scales(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Load the FP8 scales of the model's KV cache."""
     names = [name for name in source.weights.tensor_names() if name.endswith(SCALE_NAMES)]
     return {name: dense(source.weights.load(name), torch.float32) for name in names}
 

@@ -137,7 +137,6 @@ class DashboardApp(App[None]):
         self.run_worker(following, name="feed", group="feed", exclusive=True)
 
     def action_next_replica(self) -> None:
-        """Show the blocks and sequences of the model's next replica."""
         state = self.session.state
         count = 0 if state.stats is None else len(state.stats.replicas)
         if count < 2 or state.info is None:

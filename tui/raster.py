@@ -203,7 +203,6 @@ def _colors(
     now: float,
     adapters: Mapping[int, int],
 ) -> NDArray[np.uint8]:
-    """Return the index into `PAINT` of each cell."""
     looks = appearance(cells)
     match mode:
         case ColorMode.STATE:

@@ -28,8 +28,6 @@ _FLUSH_SECONDS = 1.0
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a recording."""
-
     appliance_recording: int  # `FORMAT`
     source: str  # the server
     time: float  # Unix seconds

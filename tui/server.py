@@ -59,7 +59,6 @@ class Server:
         return server
 
     def path(self, path: str) -> httpx.URL:
-        """Return the URL of a path on the server."""
         return self.url.copy_with(raw_path=(self.url.path.rstrip("/") + path).encode("ascii"))
 
     def client(self, read_timeout: float) -> httpx.AsyncClient:

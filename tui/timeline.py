@@ -40,7 +40,6 @@ class Segment:
     size: int = 0
 
     def close(self) -> None:
-        """Compress the items."""
         self.packed = zlib.compress(b"\n".join(self.lines), level=1)
         self.lines, self.open_bytes = [], 0
         self.size = len(self.packed) + _size_of(self.state)
@@ -66,7 +65,6 @@ class Timeline:
 
     @property
     def begin(self) -> float | None:
-        """The earliest time kept."""
         return self._segments[0].begin if self._segments else None
 
     @property

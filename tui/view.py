@@ -96,7 +96,6 @@ class View:
 
     @cached_property
     def emphasis(self) -> Emphasis:
-        """The part of the block map to highlight."""
         sequence, table = self.focused, self.table
         slot = None
         if sequence is not None:

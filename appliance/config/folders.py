@@ -16,7 +16,6 @@ OTHER_VARIABLES = {CACHE_VARIABLE, CONFIG_VARIABLE, MODELS_VARIABLE}
 
 
 def cache_dir() -> Path:
-    """Return the folder of downloads and derived files."""
     if explicit := os.environ.get(CACHE_VARIABLE):
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -230,7 +230,6 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def eagle_head(self) -> str:
-        """Folder or name of the EAGLE-3 head; empty if there is none."""
         return self._named("eagle")
 
     def _named(self, wanted: str) -> str:

@@ -17,8 +17,6 @@ MIB, GIB = 2**20, 2**30
 
 
 class Grade(Enum):
-    """The verdict of a finding."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"

@@ -27,7 +27,6 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Format an object with version and findings."""
     rows = [
         {"name": one.name, "status": one.grade.value, "found": one.found, "fix": one.fix}
         for one in findings

@@ -54,7 +54,6 @@ class FitRow:
 
     @property
     def experts_on_cpu(self) -> int:
-        """Layers whose experts stay in host memory."""
         return 0 if self.plan is None else len(self.plan.host_experts.layers)
 
     @property

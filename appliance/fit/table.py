@@ -59,7 +59,6 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
 
 
 def as_data(found: Sequence[FitRow], place: ModelPlace) -> dict[str, Any]:
-    """Return the candidates as JSON."""
     return {
         "place": {"name": place.name, "gb_per_second": place.bandwidth, "how": place.how},
         "candidates": [

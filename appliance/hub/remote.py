@@ -90,7 +90,6 @@ def find_cached(name: HubName) -> Path | None:
 
 
 def folder_name(repo_id: str) -> str:
-    """Return a repository's folder name in the hub cache."""
     return f"models--{repo_id.replace('/', '--')}"
 
 

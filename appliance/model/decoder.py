@@ -135,7 +135,6 @@ class Decoder:
     def adapter_slots(
         self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int
     ) -> TorchAdapterSlots:
-        """Make room for adapters; see `Executor.adapter_slots`."""
         return TorchAdapterSlots(targets, self.device, self.dtype, count, most_ranks)
 
     def allocate_cache(

@@ -92,7 +92,6 @@ class _Opening:
         return head
 
     def _settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of the head's layer."""
         section = config.get(_SECTION)
         found = dict(section) if isinstance(section, dict) else dict(config)
         if isinstance(section, dict):

@@ -30,9 +30,7 @@ class Cache(Protocol):
         ...
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
-        ...
+    def block_bytes(self) -> int: ...
 
     @property
     def open_bytes(self) -> int:

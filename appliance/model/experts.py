@@ -100,7 +100,6 @@ class Experts:
         return total
 
     def _shared(self, hidden: Tensor, adapters: LayerAdapters | None) -> Tensor:
-        """Return the shared MLP's output, float32."""
         if self.shared is None:
             return torch.zeros_like(hidden, dtype=torch.float32)
         said = self.shared(hidden, adapters).float()

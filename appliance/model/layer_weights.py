@@ -65,8 +65,6 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Weights of grouped-query attention."""
-
     inputs: list[LinearPart]  # rows of query heads, key heads, value heads, gates
     output: LinearPart
     query_norm: Norm | None

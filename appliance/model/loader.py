@@ -176,7 +176,6 @@ class LayerBuilder:
         )
 
     def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:
-        """Build the per-layer inputs from tokens."""
         spec = self._spec.token_input
         if weights is None or spec is None:
             return None
@@ -190,7 +189,6 @@ class LayerBuilder:
         )
 
     def positions(self, table: Weight | None) -> Embedding | None:
-        """Build learned position embeddings."""
         if table is None:
             return None
         embedding = Embedding.of(table, 1.0, self._dtype)
@@ -369,7 +367,6 @@ class LayerBuilder:
         return grouped
 
     def counted(self, norm: Norm) -> Norm:
-        """Count a norm's bytes and return it."""
         self.nbytes += norm.nbytes
         return norm
 

@@ -111,7 +111,6 @@ class ModelReader:
         return self._norm(names.in_layer(index, first), layer.norm)
 
     def _inner_norm(self, index: int) -> Norm:
-        """Read the norm between mixer and MLP."""
         names, spec = self._names, self._source.spec
         part = names.mixer_norm if spec.norms_replace else names.mlp_norm
         return self._norm(names.in_layer(index, part), spec.layers[index].norm)
@@ -319,7 +318,6 @@ class ModelReader:
         )
 
     def token_input(self) -> TokenInputWeights | None:
-        """Read the weights of the per-layer inputs from tokens."""
         spec, names = self._source.spec.token_input, self._names.token_input
         if spec is None:
             return None

@@ -48,12 +48,10 @@ class GatedDeltaSpec:
 
     @property
     def keys(self) -> int:
-        """Elements of all key heads."""
         return self.num_key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Elements of all value heads."""
         return self.num_value_heads * self.value_dim
 
     @property
@@ -92,12 +90,10 @@ class Mamba2Spec:
 
     @property
     def values(self) -> int:
-        """Elements of all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Elements of the keys of all groups."""
         return self.num_groups * self.state_dim
 
     @property

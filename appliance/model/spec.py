@@ -124,7 +124,6 @@ class LatentAttentionSpec:
 
     @property
     def query_dim(self) -> int:
-        """Elements of a query head."""
         return self.plain_dim + self.rope_dim
 
     @property
@@ -156,8 +155,8 @@ class MLPSpec:
 class ExpertsSpec:
     """MLPs of one layer, some of which a router chooses per token.
 
-    With their own norms (Gemma 4), the router reads norm(stream) and the experts another norm of
-    it, while `shared` reads the layer's norm; the outputs of `shared` and of the experts are each
+    With `own_norms` (Gemma 4), the router reads norm(stream) and the experts another norm of it,
+    while `shared` reads the layer's norm; the outputs of `shared` and of the experts are each
     normed before they are added.
 
     Attributes:
@@ -262,7 +261,6 @@ class DecoderSpec:
 
     @property
     def num_embedded(self) -> int:
-        """Tokens with an embedding."""
         return self.read_tokens or self.vocab_size
 
     @property

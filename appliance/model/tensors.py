@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """A tensor's part in the decoder."""
-
     EMBEDDING = "embedding"
     POSITIONS = "positions"  # learned position embeddings
     WIDTH = "width"  # maps embeddings of another width

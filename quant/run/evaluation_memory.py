@@ -33,7 +33,6 @@ class EvaluationMemory:
     """Sizes that an evaluation's memory depends on.
 
     Attributes:
-        window: tokens per window.
         num_models: models with weights of their own.
         num_variants: ways to compute them, caches included.
         max_ram: limit of the process's memory in bytes; None takes what is free.

@@ -34,7 +34,6 @@ class MemoryUse:
 
     @classmethod
     def now(cls, device: torch.device) -> MemoryUse:
-        """Measure this process and one device."""
         vram = peak_vram = 0
         if device.type == "cuda":
             vram = torch.cuda.memory_allocated(device)

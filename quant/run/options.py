@@ -48,7 +48,6 @@ class Method(Enum):
 
     @property
     def needs_text(self) -> bool:
-        """True if the method needs calibration rows."""
         return self.scales_inputs or self.makes_up
 
     @property

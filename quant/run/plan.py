@@ -84,7 +84,6 @@ class QuantizePlan:
     head: WeightReader | None = None
 
     def layouts(self) -> list[TensorLayout]:
-        """List all tensors to store."""
         return [layout for tensor in self.tensors for layout in tensor.stored]
 
     def model_config(self, config: dict[str, Any]) -> dict[str, Any]:

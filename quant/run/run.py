@@ -31,8 +31,6 @@ SHOWN_NOTES = 3
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An opened and planned run."""
-
     model_path: Path
     options: QuantizeOptions
     source: ModelSource

@@ -126,7 +126,6 @@ class ShardWriter:
         return written
 
     def flush(self) -> None:
-        """Wait until everything written is on disk."""
         for file in self._unflushed:
             os.fsync(file)
         self._unflushed.clear()

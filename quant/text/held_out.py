@@ -102,7 +102,6 @@ class Windows:
 
     @property
     def length(self) -> int:
-        """Tokens per window."""
         return self.tokens.shape[1]
 
     def scored(self, index: int) -> slice:

@@ -162,7 +162,6 @@ class TransformerBlock:
         return self.layer.mlp
 
     def linears(self) -> Iterator[ObservedLinear]:
-        """Yield the linears in the order of computation."""
         yield from (self.qkv, self.output, self.gate_up, self.down)
 
 

@@ -46,7 +46,6 @@ class ResidualStream:
 
     @property
     def exists(self) -> bool:
-        """True if the stream at this layer is on disk."""
         return self._path(self.layer).exists()
 
     def read(self, rows: slice) -> Tensor:

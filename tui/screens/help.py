@@ -53,8 +53,6 @@ _COLORS = (
 
 
 class HelpScreen(ModalScreen[None]):
-    """A box over the dashboard."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,question_mark,enter,q", "dismiss", "Close"),
     ]

@@ -78,6 +78,5 @@ class OverviewScreen(DashboardScreen):
         yield RequestTable()
 
     def framed(self, view: View) -> View:
-        """Show the whole map without a cursor."""
         self.entitle("#map-panel", f"KV blocks by {view.mode.value}")
         return view.whole()

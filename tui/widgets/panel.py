@@ -18,8 +18,6 @@ HEADLINE = f"bold {palette.BRIGHT}"  # style of a panel's main number
 
 
 class Panel(Lines):
-    """Base of the panels with numbers."""
-
     TITLE = ""
     DEFAULT_CSS = f"""
     Panel {{

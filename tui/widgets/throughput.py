@@ -18,8 +18,6 @@ GRAPH_SECONDS = 300  # seconds across the width of a graph
 
 
 class Throughput(Panel):
-    """Two graphs that share the height."""
-
     TITLE = "Tokens per second"
 
     def reads(self, view: View) -> tuple[object, ...]:

@@ -197,8 +197,6 @@ class AdaptedRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
-    """Adapters of a step's rows in one layer."""
-
     rows: AdaptedRows
     layer: int
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class Range(NamedTuple):
-    """Smallest and largest value of a setting."""
-
     least: float
     most: float
 

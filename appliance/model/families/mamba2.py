@@ -62,7 +62,6 @@ def read_mamba2(
 
 
 def _read_width(config: ConfigReader, key: str, num_heads: int, expand: str | None) -> int:
-    """Read a head's width."""
     if expand is None:
         return config.integer(key)
     values = config.integer(expand, 2) * config.integer("hidden_size")

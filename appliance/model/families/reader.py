@@ -77,7 +77,6 @@ class ConfigReader:
         return key in self._values
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Read a value of any type."""
         self._read.add(key)
         value = self._values.get(key)
         return default if value is None else value

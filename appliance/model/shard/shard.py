@@ -57,7 +57,6 @@ class Shard:
 
     @property
     def own_tokens(self) -> slice:
-        """Its rows of embedding and head."""
         return slice(self.tokens[self.rank], self.tokens[self.rank + 1])
 
     @property

@@ -55,7 +55,6 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.shares)
 
     def __str__(self) -> str:
