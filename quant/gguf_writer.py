@@ -93,11 +93,7 @@ def write_gguf(
 def _pairs(
     source: ModelSource, base: ModelSource, base_file: GGUFFile
 ) -> list[tuple[TensorSlot, str]]:
-    """Return the folder's tensors with their GGUF names.
-
-    Raises:
-        QuantizeError: the base is another model, or of an unsupported kind.
-    """
+    """Return the folder's tensors with GGUF names; raise QuantizeError if the base does not fit."""
     mapping = base.family.gguf
     assert mapping is not None, "it was read"
     if source.family.name != base.family.name:

@@ -157,11 +157,7 @@ class DashboardApp(App[None]):
         self.session.close()
 
     def take(self, item: FeedItem) -> None:
-        """Take one item of the feed; the next frame paints it.
-
-        Raises:
-            ValueError: the item is invalid.
-        """
+        """Take an item for the next frame; raise ValueError if it is invalid."""
         if warning := self.session.take(item):
             self.notify(warning, severity="warning", markup=False)
 

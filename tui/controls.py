@@ -26,11 +26,7 @@ class Controls:
         self._server = server
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request in any phase.
-
-        Raises:
-            ControlError: the server did not abort it; the message says why.
-        """
+        """Abort a request in any phase; raise ControlError with the reason if it fails."""
         await self._ask("POST", f"/admin/v1/requests/{quote(request_id, safe='')}/abort")
 
     async def block_table(self, key: SequenceKey) -> BlockTable:

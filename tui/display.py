@@ -44,11 +44,7 @@ class DisplaySettings:
 
     @classmethod
     def of(cls, colors: str, theme: str) -> DisplaySettings:
-        """Build the settings from command-line words and the locale.
-
-        Raises:
-            ConfigError: a name is unknown.
-        """
+        """Build the settings from words and the locale; raise ConfigError for unknown words."""
         try:
             chosen = Colors(colors)
         except ValueError as error:

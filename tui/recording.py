@@ -64,11 +64,7 @@ def encode_item(item: FeedItem, at: float) -> bytes:
 
 
 def decode_item(line: bytes) -> tuple[float, FeedItem | None]:
-    """Decode a line's time and item; None for an unknown kind.
-
-    Raises:
-        msgspec.MsgspecError: the line is no recorded item.
-    """
+    """Decode a line's time and item, None if unknown; raise MsgspecError for other lines."""
     decoded = _line_decoder.decode(line)
     match decoded.name:
         case "connection":

@@ -66,11 +66,7 @@ def run_dashboard(
 
 
 def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp:
-    """Build the dashboard of a server or a recording.
-
-    Raises:
-        ConfigError: an option is invalid, or there is no terminal.
-    """
+    """Build a dashboard; raise ConfigError for invalid options or without a terminal."""
     display = DisplaySettings.of(options.colors, options.theme)
     if options.replay is not None:
         if options.record is not None:

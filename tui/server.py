@@ -14,11 +14,7 @@ CONNECT_TIMEOUT = 5.0  # seconds
 
 
 def server_url(text: str) -> httpx.URL:
-    """Parse a server's address, with or without scheme, slash or `/v1`.
-
-    Raises:
-        ConfigError: the text is no http address.
-    """
+    """Parse an address with or without scheme, slash or `/v1`, or raise ConfigError."""
     try:
         url = httpx.URL(text if "://" in text else f"http://{text}")
     except httpx.InvalidURL as error:

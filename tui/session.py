@@ -58,11 +58,7 @@ class Session:
         self.timeline = Timeline()
 
     def take(self, item: FeedItem) -> str:
-        """Take one item of the feed; return a warning for the user, or "".
-
-        Raises:
-            ValueError: the item is invalid.
-        """
+        """Take an item; return a warning or "". Raises ValueError for an invalid item."""
         now = time.monotonic()
         before, self.state = self.state, reduce(self.state, item, now)
         self.timeline.add(item, before, now)

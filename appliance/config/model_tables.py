@@ -60,11 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_tables(path: Path, tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the keys of each model's table in a parsed file.
-
-    Raises:
-        ConfigError: a table, its name or a key is invalid.
-    """
+    """Return the keys of each model's table, or raise ConfigError for an invalid one."""
     models = tables.get(MODELS, {})
     fields = fields_of(EngineConfig)
     if not isinstance(models, dict):
@@ -89,11 +85,7 @@ def model_tables(path: Path, tables: Mapping[str, Any]) -> dict[str, dict[str, A
 
 
 def alias_table(path: Path, tables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model name of each alias in a parsed file.
-
-    Raises:
-        ConfigError: the table is invalid.
-    """
+    """Return the model name of each alias, or raise ConfigError for an invalid table."""
     aliases = tables.get(ALIASES, {})
     if not isinstance(aliases, dict):
         raise ConfigError(f"{path}: {ALIASES} must be a table: [{ALIASES}]")

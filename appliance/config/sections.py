@@ -21,11 +21,7 @@ SELF_DRAFT = "self"  # the served model drafts for itself, at fewer bits
 
 
 class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the engine process.
-
-    Raises:
-        ConfigError: a value is out of bounds.
-    """
+    """Settings of the engine process; raises ConfigError if a value is out of bounds."""
 
     model: Annotated[
         str,

@@ -13,11 +13,7 @@ from appliance.errors import ConfigError
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the API process.
-
-    Raises:
-        ConfigError: a value is out of bounds.
-    """
+    """Settings of the API process; raises ConfigError if a value is out of bounds."""
 
     host: Annotated[
         str,

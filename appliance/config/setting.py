@@ -217,11 +217,7 @@ def flag_of(name: str) -> str:
 
 
 def check_all(section: msgspec.Struct) -> None:
-    """Check each setting of a section.
-
-    Raises:
-        ConfigError: a setting is out of bounds.
-    """
+    """Raise ConfigError if a setting of a section is out of bounds."""
     for name, field in fields_of(type(section)).items():
         field.check(getattr(section, name), name)
 

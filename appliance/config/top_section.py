@@ -10,11 +10,7 @@ from appliance.config.setting import Group, Setting, check_all
 
 
 class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the dashboard.
-
-    Raises:
-        ConfigError: a value is out of bounds.
-    """
+    """Settings of the dashboard; raises ConfigError if a value is out of bounds."""
 
     url: Annotated[
         str | None,

@@ -27,11 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration such as 30m, 12h, 7d or 2w into seconds.
-
-    Raises:
-        ConfigError: the text is not a duration.
-    """
+    """Parse a duration such as 30m, 12h or 2w into seconds, or raise ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text.lower())
     if match is None:
         raise ConfigError(f"{text!r} is not a duration; write it like 90s, 30m, 12h, 7d or 2w")

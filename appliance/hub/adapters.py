@@ -35,11 +35,7 @@ def resolve_adapter(adapter: str, *, progress: Progress = ignore_progress) -> Pa
 
 
 def resolve_adapters(given: str, *, progress: Progress = ignore_progress) -> str:
-    """Return the setting `lora` with local paths.
-
-    Raises:
-        ModelError: an adapter is missing or cannot be fetched.
-    """
+    """Return the setting `lora` with local paths, or raise ModelError."""
     paths = named_paths(given, "lora")
     found = {name: str(resolve_adapter(path, progress=progress)) for name, path in paths.items()}
     return as_text(found)

@@ -76,11 +76,7 @@ def unfinished_downloads() -> list[Unfinished]:
 
 
 def find_kept(name: str, cache_dir: Path) -> KeptModel:
-    """Find a model by its name, which may leave out unambiguous parts.
-
-    Raises:
-        ModelError: no model matches, or several do.
-    """
+    """Find a model by an unambiguous part of its name; raise ModelError for none or several."""
     models = kept_models(cache_dir)
     exact = [model for model in models if model.name == name]
     wanted = HubName.parse(name)

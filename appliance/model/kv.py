@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def planned_kv(source: ModelSource) -> tuple[KVLayer, ...] | None:
-    """Read the plan of `appliance quantize --kv-bits`; None if there is none.
-
-    Raises:
-        CheckpointError: the plan is damaged or of another model.
-    """
+    """Read the plan of `--kv-bits`, or None; raise CheckpointError if it does not fit."""
     if not source.path.is_dir():
         return None
     return read_plan(source.path, heads_of(source.spec))

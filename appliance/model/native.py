@@ -196,11 +196,7 @@ class NativeDecoder:
         return hidden, streams
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Run the head; see `Executor.logits`.
-
-        Raises:
-            MemoryError: so many rows need more workspace than is free.
-        """
+        """Run the head; see `Executor.logits`. Raises MemoryError for too many rows."""
         logits: Tensor = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)
         check(
             self.engine.library.ap_head(

@@ -150,11 +150,7 @@ def _check(source: ModelSource) -> None:
 
 
 def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]) -> None:
-    """Compare the expected tensors with those present.
-
-    Raises:
-        CheckpointError: a tensor is missing or of another shape; names the first.
-    """
+    """Raise CheckpointError for the first tensor that is missing or of another shape."""
     where = f"{source.path.name}: "
     for slot in slots:
         if slot.name not in present:

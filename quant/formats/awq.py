@@ -81,11 +81,7 @@ class AwqLayout:
 
 
 def declared_layout(config: Mapping[str, Any]) -> AwqLayout:
-    """Read the layout from a `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: the version is not GEMM, or the bits are not 4.
-    """
+    """Read the layout, GEMM with 4 bits, or raise UnsupportedModelError for others."""
     version = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size"))

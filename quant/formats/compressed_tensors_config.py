@@ -99,11 +99,7 @@ def _activation_arguments(scheme: LinearScheme) -> dict[str, Any] | None:
 
 
 def declared_schemes(config: Mapping[str, Any]) -> tuple[LinearScheme, ...]:
-    """Read the weight schemes from a `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: unknown format, strategy or type.
-    """
+    """Read the weight schemes from a config, or raise UnsupportedModelError."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _unsupported("a config without config_groups")

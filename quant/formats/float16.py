@@ -15,10 +15,9 @@ SMALLEST_EXACT = 2.0**-17
 
 
 def exact_enough(name: str, scale: Tensor) -> Tensor:
-    """Convert scales to float16: exactly from 2 ** -17 on, within 2 ** -25 below.
+    """Convert scales to float16, exact from 2 ** -17 on, or raise QuantizeError.
 
-    Raises:
-        QuantizeError: float16 cannot hold a scale.
+    Below, the error is at most 2 ** -25.
     """
     half = scale.half()
     exact = half.to(scale.dtype) == scale

@@ -118,11 +118,7 @@ class GptqLayout:
 
 
 def declared_layout(config: Mapping[str, Any]) -> GptqLayout:
-    """Read the layout from a `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: unknown bits or layout, or settings per module.
-    """
+    """Read one layout for all modules from a config, or raise UnsupportedModelError."""
     bits, size = config.get("bits"), config.get("group_size")
     version = config.get("checkpoint_format", V1)
     dynamic = config.get("dynamic") or {}

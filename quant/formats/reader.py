@@ -47,11 +47,7 @@ class WeightReader(Protocol):
         ...
 
     def load(self, name: str) -> Weight:
-        """Read one tensor.
-
-        Raises:
-            CheckpointError: parts are missing, damaged or of the wrong shape.
-        """
+        """Read one tensor; raise CheckpointError if parts are missing or damaged."""
         ...
 
     def notes(self) -> tuple[str, ...]:
@@ -65,11 +61,7 @@ def is_read(config: object) -> bool:
 
 
 def open_weights(folder: SafetensorsFolder) -> WeightReader:
-    """Choose the reader by config.json's `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: an unknown quantization method or layout.
-    """
+    """Choose the reader by `quantization_config`, or raise UnsupportedModelError."""
     config = folder.config.get("quantization_config")
     if config is None:
         return DenseWeights(folder)

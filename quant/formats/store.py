@@ -44,11 +44,7 @@ class WeightStore(Protocol):
     def encode(
         self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
-        """Convert a weight into its stored tensors.
-
-        Raises:
-            QuantizeError: the format cannot hold a scale.
-        """
+        """Convert a weight into stored tensors; raise QuantizeError if a scale does not fit."""
         ...
 
     def config(

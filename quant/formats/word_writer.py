@@ -63,11 +63,7 @@ class WordWriter:
 
 
 def awq_writer(weights: Weights) -> WordWriter:
-    """Return an AWQ writer for a model with these weights.
-
-    Raises:
-        ConfigError: AWQ cannot hold one of them.
-    """
+    """Return an AWQ writer; raise ConfigError if AWQ cannot hold one of the weights."""
     _bits("awq", weights, (awq.BITS,))
     _check_rows("awq", weights, awq.PER_WORD)
     return WordWriter(AwqLayout(_group_size("awq", weights)))

@@ -267,11 +267,7 @@ def to_json(card: Card) -> bytes:
 
 
 def read_card(path: Path) -> Card | None:
-    """Read the card at a path; None if there is none.
-
-    Raises:
-        CheckpointError: the file is no card, or of another schema.
-    """
+    """Read the card at a path, or None; raise CheckpointError if the file is no card."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

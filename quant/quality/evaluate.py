@@ -141,11 +141,7 @@ def evaluate(
 
 
 def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
-    """Check that two checkpoints can be compared token by token.
-
-    Raises:
-        QuantizeError: their vocabulary, width or number of layers differs.
-    """
+    """Raise QuantizeError if two models differ in vocabulary, width or number of layers."""
     for name, ours, theirs in (
         ("a vocabulary of {} tokens", candidate.spec.vocab_size, base.spec.vocab_size),
         ("a width of {}", candidate.spec.hidden_size, base.spec.hidden_size),

@@ -31,11 +31,7 @@ Caches = dict[str, tuple[LayerPrecision, ...]]  # name -> one precision per laye
 
 
 def parse_kv_formats(text: str) -> tuple[KVFormat, ...]:
-    """Parse a comma-separated list of KV caches: all, none, or their names.
-
-    Raises:
-        ConfigError: a name is unknown.
-    """
+    """Parse all, none, or names with commas between; raise ConfigError for unknown names."""
     if text in ("all", "none"):
         return KV_FORMATS if text == "all" else ()
     known = {name: form for form, name in NAMES.items()}

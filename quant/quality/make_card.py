@@ -212,11 +212,7 @@ def facts_of(source: ModelSource) -> ModelFacts:
 
 
 def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_path: Path) -> None:
-    """Check that token ids mean the same to both tokenizers.
-
-    Raises:
-        QuantizeError: a token differs.
-    """
+    """Raise QuantizeError if a token id means different text to two tokenizers."""
     for token_id in range(max(ours.vocab_size, theirs.vocab_size)):
         if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
             raise QuantizeError(

@@ -67,11 +67,7 @@ class QualityVerdict:
 
 
 def parse_min_quality(text: str) -> tuple[Condition, ...]:
-    """Parse conditions separated by commas.
-
-    Raises:
-        ConfigError: a condition is not of the form described above.
-    """
+    """Parse conditions as described above, separated by commas, or raise ConfigError."""
     return tuple(_condition(part.strip().lower(), text) for part in text.split(","))
 
 

@@ -32,11 +32,7 @@ class RunFacts:
 
 
 def keep_facts(report: QuantizeReport) -> QuantizeFacts:
-    """Write the facts of a finished run beside its weights, and return them.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Write a finished run's facts beside its weights, or raise CheckpointError; return them."""
     facts = QuantizeFacts(
         method=report.method,
         scheme=report.scheme,
@@ -53,11 +49,7 @@ def keep_facts(report: QuantizeReport) -> QuantizeFacts:
 
 
 def write_facts(facts: QuantizeFacts, folder: Path) -> None:
-    """Write a run's facts beside its weights.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Write a run's facts beside its weights, or raise CheckpointError."""
     write_json(folder / NAME, msgspec.to_builtins(RunFacts(weights_fingerprint(folder), facts)))
 
 

@@ -237,11 +237,7 @@ class _Relative:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Reserve a file's blocks: on a full disk, a mapped write would kill the process.
-
-    Raises:
-        QuantizeError: the disk is full.
-    """
+    """Reserve a file's blocks, or raise QuantizeError: a full disk would kill a mapped write."""
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)

@@ -97,11 +97,7 @@ def plan_run(
 
 @contextmanager
 def out_of_memory_is_one_line(what: str) -> Iterator[None]:
-    """Turn every out-of-memory error into one line.
-
-    Raises:
-        MemoryPlanError: memory ran out.
-    """
+    """Turn every out-of-memory error into a MemoryPlanError of one line."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

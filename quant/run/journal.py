@@ -75,11 +75,7 @@ class Journal:
         return self._contents.peak_ram, self._contents.peak_vram
 
     def check(self, fingerprint: Fingerprint, staging: Path) -> None:
-        """Refuse to continue another run.
-
-        Raises:
-            ChangedRunError: the fingerprints differ; the message says how.
-        """
+        """Raise ChangedRunError, with the differences, if another run left this journal."""
         changed = differences(self._contents.fingerprint, fingerprint)
         if changed:
             raise ChangedRunError(

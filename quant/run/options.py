@@ -202,11 +202,7 @@ class QuantizeOptions:
 
 
 def choose_device(name: str) -> str:
-    """Return "cpu" or "cuda"; "auto" takes the GPU if there is one.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """Return "cpu" or "cuda"; "auto" prefers a GPU. Raises ConfigError if there is none."""
     import torch
 
     if name not in ("auto", "cpu", "cuda"):

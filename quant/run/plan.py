@@ -168,11 +168,7 @@ def head_tensors(
 def choose_store(
     format: WeightFormat, slots: Sequence[TensorSlot], schemes: Mapping[str, LinearScheme | None]
 ) -> WeightStore:
-    """Return a format's store for weights of these schemes.
-
-    Raises:
-        ConfigError: the format cannot hold them.
-    """
+    """Return a format's store for these schemes; raise ConfigError if it cannot hold them."""
     if format is WeightFormat.COMPRESSED_TENSORS:
         return CompressedTensorsStore()
     weights: Weights = {}

@@ -73,11 +73,7 @@ class StagingFolders:
 
 
 def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse a bad destination before any work.
-
-    Raises:
-        QuantizeError: it exists and must not be replaced, or is no model folder.
-    """
+    """Raise QuantizeError if a destination must not be replaced or is no model folder."""
     if out == source or out in source.parents:
         raise QuantizeError(f"{out} holds the model that is read; choose another folder")
     if not out.exists():

@@ -178,11 +178,7 @@ def fingerprint(rows: Tensor) -> str:
 
 
 def save_rows(calibration: Calibration, folder: Path) -> None:
-    """Keep rows, so that a later run does not need their text.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Keep rows for a later run without their text; raise OSError if the disk is full."""
     facts = {
         "source": calibration.source,
         "fingerprint": calibration.fingerprint,
@@ -194,11 +190,7 @@ def save_rows(calibration: Calibration, folder: Path) -> None:
 
 
 def load_rows(folder: Path) -> Calibration:
-    """Load the rows of `save_rows`.
-
-    Raises:
-        QuantizeError: the rows are missing or damaged.
-    """
+    """Load the rows of `save_rows`; raise QuantizeError if they are missing or damaged."""
     path = folder / ROWS_NAME
     try:
         with safe_open(path, "pt") as file:

@@ -115,11 +115,7 @@ class Windows:
 
 
 def read(path: Path) -> list[tuple[str, str]]:
-    """Read the documents at a path.
-
-    Raises:
-        QuantizeError: there is nothing to read.
-    """
+    """Read the documents at a path; raise QuantizeError if there is nothing to read."""
     if not path.exists():
         raise QuantizeError(f"there is no text at {path}")
     return [

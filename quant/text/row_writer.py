@@ -80,11 +80,7 @@ def _cache_bytes(source: ModelSource, count: int, row_tokens: int) -> int:
 
 
 def _check_fits(model_path: str, count: int, row_tokens: int, max_bytes: int) -> None:
-    """Refuse a model that does not fit with its cache, before reading its weights.
-
-    Raises:
-        MemoryPlanError: the model does not fit.
-    """
+    """Raise MemoryPlanError, before reading weights, if a model and its cache do not fit."""
     import torch
 
     from appliance.model.size import estimate_native_bytes

@@ -50,11 +50,7 @@ class WeightPieces:
             self._whole = weights.load(name)
 
     def rows(self, rows: slice) -> Tensor:
-        """Read some rows, dequantizing packed ones.
-
-        Raises:
-            QuantizeError: the rows hold NaN or infinity.
-        """
+        """Read some rows, dequantized; raise QuantizeError for NaN or infinity."""
         if self._reader is not None:
             part = self._reader.load_rows(self._name, rows.start, rows.stop)
         else:
@@ -121,11 +117,7 @@ class FloatReader(ModelReader):
 def pieces_of(
     weights: WeightReader, name: str, elements: int = PIECE_ELEMENTS
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield all rows of a weight in order, in float32.
-
-    Raises:
-        QuantizeError: the weight holds NaN or infinity.
-    """
+    """Yield all rows of a weight in float32; raise QuantizeError for NaN or infinity."""
     pieces = WeightPieces(weights, name)
     for rows in row_ranges(tuple(weights.shape(name)), elements):
         yield rows, pieces.rows(rows)

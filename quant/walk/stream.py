@@ -96,11 +96,7 @@ class StreamWriter:
 
 
 def write_all(descriptor: int, tensor: Tensor, offset: int | None = None) -> int:
-    """Write a tensor's bytes at the end or at an offset; return their number.
-
-    Raises:
-        OSError: the bytes do not fit.
-    """
+    """Write a tensor's bytes at the end or an offset; return their number. Raises OSError."""
     data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
     written = 0
     while written < len(data):

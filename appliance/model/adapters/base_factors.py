@@ -33,11 +33,7 @@ FOREIGN_AWQ = (
 
 
 def on_base(adapter: Adapter, source: ModelSource) -> Adapter:
-    """Convert an adapter of the original model to one of the quantized model.
-
-    Raises:
-        CheckpointError: the model's factors are damaged.
-    """
+    """Convert an original's adapter for its quantized model; CheckpointError for bad factors."""
     path = source.path / FACTORS_NAME
     if source.path.is_dir() and path.is_file():
         factors = _read(path)

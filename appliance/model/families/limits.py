@@ -209,11 +209,7 @@ _MAX_NESTING = 16  # of `quantization_config`
 
 
 def check_spec(spec: DecoderSpec, origin: str) -> None:
-    """Refuse numbers that contradict each other.
-
-    Raises:
-        ModelError: names the numbers, and the file in `origin`.
-    """
+    """Raise ModelError if numbers contradict each other; `origin` names their file."""
     experts = [layer.mlp.router for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
     if sum(router.num_experts for router in experts) > _MOST_EXPERTS:
         raise UnsupportedModelError(
@@ -249,11 +245,7 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
 
 
 def check_quantization(config: Any, origin: str) -> None:
-    """Refuse a `quantization_config` with a number out of range.
-
-    Raises:
-        CheckpointError: names the number, and the file in `origin`.
-    """
+    """Raise CheckpointError if a number is out of range; `origin` names its file."""
     for key, value in _named(config, origin, 0):
         if key not in QUANTIZATION_RANGES or value is None:
             continue

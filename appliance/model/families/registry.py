@@ -70,11 +70,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """Find the family of a Hugging Face config; None if there is none.
-
-    Raises:
-        UnsupportedModelError: the model is an encoder.
-    """
+    """Find a Hugging Face config's family, or None; raise UnsupportedModelError for an encoder."""
     architectures = _architectures(config)
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
@@ -108,11 +104,7 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
 
 
 def family_of_text(config: Mapping[str, Any]) -> Family:
-    """Find the family of a larger model's text part by its `model_type`.
-
-    Raises:
-        UnsupportedModelError: no family supports it.
-    """
+    """Find a text part's family by its `model_type`, or raise UnsupportedModelError."""
     named = config.get("model_type")
     for family in FAMILIES:
         if family.model_type == named:
@@ -124,11 +116,7 @@ def family_of_text(config: Mapping[str, Any]) -> Family:
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
-    """Find the family of a GGUF file by its `general.architecture` and settings.
-
-    Raises:
-        UnsupportedModelError: no family supports it.
-    """
+    """Find a GGUF file's family by its settings, or raise UnsupportedModelError."""
     architecture = str(metadata.get("general.architecture"))
     prefix = f"{architecture}."
     settings = {

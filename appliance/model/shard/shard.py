@@ -98,11 +98,7 @@ def shard_model(
 
 
 def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
-    """Divide a source's model where its weights' scales allow.
-
-    Raises:
-        ConfigError: the shares do not divide the heads.
-    """
+    """Divide a model at block bounds; raise ConfigError if shares do not divide its heads."""
     check_split(source.spec, split)
     units: dict[tuple[int, int], int] = {}
     for slot in source.slots():

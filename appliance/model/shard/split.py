@@ -31,11 +31,7 @@ class Split:
 
     @classmethod
     def parse(cls, size: int, text: str) -> Split:
-        """Parse `auto`, or shares such as 2:1.
-
-        Raises:
-            ConfigError: the text is invalid, or its number of shares is not `size`.
-        """
+        """Parse `auto`, or `size` shares such as 2:1; raise ConfigError for other text."""
         if text == "auto":
             return cls((1,) * size)
         words = text.split(":")
@@ -120,11 +116,7 @@ def cut_heads(mixer: AttentionSpec, split: Split) -> tuple[Heads, ...] | None:
 
 
 def check_split(spec: DecoderSpec, split: Split) -> None:
-    """Refuse shares that do not divide the model's heads.
-
-    Raises:
-        ConfigError: names the nearest valid splits.
-    """
+    """Raise ConfigError, with the nearest valid splits, if shares do not divide the heads."""
     if not split.is_exact or _divides(spec, split):
         return
     mixer = next(
