@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from appliance.kernels import arrays
 from appliance.kernels.cpu.engine import check
+from appliance.kernels.cpu.structs import Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +49,7 @@ class NativeGroup:
         floats: int,
         processes: Sequence[int] = (),
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._floats = rank, size, floats
         self._library = library
         watched = (ctypes.c_int32 * size)(*processes) if processes else None
         self.handle = library.ap_group_create(address, rank, size, floats, watched)
@@ -67,6 +72,27 @@ class NativeGroup:
             RankLostError: one has ended.
         """
         check(self._library.ap_group_meet(self.handle))
+
+    def exchange(self, status: int = Status.OK) -> None:
+        """Meet; what a rank wrote to its slot is then the others' to read, for one exchange.
+
+        Args:
+            status: of this rank's work; the worst of all ranks' is raised in all.
+
+        Raises:
+            MemoryError: a rank lacked memory.
+            RankLostError: one has ended.
+        """
+        check(self._library.ap_group_exchange(self.handle, status))
+
+    def slot(self, rank: int, shape: tuple[int, int], *, is_before: bool = False) -> Tensor:
+        """View float32 numbers in a rank's slot, of this exchange or of the one before."""
+        count = prod(shape)
+        assert count <= self._floats, shape
+        address = self._library.ap_group_slot(self.handle, rank, is_before)
+        numbers = np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+        found: Tensor = arrays.of_numpy(numbers.reshape(shape))
+        return found
 
     def sum(self, values: Tensor) -> None:
         """Sum the ranks' values, contiguous float32, in place; all ranks get the same bits.

@@ -46,6 +46,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             _POINTER,
         ),
     ),
+    "ap_make_room": (
+        c_int32,
+        (
+            *(c_void_p, POINTER(structs.ModelStruct), POINTER(step_structs.CacheStruct)),
+            POINTER(step_structs.BatchStruct),
+        ),
+    ),
     "ap_head": (
         c_int32,
         (c_void_p, POINTER(structs.ModelStruct), _POINTER, c_int32, _POINTER),
@@ -94,6 +101,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ap_group_await": (c_int32, (c_void_p,)),
     "ap_group_meet": (c_int32, (c_void_p,)),
     "ap_group_sum": (c_int32, (c_void_p, _POINTER, c_int64)),
+    "ap_group_exchange": (c_int32, (c_void_p, c_int32)),
+    "ap_group_slot": (c_void_p, (c_void_p, c_int32, c_int32)),
     "ap_linear_pack": (
         c_int32,
         (

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 14  # AP_ABI
+ABI = 15  # AP_ABI
 LANES = 16  # AP_LANES
 
 

@@ -197,6 +197,11 @@ int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
     return chosen()->step(engine, model, cache, batch, hidden, logits);
 }
 
+int32_t ap_make_room(ap_engine *engine, const ap_model *model, const ap_cache *cache,
+                     const ap_batch *batch) {
+    return chosen()->make_room(engine, model, cache, batch);
+}
+
 int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
                 float *logits) {
     return chosen()->head(engine, model, hidden, rows, logits);

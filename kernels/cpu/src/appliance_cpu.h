@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 14 /* changes with every change of a struct or a signature below */
+#define AP_ABI 15 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -157,7 +157,7 @@ typedef struct {
     const ap_rope *ropes;
     ap_norm final_norm;
     ap_linear embedding; /* (vocab_size, hidden_size); may be the head's own tiles */
-    ap_linear head;
+    ap_linear head;      /* codes NULL, of either: another process has it, and what lies beyond */
     float embedding_scale;
     float logit_scale;   /* multiplies the logits */
     float logit_softcap; /* 0: none */
@@ -255,8 +255,10 @@ typedef struct {
     const int32_t *adapter_slots; /* (num_seqs,), index into adapters, negative: none; or NULL */
     const ap_adapter *adapters;   /* (num_adapters,) */
     int32_t num_adapters;
-    const float *given; /* (num_tokens, hidden_size), input of a join beside the embedding */
-    float *streams;     /* (num_rows, hidden_size), the stream before the last norm; or NULL */
+    const float *given; /* (num_tokens, hidden_size), input of a join beside the embedding, or the
+                         * stream before the first layer of a part without an embedding */
+    float *streams;     /* (num_rows, hidden_size), the stream before the last norm, or after the
+                         * last layer of a part without a head; or NULL */
     const int32_t *recorded_layers; /* (num_recorded,), before which the stream is recorded */
     float *recorded;                /* (num_tokens, num_recorded, hidden_size) */
     int32_t num_recorded;
@@ -306,6 +308,11 @@ void ap_group_destroy(ap_group *group);
 int32_t ap_group_await(ap_group *group); /* until the others are at the next meeting */
 int32_t ap_group_meet(ap_group *group);  /* and wait for all */
 int32_t ap_group_sum(ap_group *group, float *values, int64_t count); /* of all ranks, in place */
+/* One exchange: meet, and return the worst status that a rank brought. What a rank wrote to its
+ * slot is then the others' to read, until the end of the next exchange. */
+int32_t ap_group_exchange(ap_group *group, int32_t status);
+/* A rank's slot in the present exchange, or in the one before. */
+float *ap_group_slot(const ap_group *group, int32_t rank, int32_t is_before);
 void ap_engine_join(ap_engine *engine, ap_group *group); /* for its steps; NULL leaves it */
 
 /* ---- the whole step ----
@@ -313,6 +320,10 @@ void ap_engine_join(ap_engine *engine, ap_group *group); /* for its steps; NULL 
  * vocab_size). Either may be NULL: it is not wanted. */
 int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
                 const ap_batch *batch, float *hidden, float *logits);
+
+/* Check a step, and take its workspace: `ap_step` will not lack memory for it. */
+int32_t ap_make_room(ap_engine *engine, const ap_model *model, const ap_cache *cache,
+                     const ap_batch *batch);
 
 /* Logits (rows, vocab_size) of hidden states (rows, hidden_size) that a step gave. */
 int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,

@@ -39,6 +39,7 @@ static inline int64_t ap_claim_bytes(int64_t bytes) { return (bytes + AP_GAP + 6
 typedef struct {
     ap_status (*step)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *, float *,
                       float *);
+    ap_status (*make_room)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *);
     ap_status (*head)(ap_engine *, const ap_model *, const float *, int32_t, float *);
     ap_status (*experts)(ap_engine *, const ap_experts *, const ap_gating *, const ap_routed *);
     ap_status (*attend)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,

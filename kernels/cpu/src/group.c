@@ -143,8 +143,16 @@ int64_t group_floats(const ap_group *group) { return group->floats; }
 bool group_is_broken(const ap_group *group) { return group->broken; }
 void group_turn(ap_group *group) { group->turn++; }
 
+static float *slot_of(const ap_group *group, uint32_t turn, int32_t rank) {
+    return group->slots + ((int64_t)(turn & 1) * group->size + rank) * group->floats;
+}
+
 float *group_slot(const ap_group *group, int32_t rank) {
-    return group->slots + ((int64_t)(group->turn & 1) * group->size + rank) * group->floats;
+    return slot_of(group, group->turn, rank);
+}
+
+float *ap_group_slot(const ap_group *group, int32_t rank, int32_t is_before) {
+    return slot_of(group, group->turn - (is_before != 0), rank);
 }
 
 ap_status group_agree(ap_group *group, ap_status status) {
@@ -155,6 +163,10 @@ ap_status group_agree(ap_group *group, ap_status status) {
         if (group->lines[i].status[place] > (int32_t)status) status = group->lines[i].status[place];
     group_turn(group);
     return status;
+}
+
+int32_t ap_group_exchange(ap_group *group, int32_t status) {
+    return group_agree(group, (ap_status)status);
 }
 
 int32_t ap_group_sum(ap_group *group, float *values, int64_t count) {
@@ -183,6 +195,12 @@ int32_t ap_group_meet(ap_group *group) { return (void)group, AP_RANK_LOST; }
 int32_t ap_group_await(ap_group *group) { return (void)group, AP_RANK_LOST; }
 int32_t ap_group_sum(ap_group *group, float *values, int64_t count) {
     return (void)group, (void)values, (void)count, AP_RANK_LOST;
+}
+int32_t ap_group_exchange(ap_group *group, int32_t status) {
+    return (void)group, (void)status, AP_RANK_LOST;
+}
+float *ap_group_slot(const ap_group *group, int32_t rank, int32_t is_before) {
+    return (void)group, (void)rank, (void)is_before, NULL;
 }
 int32_t group_size(const ap_group *group) { return (void)group, 1; }
 int32_t group_rank(const ap_group *group) { return (void)group, 0; }

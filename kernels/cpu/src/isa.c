@@ -15,6 +15,7 @@
 
 const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .step = step,
+    .make_room = make_room,
     .head = head,
     .experts = run_routed,
     .attend = attend_layer,

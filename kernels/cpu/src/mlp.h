@@ -17,16 +17,27 @@ static void norm_stream(const step_state *s, const float *stream, float *normed)
         rms_norm_row(stream, s->norm, width, normed);
 }
 
-/* Add the last linear's output to the stream, if it waits for a norm; norm the stream. */
+/* Add the last linear's output to the stream, if it waits for a norm. */
+static void settle_row(void *context, int32_t row) {
+    step_state *s = context;
+    int32_t width = s->model->hidden_size;
+    if (!s->post_norm->weight) return;
+    float *added = s->added + (int64_t)row * width;
+    rms_norm_row(added, s->post_norm, width, added);
+    add_row(s->stream + (int64_t)row * width, added, width);
+}
+
+static void settle(step_state *s, const ap_norm *post_norm) {
+    s->post_norm = post_norm;
+    for_rows(s->engine, settle_row, s, s->rows);
+}
+
+/* Complete the stream, and norm it. */
 static void norm_row(void *context, int32_t row) {
     step_state *s = context;
     int32_t width = s->model->hidden_size;
     float *stream = s->stream + (int64_t)row * width;
-    if (s->post_norm->weight) {
-        float *added = s->added + (int64_t)row * width;
-        rms_norm_row(added, s->post_norm, width, added);
-        add_row(stream, added, width);
-    }
+    settle_row(context, row);
     float *normed = s->normed + (int64_t)row * width;
     norm_stream(s, stream, normed);
     if (s->model->norms_replace) memcpy(stream, normed, (size_t)width * sizeof(float));

@@ -3,127 +3,14 @@
  * The order of the paper, as in appliance/model/layers.py. Between two linears everything that
  * belongs to a row is done in one go: norms, sums, rotation, and the quantized form that the next
  * linear wants. After the last layer's attention only the rows whose logits are wanted go on.
+ *
+ * A model may be a part of one: without an embedding it goes on from the stream of the part before,
+ * without a head it ends with the stream for the part after.
  */
 #ifndef AP_STEP_H
 #define AP_STEP_H
 
-#include "gated_delta.h"
-#include "latent.h"
-#include "mamba2.h"
-#include "token_input.h"
-
-/* Whether what rotates is pairs inside a head. */
-static bool rope_fits(const ap_model *model, const ap_attention *a) {
-    if (a->rope < 0 || a->rope >= model->num_ropes) return false;
-    int32_t rotary_dim = model->ropes[a->rope].rotary_dim;
-    return rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= a->head_dim;
-}
-
-/* Whether a slot of the states has room for what a layer keeps there. */
-static bool filters_fit(const ap_cache *cache, const ap_filters *f) {
-    if (f->width < 1 || f->taps < 2 || f->taps > AP_MOST_TAPS || f->state < 0) return false;
-    int64_t bytes = (int64_t)(f->taps - 1) * f->width * (int64_t)sizeof(float);
-    return f->state % 64 == 0 && f->state + bytes <= cache->state_bytes;
-}
-
-static bool delta_fits(const ap_cache *cache, const ap_gated_delta *d) {
-    if (d->num_key_heads < 1 || d->num_value_heads % d->num_key_heads) return false;
-    if (d->key_dim < AP_LANES || d->key_dim % AP_LANES || d->state < 0) return false;
-    if (d->value_dim < AP_LANES || d->value_dim % AP_LANES || d->state % 64) return false;
-    int32_t width = 2 * d->num_key_heads * d->key_dim + d->num_value_heads * d->value_dim;
-    int64_t floats = (int64_t)d->num_value_heads * d->key_dim * d->value_dim;
-    return d->filters.width == width && filters_fit(cache, &d->filters) &&
-           d->state + floats * (int64_t)sizeof(float) <= cache->state_bytes;
-}
-
-static bool slots_fit(const ap_cache *cache, const ap_batch *batch) {
-    if (!cache->states || !batch->state_slots) return false;
-    for (int32_t i = 0; i < batch->num_seqs; i++)
-        if (batch->state_slots[i] < 0 || batch->state_slots[i] >= cache->num_states) return false;
-    return true;
-}
-
-static bool mixer_supported(const ap_model *model, const ap_cache *cache, const ap_batch *batch,
-                            const ap_layer *layer) {
-    if (layer->short_conv)
-        return slots_fit(cache, batch) && filters_fit(cache, &layer->short_conv->filters);
-    if (layer->gated_delta)
-        return slots_fit(cache, batch) && delta_fits(cache, layer->gated_delta);
-    if (layer->mamba2)
-        return slots_fit(cache, batch) && filters_fit(cache, &layer->mamba2->filters) &&
-               mamba2_fits(cache, layer->mamba2);
-    if (!has_mixer(layer)) return has_mlp(layer);
-    if (layer->latent)
-        return attention_supported(&layer->attention, cache, layer->cache_layer) &&
-               latent_fits(model, cache, layer);
-    const ap_attention *a = &layer->attention;
-    if (!attention_supported(a, cache, layer->cache_layer) || !rope_fits(model, a)) return false;
-    return !is_sealed(cache->layers[layer->cache_layer].format) || open_blocks_fit(cache, batch);
-}
-
-static bool position_fits(const ap_model *model, int64_t position) {
-    const ap_linear *table = &model->positions;
-    return !has_linear(table) || (position >= 0 && position < table->out_features);
-}
-
-static bool join_fits(const ap_model *model, const ap_batch *batch) {
-    const ap_linear *join = &model->join.linear, *linears[MOST_FORMS];
-    if (!has_join(model)) return true;
-    if (!batch->given || !model->num_layers) return false;
-    int32_t width = 2 * model->hidden_size;
-    if (has_linear(join))
-        return join->in_features == width && join->out_features == model->hidden_size;
-    if (!is_attention(model->layers) || batch->adapter_slots) return false;
-    int32_t count = mixer_linears(model->layers, linears);
-    for (int32_t i = 0; i < count; i++)
-        if (linears[i]->in_features != width) return false;
-    return true;
-}
-
-static bool records_fit(const ap_model *model, const ap_batch *batch) {
-    if (!batch->num_recorded) return true;
-    if (batch->num_recorded < 0 || !batch->recorded_layers || !batch->recorded) return false;
-    for (int32_t i = 0; i < batch->num_recorded; i++)
-        if (batch->recorded_layers[i] < 0 || batch->recorded_layers[i] >= model->num_layers)
-            return false;
-    return true;
-}
-
-/* Whether a step's rows and what they see lie in blocks that there are. */
-static bool places_fit(const ap_cache *cache, const ap_batch *batch) {
-    int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
-    for (int32_t i = 0; i < batch->num_tokens; i++)
-        if (batch->slot_mapping[i] < 0 || batch->slot_mapping[i] >= slots) return false;
-    for (int32_t i = 0; i < batch->num_seqs; i++) {
-        int32_t blocks = ceil_div(batch->context_lens[i], cache->block_size);
-        if (blocks > batch->table_width) return false;
-        for (int32_t j = 0; j < blocks; j++) {
-            int32_t block = batch->block_tables[(int64_t)i * batch->table_width + j];
-            if (block < 0 || block >= cache->num_blocks) return false;
-        }
-    }
-    return true;
-}
-
-static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
-    int64_t tokens = has_join(model) ? model->embedding.out_features : model->vocab_size;
-    for (int32_t i = 0; i < batch->num_tokens; i++) {
-        if (batch->token_ids[i] < 0 || batch->token_ids[i] >= tokens) return AP_BAD_ARGUMENT;
-        if (!position_fits(model, batch->positions[i])) return AP_BAD_ARGUMENT;
-    }
-    if (!places_fit(cache, batch)) return AP_BAD_ARGUMENT;
-    for (int32_t i = 0; i < model->num_layers; i++) {
-        const ap_layer *layer = &model->layers[i];
-        if (!mixer_supported(model, cache, batch, layer)) return AP_BAD_ARGUMENT;
-        if (!experts_supported(model, layer)) return AP_BAD_ARGUMENT;
-    }
-    if (!join_fits(model, batch) || !records_fit(model, batch)) return AP_BAD_ARGUMENT;
-    if (!token_inputs_supported(model) || !adapters_fit(model, batch)) return AP_BAD_ARGUMENT;
-    if (batch->num_rows < 0 || batch->num_rows > batch->num_tokens) return AP_BAD_ARGUMENT;
-    for (int32_t i = 0; batch->rows && i < batch->num_rows; i++)
-        if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_tokens) return AP_BAD_ARGUMENT;
-    return AP_OK;
-}
+#include "step_check.h"
 
 /* ---- what is done with one row ---- */
 
@@ -143,7 +30,11 @@ static void embed_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_model *model = s->model;
     float *stream = s->stream + (int64_t)row * model->hidden_size;
-    if (!s->part) linear_row(&model->embedding, s->batch->token_ids[row], stream);
+    if (!has_linear(&model->embedding))
+        memcpy(stream, s->batch->given + (int64_t)row * model->hidden_size,
+               (size_t)model->hidden_size * sizeof(float));
+    else if (!s->part)
+        linear_row(&model->embedding, s->batch->token_ids[row], stream);
     if (model->embedding_scale != 1.0f)
         scale_row(stream, model->embedding_scale, model->hidden_size);
     if (has_linear(&model->positions)) {
@@ -322,14 +213,27 @@ static ap_status head(ap_engine *engine, const ap_model *model, const float *hid
     return ended(engine);
 }
 
+/* Check a step and make room for it. */
+static ap_status prepare(step_state *s) {
+    if (check_batch(s->model, s->cache, s->batch)) return AP_BAD_ARGUMENT;
+    if (!parts_fit(s->engine, s->model, s->rows)) return AP_BAD_ARGUMENT;
+    return claim_buffers(s);
+}
+
+static ap_status make_room(ap_engine *engine, const ap_model *model, const ap_cache *cache,
+                           const ap_batch *batch) {
+    step_state s = {.engine = engine, .model = model, .cache = cache, .batch = batch,
+                    .rows = batch->num_tokens};
+    return prepare(&s);
+}
+
 static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
                       const ap_batch *batch, float *hidden, float *logits) {
     static const ap_norm no_norm = {0};
     step_state s = {.engine = engine, .model = model, .cache = cache, .batch = batch,
                     .rows = batch->num_tokens};
-    ap_status status = check_batch(model, cache, batch);
-    if (!parts_fit(engine, model, s.rows)) status = AP_BAD_ARGUMENT;
-    if (!status) status = claim_buffers(&s);
+    ap_status status = prepare(&s);
+    if ((hidden || logits) && !has_linear(&model->head)) status = AP_BAD_ARGUMENT;
     if ((status = started(engine, status))) return status;
     start_adapters(&s);
     embed(&s);
@@ -374,7 +278,10 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         }
     }
     const ap_linear *linears[] = {&model->head};
-    run_norm(&s, post_norm, &model->final_norm, linears, 1);
+    if (has_linear(&model->head))
+        run_norm(&s, post_norm, &model->final_norm, linears, 1);
+    else
+        settle(&s, post_norm);
     if (batch->streams)
         memcpy(batch->streams, s.stream, (size_t)s.rows * model->hidden_size * sizeof(float));
     if (hidden)

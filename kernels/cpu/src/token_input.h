@@ -39,16 +39,6 @@ static void make_token_inputs(step_state *s) {
 
 /* ---- at the end of a layer ---- */
 
-/* What waits for the MLP's norm goes into the stream. */
-static void settle_row(void *context, int32_t row) {
-    step_state *s = context;
-    int32_t width = s->model->hidden_size;
-    if (!s->layer->mlp_post_norm.weight) return;
-    float *added = s->added + (int64_t)row * width;
-    rms_norm_row(added, &s->layer->mlp_post_norm, width, added);
-    add_row(s->stream + (int64_t)row * width, added, width);
-}
-
 static void gate_input_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_token_inputs *t = &s->model->token_inputs;
@@ -78,7 +68,7 @@ static bool has_ending(const ap_layer *layer) {
 /* Everything that a layer does after its MLP; the stream is complete then. */
 static void run_ending(step_state *s) {
     const ap_token_input *in = &s->layer->token_input;
-    for_rows(s->engine, settle_row, s, s->rows);
+    settle(s, &s->layer->mlp_post_norm);
     if (has_linear(&in->gate)) {
         run_from(s, &in->gate, AP_NUM_PLACES, s->stream, s->token_gate, false);
         for_rows(s->engine, gate_input_row, s, s->rows);
