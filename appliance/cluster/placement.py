@@ -55,9 +55,9 @@ def place(engine: EngineConfig, nodes: Sequence[Node], least: int, most: int) ->
     Raises:
         ConfigError: there is no room for `least` replicas, or none for the ranks on one node.
     """
-    ranks = engine.tensor_parallel
+    ranks, asked = engine.num_ranks, engine.ranks_setting
     if engine.device != "cpu" and any(node.gpus for node in nodes):
-        return _placed(nodes, lambda node: node.gpus, "GPU", ranks, ranks, least, gpus=True)
+        return _placed(nodes, lambda node: node.gpus, "GPU", ranks, asked, least, gpus=True)
     if engine.device not in ("cpu", "auto"):
         raise ConfigError(
             f"--device {engine.device} needs GPUs, and Ray knows none in this cluster; use"
@@ -71,7 +71,9 @@ def place(engine: EngineConfig, nodes: Sequence[Node], least: int, most: int) ->
         ),
         default=ranks,
     )
-    return _placed(nodes, lambda node: node.cpus, "CPU", threads, ranks, least, gpus=False)
+    if threads != ranks:
+        asked = f"--threads {threads}"
+    return _placed(nodes, lambda node: node.cpus, "CPU", threads, asked, least, gpus=False)
 
 
 def _placed(
@@ -79,14 +81,13 @@ def _placed(
     free: Callable[[Node], int],
     kind: str,
     each: int,
-    ranks: int,
+    asked: str,
     least: int,
     *,
     gpus: bool,
 ) -> Placement:
     largest = max(map(free, nodes))
     if each > largest:
-        asked = f"--tensor-parallel {ranks}" if each == ranks else f"--threads {each}"
         raise ConfigError(
             f"{asked} needs {counted(each, kind)} on one node, and the largest has {largest}: what"
             " the processes of a replica exchange does not go over a network; use"

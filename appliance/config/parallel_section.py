@@ -32,6 +32,16 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             high=64,
         ),
     ] = 1
+    pipeline_parallel: Annotated[
+        int,
+        Setting(
+            "Processes that each have a run of whole layers, through which the rows of a step go in"
+            " micro-batches.",
+            Group.COMPUTE,
+            low=1,
+            high=64,
+        ),
+    ] = 1
     gpu_split: Annotated[
         str,
         Setting(
@@ -43,4 +53,16 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_divided(self) -> bool:
         """True if several processes share one model."""
-        return self.tensor_parallel > 1 or self.gpu_split not in ("auto", "1")
+        return self.num_ranks > 1 or self.gpu_split not in ("auto", "1")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes for one copy of the model."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_setting(self) -> str:
+        """The setting that asks for these processes, with its value."""
+        if self.pipeline_parallel > 1:
+            return f"--pipeline-parallel {self.pipeline_parallel}"
+        return f"--tensor-parallel {self.tensor_parallel}"

@@ -150,7 +150,7 @@ def memory_of(
     # Memory already taken is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
     ranks = execution.ranks if isinstance(execution, NativeExecution) else None
-    copies = 1 if ranks is None else ranks.split.size
+    copies = 1 if ranks is None else ranks.size
     others = 0 if ranks is None else ranks.process_bytes(source)
     in_table = not isinstance(execution, NativeExecution)
     of_adapters = planned_bytes(config, source, precision.dtype.itemsize, in_table=in_table)
@@ -173,7 +173,7 @@ def memory_of(
         prefix_caching=config.prefix_caching,
         state_checkpoint_memory=config.state_checkpoint_memory,
         adapter_bytes=copies * of_adapters,
-        state_copies=copies,
+        state_copies=1 if ranks is None else ranks.division.state_copies,
         host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
         experts=expert_choice(config, source, execution),
     )

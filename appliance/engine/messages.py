@@ -168,12 +168,14 @@ class RankInfo(msgspec.Struct, frozen=True):
     Attributes:
         share: of the model, relative to the other ranks.
         weight_bytes: in this process.
+        layers: its first and one after its last; None if it has a share of each.
     """
 
     pid: int
     share: int
     threads: int
     weight_bytes: int
+    layers: tuple[int, int] | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

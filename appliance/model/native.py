@@ -13,6 +13,7 @@ from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
 from appliance.model.shard.factors import FactorCutter
+from appliance.model.shard.stage import Stage
 from appliance.model.shard.weights import shard_precisions
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.native_slots import NativeAdapterSlots
     from appliance.model.adapters.targets import AdapterTarget
-    from appliance.model.shard.shard import Shard
+    from appliance.model.shard.shard import Part
     from appliance.model.spec import DecoderSpec
 
 
@@ -40,7 +41,7 @@ class NativeDecoder:
     Attributes:
         dtype: of unpacked weights.
         model: points into `arena`.
-        shard: a rank's part of the model; None: all of it.
+        part: a rank's part of the model; None: all of it.
         num_dense: weights that became dense when the part was cut out.
     """
 
@@ -50,7 +51,7 @@ class NativeDecoder:
     model: ModelStruct
     arena: Arena
     weight_format: str
-    shard: Shard | None = None
+    part: Part | None = None
     num_dense: int = 0
 
     @property
@@ -92,10 +93,12 @@ class NativeDecoder:
     def own_precisions(
         self, format: KVFormat | Sequence[LayerPrecision]
     ) -> KVFormat | Sequence[LayerPrecision]:
-        """Return precisions with the constants of this rank's heads only."""
-        if isinstance(format, KVFormat) or self.shard is None:
+        """Return the precisions of this rank's layers, with the constants of its heads only."""
+        if isinstance(format, KVFormat) or self.part is None:
             return format
-        return shard_precisions(format, self.shard)
+        if isinstance(self.part, Stage):
+            return format[self.part.cache_layers]
+        return shard_precisions(format, self.part)
 
     def adapter_slots(
         self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int | None = None
@@ -103,9 +106,12 @@ class NativeDecoder:
         """Allocate slots for adapters of any rank; see `Executor.adapter_slots`."""
         from appliance.model.adapters.native_slots import NativeAdapterSlots
 
-        num_layers = len(self.spec.layers)
-        cut = None if self.shard is None else FactorCutter(self.shard).cut
-        return NativeAdapterSlots(self.engine.library, targets, num_layers, self.dtype, count, cut)
+        layers, cut = (0, len(self.spec.layers)), None
+        if isinstance(self.part, Stage):
+            layers = self.part.layers
+        elif self.part is not None:
+            cut = FactorCutter(self.part).cut
+        return NativeAdapterSlots(self.engine.library, targets, layers, self.dtype, count, cut)
 
     def forward(
         self,
@@ -121,7 +127,7 @@ class NativeDecoder:
             MemoryError: the step needs more workspace than is free.
         """
         logits = self._rows(token_ids, rows, self.spec.vocab_size)
-        self._step(token_ids, positions, batch, cache, rows, None, logits)
+        self.step_into(token_ids, positions, batch, cache, rows, logits=logits)
         return logits
 
     def hidden(
@@ -138,7 +144,7 @@ class NativeDecoder:
             MemoryError: the step needs more workspace than is free.
         """
         hidden = self._rows(token_ids, rows, self.spec.hidden_size)
-        self._step(token_ids, positions, batch, cache, rows, hidden, None)
+        self.step_into(token_ids, positions, batch, cache, rows, hidden=hidden)
         return hidden
 
     def draft(
@@ -164,7 +170,12 @@ class NativeDecoder:
         """
         stream = self._rows(token_ids, rows, self.spec.hidden_size)
         hidden = self._rows(token_ids, rows, self.spec.hidden_size)
-        self._step(token_ids, positions, batch, cache, rows, hidden, None, given, stream)
+        self.step_into(
+            *(token_ids, positions, batch, cache, rows),
+            hidden=hidden,
+            given=given,
+            streams=stream,
+        )
         return stream, hidden
 
     def recorded(
@@ -188,16 +199,22 @@ class NativeDecoder:
         width = self.spec.hidden_size
         hidden = self._rows(token_ids, rows, width)
         streams = self._rows(token_ids, None, len(layers) * width)
-        self._step(
-            *(token_ids, positions, batch, cache, rows, hidden, None),
+        self.step_into(
+            *(token_ids, positions, batch, cache, rows),
+            hidden=hidden,
             layers=layers,
             recorded=streams,
         )
         return hidden, streams
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Run the head; see `Executor.logits`. Raises MemoryError for too many rows."""
-        logits: Tensor = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)
+    def logits(self, hidden: Tensor, logits: Tensor | None = None) -> Tensor:
+        """Run the head, into `logits` if given; see `Executor.logits`.
+
+        Raises:
+            MemoryError: so many rows need more workspace than is free.
+        """
+        if logits is None:
+            logits = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)
         check(
             self.engine.library.ap_head(
                 self.engine.handle,
@@ -214,20 +231,30 @@ class NativeDecoder:
         num_rows = len(token_ids) if rows is None else len(rows)
         return arrays.empty((num_rows, width), "float32", token_ids)  # type: ignore[no-any-return]
 
-    def _step(
+    def step_into(
         self,
         token_ids: Tensor,
         positions: Tensor,
         batch: RaggedBatch,
         cache: NativeCache,
         rows: Tensor | None,
-        hidden: Tensor | None,
-        logits: Tensor | None,
+        *,
+        hidden: Tensor | None = None,
+        logits: Tensor | None = None,
         given: Tensor | None = None,
         streams: Tensor | None = None,
         layers: tuple[int, ...] = (),
         recorded: Tensor | None = None,
+        runs: bool = True,
     ) -> None:
+        """Run one step, whose results go where the arguments say; see `ap_batch` and `ap_step`.
+
+        Args:
+            runs: False only takes the workspace, so that the step will not lack any.
+
+        Raises:
+            MemoryError: the step needs more workspace than there is.
+        """
         numbers = (ctypes.c_int32 * len(layers))(*layers) if layers else None
         struct = batch_struct(token_ids, positions, batch, rows)
         struct.given = None if given is None else given.data_ptr()
@@ -240,12 +267,15 @@ class NativeDecoder:
             table = slots.table
             struct.adapter_slots = batch.adapters.slots.data_ptr()
             struct.adapters, struct.num_adapters = ctypes.addressof(table), len(table)
+        library, engine = self.engine.library, self.engine.handle
+        step = (ctypes.byref(self.model), ctypes.byref(cache.struct), ctypes.byref(struct))
+        if not runs:
+            check(library.ap_make_room(engine, *step))
+            return
         check(
-            self.engine.library.ap_step(
-                self.engine.handle,
-                ctypes.byref(self.model),
-                ctypes.byref(cache.struct),
-                ctypes.byref(struct),
+            library.ap_step(
+                engine,
+                *step,
                 None if hidden is None else hidden.data_ptr(),
                 None if logits is None else logits.data_ptr(),
             )

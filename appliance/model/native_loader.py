@@ -33,7 +33,8 @@ from appliance.model.native_recurrent import lay_out_recurrent
 from appliance.model.reader import ModelReader
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
 from appliance.model.rope import Rope, distinct_ropes
-from appliance.model.shard.shard import WHOLE_LAYER
+from appliance.model.shard.shard import WHOLE_LAYER, Part
+from appliance.model.shard.stage import Stage
 from appliance.model.shard.weights import WeightCutter
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.tensors import Role
@@ -98,7 +99,7 @@ def load_native(
     on_progress: Callable[[str, int, int], None] | None = None,
     *,
     context_length: int | None = None,
-    shard: Shard | None = None,
+    part: Part | None = None,
     target: NativeDecoder | None = None,
     shared: Collection[Role] = (),
     join: JoinNames | None = None,
@@ -111,7 +112,7 @@ def load_native(
         dtype: of unpacked weights.
         on_progress: called with a stage, the number of parts done, and their total.
         context_length: most tokens of a sequence; by default the model's own.
-        shard: a rank's part of the model; None is all of it.
+        part: a rank's part of the model; None is all of it.
         target: the model that a head drafts for; it must outlive the result.
         shared: matrices that such a head shares with it, embedding or output matrix.
         join: names of the parts that join such a head's embedding and hidden state.
@@ -120,7 +121,9 @@ def load_native(
         CheckpointError: a weight holds NaN or infinity.
         MemoryError: the system has too little memory for the weights.
     """
-    spec = source.spec if shard is None else shard.spec
+    spec = source.spec if part is None else part.spec
+    shard, stage = _kind_of(part)
+    first_layer = 0 if stage is None else stage.layers[0]
     cutter = None if shard is None else WeightCutter(shard)
     report = on_progress or (lambda stage, done, total: None)
     reader = ModelReader(source, None, dtype, native=True)
@@ -131,13 +134,15 @@ def load_native(
     report("weights", 0, total)
     layers = (LayerStruct * len(spec.layers))()
     for index in range(len(spec.layers)):
-        weights = reader.layer(index)
+        weights = reader.layer(first_layer + index)
         if cutter is not None:
             weights = cutter.layer(weights, index)
         share = WHOLE_LAYER if shard is None else shard.layers[index]
         layers[index] = _layer(packer, weights, spec, index, ropes, share)
         report("weights", index + 1, total)
-    if target is None or Role.EMBEDDING not in shared:
+    if stage is not None:
+        embedding, head = _ends(packer, reader, stage)
+    elif target is None or Role.EMBEDDING not in shared:
         matrix, head_matrix = reader.embedding_and_head()
         if cutter is not None:
             matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
@@ -148,7 +153,8 @@ def load_native(
         if Role.HEAD not in shared:
             head = packer.linear(load_checked(source, f"{source.family.names.head}.weight", None))
     length = spec.context_length if context_length is None else context_length
-    positions = reader.positions()
+    is_first, is_last = stage is None or stage.is_first, stage is None or stage.is_last
+    positions = reader.positions() if is_first else None
     model = ModelStruct(
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
@@ -158,10 +164,10 @@ def load_native(
         ropes=(RopeStruct * len(ropes))(
             *(_rope(packer, rope, Rope.of(rope, length, None)) for rope in ropes)
         ),
-        final_norm=_norm(packer, reader.first_norm(len(spec.layers))),
+        final_norm=_norm(packer, reader.first_norm(len(source.spec.layers)) if is_last else None),
         embedding=embedding,
         head=head,
-        embedding_scale=spec.embedding_scale,
+        embedding_scale=spec.embedding_scale if is_first else 1.0,
         logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap or 0.0,
         token_inputs=_token_inputs(packer, spec, reader.token_input()),
@@ -180,8 +186,28 @@ def load_native(
         model=model,
         arena=arena,
         weight_format=reader.weight_format(),
-        shard=shard,
+        part=part,
         num_dense=0 if cutter is None else cutter.num_dense,
+    )
+
+
+def _kind_of(part: Part | None) -> tuple[Shard | None, Stage | None]:
+    """Return a part as a share of each layer, or as a run of layers."""
+    if part is None:
+        return None, None
+    return (None, part) if isinstance(part, Stage) else (part, None)
+
+
+def _ends(
+    packer: WeightPacker, reader: ModelReader, stage: Stage
+) -> tuple[LinearStruct, LinearStruct]:
+    """Lay out what a stage has of embedding and head; it reads both to tell the head's format."""
+    if not (stage.is_first or stage.is_last):
+        return LinearStruct(), LinearStruct()
+    matrix, head = reader.embedding_and_head()
+    return (
+        packer.linear(matrix) if stage.is_first else LinearStruct(),
+        packer.linear(head) if stage.is_last else LinearStruct(),
     )
 
 

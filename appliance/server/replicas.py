@@ -96,14 +96,14 @@ def divided(config: EngineConfig) -> list[EngineConfig]:
     import psutil  # needed only here
 
     threads = config.threads or psutil.cpu_count(logical=False) or 1
-    number, each = config.replicas, config.tensor_parallel
+    number, each = config.replicas, config.num_ranks
     if threads < number * each:
         most = threads // each
-        valid = f"--replicas {most}" if most else "--tensor-parallel 1"
+        valid = f"--replicas {most}" if most else f"{config.ranks_setting.split()[0]} 1"
         where = "--threads gives" if config.threads else "this machine has"
         raise ConfigError(
             f"--replicas {number}"
-            + (f" with --tensor-parallel {each}" if each > 1 else "")
+            + (f" with {config.ranks_setting}" if each > 1 else "")
             + f" needs a CPU thread for each process, and {where} {threads}; use {valid}"
             " or less, or more --threads"
         )
@@ -122,13 +122,13 @@ def _own_gpus(config: EngineConfig, gpus: Sequence[str] | None) -> list[str]:
     found = gpu_ids() if gpus is None else gpus
     if not found and config.device == "auto":
         return []
-    each = config.tensor_parallel
+    each = config.num_ranks
     if len(found) < config.replicas * each:
         most = len(found) // each
         valid = f"--replicas {most}, or " if most else ""
         raise ConfigError(
             f"--replicas {config.replicas}"
-            + (f" with --tensor-parallel {each}" if each > 1 else "")
+            + (f" with {config.ranks_setting}" if each > 1 else "")
             + f" needs {counted(config.replicas * each, 'GPU')}, and this machine has"
             f" {len(found)}; use {valid}--device cpu"
         )

@@ -33,6 +33,8 @@ def test_ranks_get_a_cpu_each_on_one_node() -> None:
     assert placed(BOXES, 3, tensor_parallel=3) == Placement(4, 0, 2)
     with pytest.raises(ConfigError, match=r"--tensor-parallel 9 needs 9 CPUs on one node.* 8"):
         placed(BOXES, 1, tensor_parallel=9)
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel 9 .* use --pipeline-parallel 8"):
+        placed(BOXES, 1, pipeline_parallel=9)
     with pytest.raises(ConfigError, match=r"--threads 10 .* use --threads 8 or less"):
         placed(BOXES, 1, threads=10)
 

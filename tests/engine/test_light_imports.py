@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from checkpoint_forms import FORMS, write_both
 from ggml_models import write_llama
 from model_families import FAMILIES, write_family
@@ -22,11 +23,11 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 
-ranks, *folders = sys.argv[1:]
+setting, ranks, *folders = sys.argv[1:]
 for folder in folders:
     config = EngineConfig(
         model=folder, device="cpu", threads=1, max_model_len=32, max_num_seqs=2,
-        kv_cache_memory=2**20, kv_host_memory=0, kv_disk="off", tensor_parallel=int(ranks),
+        kv_cache_memory=2**20, kv_host_memory=0, kv_disk="off", **{setting: int(ranks)},
     )
     engine = LLMEngine.load(
         config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
@@ -47,9 +48,11 @@ print(*sys.modules)
 HEAVY = {"torch", "transformers"}
 
 
-def modules_after_serving(*models: Path, ranks: int = 1) -> set[str]:
+def modules_after_serving(
+    *models: Path, setting: str = "tensor_parallel", ranks: int = 1
+) -> set[str]:
     """Answer with each model in a process of its own, and return the packages that it loaded."""
-    command = [sys.executable, "-P", "-c", PROGRAM, str(ranks), *map(str, models)]
+    command = [sys.executable, "-P", "-c", PROGRAM, setting, str(ranks), *map(str, models)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
@@ -81,9 +84,10 @@ def test_serving_quantized_folders_loads_neither(tmp_path: Path) -> None:
     assert not modules_after_serving(*folders) & HEAVY
 
 
-def test_no_rank_loads_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel"])
+def test_no_rank_loads_either(setting: str, tmp_path: Path) -> None:
     folder = write_family("llama", tmp_path / "llama")
-    assert not modules_after_serving(folder, ranks=2) & HEAVY
+    assert not modules_after_serving(folder, setting=setting, ranks=2) & HEAVY
 
 
 def test_the_plan_counts_torch_where_adapters_need_it(tmp_path: Path) -> None:

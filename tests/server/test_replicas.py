@@ -191,6 +191,8 @@ def test_threads_are_divided() -> None:
         divided(EngineConfig(replicas=3, threads=2))
     with pytest.raises(ConfigError, match=r"with --tensor-parallel 2 needs .* --replicas 1 or"):
         divided(EngineConfig(replicas=2, threads=3, tensor_parallel=2))
+    with pytest.raises(ConfigError, match=r"--threads gives 1; use --pipeline-parallel 1"):
+        divided(EngineConfig(replicas=1, threads=1, pipeline_parallel=2))
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,11 @@ def test_threads_are_divided() -> None:
         ({"replicas": 3}, ["a", "b"], "needs 3 GPUs, and this machine has 2; use --replicas 2"),
         ({"replicas": 2, "device": "cuda"}, [], "this machine has 0; use --device cpu"),
         ({"replicas": 2, "tensor_parallel": 2}, list("abc"), "needs 4 GPUs.*use --replicas 1"),
+        (
+            {"replicas": 2, "pipeline_parallel": 2},
+            list("abc"),
+            "with --pipeline-parallel 2 needs 4 GPUs",
+        ),
     ],
 )
 def test_more_than_the_gpus_is_refused(options: dict[str, Any], gpus: list[str], says: str) -> None:

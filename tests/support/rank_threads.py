@@ -48,7 +48,7 @@ class RankThreads:
             group = NativeGroup(
                 LIBRARY, self._memory.address, rank=shard.rank, size=split.size, floats=floats
             )
-            self.decoders.append(load_native(source, engine, torch.float32, shard=shard))
+            self.decoders.append(load_native(source, engine, torch.float32, part=shard))
             engine.join(group.handle)
             self._groups.append(group)
 

@@ -41,7 +41,7 @@ TORCH_NOTE = (
 # Attention and matrices are ours; transformers has the rest.
 FALLBACK_NOTE = (
     "transformers' modules execute {}, of which no family here is: slower than a native family, "
-    "without adapters, draft models and --tensor-parallel"
+    "without adapters, draft models, --tensor-parallel and --pipeline-parallel"
 )
 
 
@@ -66,13 +66,13 @@ def choose_execution(
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = why_not_native(config, source)
         if reason is None:
-            ranks = Ranks.of(config, source, threads)
+            ranks = Ranks.of(config, source, precision, threads)
             engine, isa = native_engine(config, threads if ranks is None else ranks.threads[0])
             if isa is Isa.SCALAR and config.cpu_isa == "auto":
                 logger.warning("%s", SCALAR_NOTE)
                 notes.append(SCALAR_NOTE)
             if ranks is not None:
-                notes += ranks.notes()
+                notes += ranks.division.notes()
             return NativeExecution(precision, engine, isa.name, ranks), tuple(notes)
         if config.cpu_isa != "auto":
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
@@ -135,31 +135,38 @@ def _torch_execution(
 
 def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
     """Refuse several ranks if only one process can execute the model."""
-    size = config.tensor_parallel
+    size, asked = config.num_ranks, config.ranks_setting
     if size == 1:
         return
+    if config.tensor_parallel > 1 and config.pipeline_parallel > 1:
+        raise ConfigError(
+            f"--tensor-parallel {config.tensor_parallel} and --pipeline-parallel"
+            f" {config.pipeline_parallel} exclude one another: a rank has a share of each layer or"
+            f" whole layers; use --tensor-parallel {size} or --pipeline-parallel {size}"
+        )
+    setting = asked.split()[0]
     if precision.device.type == "cuda":
         import torch
 
         count = torch.cuda.device_count()
         if size > count:
             raise ConfigError(
-                f"--tensor-parallel {size} needs as many GPUs, and PyTorch sees {count}; use"
-                " --tensor-parallel 1, or --device cpu"
+                f"{asked} needs as many GPUs, and PyTorch sees {count}; use"
+                f" {setting} 1, or --device cpu"
             )
         raise ConfigError(
-            f"--tensor-parallel {size} divides a model among processes on the CPU only; use"
-            " --device cpu, or --tensor-parallel 1"
+            f"{asked} divides a model among processes on the CPU only; use"
+            f" --device cpu, or {setting} 1"
         )
     if config.kernels != "auto":
         raise ConfigError(
-            f"--tensor-parallel {size} needs the CPU library, and --kernels {config.kernels} does"
+            f"{asked} needs the CPU library, and --kernels {config.kernels} does"
             " without; leave it out"
         )
     if reason := why_not_native(config, source):
-        raise ConfigError(f"--tensor-parallel {size} needs the CPU library: {reason}")
+        raise ConfigError(f"{asked} needs the CPU library: {reason}")
     if not hasattr(os, "pidfd_open"):
-        raise ConfigError(f"--tensor-parallel {size} needs Linux; use --tensor-parallel 1")
+        raise ConfigError(f"{asked} needs Linux; use {setting} 1")
 
 
 def _check_block_size(precision: Precision, num_layers: int) -> None:

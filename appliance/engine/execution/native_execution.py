@@ -41,7 +41,7 @@ class NativeExecution:
     @property
     def name(self) -> str:
         """Name with the instruction set in use, and the ranks."""
-        ranks = "" if self.ranks is None else f", {self.ranks.split.size} ranks"
+        ranks = "" if self.ranks is None else f", {self.ranks.division.in_words()}"
         return f"cpu library ({self.isa}){ranks}"
 
     @property
@@ -55,7 +55,7 @@ class NativeExecution:
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Count packed weights by their codes, others in `dtype`, and copies in all ranks."""
-        copies = (lambda slot: 1) if self.ranks is None else self.ranks.copies
+        copies = (lambda slot: 1) if self.ranks is None else self.ranks.division.copies
         return estimate_native_bytes(source, self.precision.dtype, copies)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
@@ -78,9 +78,8 @@ class NativeExecution:
         )
 
     def _parts(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
-        if self.ranks is None:
-            return (spec,)
-        return tuple(shard.spec for shard in self.ranks.shards)
+        """Return the specs of all ranks' caches."""
+        return (spec,) if self.ranks is None else self.ranks.division.cached(spec)
 
     def load(
         self,

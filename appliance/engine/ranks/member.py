@@ -27,6 +27,7 @@ from appliance.engine.ranks.messages import (
     send,
 )
 from appliance.engine.ranks.ranked_adapters import unpack_adapter
+from appliance.engine.ranks.ranks import told_division
 from appliance.engine.ranks.shared_cache import map_cache, read_layers
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
 from appliance.errors import ApplianceError
@@ -34,8 +35,6 @@ from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
 from appliance.model.native_loader import load_native
-from appliance.model.shard.shard import shard_source
-from appliance.model.shard.split import Split
 from appliance.model.source import open_model
 from appliance.runtime import die_with_parent, release_unused
 
@@ -79,28 +78,30 @@ class Member:
     def __init__(self, join: Join, connection: Connection, exchange: int, cache: int) -> None:
         self._threads = join.threads
         config = join.config
-        split = Split.parse(config.tensor_parallel, config.gpu_split)
         self._source = open_model(Path(config.model), in_torch=False)
         engine, _ = native_engine(config, join.threads)
+        division = told_division(config, self._source, join.bounds)
         self._decoder = load_native(
             self._source,
             engine,
             numpy_dtype(join.dtype),
             context_length=join.context_length,
-            shard=shard_source(self._source, split)[join.rank],
+            part=division.parts[join.rank],
         )
         release_unused()  # memory that reading the weights took
-        shared = group_bytes(engine.library, split.size, join.floats)
-        self._mapping = Mapping.shared(exchange, shared + join.payload_bytes)
-        self._exchange = SharedStep(self._mapping, shared, join.payload_bytes)
+        room, size = join.room, division.split.size
+        begin = group_bytes(engine.library, size, room.floats)
+        num_bytes = begin + room.payload_bytes + room.answer_bytes
+        self._mapping = Mapping.shared(exchange, num_bytes)
+        self._exchange = SharedStep(self._mapping, begin, room)
         self._group = NativeGroup(
             engine.library,
             self._mapping.address,
             rank=join.rank,
-            size=split.size,
-            floats=join.floats,
+            size=size,
+            floats=room.floats,
         )
-        engine.join(self._group.handle)
+        self._work = division.work(join.rank, self._decoder, self._group, self._exchange)
         self._connection = connection
         self._cache_file = cache
         self._cache: NativeCache | None = None
@@ -117,15 +118,13 @@ class Member:
                         self._step()
                 case RankOrder.HEAD:
                     with suppress(MemoryError):
-                        self._decoder.logits(self._exchange.read_hidden())
+                        self._work.head(self._exchange.read_hidden())
                 case RankOrder.CALL:
                     self._answer()
 
     def _step(self) -> None:
         assert self._cache is not None
-        step = self._exchange.read_step(self._adapters)
-        run = self._decoder.forward if step.wants_logits else self._decoder.hidden
-        run(step.token_ids, step.positions, step.batch, self._cache, step.rows)
+        self._work.run(self._exchange.read_step(self._adapters), self._cache)
 
     def _answer(self) -> None:
         try:

@@ -12,21 +12,34 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 
+class Room(msgspec.Struct, frozen=True):
+    """The memory that ranks share for steps; it is taken only where it is written.
+
+    Attributes:
+        floats: numbers that a rank gives in one exchange.
+        payload_bytes: for the description of a step.
+        answer_bytes: for what the last stage says; 0 without stages.
+    """
+
+    floats: int
+    payload_bytes: int
+    answer_bytes: int = 0
+
+
 class Join(msgspec.Struct, frozen=True, tag=True):
     """Load a part of the model.
 
     Attributes:
         dtype: of weights that are not packed, by name.
-        floats: numbers that a rank gives in one exchange.
-        payload_bytes: room for the description of a step.
+        bounds: of the stages' layers; empty where each layer is divided.
     """
 
     config: EngineConfig
     dtype: str
     rank: int
     threads: int
-    floats: int
-    payload_bytes: int
+    bounds: tuple[int, ...]
+    room: Room
     context_length: int
 
 

@@ -26,16 +26,16 @@ from appliance.kernels.cpu.engine import RankLostError
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from appliance.config import EngineConfig
-    from appliance.engine.ranks.messages import FromRank, PutAdapter
+    from appliance.engine.ranks.messages import FromRank, PutAdapter, Room
+    from appliance.engine.ranks.shared_step import RankStep
     from appliance.kernels.cpu.cache import CachePlaces
-    from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.kv_format import LayerPrecision
-    from appliance.kernels.ragged import RaggedBatch
 
 
 class RankGroup:
@@ -45,20 +45,24 @@ class RankGroup:
     next fails.
 
     Args:
-        engine: rank 0's.
-        floats: numbers that a rank gives in one exchange.
-        payload_bytes: room for the description of a step.
+        asked: the setting that asks for it.
+        room: of the memory for steps.
+
+    Attributes:
+        native: rank 0's place among the ranks.
+        shared: the memory for steps.
 
     Raises:
         EngineError: the system is out of processes, descriptors or memory.
     """
 
-    def __init__(self, engine: NativeEngine, size: int, floats: int, payload_bytes: int) -> None:
+    def __init__(self, library: ctypes.CDLL, asked: str, size: int, room: Room) -> None:
         self.size = size
         self.weight_bytes: tuple[int, ...] = ()
         self.num_dense = 0
-        self._floats, self._payload_bytes = floats, payload_bytes
-        shared = group_bytes(engine.library, size, floats)
+        self._room = room
+        begin = group_bytes(library, size, room.floats)
+        num_bytes = begin + room.payload_bytes + room.answer_bytes
         self._members: list[RankProcess] = []
         files: list[int] = []
         self._end = weakref.finalize(self, _end, self._members, files)
@@ -69,26 +73,25 @@ class RankGroup:
                 undo.callback(os.close, exchange)
                 self._cache = os.memfd_create("appliance-ranks-cache", os.MFD_CLOEXEC)
                 files.append(self._cache)
-                os.ftruncate(exchange, shared + payload_bytes)
-                mapping = Mapping.shared(exchange, shared + payload_bytes)
+                os.ftruncate(exchange, num_bytes)
+                mapping = Mapping.shared(exchange, num_bytes)
                 for rank in range(1, size):
                     self._members.append(RankProcess(rank, exchange, self._cache))
             except (OSError, MemoryError) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise EngineError(f"the processes of --tensor-parallel: {reason}") from error
+                raise EngineError(f"the processes of {asked}: {reason}") from error
             self._mapping = mapping
             undo.pop_all()
         os.close(exchange)
-        self._exchange = SharedStep(mapping, shared, payload_bytes)
-        self._group = NativeGroup(
-            engine.library,
+        self.shared = SharedStep(mapping, begin, room)
+        self.native = NativeGroup(
+            library,
             mapping.address,
             rank=0,
             size=size,
-            floats=floats,
+            floats=room.floats,
             processes=(-1, *(member.watched for member in self._members)),
         )
-        self._engine = engine
         self._interrupted = False
 
     @property
@@ -101,6 +104,7 @@ class RankGroup:
         config: EngineConfig,
         dtype: Any,
         threads: Sequence[int],
+        bounds: tuple[int, ...],
         context_length: int,
     ) -> None:
         """Tell the ranks to load their parts; `join` waits for them."""
@@ -110,8 +114,8 @@ class RankGroup:
                 dtype_name(dtype),
                 rank=member.rank,
                 threads=count,
-                floats=self._floats,
-                payload_bytes=self._payload_bytes,
+                bounds=bounds,
+                room=self._room,
                 context_length=context_length,
             )
             send(member.connection, join)
@@ -157,18 +161,10 @@ class RankGroup:
         self._call([message] * len(self._members))
 
     @contextlib.contextmanager
-    def step(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: RaggedBatch,
-        rows: Tensor | None,
-        *,
-        wants_logits: bool,
-    ) -> Iterator[None]:
+    def step(self, step: RankStep) -> Iterator[None]:
         """Give a step to the other ranks while rank 0 runs its own part; wait for all of them."""
         self._check()
-        self._exchange.write_step(token_ids, positions, batch, rows, wants_logits=wants_logits)
+        self.shared.write_step(step)
         with self._together():
             yield
 
@@ -176,7 +172,7 @@ class RankGroup:
     def head(self, hidden: Tensor) -> Iterator[None]:
         """Give rows for the head to the other ranks while rank 0 runs its own part."""
         self._check()
-        self._exchange.write_hidden(hidden)
+        self.shared.write_hidden(hidden)
         with self._together():
             yield
 
@@ -186,21 +182,14 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Meet the other ranks before, and wait for them after; raise for a missing one.
-
-        Between two steps the engine may run other models, which rank 0 has alone.
-        """
+        """Meet the other ranks before, and wait for them after; raise for a missing one."""
         self._interrupted = True
         try:
-            self._group.meet()
-            self._engine.join(self._group.handle)
-            try:
-                yield
-            finally:
-                self._engine.join(None)
-            self._group.wait()
+            self.native.meet()
+            yield
+            self.native.wait()
         except MemoryError:  # in all ranks, which go on
-            self._group.wait()
+            self.native.wait()
             self._interrupted = False
             raise
         except RankLostError as error:
@@ -214,14 +203,14 @@ class RankGroup:
     def _call(self, messages: Sequence[Allocate | MakeSlots | PutAdapter]) -> None:
         self._check()
         try:
-            self._group.wait()
-            self._exchange.write_order(RankOrder.CALL)
-            self._group.meet()  # from here on they read, so that no message is too long to send
+            self.native.wait()
+            self.shared.write_order(RankOrder.CALL)
+            self.native.meet()  # from here on they read, so that no message is too long to send
             for member, message in zip(self._members, messages, strict=True):
                 send(member.connection, message)
             for member in self._members:
                 self._answer(member)
-            self._group.wait()
+            self.native.wait()
         except (RankLostError, OSError) as error:
             raise EngineError(self._lost()) from error
 

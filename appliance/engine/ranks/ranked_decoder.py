@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.engine.messages import RankInfo
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
+from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.cpu.cache import layer_offsets
 from appliance.kernels.kv_format import precisions
 from appliance.model.executor import heads_of
+from appliance.model.shard.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping as Targets
@@ -21,14 +23,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from appliance.engine.ranks.division import Division
     from appliance.engine.ranks.rank_group import RankGroup
+    from appliance.engine.ranks.work import RankWork
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.native import NativeDecoder
-    from appliance.model.shard.shard import Shard
-    from appliance.model.shard.split import Split
     from appliance.model.spec import DecoderSpec
 
 
@@ -38,19 +40,19 @@ class RankedDecoder:
 
     Attributes:
         spec: of the whole model.
-        split: the shares.
+        division: the parts of all ranks.
         threads: of each rank.
-        own: rank 0's part.
+        own: rank 0's part, and
+        work: what it does with steps.
         group: the other ranks.
-        shards: of all ranks.
     """
 
     spec: DecoderSpec
-    split: Split
+    division: Division
     threads: tuple[int, ...]
     own: NativeDecoder
+    work: RankWork
     group: RankGroup
-    shards: tuple[Shard, ...]
 
     @property
     def dtype(self) -> Any:
@@ -76,7 +78,8 @@ class RankedDecoder:
         """Describe the processes, this one first."""
         pids = (os.getpid(), *self.group.pids)
         held = (self.own.weight_bytes, *self.group.weight_bytes)
-        each = zip(pids, self.split.shares, self.threads, held, strict=True)
+        layers = [part.layers if isinstance(part, Stage) else None for part in self.division.parts]
+        each = zip(pids, self.division.split.shares, self.threads, held, layers, strict=True)
         return tuple(RankInfo(*facts) for facts in each)
 
     def notes(self) -> tuple[str, ...]:
@@ -106,10 +109,12 @@ class RankedDecoder:
         library = self.own.engine.library
         sizes = [
             (
-                *layer_offsets(library, layers, heads_of(shard.spec), block_size)[-1],
-                shard.spec.state_bytes,
+                *layer_offsets(library, layers[part.cache_layers], heads_of(part.spec), block_size)[
+                    -1
+                ],
+                part.spec.state_bytes,
             )
-            for shard in self.shards
+            for part in self.division.parts
         ]
         *offsets, strides = accumulate(sizes, _add, initial=(0, 0, 0))
         counts = (num_blocks, num_open, num_states)
@@ -139,9 +144,7 @@ class RankedDecoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """Run one step in all ranks; see `Executor.forward`."""
-        with self.group.step(token_ids, positions, batch, rows, wants_logits=True):
-            own = _with_own_adapters(batch)
-            return self.own.forward(token_ids, positions, own, cache, rows)
+        return self._run(RankStep(token_ids, positions, batch, rows, wants_logits=True), cache)
 
     def hidden(
         self,
@@ -152,14 +155,20 @@ class RankedDecoder:
         rows: Tensor | None = None,
     ) -> Tensor:
         """Run one step in all ranks up to the head; see `Executor.hidden`."""
-        with self.group.step(token_ids, positions, batch, rows, wants_logits=False):
-            own = _with_own_adapters(batch)
-            return self.own.hidden(token_ids, positions, own, cache, rows)
+        return self._run(RankStep(token_ids, positions, batch, rows, wants_logits=False), cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Run the head in all ranks; see `Executor.logits`."""
         with self.group.head(hidden):
-            return self.own.logits(hidden)
+            logits = self.work.head(hidden)
+        assert logits is not None
+        return logits
+
+    def _run(self, step: RankStep, cache: NativeCache) -> Tensor:
+        with self.group.step(step):
+            answers = self.work.run(replace(step, batch=_with_own_adapters(step.batch)), cache)
+        assert answers is not None
+        return answers
 
 
 def _add(one: tuple[int, int, int], two: tuple[int, int, int]) -> tuple[int, int, int]:

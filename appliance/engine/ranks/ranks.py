@@ -7,23 +7,25 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.adapters.loader import wants_adapters
+from appliance.engine.ranks.division import DividedLayers
 from appliance.engine.ranks.rank_group import RankGroup
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.ranks.shared_step import payload_bytes
+from appliance.engine.ranks.stage_division import Stages
 from appliance.errors import ConfigError
+from appliance.kernels.cpu.library import load_library
 from appliance.model.native_loader import load_native
-from appliance.model.shard.shard import shard_source, undivided
 from appliance.model.shard.split import Split
-from appliance.model.tensors import Role
+from appliance.model.shard.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.execution.execution import Precision
+    from appliance.engine.ranks.division import Division
     from appliance.kernels.cpu.engine import NativeEngine
-    from appliance.model.shard.shard import Shard
     from appliance.model.source import ModelSource
-    from appliance.model.tensors import TensorSlot
 
 # Resident memory of a process with Python and NumPy and no model, beside what it shares.
 MEMBER_BYTES = 60 << 20
@@ -38,69 +40,56 @@ class Ranks:
     Attributes:
         config: the settings, which every rank reads.
         threads: of each rank.
-        shards: what each rank has.
+        division: what each rank has.
     """
 
     config: EngineConfig
-    split: Split
     threads: tuple[int, ...]
-    shards: tuple[Shard, ...]
+    division: Division
 
     @classmethod
-    def of(cls, config: EngineConfig, source: ModelSource, threads: int) -> Ranks | None:
+    def of(
+        cls, config: EngineConfig, source: ModelSource, precision: Precision, threads: int
+    ) -> Ranks | None:
         """Divide a model as the settings say; None if one process has all of it.
 
         Args:
             threads: of all ranks together, at least one each.
 
         Raises:
-            ConfigError: these are no shares, or the model's heads do not divide by them.
+            ConfigError: these are no shares, or the model does not divide so.
         """
         if not config.is_divided:
             return None
-        if config.tensor_parallel == 1:
+        if config.num_ranks == 1:
             raise ConfigError(
                 f"--gpu-split {config.gpu_split} divides the model among several processes;"
-                " say how many with --tensor-parallel"
+                " say how many with --tensor-parallel or --pipeline-parallel"
             )
-        split = Split.parse(config.tensor_parallel, config.gpu_split)
+        split = _split(config)
+        division: Division
+        if config.pipeline_parallel > 1:
+            division = Stages.of(config, source, split, precision, load_library())
+        else:
+            division = DividedLayers.of(source, split)
         bounds = split.cut(max(threads, split.size))
         assert bounds is not None
         counts = tuple(last - first for first, last in pairwise(bounds))
-        return cls(config, split, counts, shard_source(source, split))
+        return cls(config, counts, division)
 
-    def copies(self, slot: TensorSlot) -> int:
-        """Return how many ranks hold a tensor."""
-        if slot.layer is None:
-            return 1 if slot.role in (Role.EMBEDDING, Role.HEAD) else self.split.size
-        share = self.shards[0].layers[slot.layer]
-        if slot.role in (Role.DOWN, Role.GATE, Role.UP, Role.GATE_UP):
-            return 1 if share.columns is not None else self.split.size
-        if slot.role in (Role.QUERY, Role.QKV, Role.OUTPUT) and share.heads is not None:
-            return 1
-        if slot.role in (Role.KEY, Role.VALUE) and share.heads is not None:
-            kept = {shard.layers[slot.layer].heads for shard in self.shards}
-            groups = {heads.first_kv for heads in kept if heads is not None}
-            return -(-self.split.size // len(groups))
-        return self.split.size
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.division.split.size
 
     def process_bytes(self, source: ModelSource) -> int:
         """Return the memory of the other processes beside their parts, and of exchanges."""
-        rows = self.config.max_num_batched_tokens
-        exchange = 2 * self.split.size * 4 * self._floats(source)
+        rows, room = self.config.max_num_batched_tokens, self.division.room(self.config, 0)
+        exchange = 2 * self.size * 4 * room.floats
+        if room.answer_bytes:
+            exchange += 4 * self.config.max_num_seqs * source.spec.vocab_size
         each = MEMBER_BYTES + (TORCH_BYTES if wants_adapters(self.config) else 0)
-        return (self.split.size - 1) * each + exchange + 64 * rows
-
-    def notes(self) -> tuple[str, ...]:
-        """Say how the model is divided, and what is not."""
-        heads = [shard.layers[at].heads for shard in self.shards for at in self._first_divided()]
-        counts = ":".join(str(share.count) for share in heads if share is not None)
-        words = f"{self.split.size} processes divide the model {self.split}"
-        if counts:
-            words += f", heads {counts}"
-        if whole := undivided(self.shards):
-            words += f"; each has all of {' and '.join(whole)}"
-        return (words,)
+        return (self.size - 1) * each + exchange + 64 * rows
 
     def load(
         self,
@@ -116,29 +105,35 @@ class Ranks:
             EngineError: a rank could not be started, or could not load its part.
         """
         rows, width = self.config.max_num_batched_tokens, source.spec.hidden_size
-        room = payload_bytes(rows, -(-context_length // SMALLEST_BLOCK), width)
-        group = RankGroup(engine, self.split.size, self._floats(source), room)
+        payload = payload_bytes(rows, -(-context_length // SMALLEST_BLOCK), width)
+        room = self.division.room(self.config, payload)
+        group = RankGroup(engine.library, self.config.ranks_setting, self.size, room)
         try:
-            group.load(self.config, dtype, self.threads, context_length)
+            group.load(self.config, dtype, self.threads, self.division.bounds, context_length)
             own = load_native(
                 source,
                 engine,
                 dtype,
                 on_progress,
                 context_length=context_length,
-                shard=self.shards[0],
+                part=self.division.parts[0],
             )
             group.join()
         except BaseException:
             group.close()
             raise
-        return RankedDecoder(source.spec, self.split, self.threads, own, group, self.shards)
+        work = self.division.work(0, own, group.native, group.shared)
+        return RankedDecoder(source.spec, self.division, self.threads, own, work, group)
 
-    def _first_divided(self) -> list[int]:
-        layers = enumerate(self.shards[0].layers)
-        return [at for at, share in layers if share.heads is not None][:1]
 
-    def _floats(self, source: ModelSource) -> int:
-        """Return the numbers that a rank gives at once: all rows of the largest step."""
-        widest = self.shards[0].widest_tokens
-        return max(self.config.max_num_batched_tokens * source.spec.hidden_size, widest)
+def told_division(config: EngineConfig, source: ModelSource, bounds: tuple[int, ...]) -> Division:
+    """Return the division that rank 0 has made; `bounds` are those of its stages, if any."""
+    split = _split(config)
+    if not bounds:
+        return DividedLayers.of(source, split)
+    stages = tuple(Stage.of(source.spec, bounds, rank) for rank in range(split.size))
+    return Stages(split, stages, stage_bytes=())
+
+
+def _split(config: EngineConfig) -> Split:
+    return Split.parse(config.num_ranks, config.gpu_split)

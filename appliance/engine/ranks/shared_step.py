@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from appliance.engine.ranks.messages import Room
     from appliance.kernels.cpu.arena import Mapping
 
 ALIGNMENT = 64  # bytes
@@ -52,13 +53,15 @@ class SharedStep:
 
     Args:
         mapping: shared by all ranks.
-        begin: where the description lies in it.
-        num_bytes: most bytes that it may take.
+        begin: where the description of a step lies in it, and behind that the answers.
+        room: the bytes of both.
     """
 
-    def __init__(self, mapping: Mapping, begin: int, num_bytes: int) -> None:
+    def __init__(self, mapping: Mapping, begin: int, room: Room) -> None:
         whole: NDArray[Any] = np.frombuffer(mapping.memory, dtype=np.uint8)
-        self._bytes = whole[begin : begin + num_bytes]
+        end = begin + room.payload_bytes
+        self._bytes = whole[begin:end]
+        self._answers = whole[end : end + room.answer_bytes]
         self._header = self._bytes[: 8 * _HEADER].view(np.int64)
 
     @property
@@ -68,30 +71,23 @@ class SharedStep:
     def write_order(self, order: RankOrder) -> None:
         self._header[0] = order
 
-    def write_step(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: RaggedBatch,
-        rows: Tensor | None,
-        *,
-        wants_logits: bool,
-    ) -> int:
+    def write_step(self, step: RankStep) -> int:
         """Write down a step; return its bytes."""
+        batch = step.batch
         parts = (
-            token_ids,
-            positions,
+            step.token_ids,
+            step.positions,
             batch.slot_mapping,
             batch.query_start,
             batch.context_lens,
             batch.block_tables,
-            rows,
+            step.rows,
             None if batch.sealed is None else batch.sealed.open_tables,
             batch.state_slots,
             None if batch.adapters is None else batch.adapters.slots,
         )
         width = batch.block_tables.shape[1]
-        self._header[:4] = RankOrder.STEP, batch.num_seqs, width, wants_logits
+        self._header[:4] = RankOrder.STEP, batch.num_seqs, width, step.wants_logits
         counts = [_NONE if part is None else part.numel() for part in parts]
         self._header[4 : 4 + len(counts)] = counts
         end = 8 * _HEADER
@@ -143,6 +139,14 @@ class SharedStep:
         found: Tensor = arrays.of_numpy(values.reshape(rows, width))
         return found
 
+    def answers(self, first: int, count: int, width: int) -> Tensor:
+        """View rows of what the last stage says, (count, width) float32."""
+        begin, end = 4 * first * width, 4 * (first + count) * width
+        assert end <= len(self._answers), (first, count, width)
+        values = self._answers[begin:end].view(np.float32)
+        found: Tensor = arrays.of_numpy(values.reshape(count, width))
+        return found
+
 
 _TYPES = tuple(
     map(np.dtype, (*("int64",) * 3, *("int32",) * 3, "int64", *("int32",) * 3)),
@@ -165,4 +169,5 @@ def payload_bytes(num_rows: int, table_width: int, hidden_size: int) -> int:
     """
     sizes = (*(8,) * 4, *(4,) * 5, 4 * table_width)
     step = sum(sizes) * (num_rows + 1) + len(_TYPES) * ALIGNMENT
-    return 8 * _HEADER + max(step, 4 * prod((num_rows, hidden_size)))
+    room = 8 * _HEADER + max(step, 4 * prod((num_rows, hidden_size)))
+    return -(-room // ALIGNMENT) * ALIGNMENT

@@ -43,6 +43,7 @@ class NativeAdapterSlots:
 
     Args:
         targets: the linears that adapters may change.
+        layers: of the model, first and one after the last that are here.
         cut: takes a rank's part out of factors; None for the whole model.
 
     Attributes:
@@ -53,7 +54,7 @@ class NativeAdapterSlots:
         self,
         library: ctypes.CDLL,
         targets: Mapping[str, AdapterTarget],
-        num_layers: int,
+        layers: tuple[int, int],
         dtype: torch.dtype,
         count: int,
         cut: Callable[[tuple[int, AdapterPlace], PlacedFactors], PlacedFactors] | None = None,
@@ -61,7 +62,7 @@ class NativeAdapterSlots:
         self.table = (AdapterStruct * count)()
         self._held: list[NativeAdapter | None] = [None] * count
         self._targets = targets
-        self._num_layers = num_layers
+        self._layers = range(*layers)
         self._dtype = dtype
         self._cut = cut
         # An engine serves one thread at a time, and steps keep the model's busy.
@@ -70,17 +71,21 @@ class NativeAdapterSlots:
     def lay_out(self, adapter: Adapter) -> NativeAdapter:
         arena = Arena()
         packer = WeightPacker(self._engine, arena, self._dtype)
-        placed = place_factors(adapter, self._targets)
+        placed = {
+            at: factors
+            for at, factors in place_factors(adapter, self._targets).items()
+            if at[0] in self._layers
+        }
         if self._cut is not None:
             placed = {at: self._cut(at, factors) for at, factors in placed.items()}
         places = [
             _low_rank(packer, placed.get((layer, place)))
-            for layer in range(self._num_layers)
+            for layer in self._layers
             for place in AdapterPlace
         ]
         struct = AdapterStruct(
             places=packer.structs(LowRankStruct, places),
-            most_ranks=max(len(factors.scales) for factors in placed.values()),
+            most_ranks=max((len(factors.scales) for factors in placed.values()), default=0),
         )
         return NativeAdapter(struct, arena)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.shard.split import Heads, Split, check_split, cut_heads
+from appliance.model.shard.stage import Stage
 from appliance.model.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec
 from appliance.model.tensors import Role
 
@@ -56,6 +57,11 @@ class Shard:
     tokens: tuple[int, ...]
 
     @property
+    def cache_layers(self) -> slice:
+        """The places of its layers among the model's `cache_layers`: all of them."""
+        return slice(None)
+
+    @property
     def own_tokens(self) -> slice:
         return slice(self.tokens[self.rank], self.tokens[self.rank + 1])
 
@@ -63,6 +69,10 @@ class Shard:
     def widest_tokens(self) -> int:
         """Most rows of embedding and head on a rank."""
         return max(last - first for first, last in pairwise(self.tokens))
+
+
+# A share of each layer, or a run of layers.
+Part: TypeAlias = Shard | Stage
 
 
 def shard_model(

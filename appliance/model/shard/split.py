@@ -42,8 +42,8 @@ class Split:
             )
         if len(words) != size:
             raise ConfigError(
-                f"--gpu-split {text} has {len(words)} shares for --tensor-parallel {size}; give"
-                " one for each rank, or auto"
+                f"--gpu-split {text} has {len(words)} shares for {size} processes; give one for"
+                " each, or auto"
             )
         shares = tuple(map(int, words))
         divisor = gcd(*shares)

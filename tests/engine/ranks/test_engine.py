@@ -11,7 +11,9 @@ import psutil
 import pytest
 import torch
 from drafting import draft_always
+from expert_models import EXPERTS
 from lora import write_adapter
+from recurrent_models import RECURRENT
 from sure_models import write_sure_model
 from waiting import wait_until
 
@@ -115,22 +117,49 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
         expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
         assert not alone.info.ranks
         assert alone.info.num_blocks == blocks
-    with loaded(folder, tensor_parallel=2, gpu_split="2:1", **settings) as engine:
-        assert [rank.share for rank in engine.info.ranks] == [2, 1]
-        assert engine.info.num_blocks == blocks, "no head is in two ranks"
-        assert "2 processes divide the model 2:1, heads 4:2" in engine.info.notes
+    for divided, note in (
+        ({"tensor_parallel": 2, "gpu_split": "2:1"}, "divide the model 2:1, heads 4:2"),
+        ({"pipeline_parallel": 2, "gpu_split": "2:1"}, "run the model's layers in turn"),
+    ):
+        with loaded(folder, **divided, **settings) as engine:
+            assert [rank.share for rank in engine.info.ranks] == [2, 1]
+            assert engine.info.num_blocks == blocks, "nothing is cached in two ranks"
+            assert any(note in words for words in engine.info.notes), engine.info.notes
+            assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
+            stats = engine.stats()
+            assert stats.swaps_total > 0
+            assert stats.prefix_hits_total > 0
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe"])
+def test_stages_hold_states_and_experts_whole(model_type: str, tmp_path: Path) -> None:
+    """Sequences give way and come back, with the states that one stage has."""
+    sizes = SIZES | {"num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96}
+    table = RECURRENT if model_type in RECURRENT else EXPERTS
+    write_sure_model(model_type, tmp_path, **table[model_type][1] | sizes)
+    settings: dict[str, Any] = {"max_model_len": 160, "kv_cache_dtype": "int8"}
+    with loaded(tmp_path, **settings) as roomy:
+        blocks = CACHED_TOKENS // roomy.info.block_size
+        settings["kv_cache_memory"] = blocks * roomy.info.kv_bytes // roomy.info.num_blocks
+    with loaded(tmp_path, **settings) as alone:
+        expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
+    with loaded(tmp_path, pipeline_parallel=3, threads=3, **settings) as engine:
+        assert [rank.layers for rank in engine.info.ranks] == [(0, 1), (1, 2), (2, 3)]
         assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
         stats = engine.stats()
-        assert stats.swaps_total > 0
+        assert stats.preemptions_total > 0
         assert stats.prefix_hits_total > 0
 
 
-def test_a_draft_model_runs_beside_the_ranks(model: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_a_draft_model_runs_beside_the_ranks(
+    model: tuple[Any, Path], divided: dict[str, Any]
+) -> None:
     """Rank 0 has all of it, and runs it between two steps."""
     settings: dict[str, Any] = {"kv_cache_dtype": "fp32", "max_model_len": 160}
     with loaded(model[1], speculate="off", **settings) as alone:
         expected = answers(alone, PROMPTS)
-    with loaded(model[1], tensor_parallel=2, speculate="draft=self", **settings) as engine:
+    with loaded(model[1], **divided, speculate="draft=self", **settings) as engine:
         draft_always(engine)
         speculator: Any = engine._scheduler._speculator
         speculator._proposers = ()  # the draft model alone
@@ -139,7 +168,10 @@ def test_a_draft_model_runs_beside_the_ranks(model: tuple[Any, Path]) -> None:
         assert engine.info.drafts.startswith("the model itself at 4 bits: 2 layers, ")
 
 
-def test_adapters_are_cut_as_the_model_is(model: tuple[Any, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_adapters_are_cut_as_the_model_is(
+    model: tuple[Any, Path], tmp_path: Path, divided: dict[str, Any]
+) -> None:
     folder = model[1]
     source = open_model(folder)
     targets = adapter_targets(source.spec, source.family.names).values()
@@ -151,12 +183,15 @@ def test_adapters_are_cut_as_the_model_is(model: tuple[Any, Path], tmp_path: Pat
     with loaded(folder, **settings) as alone:
         expected = [answers(alone, PROMPTS), answers(alone, PROMPTS, ref)]
     assert expected[0] != expected[1]
-    with loaded(folder, tensor_parallel=2, **settings) as engine:
+    with loaded(folder, **divided, **settings) as engine:
         assert [answers(engine, PROMPTS), answers(engine, PROMPTS, ref)] == expected
 
 
-def test_a_rank_that_ends_takes_the_engine_along(model: tuple[Any, Path]) -> None:
-    with loaded(model[1], tensor_parallel=2) as engine:
+@pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_a_rank_that_ends_takes_the_engine_along(
+    model: tuple[Any, Path], divided: dict[str, Any]
+) -> None:
+    with loaded(model[1], **divided) as engine:
         answers(engine, PROMPTS[:1])
         pid = engine.info.ranks[1].pid
         os.kill(pid, signal.SIGKILL)
@@ -178,8 +213,18 @@ def test_ranks_end_with_the_engine(model: tuple[Any, Path]) -> None:
     ("options", "match"),
     [
         ({"tensor_parallel": 2, "gpu_split": "1:1"}, "6 heads in 3 groups.*2:1"),
-        ({"tensor_parallel": 2, "gpu_split": "2"}, "has 1 shares for --tensor-parallel 2"),
-        ({"gpu_split": "2:1"}, "say how many with --tensor-parallel"),
+        ({"tensor_parallel": 2, "gpu_split": "2"}, "has 1 shares for 2 processes"),
+        ({"gpu_split": "2:1"}, "say how many with --tensor-parallel or --pipeline-parallel"),
+        ({"pipeline_parallel": 3}, "this model has 2; use --pipeline-parallel 2 or less"),
+        (
+            {"pipeline_parallel": 2, "tensor_parallel": 2},
+            "exclude one another.*use --tensor-parallel 4 or --pipeline-parallel 4",
+        ),
+        ({"pipeline_parallel": 2, "gpu_split": "2"}, "has 1 shares for 2 processes"),
+        (
+            {"pipeline_parallel": 2, "kernels": "torch"},
+            "--pipeline-parallel 2 needs the CPU library, and --kernels torch",
+        ),
         ({"tensor_parallel": 2, "kernels": "torch"}, "needs the CPU library, and --kernels torch"),
         ({"tensor_parallel": 2, "block_size": 8}, "needs the CPU library: its blocks"),
     ],

@@ -266,7 +266,7 @@ def test_a_head_without_a_tensor_is_refused(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tensor_parallel": 2}, "--tensor-parallel and --gpu-split divide among several"),
+        ({"tensor_parallel": 2}, "--pipeline-parallel and --gpu-split divide among several"),
         ({"kernels": "torch"}, "needs the CPU library, whose answers"),
     ],
 )

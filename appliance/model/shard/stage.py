@@ -1,0 +1,133 @@
+"""One rank's run of whole layers: the first has the embedding too, the last the head.
+
+Nothing of a layer is divided, so every kind of mixer and of MLP can lie in a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank's part of a model whose layers are run in turn.
+
+    Attributes:
+        whole: the model.
+        bounds: (size + 1,) of each rank the first layer, and one after the last layer of all.
+        spec: as if the part were a model.
+    """
+
+    rank: int
+    whole: DecoderSpec
+    bounds: tuple[int, ...]
+    spec: DecoderSpec
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, bounds: tuple[int, ...], rank: int) -> Stage:
+        own = replace(spec, layers=spec.layers[bounds[rank] : bounds[rank + 1]])
+        return cls(rank, spec, bounds, own)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.bounds) - 1
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Its first layer in the model, and one after its last."""
+        return self.bounds[self.rank], self.bounds[self.rank + 1]
+
+    @property
+    def is_first(self) -> bool:
+        """True if it reads tokens."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if it says logits."""
+        return self.rank == self.size - 1
+
+    @property
+    def cache_layers(self) -> slice:
+        """The places of its layers among the model's `cache_layers`."""
+        first, last = self.layers
+        indices = list(self.whole.cache_layers)
+        return slice(sum(i < first for i in indices), sum(i < last for i in indices))
+
+
+def check_stages(spec: DecoderSpec, size: int) -> None:
+    """Refuse a model that cannot be cut between layers into so many parts.
+
+    Raises:
+        ConfigError: names what can be instead.
+    """
+    asked = f"--pipeline-parallel {size}"
+    for index, mixer in spec.attention_layers.items():
+        if mixer.kv_layer is not None:
+            raise ConfigError(
+                f"{asked} cuts a model between layers, and layer {index} of this one reads the keys"
+                f" and values of layer {mixer.kv_layer}; use --tensor-parallel {size}, which"
+                " divides each layer"
+            )
+    if spec.token_input is not None:
+        raise ConfigError(
+            f"{asked} cuts a model between layers, and each layer of this one has an input from the"
+            f" tokens themselves; use --tensor-parallel {size}, which divides each layer"
+        )
+    if size > len(spec.layers):
+        raise ConfigError(
+            f"{asked} needs a layer for each process, and this model has {len(spec.layers)}; use"
+            f" --pipeline-parallel {len(spec.layers)} or less"
+        )
+
+
+def cut_layers(
+    sizes: Sequence[float], shares: Sequence[int], first: float = 0, last: float = 0
+) -> tuple[int, ...]:
+    """Divide layers into runs, of which the largest beside its share is as small as can be.
+
+    Args:
+        sizes: bytes of each layer.
+        shares: of each rank, at most as many as layers.
+        first: bytes of the first rank besides, and
+        last: of the last rank.
+
+    Returns:
+        (len(shares) + 1,) bounds; no run is empty.
+    """
+    begins = list(accumulate(sizes, initial=0.0))
+    count, final = len(sizes), len(shares) - 1
+    # Of the first runs, by the layer after them: the largest so far, and their bounds.
+    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for rank, share in enumerate(shares):
+        beside = first * (rank == 0) + last * (rank == final)
+        ends = [count] if rank == final else range(rank + 1, count - final + rank + 1)
+        found = {
+            end: min(
+                (max(most, (begins[end] - begins[begin] + beside) / share), (*bounds, end))
+                for begin, (most, bounds) in found.items()
+                if begin < end
+            )
+            for end in ends
+        }
+    return found[count][1]
+
+
+def run_bytes(
+    sizes: Sequence[float], bounds: Sequence[int], first: float = 0, last: float = 0
+) -> tuple[float, ...]:
+    """Return the bytes of each run of layers, with what its rank has besides."""
+    runs = [sum(sizes[begin:end]) for begin, end in pairwise(bounds)]
+    runs[0] += first
+    runs[-1] += last
+    return tuple(runs)
