@@ -25,7 +25,7 @@ class FinishReason(Enum):
 
 
 class Pooling(Enum):
-    """How a prompt's hidden states become one."""
+    """Reduction of a prompt's hidden states to one."""
 
     LAST = "last"  # the last token's
     MEAN = "mean"  # the mean of all

@@ -21,7 +21,7 @@ class SupervisedEngine:
 
     @property
     def reason(self) -> str:
-        """Why the engine is not ready, if it failed or is restarting."""
+        """The cause, if the engine failed or is restarting."""
         return self._supervisor.reason
 
     @property

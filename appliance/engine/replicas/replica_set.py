@@ -95,7 +95,7 @@ class ReplicaSet(OpenRequests):
 
     @property
     def reason(self) -> str:
-        """Why a replica is not ready, if one failed or is restarting."""
+        """The cause, if a replica failed or is restarting."""
         return next((one.reason for one in self.replicas if one.reason), "")
 
     @property
