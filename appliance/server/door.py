@@ -53,7 +53,6 @@ class Door:
         self._keys = KeyCheck(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit a request or answer with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -61,7 +61,6 @@ class Idempotency:
         self._answers: OrderedDict[_Name, SharedAnswer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or repeat its answer."""
         try:
             name = _name_of(scope)
             if name is None:

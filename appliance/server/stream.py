@@ -126,7 +126,6 @@ class EventStream(Response):
             self._on_close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, unless the client disconnects."""
         packer = zlib.compressobj(level=1, wbits=_GZIP) if self._gzip else None
         stream = _Stream(scope, receive, send, self, packer)
         try:
