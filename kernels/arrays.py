@@ -155,6 +155,15 @@ class HostArray(np.ndarray[Any, np.dtype[Any]]):
     def amax(self, dim: Any) -> Any:
         return self.max(axis=dim)
 
+    def amin(self, dim: Any) -> Any:
+        return self.min(axis=dim)
+
+    def clamp(self, min: Any = None, max: Any = None) -> Any:
+        return self.clip(min, max)
+
+    def clamp_(self, low: Any, high: Any) -> Any:
+        return self.clip(low, high, out=self)
+
     def index_select(self, dim: Any, index: Any) -> Any:
         return self.take(index, axis=dim)
 
@@ -261,6 +270,15 @@ def at_least_zero(array: Any, out: Any) -> None:
     import torch
 
     torch.clamp(array, min=0, out=out)
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """Choose element by element; one of the two may be a number."""
+    if isinstance(condition, HostArray):
+        return of_numpy(np.where(condition, yes, no))
+    import torch
+
+    return torch.where(condition, yes, no)
 
 
 def padded(array: Any, count: int) -> Any:

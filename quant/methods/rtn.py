@@ -6,22 +6,20 @@ the stored scale.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.pack import pack_codes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from appliance.quant.formats.scheme import WeightScheme
 
 
-def quantize(
-    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype = torch.bfloat16
-) -> PackedWeight:
-    """Quantize one linear weight.
+def quantize(weight: Tensor, scheme: WeightScheme, scale_dtype: Any = "bfloat16") -> PackedWeight:
+    """Quantize one linear weight, torch's or a `HostArray`.
 
     Symmetric: the group's weight farthest from 0 gets the lowest code, one step farther out than
     the highest. So the scale has the opposite sign of that weight and may be negative; that weight
@@ -46,16 +44,18 @@ def quantize(
     out_features, in_features = weight.shape
     group_size = scheme.group_size or in_features
     assert in_features % group_size == 0, (in_features, group_size)
-    groups = weight.to(torch.float32).reshape(out_features, -1, group_size)
-    low, high = groups.aminmax(dim=-1)  # (out_features, in_features / group_size)
+    groups = arrays.cast(weight, "float32").reshape(out_features, -1, group_size)
+    low, high = groups.amin(-1), groups.amax(-1)  # (out_features, in_features / group_size)
     scale, zero_point = steps_over(low, high, scheme, scale_dtype)
-    codes = torch.round(groups / scale.unsqueeze(-1))
-    codes.add_(zero_point.unsqueeze(-1)).clamp_(0, scheme.max_code)
+    codes = groups / scale.unsqueeze(-1)
+    codes = codes.round()
+    codes += zero_point.unsqueeze(-1)
+    codes.clamp_(0, scheme.max_code)
     return pack(codes.view(out_features, in_features), scale, zero_point, scheme, scale_dtype)
 
 
 def steps_over(
-    low: Tensor, high: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
+    low: Tensor, high: Tensor, scheme: WeightScheme, scale_dtype: Any
 ) -> tuple[Tensor, Tensor]:
     """Return scale and zero point of groups that span `low` to `high`; see `quantize`.
 
@@ -65,12 +65,12 @@ def steps_over(
         Both float32: scales that the stored type holds exactly, and whole numbers.
     """
     if scheme.symmetric:
-        farthest = torch.where(high > -low, high, low)
+        farthest = arrays.where(high > -low, high, low)
         scale = _stored(-farthest / scheme.zero_code, scale_dtype)
-        return scale, torch.full_like(scale, scheme.zero_code)
+        return scale, arrays.where(scale == 0, scale, float(scheme.zero_code))
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = _stored((high - low) / scheme.max_code, scale_dtype)
-    return scale, torch.round(-low / scale).clamp_(0, scheme.max_code)
+    return scale, (-low / scale).round().clamp_(0, scheme.max_code)
 
 
 def pack(
@@ -78,22 +78,23 @@ def pack(
     scale: Tensor,
     zero_point: Tensor,
     scheme: WeightScheme,
-    scale_dtype: torch.dtype,
+    scale_dtype: Any,
 ) -> PackedWeight:
     """Pack codes (out_features, in_features), whole numbers of any float type."""
-    scale = scale.to(scale_dtype)
+    scale = arrays.cast(scale, scale_dtype)
     symmetric = scheme.symmetric
     return PackedWeight(
-        codes=pack_codes(codes.to(torch.uint8), scheme.code_bits),
+        codes=pack_codes(arrays.cast(codes, "uint8"), scheme.code_bits),
         scale=scale,
-        offset=-scheme.zero_code * scale if symmetric else zero_point.to(scale_dtype),
+        offset=-scheme.zero_code * scale if symmetric else arrays.cast(zero_point, scale_dtype),
         offset_kind=OffsetKind.ADDITIVE if symmetric else OffsetKind.ZERO_POINT,
         bits=scheme.code_bits,
         group_size=scheme.group_size or codes.shape[1],
     )
 
 
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _stored(scale: Tensor, dtype: Any) -> Tensor:
     """Round scales to their stored type; 0 becomes 1, since codes divide by the scale."""
-    rounded = scale.to(dtype).float()
-    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+    rounded = arrays.cast(scale, dtype).float()
+    found: Tensor = arrays.where(rounded == 0, 1.0, rounded)
+    return found

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
@@ -44,6 +45,15 @@ def steps_off(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) ->
 def rounding_of_scale(scheme: WeightScheme) -> float:
     """By how many steps a range of all codes is off when its scale is rounded to bfloat16."""
     return scheme.max_code * 2**-8 + 1e-3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_arrays_without_torch_give_the_same_codes(scheme: WeightScheme) -> None:
+    weight = heavy_tailed(7)
+    by_torch, by_numpy = quantize(weight, scheme), quantize(arrays.of_numpy(weight.numpy()), scheme)
+    assert isinstance(by_numpy.codes, arrays.HostArray)
+    for name in ("codes", "scale", "offset"):
+        assert torch.equal(arrays.in_torch(getattr(by_numpy, name)), getattr(by_torch, name)), name
 
 
 @given(schemes, scale_dtypes, seeds)
