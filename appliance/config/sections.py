@@ -47,6 +47,16 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
             choices=("auto", "bfloat16", "float16", "float32"),
         ),
     ] = "auto"
+    weight_bits: Annotated[
+        int | None,
+        Setting(
+            "Round weights to so many bits while they are loaded: 8 or 4 for the layers, 8 for"
+            " embedding and head. What has no more stays as it is.",
+            Group.MODEL,
+            choices=(8, 4),
+            default_is="as they are stored",
+        ),
+    ] = None
     kernels: Annotated[
         str,
         Setting(

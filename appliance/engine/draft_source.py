@@ -133,7 +133,7 @@ def open_draft(
         )
     if not name:
         return _open_head(asked, source, execution, config)
-    draft = narrowed(source) if name == SELF_DRAFT else open_model(Path(name), in_torch=False)
+    draft = narrowed(source, 4, 4) if name == SELF_DRAFT else open_model(Path(name), in_torch=False)
     if draft is None:
         raise ConfigError(
             f"{asked} drafts with the model itself at 4 bits, and its weights have no more than"

@@ -6,7 +6,6 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -35,8 +34,8 @@ from appliance.engine.run.hidden_rows import HiddenRows
 from appliance.engine.run.host_device import HostDevice, NativeDevice
 from appliance.engine.runner_setup import RunnerParts, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.served_source import open_served
 from appliance.model.native import NativeDecoder
-from appliance.model.source import open_model
 from appliance.runtime import release_unused, resident_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def load_parts(
     begin = time.perf_counter()
     stages = [("imports", time.monotonic())]
     on_progress("reading the model", 0, 0)
-    source = source or open_model(Path(config.model), in_torch=False)
+    source = source or open_served(config)
     opened = _open(config, source, device)
     request, plan = _plan(config, opened, admission or Admission())
     opened = _with_host(config, opened, plan)

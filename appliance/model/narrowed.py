@@ -1,31 +1,40 @@
-"""Presents a model's matrices rounded to nearest at 4 bits, for self-drafting."""
+"""Presents a model's matrices at fewer bits, rounded to nearest: the model, smaller and worse."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.kernels import arrays
-from appliance.kernels.weight import dense
+from appliance.kernels.packed import DEQUANTIZE_AT_ONCE, PackedWeight
+from appliance.kernels.weight import some_rows
 from appliance.model.tensors import Role
 from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.methods.rtn import quantize
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats import WeightReader
 
-SCHEME = WeightScheme(bits=4, group_size=32)
+# Eight bits as `quantize --method int8` has them.
+_SCHEMES = {8: WeightScheme(8, None), 4: WeightScheme(4, 32)}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 
 
 class NarrowedWeights:
-    """Reads a model's tensors, some of them at 4 bits."""
+    """Reads a model's tensors, some of them at fewer bits.
 
-    def __init__(self, weights: WeightReader, names: frozenset[str]) -> None:
+    Args:
+        weights: the model's.
+        schemes: of the tensors to narrow, by name.
+    """
+
+    def __init__(self, weights: WeightReader, schemes: Mapping[str, WeightScheme]) -> None:
         self._weights = weights
-        self._names = names
+        self._schemes = schemes
 
     def tensor_names(self) -> list[str]:
         return self._weights.tensor_names()
@@ -34,40 +43,76 @@ class NarrowedWeights:
         return self._weights.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        return SCHEME.bits if name in self._names else self._weights.packed_bits(name)
+        """Return the bits of a matrix's codes."""
+        scheme = self._schemes.get(name)
+        return self._weights.packed_bits(name) if scheme is None else scheme.bits
 
     def float_bits(self, name: str) -> int | None:
-        return None if name in self._names else self._weights.float_bits(name)
+        """Return the bits of floating-point codes, None of others."""
+        return None if name in self._schemes else self._weights.float_bits(name)
 
     def load(self, name: str) -> Weight:
         """Read one tensor and round it if it is to be narrowed."""
         weight = self._weights.load(name)
-        if name not in self._names:
-            return weight
-        from appliance.quant.methods.rtn import quantize  # the quantizer loads torch
-
-        return quantize(arrays.in_torch(dense(weight, "float32")), SCHEME)
+        scheme = self._schemes.get(name)
+        return weight if scheme is None else _rounded(weight, scheme)
 
     def notes(self) -> tuple[str, ...]:
-        return self._weights.notes()
+        """Say that numbers were rounded, beside the notes of the tensors loaded so far."""
+        bits = " and ".join(str(bits) for bits in sorted({s.bits for s in self._schemes.values()}))
+        note = (
+            f"{len(self._schemes)} matrices are rounded to {bits} bits while they are loaded;"
+            " appliance quantize makes closer ones and measures the difference"
+        )
+        return (note, *self._weights.notes())
 
 
-def narrowed(source: ModelSource) -> ModelSource | None:
-    """Return a model with its wide matrices at 4 bits; None if it has hardly any.
+def _rounded(weight: Weight, scheme: WeightScheme) -> PackedWeight:
+    """Round a matrix, a few rows at a time."""
+    count, width = weight.shape
+    step = max(1, DEQUANTIZE_AT_ONCE // width)
+    return PackedWeight.concatenate(
+        [
+            quantize(some_rows(weight, slice(i, i + step), "float32"), scheme)
+            for i in range(0, count, step)
+        ]
+    )
 
-    Matrices are wide with more than 4 bits and a width that divides into groups.
+
+def narrowed(source: ModelSource, bits: int, table_bits: int) -> ModelSource | None:
+    """Return a model with its wide matrices at 8 or 4 bits; None if it has hardly any.
+
+    Wide are those of more bits, if their width divides into groups of 32.
+
+    Args:
+        source: the model.
+        bits: of the layers.
+        table_bits: of embedding and head.
     """
+    if source.fallback is not None:
+        from appliance.model.fallback.matrices import one_by_one  # loads torch
+
+        source = one_by_one(source)
     matrices = [slot for slot in source.slots() if slot.is_linear or slot.role in _TABLES]
-    names = frozenset(slot.name for slot in matrices if _is_wide(slot, source.weights))
+    schemes = {
+        slot.name: _SCHEMES[table_bits if slot.role in _TABLES else bits] for slot in matrices
+    }
+    schemes = {
+        slot.name: schemes[slot.name]
+        for slot in matrices
+        if _is_wide(slot, source.weights, schemes[slot.name])
+    }
     of_layers = sum(slot.shape[0] * slot.shape[1] for slot in matrices if slot.is_linear)
     narrow = sum(
-        slot.shape[0] * slot.shape[1] for slot in matrices if slot.is_linear and slot.name in names
+        slot.shape[0] * slot.shape[1]
+        for slot in matrices
+        if slot.is_linear and slot.name in schemes
     )
     if narrow < of_layers / 2:
         return None
-    return replace(source, weights=NarrowedWeights(source.weights, names))
+    return replace(source, weights=NarrowedWeights(source.weights, schemes))
 
 
-def _is_wide(slot: TensorSlot, weights: WeightReader) -> bool:
+def _is_wide(slot: TensorSlot, weights: WeightReader, scheme: WeightScheme) -> bool:
     bits = weights.float_bits(slot.name) or weights.packed_bits(slot.name)
-    return (bits is None or bits > SCHEME.bits) and slot.shape[1] % 32 == 0
+    return (bits is None or bits > scheme.bits) and slot.shape[1] % 32 == 0

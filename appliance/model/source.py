@@ -86,7 +86,7 @@ def _open_folder(path: Path, in_torch: bool) -> ModelSource:
     is_part = has_other_parts(folder.config)
     family = family_of_text(config) if is_part else find_family(config)
     if family is None:
-        return _open_fallback(folder, config, origin)
+        return _open_fallback(folder, config, origin, is_part=is_part)
     config |= {"architectures": list(family.architectures[:1])} if is_part else {}
     spec = family.spec(config, origin)
     weights = _open_weights(folder, config, origin)
@@ -105,17 +105,19 @@ def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str
     return open_weights(folder)
 
 
-def _open_fallback(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> ModelSource:
-    """Open a model that transformers describes; imports torch and transformers."""
+def _open_fallback(
+    folder: SafetensorsFolder, config: dict[str, Any], origin: str, *, is_part: bool
+) -> ModelSource:
+    """Open a model, or the text part of one, that transformers describes; loads both libraries."""
     from appliance.model.fallback.description import describe
     from appliance.model.fallback.renamed import RenamedWeights
 
     weights = _open_weights(folder, config, origin)
     try:
-        fallback, spec = describe(config, origin, weights.tensor_names())
+        fallback, spec = describe(config, origin, weights.tensor_names(), is_part=is_part)
     except UnsupportedModelError as error:
         raise unsupported(config, str(error)) from error
-    weights = RenamedWeights(weights, fallback.stored)
+    weights = RenamedWeights(weights, fallback.stored, is_part=is_part)
     return ModelSource(folder.path, fallback.family, config, spec, weights, fallback)
 
 

@@ -88,8 +88,11 @@ class TextPart:
         return rows
 
     def notes(self) -> tuple[str, ...]:
-        """Add a note about the tensors left out."""
-        if not self._left:
-            return self._weights.notes()
-        note = f"text only: {len(self._left)} tensors of other parts, such as vision, are left out"
-        return (note, *self._weights.notes())
+        """Say what is left out, beside the notes of the tensors loaded so far."""
+        return (*left_out(len(self._left)), *self._weights.notes())
+
+
+def left_out(count: int) -> tuple[str, ...]:
+    """Say how many tensors belong to other parts, if any do."""
+    note = f"text only: {count} tensors of other parts, such as vision, are left out"
+    return (note,) if count else ()

@@ -13,6 +13,8 @@ from sure_models import write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.memory_request import request_memory
+from appliance.engine.served_source import open_served
 from appliance.errors import ConfigError, MemoryPlanError
 
 TOKENS = 50
@@ -84,6 +86,20 @@ def test_it_says_that_transformers_executes_the_model(model: Any) -> None:
     assert any(note.startswith(f"transformers' modules execute {name}") for note in info.notes)
     counted = sum(parameter.nbytes for parameter in made.parameters())
     assert counted <= info.weight_bytes < 1.3 * counted + 65536
+
+
+def test_weights_are_rounded_while_they_are_loaded_if_asked_for_and_it_says_so(model: Any) -> None:
+    folder = model[1]
+    dense, packed = load(folder, dtype="auto"), load(folder, dtype="auto", weight_bits=8)
+    assert packed.info.weight_format == "8 bits (a scale per row)"
+    assert packed.info.weight_bytes < 0.65 * dense.info.weight_bytes
+    assert any("are rounded to 8 bits while" in note for note in packed.info.notes)
+    assert packed.info.fingerprint != dense.info.fingerprint
+    source = open_served(EngineConfig(model=str(folder), weight_bits=8))
+    config = EngineConfig(model=str(folder), weight_bits=8, threads=1)
+    execution, request = request_memory(config, source)
+    assert execution.name == packed.info.backend
+    assert packed.info.weight_bytes <= request.weight_bytes < 1.4 * packed.info.weight_bytes + 65536
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.model.fallback.loader import load_fallback
+from appliance.model.fallback.matrices import one_by_one
 from appliance.model.fallback.operations import LibraryOperations, TorchOperations
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class FallbackExecution:
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Count linears as the inner execution does, other matrices as activations."""
+        source = one_by_one(source)  # a stack of matrices counts as they do
         assert source.fallback is not None
         wider = self.activation_bytes - int(self.precision.dtype.itemsize)
         between = source.fallback.between

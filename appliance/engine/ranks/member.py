@@ -10,7 +10,6 @@ import faulthandler
 import logging
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance import log
@@ -30,12 +29,12 @@ from appliance.engine.ranks.ranked_adapters import unpack_adapter
 from appliance.engine.ranks.ranks import told_division
 from appliance.engine.ranks.shared_cache import map_cache, read_layers
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
+from appliance.engine.served_source import open_served
 from appliance.errors import ApplianceError
 from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
 from appliance.model.native_loader import load_native
-from appliance.model.source import open_model
 from appliance.runtime import die_with_parent, release_unused
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Member:
     def __init__(self, join: Join, connection: Connection, exchange: int, cache: int) -> None:
         self._threads = join.threads
         config = join.config
-        self._source = open_model(Path(config.model), in_torch=False)
+        self._source = open_served(config)
         engine, _ = native_engine(config, join.threads)
         division = told_division(config, self._source, join.bounds)
         self._decoder = load_native(

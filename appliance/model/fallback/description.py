@@ -19,8 +19,9 @@ from appliance.model.fallback.experts import (
     has_experts,
 )
 from appliance.model.fallback.experts import register as register_experts
+from appliance.model.fallback.matrices import StoredMatrices
 from appliance.model.fallback.probe import Probed, probe
-from appliance.model.fallback.renamed import names_in_model
+from appliance.model.fallback.renamed import names_in_model, names_of_text
 from appliance.model.families.family import Family
 from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
 from appliance.model.names import TensorNames
@@ -52,8 +53,10 @@ class FallbackModel:
         family: names of its ends and layers, for what asks a family.
         slots: tensors that its checkpoint must hold.
         between: names of matrices that are no linears, which have the type of activations.
+        matrices: tensors that hold linears inputs first, or many in one.
         stored: names in the checkpoint by those of the model.
         ignored: patterns of tensors in checkpoints that it does not read.
+        is_one_by_one: those are presented as matrices of their own, outputs first.
     """
 
     name: str
@@ -62,8 +65,10 @@ class FallbackModel:
     family: Family
     slots: tuple[TensorSlot, ...]
     between: frozenset[str]
+    matrices: tuple[StoredMatrices, ...]
     stored: dict[str, str]
     ignored: tuple[str, ...]
+    is_one_by_one: bool = False
 
     def build(self) -> Any:
         """Build its modules without memory, on the device `meta`."""
@@ -73,35 +78,37 @@ class FallbackModel:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
 
-def class_of(config: Mapping[str, Any]) -> str | None:
+def class_of(config: Mapping[str, Any], *, is_part: bool = False) -> str | None:
     """Return the class by which transformers serves a config as a causal language model.
 
-    Without code from the checkpoint; None if there is none.
+    Without code from the checkpoint; None if there is none. A text part is known by its
+    `model_type` alone, for `architectures` names the whole.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     named = config.get("architectures")
     architectures = named if isinstance(named, list) else []
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
-    return found if isinstance(found, str) and found in architectures else None
+    return found if isinstance(found, str) and (is_part or found in architectures) else None
 
 
 def describe(
-    config: Mapping[str, Any], origin: str, stored: list[str]
+    config: Mapping[str, Any], origin: str, stored: list[str], *, is_part: bool = False
 ) -> tuple[FallbackModel, DecoderSpec]:
     """Describe the model of a Hugging Face config.
 
     Args:
         origin: the settings' file, for messages.
         stored: names of the checkpoint's tensors.
+        is_part: the config is that of a larger model's text part.
 
     Raises:
         CheckpointError: a setting is out of range.
         UnsupportedModelError: transformers has no class for it, or the engine cannot serve it so.
     """
-    name = class_of(config)
+    name = class_of(config, is_part=is_part)
     if name is None:
-        raise UnsupportedModelError(_why_unknown(config))
+        raise UnsupportedModelError(_why_unknown(config, is_part=is_part))
     _check_numbers(config, origin)
     _check_settings(config)
     settings = _config_of(config, origin)
@@ -109,7 +116,8 @@ def describe(
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError("it has recurrent layers")
     probed = probe(model)
-    fallback, spec = _described(name, settings, model, probed, names_in_model(model, stored))
+    names = names_of_text(model, stored) if is_part else names_in_model(model, stored)
+    fallback, spec = _described(name, settings, model, probed, names)
     check_spec(spec, origin)
     return fallback, spec
 
@@ -126,13 +134,18 @@ def build_empty(name: str, config: Any) -> Any:
         return getattr(transformers, name)(config).eval()
 
 
-def _why_unknown(config: Mapping[str, Any]) -> str:
+def _why_unknown(config: Mapping[str, Any], *, is_part: bool) -> str:
     if "auto_map" in config:
         return (
             "transformers knows no class of its own for it, and code that comes with a checkpoint"
             " (auto_map) is never run"
         )
     model_type = config.get("model_type")
+    if is_part:
+        return (
+            f"transformers knows no causal language model for a text part of model_type"
+            f" {model_type!r}"
+        )
     return f"transformers knows no causal language model of model_type {model_type!r} by that name"
 
 
@@ -202,7 +215,7 @@ def _described(
         raise UnsupportedModelError("it has convolutions over positions (Conv1d)")
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
-    slots, between = _slots(model, stored.keys())
+    slots, between, matrices = _slots(model, stored.keys())
     widest = max(max(slot.shape) for slot in slots if slot.layer is not None)
     layers = tuple(
         LayerSpec(
@@ -225,7 +238,7 @@ def _described(
     ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     family = _family(name, model, next(iter(attention)))
     return FallbackModel(
-        name, config, tuple(attention), family, slots, between, stored, ignored
+        name, config, tuple(attention), family, slots, between, matrices, stored, ignored
     ), spec
 
 
@@ -258,11 +271,14 @@ def _context(config: Any) -> int:
     return length
 
 
-def _slots(model: Any, stored: Set[str]) -> tuple[tuple[TensorSlot, ...], frozenset[str]]:
+def _slots(
+    model: Any, stored: Set[str]
+) -> tuple[tuple[TensorSlot, ...], frozenset[str], tuple[StoredMatrices, ...]]:
     """List the tensors of a checkpoint: parameters, a tied one once, and buffers that are kept.
 
     Returns:
-        The tensors, and the names of matrices that are neither linears nor embeddings.
+        The tensors, the names of matrices that are neither linears nor embeddings, and the
+        tensors that hold linears in another form.
     """
     state = dict(model.named_parameters())
     saved = model.state_dict().keys()
@@ -273,7 +289,7 @@ def _slots(model: Any, stored: Set[str]) -> tuple[tuple[TensorSlot, ...], frozen
         id(model.get_output_embeddings()): Role.HEAD,
     }
     found: list[TensorSlot] = []
-    between = set()
+    between, matrices = set(), []
     apart: set[str] = set()
     for name, tensor in state.items():
         owner_name = name.rpartition(".")[0]
@@ -289,8 +305,13 @@ def _slots(model: Any, stored: Set[str]) -> tuple[tuple[TensorSlot, ...], frozen
             role = Role.NORM
         elif not (is_linear(owner) or is_embedding(owner) or has_experts(owner)):
             between.add(name)
-        found.append(TensorSlot(name, tuple(tensor.shape), role, layer))
-    return tuple(found), frozenset(between)
+        slot = TensorSlot(name, tuple(tensor.shape), role, layer)
+        if has_experts(owner) and tensor.dim() == 3:
+            matrices.append(StoredMatrices(slot, turned=owner.is_transposed))
+        elif has_inputs_first(owner) and tensor.dim() == 2:
+            matrices.append(StoredMatrices(slot, turned=True))
+        found.append(slot)
+    return tuple(found), frozenset(between), tuple(matrices)
 
 
 def is_linear(module: nn.Module) -> bool:

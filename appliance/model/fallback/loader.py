@@ -23,12 +23,13 @@ from appliance.model.fallback.experts import (
     has_experts,
     stacked_parts,
 )
+from appliance.model.fallback.matrices import name_of
 from appliance.model.fallback.modules import Given, LaidOutEmbedding, LaidOutLinear
 from appliance.model.linear import LinearPart, SideBySide, stack_neighbours
 from appliance.model.weight_format import FormatCounts, format_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -120,7 +121,8 @@ class _Layout:
         report: Callable[[str, int, int], None],
     ) -> None:
         self.nbytes = 0
-        self._source = source
+        assert source.fallback is not None
+        self._source, self._fallback = source, source.fallback
         self._operations = operations
         self._dtype = dtype
         self._report = report
@@ -155,7 +157,7 @@ class _Layout:
 
     def _linear(self, name: str, module: Any, *, is_head: bool) -> LaidOutLinear:
         weight = self._load(f"{name}.weight")
-        if has_inputs_first(module):
+        if has_inputs_first(module) and not self._fallback.is_one_by_one:
             weight = dense(weight, self._dtype).T.contiguous()
         bias = None if module.bias is None else self._dense(f"{name}.bias", self._dtype)
         linear = self._operations.linear(weight, bias)
@@ -195,14 +197,20 @@ class _Layout:
 
     def _stacked(self, name: str, module: Any, part: str) -> list[Linear]:
         """Lay out one side of experts that are stored in one tensor."""
-        weights = dense(self._load(f"{name}.{part}"), self._dtype)
-        biases = [None] * len(weights)
+        biases: list[Tensor | None] = [None] * module.down_proj.shape[0]
         if module.has_bias:
             biases = list(dense(self._load(f"{name}.{part}_bias"), self._dtype))
-        if module.is_transposed:
-            weights = weights.transpose(1, 2)
+        weights = self._each(f"{name}.{part}", len(biases), is_transposed=module.is_transposed)
         each = zip(weights, biases, strict=True)
-        return [self._fused([LinearPart(weight.contiguous(), bias)]) for weight, bias in each]
+        return [self._fused([LinearPart(weight, bias)]) for weight, bias in each]
+
+    def _each(self, name: str, count: int, *, is_transposed: bool) -> Iterator[Weight]:
+        """Read the matrices of a stack, outputs first."""
+        if self._fallback.is_one_by_one:
+            yield from (self._load(name_of(name, number)) for number in range(count))
+            return
+        for weight in dense(self._load(name), self._dtype):
+            yield (weight.T if is_transposed else weight).contiguous()
 
     def _fused(self, parts: list[LinearPart]) -> Linear:
         """Lay out parts that follow each other in one output."""

@@ -103,16 +103,10 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
     return named if isinstance(named, list) else []
 
 
-def family_of_text(config: Mapping[str, Any]) -> Family:
-    """Find a text part's family by its `model_type`, or raise UnsupportedModelError."""
+def family_of_text(config: Mapping[str, Any]) -> Family | None:
+    """Find the family of the text part of a larger model by its `model_type`; None: none has it."""
     named = config.get("model_type")
-    for family in FAMILIES:
-        if family.model_type == named:
-            return family
-    supported = ", ".join(family.model_type for family in FAMILIES)
-    raise UnsupportedModelError(
-        f"a text part of model_type {named!r} is not supported; supported are {supported}"
-    )
+    return next((family for family in FAMILIES if family.model_type == named), None)
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:

@@ -1,6 +1,6 @@
 """Compare a model that transformers' modules execute here with transformers' own `generate`.
 
-    scripts/benchmark fallback                    # 8 bits beside transformers in bfloat16
+    scripts/benchmark fallback                    # --weight-bits 8 beside transformers in bfloat16
     scripts/benchmark fallback --weights dense    # bfloat16 on both sides
 
 The model is random, of the shape of Pythia 160M (GPT-NeoX: 12 layers, 768 wide, 50,304 tokens).
@@ -26,8 +26,6 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
-from appliance.quant.run.options import Method, QuantizeOptions, choose_scheme
-from appliance.quant.run.pipeline import quantize_model
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 from bench.lib.prompts import random_tokens
@@ -63,14 +61,6 @@ def write_model(folder: Path) -> Any:
     tokenizer = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in letters}, []))
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     return model
-
-
-def packed(model: Path, out: Path) -> Path:
-    """Quantize the layers and the head to 8 bits."""
-    scheme = choose_scheme(Method.INT8, None, None, symmetric=True)
-    options = QuantizeOptions(scheme=scheme, method=Method.INT8, head=8)
-    quantize_model(model, out, options)
-    return out
 
 
 def answer(engine: LLMEngine, prompts: list[list[int]]) -> None:
@@ -114,11 +104,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        model = write_model(path)
-        served = path if options.weights == "dense" else packed(path, Path(folder) / "int8")
+        model = write_model(Path(folder))
         settings = EngineConfig(
-            model=str(served),
+            model=folder,
+            weight_bits=8 if options.weights == "int8" else None,
             device="cpu",
             threads=options.threads,
             max_num_seqs=STREAMS,
