@@ -1,4 +1,4 @@
-"""How a model is divided among ranks: shares of each layer, or runs of whole layers."""
+"""Divides a model among ranks: shares of each layer, or runs of whole layers."""
 
 from __future__ import annotations
 

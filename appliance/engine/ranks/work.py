@@ -1,4 +1,4 @@
-"""What a rank does with a step, which rank 0 and the others do alike."""
+"""The work of a rank in a step, the same in rank 0 and the others."""
 
 from __future__ import annotations
 
