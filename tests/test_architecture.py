@@ -138,7 +138,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     },
     "engine": {
         "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.load_encoder",
-        "engine.deltas", "engine.check_tokens", "engine.sequence_views", "engine.text_queue",
+        "engine.encoder_execution", "engine.deltas", "engine.check_tokens", "engine.sequence_views", "engine.text_queue",
     },
     "process": {"engine.process"},
     "replicas": {"engine.replicas"},

@@ -6,11 +6,10 @@ Has no KV cache, so no blocks, prefixes or preemption.
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from appliance.engine.check_tokens import check_tokens
 from appliance.engine.engine import MAX_STEPS_KEPT
@@ -18,19 +17,19 @@ from appliance.engine.messages import SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason, Pooling
 from appliance.engine.text_queue import TextQueue
 from appliance.errors import RequestError
-from appliance.model.encoder.encoder import Texts
+from appliance.model.encoder.texts import Texts
 from appliance.stats import EngineStats, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from appliance.engine.beacon import Beacon
+    from appliance.engine.encoder_execution import Encoder
     from appliance.engine.messages import EngineInfo, Vocabulary
     from appliance.engine.request import AdapterRef, Request
     from appliance.engine.text_queue import WaitingText
-    from appliance.model.encoder.encoder import TextEncoder
     from appliance.stats import SequenceView
 
 
@@ -43,7 +42,7 @@ class EncoderEngine:
 
     def __init__(
         self,
-        encoder: TextEncoder,
+        encoder: Encoder,
         info: EngineInfo,
         max_tokens: int,
         beacon: Beacon,
@@ -151,25 +150,22 @@ class EncoderEngine:
         )
         return StepReport(deltas=(*late, *deltas), started=started)
 
-    @torch.inference_mode()
     def _run(self, chosen: list[WaitingText], now: float) -> list[SequenceDelta]:
         texts = Texts.of(
-            [(one.request.prompt_token_ids, self._types(one.request)) for one in chosen],
-            self._encoder.device,
+            [(one.request.prompt_token_ids, self._types(one.request)) for one in chosen]
         )
-        hidden = self._encoder.hidden(texts).split(texts.lengths)
-        values = torch.stack(
+        hidden = np.split(self._encoder.hidden(texts), texts.starts[1:-1])
+        values = np.stack(
             [self._pooled(one.request, own) for one, own in zip(chosen, hidden, strict=True)]
         )
         judged = [place for place, one in enumerate(chosen) if one.request.second_text]
-        logits: dict[int, list[float]] = {}
+        logits: dict[int, NDArray[np.float32]] = {}
         if judged:
-            ranked = self._encoder.rank(values[judged]).float().tolist()
-            logits = {place: [logit] for place, logit in zip(judged, ranked, strict=True)}
-        rows = values.float().tolist()
+            ranked = self._encoder.rank(values[judged])
+            logits = {place: logit[None] for place, logit in zip(judged, ranked, strict=True)}
         return [
             self._delta(one, logits.get(place, row), now)
-            for place, (one, row) in enumerate(zip(chosen, rows, strict=True))
+            for place, (one, row) in enumerate(zip(chosen, values, strict=True))
         ]
 
     def _types(self, request: Request) -> list[int]:
@@ -178,18 +174,19 @@ class EncoderEngine:
         second = request.second_text if self._encoder.spec.token_types > 1 else 0
         return [0] * (second or length) + [1] * (length - (second or length))
 
-    def _pooled(self, request: Request, hidden: Tensor) -> Tensor:
+    def _pooled(self, request: Request, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """Pool the states of a text's tokens to (hidden_size,)."""
         ranking, pooling = self._encoder.spec.ranking, request.pooling
         if request.second_text and ranking is not None:
             pooling = Pooling.MEAN if ranking.mean else Pooling.CLS
         if pooling is Pooling.MEAN:
-            return hidden.mean(0, dtype=torch.float32).to(hidden.dtype)
-        return hidden[-1] if pooling is Pooling.LAST else hidden[0]
+            mean: NDArray[np.float32] = hidden.mean(0)
+            return mean
+        chosen: NDArray[np.float32] = hidden[-1 if pooling is Pooling.LAST else 0]
+        return chosen
 
-    def _delta(self, one: WaitingText, values: list[float], now: float) -> SequenceDelta:
-        content = array("f", values)
-        if not all(abs(value) < float("inf") for value in content):
+    def _delta(self, one: WaitingText, values: NDArray[np.float32], now: float) -> SequenceDelta:
+        if not np.isfinite(values).all():
             self._broken += 1
             return SequenceDelta(
                 request_id=one.request.request_id,
@@ -200,5 +197,5 @@ class EncoderEngine:
             request_id=one.request.request_id,
             finish_reason=FinishReason.LENGTH,
             queue_seconds=now - one.arrival,
-            pooled=content.tobytes(),
+            pooled=values.astype(np.float32).tobytes(),
         )

@@ -1,4 +1,4 @@
-"""Loads an encoder's engine, which runs in torch."""
+"""Loads the engine of an encoder: header, memory plan, weights. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from appliance.engine.encoder_engine import EncoderEngine
+from appliance.engine.encoder_execution import choose_encoder_execution
 from appliance.engine.engine_info import device_name, fingerprint_of
-from appliance.engine.memory_request import choose_device, memory_budget
+from appliance.engine.memory_request import memory_budget
 from appliance.engine.messages import EngineInfo
 from appliance.errors import MemoryPlanError
-from appliance.kernels.arrays import dtype_name
-from appliance.model.encoder.encoder import load_encoder
 from appliance.model.encoder.source import open_encoder
-from appliance.model.encoder.spec import num_parameters
 from appliance.runtime import release_unused, resident_bytes
 
 if TYPE_CHECKING:
@@ -27,10 +24,8 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.admission import Admission
     from appliance.engine.beacon import Beacon
-    from appliance.model.encoder.spec import EncoderSpec
 
 MIB = 2**20
-_STREAMS = 6  # hidden states alive at once in a layer: the stream, QKV, heads' output, sum
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +39,19 @@ def load_encoder_engine(
     """Load an encoder.
 
     Raises:
+        ConfigError: the settings ask for something that it cannot do.
         MemoryPlanError: it does not fit.
     """
     begin, stages = time.perf_counter(), [("imports", time.monotonic())]
     threads = config.threads or psutil.cpu_count(logical=False) or 1
-    torch.set_num_threads(threads)
     on_progress("reading the model", 0, 0)
     source = open_encoder(Path(config.model))
-    spec, device = source.spec, torch.device(choose_device(config).type)
-    # Users compare vectors by their last digits, and a small model has the time.
-    dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    spec = source.spec
+    execution, notes = choose_encoder_execution(config, source, threads)
+    device = execution.device
     context = min(spec.context_length, config.max_model_len or spec.context_length)
     max_tokens = max(config.max_num_batched_tokens, context)
-    weight_bytes = num_parameters(spec, source.names) * dtype.itemsize
-    workspace_bytes = max_tokens * _row_bytes(spec, dtype)
+    weight_bytes, workspace_bytes = execution.weight_bytes, execution.workspace_bytes(max_tokens)
     free = memory_budget(device, config.gpu_memory_utilization)
     process_bytes = resident_bytes() if device.type == "cpu" else 0
     needed = weight_bytes + workspace_bytes
@@ -78,16 +72,16 @@ def load_encoder_engine(
     free = memory_budget(device, config.gpu_memory_utilization)
     check(free if most is None else min(free, most))
     stages.append(("header and plan", time.monotonic()))
-    encoder = load_encoder(source, dtype, device, on_progress, beacon.advance)
+    encoder = execution.load(on_progress, beacon)
     release_unused()
     stages.append(("weights", time.monotonic()))
-    kind = dtype_name(dtype)
+    arithmetic = f"{encoder.weight_format} {execution.name} {device} encoder"
     info = EngineInfo(
         model=Path(config.model).stem,
         architecture=spec.architecture,
         device=device_name(device, threads),
-        backend="torch",
-        weight_format=kind,
+        backend=execution.name,
+        weight_format=encoder.weight_format,
         kv_format="none",
         context_length=context,
         vocab_size=spec.vocab_size,
@@ -100,17 +94,12 @@ def load_encoder_engine(
         workspace_bytes=workspace_bytes,
         memory_bytes=free + process_bytes,
         load_seconds=time.perf_counter() - begin,
-        fingerprint=fingerprint_of(Path(config.model), f"{kind} torch {device} encoder"),
+        fingerprint=fingerprint_of(Path(config.model), arithmetic),
         hidden_size=spec.hidden_size,
         process_bytes=process_bytes,
         ranks_pairs=spec.ranking is not None,
+        notes=notes,
         stages=tuple(stages),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     return EncoderEngine(encoder, info, max_tokens, beacon)
-
-
-def _row_bytes(spec: EncoderSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of activations per token in the widest layer."""
-    inner = spec.intermediate_size * (3 if spec.gated else 2)
-    return (_STREAMS * spec.hidden_size + inner) * dtype.itemsize

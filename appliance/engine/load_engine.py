@@ -34,7 +34,7 @@ def load_engine(
                 f"{config.model} is an encoder, which one process runs whole; leave out"
                 " --tensor-parallel, --pipeline-parallel and --gpu-split"
             )
-        from appliance.engine.load_encoder import load_encoder_engine  # loads torch
+        from appliance.engine.load_encoder import load_encoder_engine
 
         return load_encoder_engine(
             config, on_progress, beacon or Beacon(), admission or Admission()

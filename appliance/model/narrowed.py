@@ -67,6 +67,11 @@ class NarrowedWeights:
         return (note, *self._weights.notes())
 
 
+def narrowed_matrix(weight: Weight, bits: int) -> Weight:
+    """Round a matrix to 8 or 4 bits, if its width divides into groups of 32."""
+    return weight if weight.shape[1] % 32 else _rounded(weight, _SCHEMES[bits])
+
+
 def _rounded(weight: Weight, scheme: WeightScheme) -> PackedWeight:
     """Round a matrix, a few rows at a time."""
     count, width = weight.shape

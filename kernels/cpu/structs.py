@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 15  # AP_ABI
+ABI = 16  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -129,6 +129,8 @@ class AttentionStruct(Structure):
         ("sinks", c_void_p),
         ("only_reads", c_int32),
         ("keys_are_values", c_int32),
+        ("looks_ahead", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -22,6 +22,7 @@ BENCHMARKS = {
     "cluster": "engine.cluster",
     "copied_text": "engine.copied_text",
     "decode": "engine.decode",
+    "encoders": "engine.encoders",
     "fallback": "engine.fallback",
     "host_step": "engine.host_step",
     "kernel_compile": "engine.kernel_compile",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from encoder_models import make
+from safetensors.torch import load_file, save_file
 
 from appliance.config import EngineConfig
 from appliance.engine import load_encoder as loading
@@ -17,6 +18,7 @@ from appliance.engine.load_engine import load_engine
 from appliance.engine.request import AdapterRef, FinishReason, Pooling, Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import ConfigError, MemoryPlanError, RequestError
+from appliance.model.encoder.source import EncoderSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,7 +142,7 @@ def test_deadlines_and_aborts_reach_texts_that_wait(tmp_path: Path) -> None:
     assert set(found) == {"late", "stays"}
     assert found["late"].expired
     assert found["late"].error is not None
-    assert vector(found["stays"]).shape == (48,)
+    assert vector(found["stays"]).shape == (64,)
     stats = engine.stats()
     assert (stats.aborted_total, stats.expired_total, stats.waiting) == (1, 1, 0)
 
@@ -168,8 +170,10 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path, asked: Request, wo
 
 def test_states_that_are_not_finite_end_only_their_text(tmp_path: Path) -> None:
     make("bert", tmp_path, ranks=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][5] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     engine = load(tmp_path)
-    engine._encoder.tokens[5] = float("nan")
     engine.submit(
         Request(request_id="x", prompt_token_ids=(5,), sampling=READ, pooling=Pooling.CLS)
     )
@@ -178,7 +182,7 @@ def test_states_that_are_not_finite_end_only_their_text(tmp_path: Path) -> None:
     )
     found = run(engine)
     assert "not finite" in str(found["x"].error)
-    assert vector(found["y"]).shape == (48,)
+    assert vector(found["y"]).shape == (64,)
     assert engine.stats().nan_logits_total == 1
 
 
@@ -187,7 +191,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
 ) -> None:
     make("bert", tmp_path, ranks=False)
     monkeypatch.setattr(loading, "memory_budget", lambda device, share: 1000)
-    monkeypatch.setattr(loading, "load_encoder", lambda *given: pytest.fail("weights were read"))
+    monkeypatch.setattr(EncoderSource, "load", lambda *given: pytest.fail("weights were read"))
     with pytest.raises(MemoryPlanError, match="--max-num-batched-tokens"):
         load(tmp_path)
 
@@ -196,6 +200,42 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
 def test_an_encoder_is_not_divided(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is an encoder"):
         load(make("bert", tmp_path, ranks=False).path, **options)
+
+
+def test_the_library_runs_it_and_torch_where_asked_for(tmp_path: Path) -> None:
+    folder = make("bert", tmp_path, ranks=False).path
+    asked = request("one", 40)
+    vectors = []
+    for options, backend, format in (
+        ({}, "cpu library (", "fp32"),
+        ({"weight_bits": 8}, "cpu library (", "8 bits (a scale per row)"),
+        ({"kernels": "torch"}, "torch in fp32", "fp32"),
+    ):
+        engine = load(folder, **options)
+        assert engine.info.backend.startswith(backend)
+        assert engine.info.weight_format == format
+        assert any("torch runs the encoder" in note for note in engine.info.notes) == (
+            "kernels" in options
+        )
+        engine.submit(asked)
+        vectors.append(vector(run(engine)["one"]))
+    library, rounded, by_torch = vectors
+    torch.testing.assert_close(library, by_torch, rtol=1e-4, atol=2e-5)
+    assert 1e-4 < float((rounded - library).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"weight_bits": 8}, "--weight-bits 8 cannot"),
+        ({"cpu_isa": "avx2"}, "--cpu-isa avx2 cannot"),
+    ],
+)
+def test_what_only_the_library_can_do_is_refused_with_torch(
+    tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(make("bert", tmp_path, ranks=False).path, kernels="torch", **options)
 
 
 def test_others_are_asked_to_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_forms import FORMS, write_both
+from encoder_models import make
 from ggml_models import write_llama
 from model_families import FAMILIES, write_family
 
@@ -45,14 +46,41 @@ print(*sys.modules)
 """
 
 
+ENCODER_PROGRAM = """
+import sys
+
+from appliance.config import EngineConfig
+from appliance.engine.load_engine import load_engine
+from appliance.engine.request import Pooling, Request
+from appliance.engine.sampling_params import SamplingParams
+
+for folder, bits in [(folder, bits) for folder in sys.argv[3:] for bits in (None, 8)]:
+    engine = load_engine(
+        EngineConfig(model=folder, device="cpu", threads=1, max_num_seqs=2, weight_bits=bits),
+        eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None,
+    )
+    sampling, ranks = SamplingParams(temperature=0, max_tokens=0), engine.info.ranks_pairs
+    engine.submit(
+        Request(
+            request_id="one", prompt_token_ids=(2, 3, 4), sampling=sampling, pooling=Pooling.CLS,
+            second_text=2 if ranks else 0,
+        )
+    )
+    (delta,) = engine.step().deltas
+    assert delta.error is None, delta.error
+    assert len(delta.pooled) == (4 if ranks else 4 * engine.info.hidden_size)
+print(*sys.modules)
+"""
+
+
 HEAVY = {"torch", "transformers"}
 
 
 def modules_after_serving(
-    *models: Path, setting: str = "tensor_parallel", ranks: int = 1
+    *models: Path, setting: str = "tensor_parallel", ranks: int = 1, program: str = PROGRAM
 ) -> set[str]:
     """Answer with each model in a process of its own, and return the packages that it loaded."""
-    command = [sys.executable, "-P", "-c", PROGRAM, setting, str(ranks), *map(str, models)]
+    command = [sys.executable, "-P", "-c", program, setting, str(ranks), *map(str, models)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
@@ -82,6 +110,13 @@ def test_serving_quantized_folders_loads_neither(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         folders.append(write_both(tmp_path / name, form)[0].path)
     assert not modules_after_serving(*folders) & HEAVY
+
+
+def test_serving_an_encoder_loads_neither(tmp_path: Path) -> None:
+    folders = []
+    for name in ("bert", "xlm-roberta", "modernbert"):
+        folders.append(make(name, tmp_path / name, ranks=name == "modernbert").path)
+    assert not modules_after_serving(*folders, program=ENCODER_PROGRAM) & HEAVY
 
 
 @pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel"])

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES = {"vocab_size": 97, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
-BERT = {**SIZES, "intermediate_size": 80, "max_position_embeddings": 210}
+SIZES = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+BERT = {**SIZES, "intermediate_size": 96, "max_position_embeddings": 210}
 MODERN = {
     **SIZES,
     "intermediate_size": 64,

@@ -1,23 +1,28 @@
-"""Runs an encoder in torch on texts of unlike lengths, one behind the other and without padding."""
+"""Runs an encoder in torch: on a GPU, and on a CPU where the C library cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from appliance.kernels import arrays
 from appliance.kernels.activation import Activation
 from appliance.model.encoder.spec import HeadActivation
+from appliance.model.weight_format import DTYPE_NAMES
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from appliance.model.encoder.source import EncoderSource
     from appliance.model.encoder.spec import EncoderLayerSpec, EncoderSpec
+    from appliance.model.encoder.texts import Texts
 
 _WINDOW_ROWS = 512  # queries that attend at once in a layer with a window
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -70,41 +75,6 @@ class _Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    """Token ids of texts, one behind the other in the order of their lengths.
-
-    Attributes:
-        ids: (num_tokens,) int64.
-        positions: (num_tokens,) int64, in the token's own text.
-        types: (num_tokens,) int64; 1 in the second text of a pair.
-        runs: of texts of one length: their number and that length.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    types: Tensor
-    runs: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(
-        cls, texts: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
-    ) -> Texts:
-        """Join texts, each as its ids and types; they must be in the order of their lengths."""
-        lengths = [len(ids) for ids, _ in texts]
-        assert lengths == sorted(lengths)
-        return cls(
-            torch.tensor([i for ids, _ in texts for i in ids], device=device),
-            torch.tensor([i for length in lengths for i in range(length)], device=device),
-            torch.tensor([i for _, types in texts for i in types], device=device),
-            tuple((len([*run]), length) for length, run in groupby(lengths)),
-        )
-
-    @property
-    def lengths(self) -> list[int]:
-        return [length for count, length in self.runs for _ in range(count)]
-
-
-@dataclass(frozen=True, slots=True)
 class TextEncoder:
     """An encoder with its weights.
 
@@ -126,15 +96,21 @@ class TextEncoder:
     def device(self) -> torch.device:
         return self.tokens.device
 
-    def hidden(self, texts: Texts) -> Tensor:
+    @property
+    def weight_format(self) -> str:
+        return DTYPE_NAMES[arrays.dtype_name(self.tokens.dtype)]
+
+    @torch.inference_mode()
+    def hidden(self, texts: Texts) -> NDArray[np.float32]:
         """Return the hidden states of all tokens, (num_tokens, hidden_size)."""
-        x = functional.embedding(texts.ids, self.tokens)
+        ids, positions = self._put(texts.ids), self._put(texts.positions)
+        x = functional.embedding(ids, self.tokens)
         if self.token_types is not None:
-            x = x + functional.embedding(texts.types, self.token_types)
+            x = x + functional.embedding(self._put(texts.types), self.token_types)
         if self.positions is not None:
-            x = x + functional.embedding(texts.positions + self.spec.first_position, self.positions)
+            x = x + functional.embedding(positions + self.spec.first_position, self.positions)
         x = self.embedding_norm(x)
-        angles = self._angles(texts)
+        angles = self._angles(positions)
         for layer in self.layers:
             turns = None if layer.spec.rope_theta is None else angles[layer.spec.rope_theta]
             if self.spec.norms_follow:
@@ -146,9 +122,10 @@ class TextEncoder:
                 x = x + self._attend(layer, normed, texts, turns)
                 x = x + self._mlp(layer, layer.mlp_norm(x))
             self.on_layer()
-        return x if self.final_norm is None else self.final_norm(x)
+        return _floats(x if self.final_norm is None else self.final_norm(x))
 
-    def rank(self, chosen: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def rank(self, chosen: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the head's logit of each pair, (num_pairs,).
 
         Args:
@@ -157,8 +134,12 @@ class TextEncoder:
         ranking, head = self.spec.ranking, self.head
         assert ranking is not None
         assert head is not None
-        x = _HEAD_ACTIVATIONS[ranking.activation](head.dense(chosen))
-        return head.classifier(x if head.norm is None else head.norm(x))[:, 0]
+        x = self._put(chosen).to(self.tokens.dtype)
+        x = _HEAD_ACTIVATIONS[ranking.activation](head.dense(x))
+        return _floats(head.classifier(x if head.norm is None else head.norm(x))[:, 0])
+
+    def _put(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
 
     def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
         act = _ACTIVATIONS[self.spec.activation]
@@ -185,16 +166,21 @@ class TextEncoder:
             begin = end
         return layer.attention_out(torch.cat(parts))
 
-    def _angles(self, texts: Texts) -> dict[float, tuple[Tensor, Tensor]]:
+    def _angles(self, positions: Tensor) -> dict[float, tuple[Tensor, Tensor]]:
         """Return cosines and sines of each base, (num_tokens, 1, 1, head_dim / 2)."""
         found = {}
         for theta in {one.spec.rope_theta for one in self.layers} - {None}:
             assert theta is not None
             places = torch.arange(0, self.spec.head_dim, 2, device=self.device)
             frequencies = theta ** (-places.double() / self.spec.head_dim)
-            angle = (texts.positions.double()[:, None] * frequencies)[:, None, None]
+            angle = (positions.double()[:, None] * frequencies)[:, None, None]
             found[theta] = angle.cos().to(self.tokens.dtype), angle.sin().to(self.tokens.dtype)
         return found
+
+
+def _floats(x: Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = x.float().cpu().numpy()
+    return found
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -239,7 +225,7 @@ def load_encoder(
     spec, names, prefix = source.spec, source.names, source.prefix
 
     def tensor(name: str) -> Tensor:
-        return source.load(name).to(device, dtype)
+        return arrays.in_torch(source.load(name)).to(device, dtype)  # type: ignore[no-any-return]
 
     def linear(*parts: str, bias: bool) -> _Linear:
         rows = [tensor(f"{part}.weight") for part in parts]

@@ -37,7 +37,7 @@ class EncoderSource:
     folder: SafetensorsFolder
 
     def load(self, name: str) -> Tensor:
-        """Read one tensor."""
+        """Read one tensor, as a `HostArray`."""
         return self.folder.load(_stored_name(self.folder, name))
 
 
@@ -54,7 +54,7 @@ def open_encoder(path: Path) -> EncoderSource:
         CheckpointError: a part is missing, cut or of the wrong shape; names the first.
         UnsupportedModelError: a setting that no code here covers.
     """
-    folder = SafetensorsFolder(path)
+    folder = SafetensorsFolder(path, in_torch=False)
     family = find_encoder(folder.config)
     assert family is not None, "ask is_encoder first"
     spec = read_encoder(family, folder.config, str(path / CONFIG_NAME))

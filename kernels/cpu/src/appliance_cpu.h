@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 15 /* changes with every change of a struct or a signature below */
+#define AP_ABI 16 /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 #define AP_MOST_EXPERTS 4096 /* of a layer */
 #define AP_MOST_RANKS 64
@@ -86,6 +86,8 @@ typedef struct {
     const float *sinks;  /* (num_heads,), a score without a value in each softmax, or NULL */
     int32_t only_reads;  /* 1: another layer writes its cache; qkv has query heads alone */
     int32_t keys_are_values; /* 1: values are the keys before norm and RoPE; qkv has none */
+    int32_t looks_ahead; /* 1: a query sees as many positions after its own; none is sealed */
+    int32_t reserved;
 } ap_attention;
 
 #include "mixers.h"
@@ -167,7 +169,7 @@ typedef struct {
     const int32_t *first_tokens; /* (ranks + 1,), of each rank, and vocab_size */
     int32_t first_token;
     int32_t widest_vocab; /* of all ranks */
-    int32_t norms_replace; /* 1: the normed stream replaces the stream */
+    int32_t norms_replace; /* 1: the normed stream replaces the stream; 2: only the embedding */
     ap_join join;          /* of a drafting head */
 } ap_model;
 

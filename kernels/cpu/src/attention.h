@@ -50,7 +50,10 @@ static visible_tokens seen_by(const ap_attention *a, const ap_batch *batch, int3
     int32_t group = a->num_heads / a->num_kv_heads;
     int32_t tokens = batch->query_start[seq + 1] - batch->query_start[seq];
     int32_t last = batch->context_lens[seq] - tokens + row / group + 1;
-    return (visible_tokens){a->window && last > a->window ? last - a->window : 0, last};
+    int32_t first = a->window && last > a->window ? last - a->window : 0;
+    if (!a->looks_ahead) return (visible_tokens){first, last};
+    int32_t end = batch->context_lens[seq], ahead = last + a->window - 1;
+    return (visible_tokens){first, a->window && ahead < end ? ahead : end};
 }
 
 /* Tokens that a sealed layer reads from blocks: a row reads its own block in the open form. */
@@ -258,6 +261,7 @@ static bool attention_supported(const ap_attention *a, const ap_cache *cache, in
     if (is_sealed(of->format) && (cache->block_size != SEALED_TOKENS || !cache->open_base))
         return false;
     if (of->format == AP_FP8 && !of->head_scales) return false;
+    if (a->looks_ahead && is_sealed(of->format)) return false;
     return ap_page_bytes(cache->layers[layer].format, a->head_dim) > 0 &&
            cache->block_size > 0 && cache->block_size % AP_LANES == 0 && a->num_kv_heads > 0 &&
            a->num_heads % a->num_kv_heads == 0;

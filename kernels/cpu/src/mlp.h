@@ -32,6 +32,11 @@ static void settle(step_state *s, const ap_norm *post_norm) {
     for_rows(s->engine, settle_row, s, s->rows);
 }
 
+static bool replaces_stream(const step_state *s) {
+    if (s->model->norms_replace == 2) return s->norm == &s->model->layers[0].mixer_norm;
+    return s->model->norms_replace;
+}
+
 /* Complete the stream, and norm it. */
 static void norm_row(void *context, int32_t row) {
     step_state *s = context;
@@ -40,7 +45,7 @@ static void norm_row(void *context, int32_t row) {
     settle_row(context, row);
     float *normed = s->normed + (int64_t)row * width;
     norm_stream(s, stream, normed);
-    if (s->model->norms_replace) memcpy(stream, normed, (size_t)width * sizeof(float));
+    if (replaces_stream(s)) memcpy(stream, normed, (size_t)width * sizeof(float));
     prepare_row(&s->in, row);
 }
 

@@ -71,6 +71,39 @@ def test_rows_of_a_weight_are_those_of_its_matrix(parts: Parts) -> None:
     assert torch.equal(parts.linear(weight).rows(ids), weight[ids])
 
 
+@pytest.mark.parametrize("window", [0, 1, 9, 300])
+def test_attention_may_look_ahead_as_far_as_back(parts: Parts, window: int) -> None:
+    """Texts longer than what is computed together, one of a single token beside them."""
+    heads, dim, lengths = 2, 16, [300, 1, 37]
+    struct = AttentionStruct(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=dim,
+        window=window,
+        scale=0.4,
+        looks_ahead=1,
+    )
+    native = NativeCache(
+        parts.engine.library, KVFormat.FP32, [(heads, dim)], num_blocks=20, block_size=BLOCK_SIZE
+    )
+    tables = [tuple(range(3, 13)), (0,), (2, 1)]
+    batch = RaggedBatch.of(
+        lengths, lengths, tables, block_size=BLOCK_SIZE, device=torch.device("cpu")
+    )
+    qkv = random(sum(lengths), 3 * heads, dim)
+    tokens = torch.zeros(sum(lengths), dtype=torch.int64)
+    places = batch_struct(tokens, tokens, batch, None)
+    found = attend_layer(parts.engine, struct, native, 0, places, qkv)
+    for own, text in zip(found.split(lengths), qkv.split(lengths), strict=True):
+        query, key, value = text.transpose(0, 1).split(heads)
+        at = torch.arange(len(text))
+        near = (at[:, None] - at).abs() < (window or len(text))
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=near, scale=0.4
+        )
+        torch.testing.assert_close(own, wanted.transpose(0, 1), atol=1e-5, rtol=0)
+
+
 def test_attention_of_one_layer_equals_the_reference(parts: Parts) -> None:
     """Two sequences over two steps, with a window, a soft cap and sinks."""
     heads, kv_heads, dim, lens = 4, 2, 16, [40, 7]

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from encoder_models import FAMILIES, make
+from native_models import LIBRARY
 
+from appliance.engine.beacon import Beacon
 from appliance.errors import ApplianceError
 from appliance.files import read_json, write_json
-from appliance.model.encoder.encoder import TextEncoder, Texts, load_encoder
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.model.encoder.encoder import TextEncoder, load_encoder
+from appliance.model.encoder.native import NativeEncoder
+from appliance.model.encoder.native_loader import (
+    load_native_encoder,
+    native_bytes,
+    why_unsupported,
+    workspace_bytes,
+)
 from appliance.model.encoder.source import is_encoder, open_encoder
+from appliance.model.encoder.texts import Texts
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+FLOAT32 = np.dtype(np.float32)
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> TextEncoder:
+
+def in_torch(path: Path) -> TextEncoder:
     device = torch.device("cpu")
-    return load_encoder(open_encoder(path), dtype, device, lambda stage, done, total: None)
+    return load_encoder(open_encoder(path), torch.float32, device, lambda *_: None)
+
+
+def in_library(path: Path, bits: int | None = None) -> NativeEncoder:
+    engine = NativeEngine(LIBRARY, 1)
+    return load_native_encoder(open_encoder(path), engine, FLOAT32, bits, lambda *_: None)
+
+
+EXECUTORS = [in_torch, in_library]
 
 
 def some_texts(longest: int) -> list[list[int]]:
@@ -29,48 +53,97 @@ def some_texts(longest: int) -> list[list[int]]:
     return [torch.randint(2, 97, (length,)).tolist() for length in lengths]
 
 
+def of_one_type(texts: list[list[int]]) -> Texts:
+    return Texts.of([(ids, [0] * len(ids)) for ids in texts])
+
+
+def states_of(encoder: TextEncoder | NativeEncoder, texts: Texts) -> list[torch.Tensor]:
+    return list(torch.from_numpy(encoder.hidden(texts)).split(texts.lengths))
+
+
+def of_transformers(oracle: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        found: torch.Tensor = oracle(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
+    return found
+
+
+@pytest.mark.parametrize("load", EXECUTORS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_hidden_states_are_those_of_transformers(
+    name: str, load: Callable[[Path], TextEncoder | NativeEncoder], tmp_path: Path
+) -> None:
     made = make(name, tmp_path, ranks=False)
     texts = some_texts(made.longest)
-    batch = Texts.of([(ids, [0] * len(ids)) for ids in texts], torch.device("cpu"))
-    with torch.inference_mode():
-        found = load(tmp_path).hidden(batch).split(batch.lengths)
-        for own, ids in zip(found, texts, strict=True):
-            mask = torch.ones(1, len(ids), dtype=torch.int64)
-            wanted = made.oracle(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
-            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=2e-5)
+    for own, ids in zip(states_of(load(tmp_path), of_one_type(texts)), texts, strict=True):
+        wanted = of_transformers(made.oracle, ids)
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("load", EXECUTORS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_head_judges_as_in_transformers(name: str, tmp_path: Path) -> None:
+def test_a_head_judges_as_in_transformers(
+    name: str, load: Callable[[Path], TextEncoder | NativeEncoder], tmp_path: Path
+) -> None:
     made = make(name, tmp_path, ranks=True)
     encoder, mean = load(tmp_path), name.endswith("mean")
     pairs = [(ids, [0] * (len(ids) // 2) + [1] * (-(-len(ids) // 2))) for ids in some_texts(60)]
     if not encoder.spec.token_types > 1:
         pairs = [(ids, [0] * len(ids)) for ids, _ in pairs]
-    batch = Texts.of(pairs, torch.device("cpu"))
-    with torch.inference_mode():
-        hidden = encoder.hidden(batch).split(batch.lengths)
-        chosen = torch.stack([one.mean(0) if mean else one[0] for one in hidden])
-        found = encoder.rank(chosen)
-        for own, (ids, types) in zip(found, pairs, strict=True):
-            inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
-            if encoder.spec.token_types > 1:
-                inputs["token_type_ids"] = torch.tensor([types])
+    hidden = states_of(encoder, Texts.of(pairs))
+    chosen = torch.stack([one.mean(0) if mean else one[0] for one in hidden])
+    found = encoder.rank(chosen.numpy())
+    for own, (ids, types) in zip(found, pairs, strict=True):
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+        if encoder.spec.token_types > 1:
+            inputs["token_type_ids"] = torch.tensor([types])
+        with torch.inference_mode():
             wanted = made.oracle(**inputs).logits[0, 0]
-            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+        assert float(own) == pytest.approx(float(wanted), rel=1e-4, abs=1e-4)
 
 
-def test_a_text_alone_and_in_company_are_close(tmp_path: Path) -> None:
+def test_a_text_has_the_same_bits_alone_and_in_company(tmp_path: Path) -> None:
+    """Each text is longer than the last, so what an earlier step left in the cache is seen too."""
     make("modernbert", tmp_path, ranks=False)
-    encoder, texts = load(tmp_path), some_texts(100)
-    with torch.inference_mode():
-        batch = Texts.of([(ids, [0] * len(ids)) for ids in texts], torch.device("cpu"))
-        together = encoder.hidden(batch).split(batch.lengths)
-        for own, ids in zip(together, texts, strict=True):
-            alone = Texts.of([(ids, [0] * len(ids))], torch.device("cpu"))
-            torch.testing.assert_close(own, encoder.hidden(alone), rtol=1e-4, atol=1e-5)
+    encoder, texts = in_library(tmp_path), some_texts(300)
+    together = states_of(encoder, of_one_type(texts))
+    for own, ids in zip(together, texts, strict=True):
+        assert torch.equal(own, states_of(encoder, of_one_type([ids]))[0])
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_weights_and_workspace_are_no_more_than_planned(name: str, tmp_path: Path) -> None:
+    source = open_encoder(make(name, tmp_path, ranks=False).path)
+    texts = of_one_type(some_texts(200))
+    for bits in (None, 8):
+        encoder = in_library(tmp_path, bits)
+        planned = native_bytes(source, FLOAT32, bits)
+        assert 0.7 * planned < encoder.weight_bytes <= planned
+    encoder.hidden(texts)
+    taken = encoder.engine.workspace_bytes
+    assert taken <= workspace_bytes(source.spec, len(texts.ids), len(texts.lengths), 1)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_rounded_weights_give_nearly_the_same_directions(name: str, tmp_path: Path) -> None:
+    made = make(name, tmp_path, ranks=False)
+    texts = some_texts(100)
+    encoder = in_library(tmp_path, 8)
+    assert encoder.weight_format == "8 bits (a scale per row)"
+    for own, ids in zip(states_of(encoder, of_one_type(texts)), texts, strict=True):
+        wanted = of_transformers(made.oracle, ids)
+        alike = torch.nn.functional.cosine_similarity(own.mean(0), wanted.mean(0), dim=0)
+        assert 0.99 < float(alike) < 0.9999999
+
+
+def test_what_the_library_does_not_cover_is_said(tmp_path: Path) -> None:
+    spec = open_encoder(make("bert", tmp_path, ranks=False).path).spec
+    assert why_unsupported(spec) is None
+    narrow = replace(spec, num_heads=8)
+    assert "heads have 8 elements" in str(why_unsupported(narrow))
+    twice = replace(spec, norms_follow=False)
+    assert "norms the embedding twice" in str(why_unsupported(twice))
+    assert "without learned positions" in str(why_unsupported(replace(spec, positions=0)))
 
 
 def test_a_progress_is_told_layer_by_layer(tmp_path: Path) -> None:
@@ -78,8 +151,13 @@ def test_a_progress_is_told_layer_by_layer(tmp_path: Path) -> None:
     told: list[int] = []
     source, device = open_encoder(tmp_path), torch.device("cpu")
     encoder = load_encoder(source, torch.float32, device, lambda *_: None, lambda: told.append(1))
-    encoder.hidden(Texts.of([([3], [0])], device))
+    encoder.hidden(of_one_type([[3]]))
     assert len(told) == 4
+    native, beacon = in_library(tmp_path), Beacon()
+    native.engine.watch(beacon.address)
+    before = beacon.progress
+    native.hidden(of_one_type([[3]]))
+    assert beacon.progress - before >= 4
 
 
 @pytest.mark.parametrize(

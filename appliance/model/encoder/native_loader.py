@@ -1,0 +1,273 @@
+"""Lays an encoder out for the C library, and counts before. Imports no torch."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from appliance.kernels import arrays
+from appliance.kernels.cpu.arena import Arena
+from appliance.kernels.cpu.cache import PAGE_TOKENS
+from appliance.kernels.cpu.parts import LibraryLinear
+from appliance.kernels.cpu.structs import (
+    AttentionStruct,
+    GatingStruct,
+    LayerStruct,
+    LinearStruct,
+    ModelStruct,
+    NormStruct,
+    RopeStruct,
+)
+from appliance.kernels.cpu.weights import WeightPacker
+from appliance.model.encoder.native import NativeEncoder, RankingHead
+from appliance.model.encoder.spec import encoder_slots
+from appliance.model.narrowed import narrowed_matrix
+from appliance.model.native_loader import HEAD_WIDTH_STEP, MOST_HEAD_WIDTH
+from appliance.model.native_mlp import ACTIVATIONS
+from appliance.model.weight_format import FormatCounts, format_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.weight import Weight
+    from appliance.model.encoder.source import EncoderSource
+    from appliance.model.encoder.spec import EncoderSpec
+
+_TABLE_BITS = 8
+# The library's workspace: streams of hidden states (before and after a norm, QKV, heads' output,
+# forms in 8 bits), and what attention keeps for a thread.
+_STREAMS, _THREAD_BYTES = 8, 1 << 20
+# Of the norms whose output takes the place of the stream.
+_ALL_NORMS, _FIRST_NORM = 1, 2
+
+
+def why_unsupported(spec: EncoderSpec) -> str | None:
+    """Say why the C library does not cover an encoder; None if it does."""
+    if spec.head_dim % HEAD_WIDTH_STEP or spec.head_dim > MOST_HEAD_WIDTH:
+        return (
+            f"its heads have {spec.head_dim} elements; the CPU library covers multiples of"
+            f" {HEAD_WIDTH_STEP} up to {MOST_HEAD_WIDTH}"
+        )
+    if not spec.norms_follow and spec.layers[0].attention_norm:
+        return "its first layer norms the embedding twice"
+    if spec.token_types and not spec.positions:
+        return "it tells texts of a pair apart without learned positions"
+    return None
+
+
+def native_bytes(source: EncoderSource, dtype: Any, bits: int | None) -> int:
+    """Return the bytes of the weights, rounded up: matrices in `dtype`, or in 8 or 4 bits."""
+    spec, names, prefix = source.spec, source.names, source.prefix
+    own = {f"{prefix}{names.positions}.weight", f"{prefix}{names.token_types}.weight"}
+    total = max(1, spec.token_types) * spec.positions * spec.hidden_size * dtype.itemsize
+    head = (names.dense.format(prefix), names.classifier) if spec.ranking else ()
+    for name, shape in encoder_slots(spec, names, prefix).items():
+        if name in own:
+            continue
+        each: float = 4 if len(shape) == 1 or name.startswith(head) else dtype.itemsize
+        if bits and len(shape) == 2 and not shape[1] % 32 and not name.startswith(head):
+            # codes, and scales of groups of 32 at most
+            each = (_TABLE_BITS if name == f"{prefix}{names.tokens}.weight" else bits) / 8 + 1 / 8
+        rows = -(-shape[0] // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP  # of whole tiles
+        total += int(rows * prod(shape[1:]) * each) + 64
+    return int(total)
+
+
+def workspace_bytes(spec: EncoderSpec, max_tokens: int, max_texts: int, threads: int) -> int:
+    """Return the bytes that the largest step needs beside the weights."""
+    inner = spec.intermediate_size * (2 if spec.gated else 1)
+    angles = len(_thetas(spec)) * spec.head_dim
+    codes = max(spec.intermediate_size, spec.hidden_size)  # two bytes and scales of an input
+    row = (_STREAMS * spec.hidden_size + inner + angles + codes) * 4
+    slots = max_tokens + max_texts * PAGE_TOKENS
+    return max_tokens * row + slots * 2 * spec.hidden_size * 4 + threads * _THREAD_BYTES
+
+
+def load_native_encoder(
+    source: EncoderSource,
+    engine: NativeEngine,
+    dtype: Any,
+    bits: int | None,
+    on_progress: Callable[[str, int, int], None],
+) -> NativeEncoder:
+    """Read the weights.
+
+    Args:
+        source: an encoder for which `why_unsupported` returns None.
+        engine: lays out the weights and later executes them.
+        dtype: of weights that are not rounded.
+        bits: 8 or 4 to round the layers' matrices to, and the tokens' to 8; None rounds nothing.
+        on_progress: called with stage, done, total.
+
+    Raises:
+        CheckpointError: a file changed since it was opened.
+        MemoryError: the system has too little memory for the weights.
+    """
+    return _Loader(source, engine, dtype, bits).load(on_progress)
+
+
+class _Loader:
+    def __init__(
+        self, source: EncoderSource, engine: NativeEngine, dtype: Any, bits: int | None
+    ) -> None:
+        self._source, self._spec, self._names = source, source.spec, source.names
+        self._engine, self._dtype, self._bits = engine, dtype, bits
+        self._arena = Arena()
+        self._packer = WeightPacker(engine, self._arena, dtype)
+        self._formats = FormatCounts()
+
+    def load(self, on_progress: Callable[[str, int, int], None]) -> NativeEncoder:
+        spec, names, prefix = self._spec, self._names, self._source.prefix
+        count = len(spec.layers)
+        layers = (LayerStruct * count)()
+        for index in range(count):
+            on_progress("weights", index, count)
+            layers[index] = self._layer(index)
+        on_progress("weights", count, count)
+        thetas = _thetas(spec)
+        embedding = self._packer.linear(self._matrix(f"{prefix}{names.tokens}.weight", _TABLE_BITS))
+        positions = self._positions()
+        model = ModelStruct(
+            hidden_size=spec.hidden_size,
+            vocab_size=spec.vocab_size,
+            num_layers=count,
+            num_ropes=len(thetas),
+            layers=layers,
+            ropes=(RopeStruct * len(thetas))(*(self._rope(theta) for theta in thetas)),
+            final_norm=self._norm(self._final_norm()),
+            embedding=embedding,
+            head=embedding,  # multiplies nothing; without one a step ends before the last norm
+            embedding_scale=1.0,
+            logit_scale=1.0,
+            positions=LinearStruct() if positions is None else self._packer.linear(positions),
+            norms_replace=_ALL_NORMS if spec.norms_follow else _FIRST_NORM,
+        )
+        return NativeEncoder(
+            spec=spec,
+            engine=self._engine,
+            model=model,
+            arena=self._arena,
+            head=self._head(),
+            weight_format=self._formats.in_words(),
+        )
+
+    def _layer(self, index: int) -> LayerStruct:
+        spec, names, own = self._spec, self._names, self._prefix(index)
+        layer = spec.layers[index]
+        struct = LayerStruct(
+            gating=GatingStruct(activation=ACTIVATIONS[spec.activation]),
+            mixer_norm=self._norm(self._first_norm(index)),
+            mlp_norm=self._norm(
+                own + (names.attention_norm if spec.norms_follow else names.mlp_norm)
+            ),
+        )
+        parts = [self._linear(own + name, bias=spec.attention_bias) for name in names.qkv]
+        struct.attention = AttentionStruct(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            window=0 if layer.reach is None else layer.reach + 1,
+            scale=spec.head_dim**-0.5,
+            rope=_thetas(spec).index(layer.rope_theta),
+            num_qkv=len(parts),
+            qkv=(LinearStruct * 4)(*parts),
+            output=self._linear(own + names.attention_out, bias=spec.attention_bias),
+            looks_ahead=1,
+        )
+        up, down = own + names.up, own + names.down
+        if spec.gated:
+            half = slice(spec.intermediate_size), slice(spec.intermediate_size, None)
+            struct.gate, struct.up = (self._linear(up, spec.mlp_bias, rows) for rows in half)
+        else:
+            struct.gate = self._linear(up, spec.mlp_bias)
+        struct.down = self._linear(down, spec.mlp_bias)
+        return struct
+
+    def _first_norm(self, index: int) -> str | None:
+        """Name the norm before a layer's attention: the one behind what came before, if it is."""
+        if index == 0:
+            return self._source.prefix + self._names.embedding_norm
+        if self._spec.norms_follow:
+            return self._prefix(index - 1) + self._names.mlp_norm
+        has_norm = self._spec.layers[index].attention_norm
+        return self._prefix(index) + self._names.attention_norm if has_norm else None
+
+    def _final_norm(self) -> str:
+        if self._spec.norms_follow:
+            return self._prefix(len(self._spec.layers) - 1) + self._names.mlp_norm
+        return self._source.prefix + self._names.final_norm
+
+    def _prefix(self, index: int) -> str:
+        return f"{self._source.prefix}{self._names.layer.format(index)}."
+
+    def _positions(self) -> Any:
+        """Return what is added to embeddings: a row for each type of token and position."""
+        spec, names, prefix = self._spec, self._names, self._source.prefix
+        if not spec.positions:
+            return None
+        positions = self._floats(f"{prefix}{names.positions}.weight")
+        if not spec.token_types:
+            return positions
+        types = self._floats(f"{prefix}{names.token_types}.weight")
+        table = np.asarray(types)[:, None] + np.asarray(positions)[None]
+        return arrays.of_numpy(table.reshape(-1, spec.hidden_size))
+
+    def _rope(self, theta: float | None) -> RopeStruct:
+        if theta is None:
+            return RopeStruct()
+        width = self._spec.head_dim
+        places = np.arange(0, width, 2, dtype=np.float64)
+        frequencies = arrays.of_numpy(theta ** (-places / width))
+        return RopeStruct(width, 1.0, self._packer.floats(frequencies))
+
+    def _head(self) -> RankingHead | None:
+        spec, names = self._spec, self._names
+        if spec.ranking is None:
+            return None
+        packer = WeightPacker(self._engine, self._arena, "float32")
+
+        def linear(name: str, *, bias: bool) -> LibraryLinear:
+            weight = self._floats(f"{name}.weight")
+            struct = packer.linear(weight, self._floats(f"{name}.bias") if bias else None)
+            return LibraryLinear(self._engine, struct, self._arena)
+
+        norm = None
+        if spec.ranking.normed:
+            weight, bias = self._norm_parts(names.head_norm)
+            norm = np.asarray(weight), np.asarray(bias), spec.norm_eps
+        dense = linear(names.dense.format(self._source.prefix), bias=spec.ranking.bias)
+        return RankingHead(dense, norm, linear(names.classifier, bias=True))
+
+    def _linear(self, name: str, bias: bool, rows: slice = slice(None)) -> LinearStruct:
+        weight = self._matrix(f"{name}.weight", self._bits, rows)
+        struct = self._packer.linear(weight, self._floats(f"{name}.bias")[rows] if bias else None)
+        self._formats.add(format_of(weight, self._dtype, None, native=True), weight.nbytes)
+        return struct
+
+    def _matrix(self, name: str, bits: int | None, rows: slice = slice(None)) -> Weight:
+        weight = self._source.load(name)[rows]
+        return weight if self._bits is None or bits is None else narrowed_matrix(weight, bits)
+
+    def _norm(self, name: str | None) -> NormStruct:
+        if name is None:
+            return NormStruct()
+        weight, bias = self._norm_parts(name)
+        return self._packer.norm(weight, self._spec.norm_eps, bias)
+
+    def _norm_parts(self, name: str) -> tuple[Any, Any]:
+        """Read a norm's weight and bias; without one the bias is 0: the mean is subtracted yet."""
+        weight = self._floats(f"{name}.weight")
+        if self._spec.norm_bias:
+            return weight, self._floats(f"{name}.bias")
+        return weight, arrays.of_numpy(np.zeros(len(weight), dtype=np.float32))
+
+    def _floats(self, name: str) -> Any:
+        return self._source.load(name).float()
+
+
+def _thetas(spec: EncoderSpec) -> list[float | None]:
+    """Return the bases of rotary frequencies, each once; None stands for no rotation."""
+    return list(dict.fromkeys(layer.rope_theta for layer in spec.layers))
