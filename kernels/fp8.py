@@ -78,6 +78,15 @@ class Fp8Weight:
             scale = scale[:, first // BLOCK : -(-last // BLOCK)].contiguous()
         return replace(self, codes=arrays.viewed(codes, self.codes.dtype), scale=scale)
 
+    def rows(self, first: int, last: int) -> Fp8Weight | None:
+        """Select outputs without loss; None if that cuts blocks."""
+        codes = arrays.viewed(arrays.viewed(self.codes, "uint8")[first:last], self.codes.dtype)
+        if not self.is_blockwise:
+            return replace(self, codes=codes, scale=self.scale[first:last])
+        if first % BLOCK or (last % BLOCK and last != self.shape[0]):
+            return None
+        return replace(self, codes=codes, scale=self.scale[first // BLOCK : -(-last // BLOCK)])
+
     def is_finite(self) -> bool:
         """Return True if no scale and no code is NaN or infinite."""
         nan = (arrays.viewed(self.codes, "uint8") & NAN_CODE) == NAN_CODE

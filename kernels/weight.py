@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from appliance.kernels import arrays
@@ -35,6 +36,17 @@ def some_rows(weight: Weight, rows: arrays.Rows, dtype: Any) -> Tensor:
         return weight.dequantize(dtype, rows)
     found: Tensor = arrays.cast(weight[rows], dtype)
     return found
+
+
+def cloned(weight: Weight) -> Weight:
+    """Copy a weight, so that it keeps alive nothing that it was taken out of."""
+    if not isinstance(weight, Packed):
+        return weight.clone()
+    own = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    copies: dict[str, Any] = {
+        name: value.clone() for name, value in own.items() if arrays.is_array(value)
+    }
+    return replace(weight, **copies)
 
 
 def column_unit(weight: Weight) -> int | None:

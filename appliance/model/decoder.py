@@ -15,6 +15,7 @@ from appliance.model.attention import Attention
 from appliance.model.executor import heads_of, state_views
 from appliance.model.experts import Experts
 from appliance.model.latent_attention import LatentAttention
+from appliance.model.shard.weights import shard_precisions
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
     from appliance.model.rope import Rope
+    from appliance.model.shard.shard import Shard
+    from appliance.model.shard.vocabulary import PartialEmbedding
     from appliance.model.spec import DecoderSpec
     from appliance.model.token_input import TokenInputs
 
@@ -48,7 +51,9 @@ class Decoder:
         first_norm: of the embedding, before the first layer; None if there is none.
         positions: learned position embeddings, added to the tokens'.
         weight_bytes: as laid out, without weights in host memory.
+        num_dense: weights that became dense because the cut for a rank cut a block.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
+        shard: the part of a model that this is; None: it is all of it.
         on_layer: called after each layer, to show progress in a long step.
     """
 
@@ -56,7 +61,7 @@ class Decoder:
     backend: Backend
     dtype: torch.dtype
     device: torch.device
-    embedding: Embedding
+    embedding: Embedding | PartialEmbedding
     ropes: tuple[Rope, ...]
     first_norm: Norm | None
     layers: tuple[DecoderLayer, ...]
@@ -65,6 +70,8 @@ class Decoder:
     positions: Embedding | None
     weight_bytes: int
     weight_format: str
+    num_dense: int = 0
+    shard: Shard | None = None
     on_layer: Callable[[], None] = _ignore
 
     @property
@@ -126,7 +133,9 @@ class Decoder:
         """Run the head; see `Executor.logits`."""
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
-        logits = self.head(hidden)  # (num_rows, vocab_size)
+        logits = self.head(hidden)  # (num_rows, vocab_size); none of other ranks than 0
+        if not logits.shape[0]:
+            return logits.float()
         cap, scale = self.spec.logit_softcap, self.spec.logit_scale
         if scale != 1.0:
             logits = logits.float() * scale
@@ -147,11 +156,12 @@ class Decoder:
         num_states: int = 0,
     ) -> KVCache:
         """Allocate blocks, open blocks and state slots; see `Executor.allocate_cache`."""
+        layers = precisions(format, len(self.spec.cache_layers))
         return allocate_cache(
             self.backend,
             self.spec,
             self.device,
-            format,
+            layers if self.shard is None else shard_precisions(layers, self.shard),
             num_blocks=num_blocks,
             block_size=block_size,
             num_open=num_open,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from appliance.model.experts import Experts
     from appliance.model.gated_delta import GatedDelta
     from appliance.model.norm import Norm
+    from appliance.model.shard.joint import Joint
     from appliance.model.short_conv import ShortConv
     from appliance.model.step import Step
     from appliance.model.token_input import LayerInput
@@ -117,6 +118,8 @@ class DecoderLayer:
         is_parallel: the MLP reads the stream before the mixer; without `mlp_norm`, it reads the
             mixer's input.
         replaces: a norm of the stream replaces the stream.
+        mixer_joint: sums the ranks' parts of the mixer; None if this is all of it.
+        mlp_joint: the same for the MLP.
     """
 
     backend: Backend
@@ -132,6 +135,8 @@ class DecoderLayer:
     output_scale: float | None = None
     is_parallel: bool = False
     replaces: bool = False
+    mixer_joint: Joint | None = None
+    mlp_joint: Joint | None = None
 
     def __call__(
         self,
@@ -166,12 +171,14 @@ class DecoderLayer:
             read = of_mlp if rows is None else of_mlp.index_select(0, rows)
             return self._add_both(hidden, read, stream, adapters)
         if self.mixer is not None:
+            hidden = _summed(hidden, self.mixer_joint)
             norm = self.mlp_norm or self.next_norm
             hidden, stream = self._add(hidden, stream, self.mixer_post_norm, norm)
         if self.mlp is not None:
             if adapted is not None and rows is not None:
                 adapters = adapted.select(rows).at(self.index)
             added = self._run_mlp(self.mlp, hidden, stream, adapters)
+            added = _summed(added, self.mlp_joint)
             hidden, stream = self._add(added, stream, self.mlp_post_norm, self.next_norm)
         if self.token_input is None and self.output_scale is None:
             return hidden, stream
@@ -186,7 +193,11 @@ class DecoderLayer:
         if self.mlp_norm is not None:
             read = self.mlp_norm.of(stream, self.backend)
         added = self._run_mlp(self.mlp, read, stream, adapters)
-        return self._add(mixed + added, stream, None, self.next_norm)
+        if self.mixer_joint is not None and self.mlp_joint is not None:
+            both = self.mlp_joint.sum(mixed + added)
+        else:
+            both = _summed(mixed, self.mixer_joint) + _summed(added, self.mlp_joint)
+        return self._add(both, stream, None, self.next_norm)
 
     @staticmethod
     def _run_mlp(
@@ -229,3 +240,8 @@ class DecoderLayer:
             added = post_norm.of(added, self.backend)
         hidden, total = norm.of_sum(added, stream, self.backend)
         return hidden, hidden if self.replaces else total
+
+
+def _summed(said: Tensor, joint: Joint | None) -> Tensor:
+    """Add up what the ranks' parts say; without a joint it is all there is."""
+    return said if joint is None else joint.sum(said)

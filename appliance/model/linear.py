@@ -42,13 +42,16 @@ class LinearPart:
     def rows(self, index: arrays.Rows) -> LinearPart:
         """Return some output rows, a range or a list of indices.
 
-        An FP8 weight becomes dense, since the rows may cut its blocks.
+        An FP8 weight becomes dense if the rows cut its blocks or are a list.
         """
         bias = None if self.bias is None else self.bias[index]
         if isinstance(self.weight, PackedWeight | Fp4Weight | GgmlWeight):
             return LinearPart(self.weight.rows(index), bias)
         if isinstance(self.weight, Fp8Weight):
             if isinstance(index, slice):
+                first, last, _ = index.indices(self.weight.shape[0])
+                if (whole := self.weight.rows(first, last)) is not None:
+                    return LinearPart(whole, bias)
                 return LinearPart(self.weight.dequantize(rows=index), bias)
             return LinearPart(self.weight.dequantize()[index], bias)
         return LinearPart(self.weight[index], bias)

@@ -32,6 +32,8 @@ from appliance.model.mamba2 import Mamba2
 from appliance.model.reader import ModelReader
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.shard.vocabulary import PartialEmbedding, PartialHead
+from appliance.model.shard.weights import WeightCutter
 from appliance.model.short_conv import ShortConv
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.stacked_experts import stack_experts
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from appliance.model.layers import Mixer
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
+    from appliance.model.shard.joint import JoinedShard
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec
 
@@ -71,6 +74,7 @@ def load_decoder(
     context_length: int | None = None,
     host: HostSide | None = None,
     host_layers: Collection[int] = (),
+    part: JoinedShard | None = None,
 ) -> Decoder:
     """Read all weights and lay them out.
 
@@ -82,6 +86,7 @@ def load_decoder(
             differently beyond their training context.
         host: multiplies the experts in host memory.
         host_layers: layers with experts in host memory.
+        part: the rank's part of the model; None loads all of it.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
@@ -90,28 +95,31 @@ def load_decoder(
     reader = ModelReader(source, device, dtype)
     for_host = reader.for_host()
     report = on_progress or (lambda stage, done, total: None)
-    spec = source.spec
+    spec = source.spec if part is None else part.shard.spec
+    cutter = None if part is None else WeightCutter(part.shard, copies=True)
+    read = reader.layer if cutter is None else partial(cutter.read, reader)
     ropes = distinct_ropes(spec)
-    builder = LayerBuilder(backend, dtype, spec)
+    builder = LayerBuilder(backend, dtype, spec, part)
     total = len(spec.layers) + 1
     report("weights", 0, total)
     first_norm = builder.optional(reader.first_norm(0))
     layers: list[DecoderLayer] = []
     for index, layer_spec in enumerate(spec.layers):
-        next_norm = reader.first_norm(index + 1)
+        next_norm = builder.optional(reader.first_norm(index + 1))
         assert next_norm is not None, "only the first layer may have none"
-        next_norm = builder.counted(next_norm)
         in_host = None
         if index in host_layers:
             assert host is not None
             assert isinstance(layer_spec.mlp, ExpertsSpec)
             in_host = host.lay_out(partial(for_host.expert, index), layer_spec.mlp)
         # No variable keeps a layer's weights alive while the next layer's are read.
-        layers.append(builder.layer(index, reader.layer(index), layer_spec, next_norm, in_host))
+        layers.append(builder.layer(index, read(index), layer_spec, next_norm, in_host))
         report("weights", index + 1, total)
     token_inputs = builder.token_inputs(reader.token_input())
     positions = builder.positions(reader.positions())
     matrix, head_matrix = reader.embedding_and_head()
+    if cutter is not None:
+        matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
     embedding = Embedding.of(matrix, spec.embedding_scale, dtype)
     if head_matrix is matrix and isinstance(embedding.weight, Tensor):
         head_matrix = embedding.weight  # one copy, if the backend does not change its layout
@@ -124,26 +132,35 @@ def load_decoder(
         backend=backend,
         dtype=dtype,
         device=device,
-        embedding=embedding,
+        embedding=embedding if part is None else PartialEmbedding(embedding, part),
         ropes=tuple(Rope.of(rope, length, device) for rope in ropes),
         first_norm=first_norm,
         layers=tuple(layers),
         token_inputs=token_inputs,
         positions=positions,
-        head=head,
+        head=head if part is None else PartialHead(head, part),
         weight_bytes=builder.nbytes + head.nbytes + (0 if is_shared else embedding.nbytes),
         weight_format=reader.weight_format(),
+        num_dense=0 if cutter is None else cutter.num_dense,
+        shard=None if part is None else part.shard,
     )
 
 
 class LayerBuilder:
     """Lays weights out for one backend and counts their bytes."""
 
-    def __init__(self, backend: Backend, dtype: torch.dtype, spec: DecoderSpec) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        dtype: torch.dtype,
+        spec: DecoderSpec,
+        part: JoinedShard | None = None,
+    ) -> None:
         self.nbytes = 0
         self._backend = backend
         self._dtype = dtype
         self._spec = spec
+        self._part = part
         self._ropes = distinct_ropes(spec)
         self._places = spec.cache_places
 
@@ -155,6 +172,7 @@ class LayerBuilder:
         next_norm: Norm,
         in_host: HostExperts | None = None,
     ) -> DecoderLayer:
+        mixer_joint, mlp_joint = (None, None) if self._part is None else self._part.joints(index)
         return DecoderLayer(
             backend=self._backend,
             mixer=None
@@ -173,6 +191,8 @@ class LayerBuilder:
             output_scale=weights.output_scale,
             is_parallel=spec.parallel,
             replaces=self._spec.norms_replace,
+            mixer_joint=mixer_joint,
+            mlp_joint=mlp_joint,
         )
 
     def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:

@@ -31,9 +31,18 @@ _SCALE_BYTES_PER_WEIGHT = 8 / 32
 _ALIGNMENT = 64  # of the library's tensors
 
 
-def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
-    """Estimate the bytes of all weights; an upper bound if the backend chooses the layout."""
-    return math.ceil(sum(slot_bytes(source, slot, device, dtype) for slot in source.slots()))
+def estimate_weight_bytes(
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    copies: Callable[[TensorSlot], float] = lambda slot: 1,
+) -> int:
+    """Estimate the bytes of all weights; an upper bound if the backend chooses the layout.
+
+    `copies` returns how often a tensor is stored.
+    """
+    each = (copies(slot) * slot_bytes(source, slot, device, dtype) for slot in source.slots())
+    return math.ceil(sum(each))
 
 
 def slot_bytes(
@@ -64,7 +73,7 @@ def slot_bytes(
 
 
 def estimate_native_bytes(
-    source: ModelSource, dtype: Any, copies: Callable[[TensorSlot], int] = lambda slot: 1
+    source: ModelSource, dtype: Any, copies: Callable[[TensorSlot], float] = lambda slot: 1
 ) -> int:
     """Estimate the most bytes of all weights in the CPU library; a tied matrix counts once.
 
@@ -74,7 +83,9 @@ def estimate_native_bytes(
     return math.ceil(sum(native_slot_bytes(source, slot, dtype, copies(slot)) for slot in slots))
 
 
-def native_slot_bytes(source: ModelSource, slot: TensorSlot, dtype: Any, copies: int = 1) -> float:
+def native_slot_bytes(
+    source: ModelSource, slot: TensorSlot, dtype: Any, copies: float = 1
+) -> float:
     """Estimate the bytes of one tensor in the CPU library.
 
     FP8 weights count as `dtype`, the most they take.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from appliance.kernels.kv_format import LayerPrecision
-from appliance.kernels.weight import column_unit, dense, some_columns
+from appliance.kernels.weight import cloned, column_unit, dense, some_columns
 from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, MLPWeights
 from appliance.model.linear import LinearPart
 from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.weight import Weight
     from appliance.model.layer_weights import LayerWeights
+    from appliance.model.reader import ModelReader
     from appliance.model.shard.shard import Columns, Shard
     from appliance.model.shard.split import Heads
 
@@ -30,11 +31,17 @@ class WeightCutter:
     """Cuts the layers of one model for one rank.
 
     Attributes:
+        copies: parts do not keep the whole weight alive, for an executor that uses weights as read.
         num_dense: weights that became dense because a block was cut.
     """
 
     shard: Shard
+    copies: bool = False
     num_dense: int = field(default=0)
+
+    def read(self, reader: ModelReader, index: int) -> LayerWeights:
+        """Read a layer's weights, and return a rank's part of them."""
+        return self.layer(reader.layer(index), index)
 
     def layer(self, weights: LayerWeights, index: int) -> LayerWeights:
         """Return a rank's part of a layer's weights."""
@@ -56,10 +63,10 @@ class WeightCutter:
 
     def vocabulary(self, embedding: Weight, head: Weight) -> tuple[Weight, Weight]:
         """Return a rank's rows of embedding and head; one object if they are tied."""
-        own = LinearPart(embedding, None).rows(self.shard.own_tokens).weight
+        own = self._copied(LinearPart(embedding, None).rows(self.shard.own_tokens)).weight
         if head is embedding:
             return own, own
-        return own, LinearPart(head, None).rows(self.shard.own_tokens).weight
+        return own, self._copied(LinearPart(head, None).rows(self.shard.own_tokens)).weight
 
     def _attention(
         self, weights: AttentionWeights, spec: AttentionSpec, heads: Heads
@@ -69,7 +76,7 @@ class WeightCutter:
         own_heads = slice(heads.first, heads.first + heads.count)
         return replace(
             weights,
-            inputs=rows_of(weights.inputs, input_ranges(spec, heads)),
+            inputs=self._rows(weights.inputs, input_ranges(spec, heads)),
             output=self._columns(weights.output, queries),
             sinks=None if weights.sinks is None else weights.sinks[own_heads],
         )
@@ -77,7 +84,7 @@ class WeightCutter:
     def _mlp(self, weights: MLPWeights, width: int, columns: Columns) -> MLPWeights:
         rows = sum(part.weight.shape[0] for part in weights.gate_up)
         return MLPWeights(
-            gate_up=rows_of(weights.gate_up, middle_ranges(width, rows, columns)),
+            gate_up=self._rows(weights.gate_up, middle_ranges(width, rows, columns)),
             down=self._columns(weights.down, columns),
         )
 
@@ -94,6 +101,15 @@ class WeightCutter:
             return self._mlp(weights.expert(number), spec.intermediate_size, columns)
 
         return replace(weights, expert=expert, shared=of_all)
+
+    def _rows(self, parts: list[LinearPart], ranges: list[Columns]) -> list[LinearPart]:
+        return [self._copied(part) for part in rows_of(parts, ranges)]
+
+    def _copied(self, part: LinearPart) -> LinearPart:
+        if not self.copies:
+            return part
+        bias = None if part.bias is None else part.bias.clone()
+        return LinearPart(cloned(part.weight), bias)
 
     def _columns(self, part: LinearPart, columns: Columns) -> LinearPart:
         """Cut inputs of a linear; only the first rank adds its bias."""

@@ -59,6 +59,17 @@ def test_fp8(blockwise: bool) -> None:
     check(weight, 128, 300)
 
 
+def test_fp8_keeps_its_blocks_where_rows_do_not_cut_them() -> None:
+    codes = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    for weight in (Fp8Weight(codes, torch.rand(3, 2)), Fp8Weight(codes, torch.rand(300))):
+        whole = weight.dequantize()
+        for first, last in ((128, 256), (128, 300)):
+            part = weight.rows(first, last)
+            assert part is not None
+            assert torch.equal(part.dequantize(), whole[first:last])
+    assert Fp8Weight(codes, torch.rand(3, 2)).rows(64, 192) is None
+
+
 def test_dense() -> None:
     check(torch.randn(3, 10), 1, 7)
 

@@ -1,0 +1,83 @@
+"""The parts of a model that torch executes, run side by side, say what the whole model says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from centered_models import CENTERED
+from expert_models import EXPERTS
+from teacher_forcing import logits_of
+from torch_ranks import CPU, TorchRankThreads
+
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.kv_format import KVFormat
+from appliance.model.loader import load_decoder
+from appliance.model.shard.split import Split
+from appliance.model.source import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WIDE = {"intermediate_size": 160, "head_dim": 16, "vocab_size": 161}
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama-2:1": (
+        "llama",
+        WIDE | {"num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True},
+        "2:1",
+    ),
+    "one key head": ("llama", WIDE | {"num_attention_heads": 4, "num_key_value_heads": 1}, "3:1"),
+    # Windows, soft caps, norms after each part, one matrix as embedding and head.
+    "gemma3": ("gemma3_text", WIDE | {"final_logit_softcapping": 3.0}, "1:1"),
+    "qwen3_moe": (
+        "qwen3_moe",
+        EXPERTS["qwen3_moe"][1] | WIDE | {"moe_intermediate_size": 96},
+        "1:1",
+    ),
+    # Mixer and MLP beside each other are summed at once.
+    "falcon-new": (
+        "falcon",
+        CENTERED["falcon-new"][1] | {"hidden_size": 96, "ffn_hidden_size": 160},
+        "1:1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_parts_add_up(
+    name: str,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    model_type, settings, text = CASES[name]
+    source = open_model(save(make_model(model_type, **settings)))
+    alone = load_decoder(source, REFERENCE, CPU, torch.float32)
+    ranks = TorchRankThreads(source, Split.parse(2, text))
+    assert all(rank.weight_bytes < alone.weight_bytes for rank in ranks.decoders)
+    expected = logits_of(alone, token_ids)
+    torch.testing.assert_close(ranks.logits_of(token_ids), expected, atol=1e-3, rtol=0)
+    expected = logits_of(alone, token_ids, format=KVFormat.INT8)
+    found = ranks.logits_of(token_ids, format=KVFormat.INT8, chunks=[7, 1, 9, 28])
+    # A code may be another where a value lies between two.
+    assert float((found - expected).abs().mean()) < 2e-3 * float(expected.std())
+
+
+def test_sums_are_one_for_each_mixer_mlp_and_embedding(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    source = open_model(save(make_model("llama", **WIDE)))
+    ranks = TorchRankThreads(source, Split.parse(2, "auto"))
+    sums: list[tuple[int, ...]] = []
+    first = ranks.joints[0]
+    summed = first.sum
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        sums.append(tuple(x.shape))
+        return summed(x)
+
+    first.sum = count  # type: ignore[method-assign]
+    ranks.logits_of(token_ids)
+    assert sums == [(len(token_ids), source.spec.hidden_size)] * (1 + 2 * len(source.spec.layers))
