@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from appliance.engine.run.block_moves import DeviceMoves
 from appliance.engine.tiers.disk_rule import ON_DISK
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
@@ -47,7 +48,8 @@ def load_tiers(
         moves.block_bytes,
         moves.open_bytes,
         host_bytes,
-        keeps_evicted=device == "cuda" and config.prefix_caching,
+        # Where they move beside steps; several GPUs wait for each block that leaves.
+        keeps_evicted=isinstance(moves, DeviceMoves) and config.prefix_caching,
         state_bytes=state_bytes,
     )
     if config.kv_disk in ("auto", "off") or not config.prefix_caching:

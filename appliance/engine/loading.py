@@ -94,6 +94,8 @@ def load_parts(
     opened = _with_host(config, opened, plan)
     stages.append(("header and plan", time.monotonic()))
     executor = opened.execution.load(source, on_progress, plan.context_length, beacon)
+    if isinstance(executor, RankedDecoder):
+        opened = replace(opened, device=executor.device_of_ranks(opened.device))
     release_unused()  # memory for reading the weights
     process_bytes = _process_bytes(plan, executor)
     stages.append(("weights", time.monotonic()))

@@ -149,10 +149,10 @@ def memory_of(
     release_unused()  # the weights need it next
     # Memory already taken is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
-    ranks = execution.ranks if isinstance(execution, NativeExecution) else None
-    copies = 1 if ranks is None else ranks.size
-    others = 0 if ranks is None else ranks.process_bytes(source)
     in_table = not isinstance(execution, NativeExecution)
+    ranks = execution.ranks if precision.device.type == "cpu" else None  # a GPU plans for itself
+    copies = 1 if ranks is None else ranks.size
+    others = 0 if ranks is None else ranks.process_bytes(source, in_torch=in_table)
     of_adapters = planned_bytes(config, source, precision.dtype.itemsize, in_table=in_table)
     request = MemoryRequest(
         spec=source.spec,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.memory_plan import plan_memory
+from appliance.engine.ranks.ranked_cache import RankedCache, RankedStateRows
+from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.engine.run.geometry import Spare
 from appliance.engine.run.grammar_masks import GrammarMasks
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_format import LayerPrecision
     from appliance.model.adapters.slots import AdapterSlots
-    from appliance.model.executor import Executor
+    from appliance.model.executor import Cache, Executor
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,9 @@ def plan_measured(
     from appliance.model.decoder import Decoder
 
     executor, device, limits = parts.executor, parts.device, parts.limits
-    weight_bytes = max(executor.weight_bytes, device.begin_peak())
+    ranked = executor if isinstance(executor, RankedDecoder) else None
+    own = executor if ranked is None else ranked.own
+    weight_bytes = max(own.weight_bytes, device.begin_peak())
 
     def first_steps(executor: Executor[Any], kv_layers: Sequence[LayerPrecision]) -> StepMemory:
         return measure_workspace(
@@ -90,6 +94,7 @@ def plan_measured(
             block_size=request.block_size,
         )
 
+    gathers = parts.execution.uses_triton and ranked is None
     with _refusals(limits):
         if parts.execution.uses_triton and isinstance(executor, Decoder):
             compile_kernels(executor, parts.kv_layers, first_steps, on_progress)
@@ -110,18 +115,42 @@ def plan_measured(
         + device.overhead()
         + fixed_bytes(largest, executor.spec.vocab_size)
         + graph_bytes
-        + (staging_bytes(block_bytes, open_bytes) if parts.execution.uses_triton else 0)
+        + (staging_bytes(block_bytes, open_bytes) if gathers else 0)
         + (block_bytes + open_bytes + state_bytes if parts.with_graphs else 0)
     )
-    plan = plan_memory(
+    request = replace(
+        request,
+        weight_bytes=weight_bytes,
+        workspace_bytes=workspace,
+        max_model_len=limits.context_length,
+    )
+    if ranked is None or device.torch_device.type == "cpu":
+        return plan_memory(request), graph_bytes
+    requests = _of_ranks(parts, ranked, request)
+    return min(map(plan_memory, requests), key=lambda plan: plan.num_blocks), graph_bytes
+
+
+def _of_ranks(
+    parts: RunnerParts, ranked: RankedDecoder, request: MemoryRequest
+) -> list[MemoryRequest]:
+    """Return each GPU's request; all take the workspace that rank 0's has been seen to take."""
+    from appliance.engine.execution.torch_execution import TorchExecution
+
+    execution = parts.execution
+    assert isinstance(execution, TorchExecution)
+    specs = [part.spec for part in ranked.division.parts]
+    held = [(request.weight_bytes, request.budget_bytes)]
+    held += [(one.weight_bytes, one.budget_bytes) for one in ranked.link.group.joined]
+    return [
         replace(
             request,
             weight_bytes=weight_bytes,
-            workspace_bytes=workspace,
-            max_model_len=limits.context_length,
+            budget_bytes=budget_bytes,
+            kv_bytes_per_token=execution.kv_bytes_of(spec),
+            open_bytes=parts.num_open * execution.open_bytes_of(spec),
         )
-    )
-    return plan, graph_bytes
+        for spec, (weight_bytes, budget_bytes) in zip(specs, held, strict=True)
+    ]
 
 
 def make_runner(
@@ -144,9 +173,9 @@ def make_runner(
         num_open=num_open + 1 if num_open and parts.with_graphs else num_open,
         num_states=num_states + 1 if num_states and parts.with_graphs else num_states,
     )
-    states = StateRows(cache.states, parts.device, rates) if num_states else None
+    states = _state_rows(cache, parts.device, rates) if num_states else None
     moves: BlockMoves = HostMoves(cache, rates)
-    if parts.execution.uses_triton:
+    if parts.execution.uses_triton and not isinstance(cache, RankedCache):
         moves = _device_moves(cache, parts.device, rates)
     sampler = Sampler(
         eos_token_ids,
@@ -175,6 +204,12 @@ def make_runner(
         graph_bytes=graph_bytes,
     )
     return runner, moves, states
+
+
+def _state_rows(cache: Cache, device: Device, rates: Rates) -> StateRows:
+    if isinstance(cache, RankedCache):
+        return RankedStateRows(cache, device, rates)
+    return StateRows(cache.states, device, rates)
 
 
 def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:

@@ -105,7 +105,7 @@ def test_weights_are_rounded_while_they_are_loaded_if_asked_for_and_it_says_so(m
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel": 2}, "--tensor-parallel 2 needs the CPU library: transformers"),
+        ({"tensor_parallel": 2}, "--tensor-parallel 2 divides models of a family here"),
         ({"lora_dir": "adapters"}, "leave out --lora and --lora-dir"),
         ({"speculate": "draft=self"}, "--speculate draft=self needs the CPU library"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from appliance.engine.adapters.loader import wants_adapters
@@ -58,6 +57,9 @@ def choose_execution(
     """
     notes: list[str] = []
     _check_ranks(config, precision, source)
+    ranks = None
+    if source.fallback is None:
+        ranks = Ranks.of(config, source, precision, threads)
     num_layers = len(source.spec.cache_layers)
     _check_block_size(precision, num_layers)
     _check_latents(source.spec, precision)
@@ -66,7 +68,6 @@ def choose_execution(
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = why_not_native(config, source)
         if reason is None:
-            ranks = Ranks.of(config, source, precision, threads)
             engine, isa = native_engine(config, threads if ranks is None else ranks.threads[0])
             if isa is Isa.SCALAR and config.cpu_isa == "auto":
                 logger.warning("%s", SCALAR_NOTE)
@@ -80,7 +81,9 @@ def choose_execution(
         notes.append(f"{TORCH_NOTE}: {reason}")
     elif precision.device.type == "cpu":
         notes.append(TORCH_NOTE)
-    return _torch_execution(config, precision, source), tuple(notes)
+    if ranks is not None:
+        notes += ranks.division.notes()
+    return _torch_execution(config, precision, source, ranks), tuple(notes)
 
 
 def choose_fallback(
@@ -112,7 +115,7 @@ def choose_fallback(
 
 
 def _torch_execution(
-    config: EngineConfig, precision: Precision, source: ModelSource
+    config: EngineConfig, precision: Precision, source: ModelSource, ranks: Ranks | None = None
 ) -> TorchExecution:
     num_layers = len(source.spec.cache_layers)
     on_pages = not all(layer.format.has_elements for layer in precision.kv_of(num_layers))
@@ -121,16 +124,13 @@ def _torch_execution(
             f"{precision.kv_format.value} KV blocks hold {PAGE_TOKENS} tokens where torch executes "
             f"the model, not {precision.block_size}; leave --block-size out"
         )
-    from appliance.engine.execution.torch_execution import TorchExecution
-    from appliance.kernels.backend import REFERENCE, select_backend
+    from appliance.engine.execution.torch_execution import TorchExecution, backend_of
 
-    choice = "reference" if config.kernels == "reference" else "auto"
-    backend = select_backend(cast("torch.device", precision.device), choice)
+    backend = backend_of(config, cast("torch.device", precision.device))
     if backend.name == "triton":
-        _check_kernels(source.spec, precision)
-    if wants_adapters(config):  # adapters add to gate and up before the activation
-        backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
-    return TorchExecution(precision, backend)
+        for spec in [source.spec] if ranks is None else ranks.division.cached(source.spec):
+            _check_kernels(spec, precision)
+    return TorchExecution(precision, backend, ranks=ranks)
 
 
 def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource) -> None:
@@ -154,19 +154,30 @@ def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource
                 f"{asked} needs as many GPUs, and PyTorch sees {count}; use"
                 f" {setting} 1, or --device cpu"
             )
+    if source.fallback is not None:
         raise ConfigError(
-            f"{asked} divides a model among processes on the CPU only; use"
-            f" --device cpu, or {setting} 1"
+            f"{asked} divides models of a family here, and transformers' modules execute"
+            f" {source.fallback.name}; use {setting} 1"
         )
-    if config.kernels != "auto":
-        raise ConfigError(
-            f"{asked} needs the CPU library, and --kernels {config.kernels} does"
-            " without; leave it out"
-        )
-    if reason := why_not_native(config, source):
-        raise ConfigError(f"{asked} needs the CPU library: {reason}")
+    if without := _why_torch(config, precision, source):
+        if config.pipeline_parallel > 1:
+            raise ConfigError(f"{asked} needs the CPU library: {without}; use {setting} 1")
+        if wants_adapters(config):
+            raise ConfigError(
+                f"{asked} has adapters where the CPU library executes the model only: {without};"
+                f" leave out --lora and --lora-dir, or use {setting} 1"
+            )
     if not hasattr(os, "pidfd_open"):
         raise ConfigError(f"{asked} needs Linux; use {setting} 1")
+
+
+def _why_torch(config: EngineConfig, precision: Precision, source: ModelSource) -> str | None:
+    """Say why torch executes the ranks; None if the CPU library does."""
+    if precision.device.type == "cuda":
+        return "the model goes to GPUs"
+    if config.kernels != "auto":
+        return f"--kernels {config.kernels} does without"
+    return why_not_native(config, source)
 
 
 def _check_block_size(precision: Precision, num_layers: int) -> None:

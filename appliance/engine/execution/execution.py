@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.engine.beacon import Beacon
+    from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.interface import MaskTokens
@@ -61,6 +62,11 @@ class Execution(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that divide the model; None: this process has all of it."""
+        ...
 
     @property
     def uses_triton(self) -> bool:

@@ -44,6 +44,10 @@ class FallbackExecution:
         return f"transformers on {self.inner.name}"
 
     @property
+    def ranks(self) -> None:
+        return None
+
+    @property
     def uses_triton(self) -> bool:
         return self.inner.uses_triton
 

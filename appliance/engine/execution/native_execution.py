@@ -92,7 +92,7 @@ class NativeExecution:
         if beacon is not None:
             self.engine.watch(beacon.address)
         if self.ranks is not None:
-            return self.ranks.load(
+            return self.ranks.load_native(
                 source, self.engine, self.precision.dtype, on_progress, context_length
             )
         return load_native(

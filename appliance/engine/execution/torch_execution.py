@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from appliance.engine.adapters.loader import wants_adapters
+from appliance.engine.ranks.division import portion
+from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.penalties import cpu as penalties_on_cpu
@@ -14,24 +18,38 @@ from appliance.kernels.token_scores import reference as scores_by_torch
 from appliance.model.executor import heads_of
 from appliance.model.host_experts import HostSide
 from appliance.model.loader import load_decoder
+from appliance.model.shard.shard import Shard
 from appliance.model.size import estimate_weight_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
+    from appliance.config import EngineConfig
     from appliance.engine.beacon import Beacon
     from appliance.engine.execution.execution import Precision
+    from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.backend import Backend
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.interface import MaskTokens
     from appliance.kernels.token_scores.interface import ScoreTokens
+    from appliance.model.decoder import Decoder
     from appliance.model.executor import Executor
+    from appliance.model.shard.joint import JoinedShard
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
+
+
+def backend_of(config: EngineConfig, device: torch.device) -> Backend:
+    """Return the kernels that the settings ask for on a device."""
+    choice = "reference" if config.kernels == "reference" else "auto"
+    backend = select_backend(device, choice)
+    if wants_adapters(config):  # adapters add to gate and up before the activation
+        backend = replace(backend, prepare_gated=REFERENCE.prepare_gated)
+    return backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,7 @@ class TorchExecution:
     precision: Precision
     backend: Backend
     host: HostPart | None = None
+    ranks: Ranks | None = None  # that divide the model; None: this process has all of it
 
     @property
     def _device(self) -> torch.device:
@@ -57,6 +76,8 @@ class TorchExecution:
 
     @property
     def name(self) -> str:
+        if self.ranks is not None:
+            return f"{self.backend.name}, {self.ranks.division.in_words()}"
         if self.host is None:
             return self.backend.name
         count = len(self.host.layers)
@@ -71,10 +92,22 @@ class TorchExecution:
         return int(self.precision.dtype.itemsize)
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """Estimate the weights in the backend's layout."""
-        return estimate_weight_bytes(source, self._device, self.precision.dtype)
+        """Estimate the weights in the backend's layout: of all ranks, or of the fullest GPU."""
+        given = (source, self._device, self.precision.dtype)
+        if self.ranks is None:
+            return estimate_weight_bytes(*given)
+        return self._of_ranks(
+            estimate_weight_bytes(*given, copies=partial(portion, part))
+            for part in self.ranks.division.parts
+            if isinstance(part, Shard)
+        )
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
+        """Count what all ranks keep of a token, or the GPU that keeps most."""
+        return self._of_ranks(map(self.kv_bytes_of, self._parts(spec)))
+
+    def kv_bytes_of(self, spec: DecoderSpec) -> int:
+        """Count what one device keeps of a token, with these heads."""
         layers = self.precision.kv_of(len(spec.cache_layers))
         return sum(
             KVPages.bytes_per_token(layer.format, *heads)
@@ -84,13 +117,24 @@ class TorchExecution:
         )
 
     def open_block_bytes(self, spec: DecoderSpec) -> int:
-        """Count a block's tokens at 8 bits in the sealed layers."""
+        """Count a block's tokens at 8 bits in the sealed layers; see `kv_bytes_per_token`."""
+        return self._of_ranks(map(self.open_bytes_of, self._parts(spec)))
+
+    def open_bytes_of(self, spec: DecoderSpec) -> int:
+        """Count one device's, with these heads."""
         layers = self.precision.kv_of(len(spec.cache_layers))
         return self.precision.block_size * sum(
             KVPages.bytes_per_token(KVFormat.INT8, *heads)
             for layer, heads in zip(layers, heads_of(spec), strict=True)
             if layer.format.is_sealed
         )
+
+    def _parts(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
+        return (spec,) if self.ranks is None else self.ranks.division.cached(spec)
+
+    def _of_ranks(self, each: Iterable[int]) -> int:
+        """Add up what lies in one host's memory; of GPUs, each has its own, count the fullest."""
+        return sum(each) if self._device.type == "cpu" else max(each)
 
     def load(
         self,
@@ -105,17 +149,25 @@ class TorchExecution:
             host = HostSide(self.host.engine, self._device, self.precision.dtype)
             if beacon is not None:
                 self.host.engine.watch(beacon.address)
-        decoder = load_decoder(
-            source,
-            self.backend,
-            self._device,
-            self.precision.dtype,
-            on_progress,
-            context_length=context_length,
-            host=host,
-            host_layers=() if self.host is None else self.host.layers,
-        )
-        return decoder if beacon is None else replace(decoder, on_layer=beacon.advance)
+
+        def load(part: JoinedShard | None = None) -> Decoder:
+            decoder = load_decoder(
+                source,
+                self.backend,
+                self._device,
+                self.precision.dtype,
+                on_progress,
+                context_length=context_length,
+                host=host,
+                host_layers=() if self.host is None else self.host.layers,
+                part=part,
+            )
+            return decoder if beacon is None else replace(decoder, on_layer=beacon.advance)
+
+        if self.ranks is None:
+            return load()
+        dtype = self.precision.dtype
+        return self.ranks.load_torch(source, self._device, dtype, context_length, load)
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
         """Return Triton's sampling, or torch's.

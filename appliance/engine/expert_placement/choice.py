@@ -53,6 +53,8 @@ def expert_choice(
 def _why_not(source: ModelSource, execution: Execution, count: int) -> str | None:
     if not count:
         return f"{source.path.name} has no experts; leave it out"
+    if execution.ranks is not None and not isinstance(execution, NativeExecution):
+        return "--tensor-parallel divides experts among processes; leave one of the two out"
     if isinstance(execution, NativeExecution):
         return "this engine runs on the CPU, where all experts are already; leave it out"
     try:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 from appliance.engine.ranks.messages import Room
 from appliance.engine.ranks.work import SharedLayers
 from appliance.model.shard.shard import shard_source, undivided
+from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.ranks.shared_step import SharedStep
     from appliance.engine.ranks.work import RankWork
+    from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.cpu.group import NativeGroup
     from appliance.model.native import NativeDecoder
     from appliance.model.shard.shard import Part, Shard
@@ -49,8 +51,8 @@ class Division(Protocol):
         """Say how the model is divided, and what is not."""
         ...
 
-    def copies(self, slot: TensorSlot) -> int:
-        """Return how many ranks hold a tensor."""
+    def copies(self, slot: TensorSlot) -> float:
+        """Return how often all ranks together hold a tensor."""
         ...
 
     def cached(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
@@ -61,7 +63,9 @@ class Division(Protocol):
         """Return the memory of exchanges."""
         ...
 
-    def work(self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep) -> RankWork:
+    def work(
+        self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep
+    ) -> RankWork[NativeCache]:
         """Return what a rank does with steps."""
         ...
 
@@ -91,7 +95,7 @@ class DividedLayers:
         return self.split.size
 
     def in_words(self) -> str:
-        return f"{self.split.size} ranks"
+        return f"{self.split.size} ranks {self.split}"
 
     def notes(self) -> tuple[str, ...]:
         heads = [shard.layers[at].heads for shard in self.parts for at in self._first_divided()]
@@ -103,19 +107,8 @@ class DividedLayers:
             words += f"; each has all of {' and '.join(whole)}"
         return (words,)
 
-    def copies(self, slot: TensorSlot) -> int:
-        if slot.layer is None:
-            return 1 if slot.role in (Role.EMBEDDING, Role.HEAD) else self.split.size
-        share = self.parts[0].layers[slot.layer]
-        if slot.role in (Role.DOWN, Role.GATE, Role.UP, Role.GATE_UP):
-            return 1 if share.columns is not None else self.split.size
-        if slot.role in (Role.QUERY, Role.QKV, Role.OUTPUT) and share.heads is not None:
-            return 1
-        if slot.role in (Role.KEY, Role.VALUE) and share.heads is not None:
-            kept = {shard.layers[slot.layer].heads for shard in self.parts}
-            groups = {heads.first_kv for heads in kept if heads is not None}
-            return -(-self.split.size // len(groups))
-        return self.split.size
+    def copies(self, slot: TensorSlot) -> float:
+        return sum(portion(shard, slot) for shard in self.parts)
 
     def cached(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
         return tuple(shard.spec for shard in self.parts)
@@ -126,9 +119,31 @@ class DividedLayers:
         rows = config.max_num_batched_tokens * shard.whole.hidden_size
         return Room(max(rows, shard.widest_tokens), payload_bytes)
 
-    def work(self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep) -> RankWork:
+    def work(
+        self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep
+    ) -> RankWork[NativeCache]:
         return SharedLayers(own, group)
 
     def _first_divided(self) -> list[int]:
         layers = enumerate(self.parts[0].layers)
         return [at for at, share in layers if share.heads is not None][:1]
+
+
+def portion(shard: Shard, slot: TensorSlot) -> float:
+    """Return the part of a tensor that a rank holds, at most 1."""
+    if slot.layer is None:
+        own = shard.own_tokens
+        is_cut = slot.role in (Role.EMBEDDING, Role.HEAD)
+        return (own.stop - own.start) / shard.whole.vocab_size if is_cut else 1
+    share, layer = shard.layers[slot.layer], shard.whole.layers[slot.layer]
+    heads, mixer, mlp = share.heads, layer.mixer, layer.mlp
+    if slot.role in (Role.DOWN, Role.GATE, Role.UP, Role.GATE_UP):
+        if share.columns is None:
+            return 1
+        assert isinstance(mlp, MLPSpec | ExpertsSpec)
+        return (share.columns[1] - share.columns[0]) / mlp.intermediate_size
+    if heads is None or not isinstance(mixer, AttentionSpec):
+        return 1
+    if slot.role in (Role.QUERY, Role.QKV, Role.OUTPUT):
+        return heads.count / mixer.num_heads
+    return heads.num_kv / mixer.num_kv_heads if slot.role in (Role.KEY, Role.VALUE) else 1

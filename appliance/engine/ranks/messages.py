@@ -32,6 +32,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         dtype: of weights that are not packed, by name.
         bounds: of the stages' layers; empty where each layer is divided.
+        device: kind of what torch executes the part on; None: the CPU library executes it.
     """
 
     config: EngineConfig
@@ -41,6 +42,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     bounds: tuple[int, ...]
     room: Room
     context_length: int
+    device: str | None = None
 
 
 class CacheLayer(msgspec.Struct, frozen=True):
@@ -57,21 +59,22 @@ class CacheLayer(msgspec.Struct, frozen=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Map the cache.
+    """Allocate or map the cache.
 
     Attributes:
         layers: in the order of `cache_layers`.
-        strides: bytes of a block, an open block and a state with all ranks' parts.
+        strides: bytes of a block, an open block and a state with all ranks' parts, where they lie
+            in memory that all share.
         offsets: of this rank's part in each.
     """
 
     layers: tuple[CacheLayer, ...]
-    strides: tuple[int, int, int]
-    offsets: tuple[int, int, int]
     num_blocks: int
     block_size: int
     num_open: int
     num_states: int
+    strides: tuple[int, int, int] = (0, 0, 0)
+    offsets: tuple[int, int, int] = (0, 0, 0)
 
 
 class MakeSlots(msgspec.Struct, frozen=True, tag=True):
@@ -88,11 +91,104 @@ class PutAdapter(msgspec.Struct, frozen=True, tag=True):
     scales: dict[str, float]
 
 
+class RunStep(msgspec.Struct, frozen=True, tag=True):
+    """Run a step of torch; its tensors come by a broadcast from device to device.
+
+    Attributes:
+        counts: elements of each tensor, in the order of `step_tensors`; negative: none.
+        wants_logits: run the head too.
+
+    The others are the host's numbers of a `RaggedBatch`.
+    """
+
+    counts: tuple[int, ...]
+    wants_logits: bool
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    num_decodes: int
+    decode_rows: int
+    is_decode: bool
+    sealed_lens: tuple[int, ...] | None
+    open_tables: tuple[tuple[int, ...], ...] | None
+    state_slots: tuple[int, ...] | None
+
+
+class RunHead(msgspec.Struct, frozen=True, tag=True):
+    """Run the head on so many rows, which come by a broadcast."""
+
+    num_rows: int
+
+
+class CaptureStep(msgspec.Struct, frozen=True, tag=True):
+    """Run a step, and capture it as a graph of a number."""
+
+    number: int
+    step: RunStep
+
+
+class ReplayStep(msgspec.Struct, frozen=True, tag=True):
+    """Replay a captured step."""
+
+    number: int
+
+
+class SaveBlock(msgspec.Struct, frozen=True, tag=True):
+    """Write a block's part, and that of an open block if given, to the rank's window."""
+
+    block: int
+    open_block: int
+
+
+class LoadBlock(msgspec.Struct, frozen=True, tag=True):
+    """Fill a block's part, and that of an open block if given, from the rank's window."""
+
+    block: int
+    open_block: int
+
+
+class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks, or open ones, inside the cache."""
+
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    are_open: bool
+
+
+class CopyStates(msgspec.Struct, frozen=True, tag=True):
+    """Copy rows of recurrent state, in this order."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True):
+    """Fill a row of recurrent state from rank 0's window."""
+
+    row: int
+
+
 class RankJoined(msgspec.Struct, frozen=True, tag=True):
-    """A part of the model is loaded."""
+    """A part of the model is loaded.
+
+    Attributes:
+        budget_bytes: that the rank might take of its GPU before; 0 on the CPU.
+    """
 
     weight_bytes: int
     num_dense: int
+    budget_bytes: int = 0
+
+
+class RankAllocated(msgspec.Struct, frozen=True, tag=True):
+    """Torch's cache is allocated: bytes of the rank's part of a block, and of an open one."""
+
+    block_bytes: int
+    open_bytes: int
+
+
+class RankCaptured(msgspec.Struct, frozen=True, tag=True):
+    """A step is captured, or cannot be."""
+
+    why_not: str = ""
 
 
 class RankDone(msgspec.Struct, frozen=True, tag=True):
@@ -106,8 +202,20 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-ToRank: TypeAlias = Join | Allocate | MakeSlots | PutAdapter
-FromRank: TypeAlias = RankJoined | RankDone | RankFailed
+ToTorchRank: TypeAlias = (
+    Allocate
+    | RunStep
+    | RunHead
+    | CaptureStep
+    | ReplayStep
+    | SaveBlock
+    | LoadBlock
+    | CopyBlocks
+    | CopyStates
+    | LoadState
+)
+ToRank: TypeAlias = Join | MakeSlots | PutAdapter | ToTorchRank
+FromRank: TypeAlias = RankJoined | RankDone | RankFailed | RankAllocated | RankCaptured
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

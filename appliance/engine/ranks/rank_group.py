@@ -1,4 +1,4 @@
-"""Rank 0's side of a group: starts the other ranks, and gives each step to all of them."""
+"""The other ranks of a model: starts their processes, and speaks with them."""
 
 from __future__ import annotations
 
@@ -7,97 +7,67 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.ranks.messages import (
-    Allocate,
-    Join,
-    MakeSlots,
-    RankFailed,
-    RankJoined,
-    receive_answer,
-    send,
-)
+from appliance.engine.ranks.messages import Join, RankFailed, RankJoined, receive_answer, send
 from appliance.engine.ranks.rank_process import RankProcess
-from appliance.engine.ranks.shared_cache import cache_bytes, describe_layers, map_cache
-from appliance.engine.ranks.shared_step import RankOrder, SharedStep
 from appliance.errors import EngineError
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.cpu.arena import Mapping
-from appliance.kernels.cpu.engine import RankLostError
-from appliance.kernels.cpu.group import NativeGroup, group_bytes
 
 if TYPE_CHECKING:
-    import ctypes
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from appliance.config import EngineConfig
-    from appliance.engine.ranks.messages import FromRank, PutAdapter, Room
-    from appliance.engine.ranks.shared_step import RankStep
-    from appliance.kernels.cpu.cache import CachePlaces
-    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.engine.ranks.messages import FromRank, Room, ToRank
 
 
 class RankGroup:
     """The other ranks of a model, each a process that ends with this one.
 
-    A rank waits for the next step asleep. One that ends takes all of them along: whatever is asked
-    next fails.
+    One that ends takes all of them along: whatever is asked next fails.
 
     Args:
         asked: the setting that asks for it.
-        room: of the memory for steps.
+        size: ranks, this one included.
+        exchange_bytes: of the file in memory where they meet.
 
     Attributes:
-        native: rank 0's place among the ranks.
-        shared: the memory for steps.
+        exchange: descriptor of that file.
+        cache: of another, for the KV cache or for blocks on their way.
+        joined: what the others have loaded, in order.
+        is_interrupted: a step was begun and not ended, so that the ranks are at unlike places.
 
     Raises:
         EngineError: the system is out of processes, descriptors or memory.
     """
 
-    def __init__(self, library: ctypes.CDLL, asked: str, size: int, room: Room) -> None:
+    def __init__(self, asked: str, size: int, exchange_bytes: int = 0) -> None:
         self.size = size
-        self.weight_bytes: tuple[int, ...] = ()
-        self.num_dense = 0
-        self._room = room
-        begin = group_bytes(library, size, room.floats)
-        num_bytes = begin + room.payload_bytes + room.answer_bytes
+        self.joined: tuple[RankJoined, ...] = ()
+        self.is_interrupted = False
         self._members: list[RankProcess] = []
         files: list[int] = []
         self._end = weakref.finalize(self, _end, self._members, files)
         with contextlib.ExitStack() as undo:
             undo.callback(self._end)
             try:
-                exchange = os.memfd_create("appliance-ranks", os.MFD_CLOEXEC)
-                undo.callback(os.close, exchange)
-                self._cache = os.memfd_create("appliance-ranks-cache", os.MFD_CLOEXEC)
-                files.append(self._cache)
-                os.ftruncate(exchange, num_bytes)
-                mapping = Mapping.shared(exchange, num_bytes)
+                for name in ("appliance-ranks", "appliance-ranks-cache"):
+                    files.append(os.memfd_create(name, os.MFD_CLOEXEC))
+                self.exchange, self.cache = files
+                os.ftruncate(self.exchange, exchange_bytes)
                 for rank in range(1, size):
-                    self._members.append(RankProcess(rank, exchange, self._cache))
-            except (OSError, MemoryError) as error:
-                reason = getattr(error, "strerror", None) or error
-                raise EngineError(f"the processes of {asked}: {reason}") from error
-            self._mapping = mapping
+                    self._members.append(RankProcess(rank, self.exchange, self.cache))
+            except OSError as error:
+                raise no_processes(asked, error) from error
             undo.pop_all()
-        os.close(exchange)
-        self.shared = SharedStep(mapping, begin, room)
-        self.native = NativeGroup(
-            library,
-            mapping.address,
-            rank=0,
-            size=size,
-            floats=room.floats,
-            processes=(-1, *(member.watched for member in self._members)),
-        )
-        self._interrupted = False
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the other ranks."""
         return tuple(member.process.pid for member in self._members)
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """Descriptors of the other ranks' processes, readable once they have ended."""
+        return tuple(member.watched for member in self._members)
 
     def load(
         self,
@@ -106,8 +76,10 @@ class RankGroup:
         threads: Sequence[int],
         bounds: tuple[int, ...],
         context_length: int,
+        room: Room,
+        device: str | None = None,
     ) -> None:
-        """Tell the ranks to load their parts; `join` waits for them."""
+        """Tell the ranks to load their parts; `join` waits for them. See `Join`."""
         for member, count in zip(self._members, threads[1:], strict=True):
             join = Join(
                 config,
@@ -115,8 +87,9 @@ class RankGroup:
                 rank=member.rank,
                 threads=count,
                 bounds=bounds,
-                room=self._room,
+                room=room,
                 context_length=context_length,
+                device=device,
             )
             send(member.connection, join)
 
@@ -126,109 +99,60 @@ class RankGroup:
         Raises:
             EngineError: one could not.
         """
-        answers = [self._answer(member) for member in self._members]
-        joined = [answer for answer in answers if isinstance(answer, RankJoined)]
-        self.weight_bytes = tuple(answer.weight_bytes for answer in joined)
-        self.num_dense = sum(answer.num_dense for answer in joined)
+        self.joined = tuple(answer for answer in self.answers() if isinstance(answer, RankJoined))
 
-    def allocate(
-        self,
-        layers: Sequence[LayerPrecision],
-        strides: tuple[int, int, int],
-        offsets: Sequence[tuple[int, int, int]],
-        counts: tuple[int, int, int],
-        block_size: int,
-    ) -> CachePlaces:
-        """Map a cache of zeros in all ranks; return rank 0's part."""
-        described = describe_layers(layers)
-        os.ftruncate(self._cache, 0)
-        os.ftruncate(self._cache, cache_bytes(strides, counts))
-        num_blocks, num_open, num_states = counts
-        self._call(
-            [
-                Allocate(described, strides, own, num_blocks, block_size, num_open, num_states)
-                for own in offsets[1:]
-            ]
-        )
-        return map_cache(self._cache, strides, offsets[0], counts)
+    def send(self, messages: Sequence[ToRank]) -> None:
+        """Send each rank its message.
 
-    def make_slots(self, count: int) -> None:
-        """Make room for adapters."""
-        self._call([MakeSlots(count)] * len(self._members))
+        Raises:
+            EngineError: one has ended.
+        """
+        try:
+            for member, message in zip(self._members, messages, strict=True):
+                send(member.connection, message)
+        except OSError as error:
+            raise EngineError(self.lost()) from error
 
-    def call(self, message: PutAdapter) -> None:
-        """Tell all ranks the same, and wait until they have done it."""
-        self._call([message] * len(self._members))
+    def answers(self) -> list[FromRank]:
+        """Wait for the answer of each rank.
 
-    @contextlib.contextmanager
-    def step(self, step: RankStep) -> Iterator[None]:
-        """Give a step to the other ranks while rank 0 runs its own part; wait for all of them."""
-        self._check()
-        self.shared.write_step(step)
-        with self._together():
-            yield
+        Raises:
+            EngineError: one has ended, or could not do what it was told.
+        """
+        return [self._answer(member) for member in self._members]
 
-    @contextlib.contextmanager
-    def head(self, hidden: Tensor) -> Iterator[None]:
-        """Give rows for the head to the other ranks while rank 0 runs its own part."""
-        self._check()
-        self.shared.write_hidden(hidden)
-        with self._together():
-            yield
+    def check(self) -> None:
+        """Raise if the ranks cannot run another step."""
+        if self.is_interrupted:
+            raise EngineError("a step of several ranks was interrupted; load the model again")
+
+    def lost(self) -> str:
+        """Say which rank has ended, and how."""
+        return self.how_ended() or "a rank of the model does not answer"
+
+    def how_ended(self) -> str | None:
+        """Describe the end of a rank that has ended, or does within half a second."""
+        ends = (member.how_ended() for member in self._members)
+        return next((how for how in ends if how is not None), None)
 
     def close(self) -> None:
         """End the other ranks."""
         self._end()
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Meet the other ranks before, and wait for them after; raise for a missing one."""
-        self._interrupted = True
-        try:
-            self.native.meet()
-            yield
-            self.native.wait()
-        except MemoryError:  # in all ranks, which go on
-            self.native.wait()
-            self._interrupted = False
-            raise
-        except RankLostError as error:
-            raise EngineError(self._lost()) from error
-        self._interrupted = False
-
-    def _check(self) -> None:
-        if self._interrupted:
-            raise EngineError("a step of several ranks was interrupted; load the model again")
-
-    def _call(self, messages: Sequence[Allocate | MakeSlots | PutAdapter]) -> None:
-        self._check()
-        try:
-            self.native.wait()
-            self.shared.write_order(RankOrder.CALL)
-            self.native.meet()  # from here on they read, so that no message is too long to send
-            for member, message in zip(self._members, messages, strict=True):
-                send(member.connection, message)
-            for member in self._members:
-                self._answer(member)
-            self.native.wait()
-        except (RankLostError, OSError) as error:
-            raise EngineError(self._lost()) from error
-
     def _answer(self, member: RankProcess) -> FromRank:
         try:
             answer = receive_answer(member.connection)
         except (EOFError, OSError) as error:
-            raise EngineError(self._lost()) from error
+            raise EngineError(self.lost()) from error
         if isinstance(answer, RankFailed):
             raise EngineError(f"rank {member.rank}: {answer.reason}")
         return answer
 
-    def _lost(self) -> str:
-        """Say which rank has ended, and how."""
-        for member in self._members:
-            if (how := member.how_ended()) is not None:
-                return how
-        return "a rank of the model does not answer"
+
+def no_processes(asked: str, error: Exception) -> EngineError:
+    """Return what to raise where the system has too little for another process."""
+    reason = getattr(error, "strerror", None) or error
+    return EngineError(f"the processes of {asked}: {reason}")
 
 
 def _end(members: list[RankProcess], files: list[int]) -> None:

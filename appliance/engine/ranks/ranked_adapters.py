@@ -9,7 +9,7 @@ from appliance.engine.ranks.messages import PutAdapter
 from appliance.model.adapters.adapter import Adapter, LowRank
 
 if TYPE_CHECKING:
-    from appliance.engine.ranks.rank_group import RankGroup
+    from appliance.engine.ranks.native_ranks import NativeRanks
     from appliance.model.adapters.native_slots import NativeAdapter, NativeAdapterSlots
 
 _A, _B = ".a", ".b"
@@ -33,7 +33,7 @@ class RankedAdapterSlots:
     """Slots in all ranks; see `AdapterSlots`."""
 
     own: NativeAdapterSlots
-    group: RankGroup
+    ranks: NativeRanks
 
     def lay_out(self, adapter: Adapter) -> RankedAdapter:
         content, scales = pack_adapter(adapter)
@@ -42,7 +42,7 @@ class RankedAdapterSlots:
     def put(self, slot: int, laid_out: RankedAdapter | None) -> None:
         self.own.put(slot, None if laid_out is None else laid_out.own)
         content = None if laid_out is None else laid_out.content
-        self.group.call(PutAdapter(slot, content, {} if laid_out is None else laid_out.scales))
+        self.ranks.call(PutAdapter(slot, content, {} if laid_out is None else laid_out.scales))
 
 
 def pack_adapter(adapter: Adapter) -> tuple[bytes, dict[str, float]]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.messages import RankInfo
+from appliance.engine.ranks.native_ranks import NativeRanks
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
+from appliance.engine.ranks.ranked_device import RankedDevice
 from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.arrays import dtype_name
-from appliance.kernels.cpu.cache import layer_offsets
 from appliance.kernels.kv_format import precisions
-from appliance.model.executor import heads_of
 from appliance.model.shard.stage import Stage
 
 if TYPE_CHECKING:
@@ -24,12 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.ranks.division import Division
-    from appliance.engine.ranks.rank_group import RankGroup
+    from appliance.engine.ranks.ranked_cache import RankedCache
+    from appliance.engine.ranks.torch_ranks import TorchRanks
     from appliance.engine.ranks.work import RankWork
+    from appliance.engine.run.device import Device
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.kv_format import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
+    from appliance.model.decoder import Decoder
     from appliance.model.native import NativeDecoder
     from appliance.model.spec import DecoderSpec
 
@@ -44,15 +46,15 @@ class RankedDecoder:
         threads: of each rank.
         own: rank 0's part, and
         work: what it does with steps.
-        group: the other ranks.
+        link: to the other ranks.
     """
 
     spec: DecoderSpec
     division: Division
     threads: tuple[int, ...]
-    own: NativeDecoder
-    work: RankWork
-    group: RankGroup
+    own: NativeDecoder | Decoder
+    work: RankWork[Any]
+    link: NativeRanks | TorchRanks
 
     @property
     def dtype(self) -> Any:
@@ -64,27 +66,39 @@ class RankedDecoder:
 
     @property
     def is_enqueued(self) -> bool:
-        return False
+        return self.own.is_enqueued
 
     @property
     def weight_bytes(self) -> int:
-        return self.own.weight_bytes + sum(self.group.weight_bytes)
+        return sum(self._held)
+
+    @property
+    def _held(self) -> tuple[int, ...]:
+        """Bytes of each rank's weights."""
+        others = (joined.weight_bytes for joined in self.link.group.joined)
+        return (self.own.weight_bytes, *others)
 
     @property
     def weight_format(self) -> str:
         return self.own.weight_format
 
+    def device_of_ranks(self, device: Device) -> Device:
+        """Return rank 0's device, which looks at the other ranks where torch waits for them."""
+        if isinstance(self.link, NativeRanks):
+            return device
+        return cast("Device", RankedDevice(device, self.link))
+
     def ranks(self) -> tuple[RankInfo, ...]:
         """Describe the processes, this one first."""
-        pids = (os.getpid(), *self.group.pids)
-        held = (self.own.weight_bytes, *self.group.weight_bytes)
+        pids = (os.getpid(), *self.link.group.pids)
         layers = [part.layers if isinstance(part, Stage) else None for part in self.division.parts]
-        each = zip(pids, self.division.split.shares, self.threads, held, layers, strict=True)
+        each = zip(pids, self.division.split.shares, self.threads, self._held, layers, strict=True)
         return tuple(RankInfo(*facts) for facts in each)
 
     def notes(self) -> tuple[str, ...]:
         """Say which weights take more memory than in the file."""
-        if not (count := self.own.num_dense + self.group.num_dense):
+        others = sum(joined.num_dense for joined in self.link.group.joined)
+        if not (count := self.own.num_dense + others):
             return ()
         kind = dtype_name(self.dtype)
         return (
@@ -100,47 +114,34 @@ class RankedDecoder:
         block_size: int,
         num_open: int = 0,
         num_states: int = 0,
-    ) -> NativeCache:
-        """Allocate a cache of all ranks' parts, a block's one after another.
-
-        So rank 0 alone saves, loads and copies blocks and states, between steps.
-        """
-        layers = precisions(format, len(self.spec.cache_layers))
-        library = self.own.engine.library
-        sizes = [
-            (
-                *layer_offsets(library, layers[part.cache_layers], heads_of(part.spec), block_size)[
-                    -1
-                ],
-                part.spec.state_bytes,
-            )
-            for part in self.division.parts
-        ]
-        *offsets, strides = accumulate(sizes, _add, initial=(0, 0, 0))
-        counts = (num_blocks, num_open, num_states)
-        places = self.group.allocate(layers, strides, offsets, counts, block_size)
-        return self.own.allocate_cache(
-            layers,
+    ) -> NativeCache | RankedCache:
+        """Allocate all ranks' parts of a cache; see `Executor.allocate_cache`."""
+        own: Any = self.own  # of the link's kind
+        return self.link.allocate(
+            own,
+            self.division.parts,
+            precisions(format, len(self.spec.cache_layers)),
             num_blocks=num_blocks,
             block_size=block_size,
             num_open=num_open,
             num_states=num_states,
-            places=places,
         )
 
     def adapter_slots(
         self, targets: Targets[str, AdapterTarget], count: int, most_ranks: int | None = None
     ) -> RankedAdapterSlots:
-        """Make room for adapters in all ranks."""
-        self.group.make_slots(count)
-        return RankedAdapterSlots(self.own.adapter_slots(targets, count), self.group)
+        """Make room for adapters in all ranks of the CPU library."""
+        assert isinstance(self.link, NativeRanks), "torch's ranks have no adapters"
+        self.link.make_slots(count)
+        own: Any = self.own
+        return RankedAdapterSlots(own.adapter_slots(targets, count), self.link)
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
         batch: RaggedBatch,
-        cache: NativeCache,
+        cache: NativeCache | RankedCache,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Run one step in all ranks; see `Executor.forward`."""
@@ -151,7 +152,7 @@ class RankedDecoder:
         token_ids: Tensor,
         positions: Tensor,
         batch: RaggedBatch,
-        cache: NativeCache,
+        cache: NativeCache | RankedCache,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Run one step in all ranks up to the head; see `Executor.hidden`."""
@@ -159,20 +160,16 @@ class RankedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Run the head in all ranks; see `Executor.logits`."""
-        with self.group.head(hidden):
+        with self.link.head(hidden):
             logits = self.work.head(hidden)
         assert logits is not None
         return logits
 
-    def _run(self, step: RankStep, cache: NativeCache) -> Tensor:
-        with self.group.step(step):
+    def _run(self, step: RankStep, cache: NativeCache | RankedCache) -> Tensor:
+        with self.link.step(step):
             answers = self.work.run(replace(step, batch=_with_own_adapters(step.batch)), cache)
         assert answers is not None
         return answers
-
-
-def _add(one: tuple[int, int, int], two: tuple[int, int, int]) -> tuple[int, int, int]:
-    return one[0] + two[0], one[1] + two[1], one[2] + two[2]
 
 
 def _with_own_adapters(batch: RaggedBatch) -> RaggedBatch:

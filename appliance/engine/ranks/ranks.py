@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.adapters.loader import wants_adapters
 from appliance.engine.ranks.division import DividedLayers
-from appliance.engine.ranks.rank_group import RankGroup
+from appliance.engine.ranks.messages import Room
+from appliance.engine.ranks.native_ranks import NativeRanks
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.ranks.shared_step import payload_bytes
 from appliance.engine.ranks.stage_division import Stages
@@ -19,12 +21,17 @@ from appliance.model.shard.split import Split
 from appliance.model.shard.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    import torch
 
     from appliance.config import EngineConfig
     from appliance.engine.execution.execution import Precision
     from appliance.engine.ranks.division import Division
+    from appliance.engine.ranks.rank_group import RankGroup
     from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.model.decoder import Decoder
+    from appliance.model.shard.joint import JoinedShard
     from appliance.model.source import ModelSource
 
 # Resident memory of a process with Python and NumPy and no model, beside what it shares.
@@ -82,8 +89,10 @@ class Ranks:
         """The number of ranks."""
         return self.division.split.size
 
-    def process_bytes(self, source: ModelSource) -> int:
-        """Return the memory of the other processes beside their parts, and of exchanges."""
+    def process_bytes(self, source: ModelSource, *, in_torch: bool) -> int:
+        """Return the host memory of the other processes beside their parts, and of exchanges."""
+        if in_torch:
+            return (self.size - 1) * (MEMBER_BYTES + TORCH_BYTES)
         rows, room = self.config.max_num_batched_tokens, self.division.room(self.config, 0)
         exchange = 2 * self.size * 4 * room.floats
         if room.answer_bytes:
@@ -91,7 +100,7 @@ class Ranks:
         each = MEMBER_BYTES + (TORCH_BYTES if wants_adapters(self.config) else 0)
         return (self.size - 1) * each + exchange + 64 * rows
 
-    def load(
+    def load_native(
         self,
         source: ModelSource,
         engine: NativeEngine,
@@ -99,7 +108,7 @@ class Ranks:
         on_progress: Callable[[str, int, int], None],
         context_length: int,
     ) -> RankedDecoder:
-        """Start the other ranks, and load all parts at the same time.
+        """Start the other ranks of the CPU library, and load all parts at the same time.
 
         Raises:
             EngineError: a rank could not be started, or could not load its part.
@@ -107,9 +116,10 @@ class Ranks:
         rows, width = self.config.max_num_batched_tokens, source.spec.hidden_size
         payload = payload_bytes(rows, -(-context_length // SMALLEST_BLOCK), width)
         room = self.division.room(self.config, payload)
-        group = RankGroup(engine.library, self.config.ranks_setting, self.size, room)
-        try:
-            group.load(self.config, dtype, self.threads, self.division.bounds, context_length)
+        link = NativeRanks(engine.library, self.config.ranks_setting, self.size, room)
+        given = (self.config, dtype, self.threads, self.division.bounds, context_length)
+        with _closed_if_it_fails(link.group) as group:
+            group.load(*given, room)
             own = load_native(
                 source,
                 engine,
@@ -119,11 +129,49 @@ class Ranks:
                 part=self.division.parts[0],
             )
             group.join()
-        except BaseException:
-            group.close()
-            raise
-        work = self.division.work(0, own, group.native, group.shared)
-        return RankedDecoder(source.spec, self.division, self.threads, own, work, group)
+        work = self.division.work(0, own, link.native, link.shared)
+        return RankedDecoder(source.spec, self.division, self.threads, own, work, link)
+
+    def load_torch(
+        self,
+        source: ModelSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        context_length: int,
+        load_own: Callable[[JoinedShard], Decoder],
+    ) -> RankedDecoder:
+        """Start the other ranks of the torch decoder, and load all parts at the same time.
+
+        Args:
+            device: rank 0's; each of the others has the next one of its kind.
+            load_own: loads rank 0's part.
+
+        Raises:
+            EngineError: a rank could not be started, could not load its part, or not meet others.
+        """
+        from appliance.engine.ranks.torch_ranks import TorchRanks, TorchWork
+        from appliance.model.shard.joint import JoinedShard
+
+        division = self.division
+        assert isinstance(division, DividedLayers)
+        link = TorchRanks(self.config.ranks_setting, self.size, device)
+        given = (self.config, dtype, self.threads, division.bounds, context_length)
+        with _closed_if_it_fails(link.group) as group:
+            group.load(*given, Room(floats=0, payload_bytes=0), device=device.type)
+            own = load_own(JoinedShard(division.parts[0], link.joint))
+            group.join()
+            link.connect()
+        work = TorchWork(own)
+        return RankedDecoder(source.spec, division, self.threads, own, work, link)
+
+
+@contextmanager
+def _closed_if_it_fails(group: RankGroup) -> Iterator[RankGroup]:
+    try:
+        yield group
+    except BaseException:
+        group.close()
+        raise
 
 
 def told_division(config: EngineConfig, source: ModelSource, bounds: tuple[int, ...]) -> Division:

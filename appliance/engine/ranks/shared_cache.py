@@ -27,10 +27,17 @@ def describe_layers(layers: Sequence[LayerPrecision]) -> tuple[CacheLayer, ...]:
     )
 
 
-def read_layers(layers: Sequence[CacheLayer]) -> tuple[LayerPrecision, ...]:
-    """Return the precisions of a message."""
+def read_layers(
+    layers: Sequence[CacheLayer], *, in_torch: bool = False
+) -> tuple[LayerPrecision, ...]:
+    """Return the precisions of a message, with arrays of NumPy or of torch."""
+
+    def array(rows: tuple[tuple[float, ...], ...] | None) -> Tensor | None:
+        found = _array(rows)
+        return arrays.in_torch(found) if in_torch and found is not None else found
+
     return tuple(
-        LayerPrecision(KVFormat(layer.format), _array(layer.head_scales), _array(layer.key_mean))
+        LayerPrecision(KVFormat(layer.format), array(layer.head_scales), array(layer.key_mean))
         for layer in layers
     )
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from appliance.engine.execution.execution import Precision
     from appliance.engine.ranks.shared_step import SharedStep
     from appliance.engine.ranks.work import RankWork
+    from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.cpu.group import NativeGroup
     from appliance.model.native import NativeDecoder
     from appliance.model.shard.split import Split
@@ -81,7 +82,7 @@ class Stages:
             f" values of one context: {', '.join(runs)}",
         )
 
-    def copies(self, slot: TensorSlot) -> int:
+    def copies(self, slot: TensorSlot) -> float:
         is_tied = self.parts[0].whole.tied_head and slot.role is Role.EMBEDDING
         return 2 if is_tied else 1
 
@@ -94,7 +95,9 @@ class Stages:
         answers = 4 * rows * max(spec.hidden_size, spec.vocab_size)
         return Room(rows * spec.hidden_size, payload_bytes, answers)
 
-    def work(self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep) -> RankWork:
+    def work(
+        self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep
+    ) -> RankWork[NativeCache]:
         return PipelineWork(own, self.parts[rank], group, at)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.group import NativeGroup
     from appliance.model.native import NativeDecoder
 
+Held = TypeVar("Held", contravariant=True)  # the cache of what executes the part
 
-class RankWork(Protocol):
+
+class RankWork(Protocol[Held]):
     """One rank's part of each step."""
 
-    def run(self, step: RankStep, cache: NativeCache) -> Tensor | None:
+    def run(self, step: RankStep, cache: Held) -> Tensor | None:
         """Run its part; rank 0 returns the logits or hidden states, as the step wants."""
         ...
 

@@ -161,6 +161,10 @@ class CudaDevice:
 class _CudaEvent:
     event: torch.cuda.Event
 
+    @property
+    def is_over(self) -> bool:
+        return bool(self.event.query())
+
     def wait(self) -> None:
         self.event.synchronize()
 

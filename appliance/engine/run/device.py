@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 class Event(Protocol):
     """A point in the device's work."""
 
+    @property
+    def is_over(self) -> bool:
+        """True if `wait` would return immediately."""
+        ...
+
     def wait(self) -> None:
         """Block until the device has reached it."""
         ...

@@ -109,6 +109,8 @@ class NativeDevice(HostDevice):
 
 @dataclass(frozen=True, slots=True)
 class _Past:
+    is_over = True
+
     def wait(self) -> None:
         return
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,15 @@ import torch
 from drafting import draft_always
 from expert_models import EXPERTS
 from lora import write_adapter
+from rank_engines import CACHED_TOKENS, PROMPTS, answers, loaded
 from recurrent_models import RECURRENT
 from sure_models import write_sure_model
 from waiting import wait_until
 
 from appliance.config import EngineConfig
-from appliance.engine.engine import LLMEngine
 from appliance.engine.execution.choice import choose_execution
 from appliance.engine.execution.execution import Precision
-from appliance.engine.request import AdapterRef, Request
-from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.request import AdapterRef
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
 from appliance.kernels.kv_format import KVFormat
@@ -30,7 +28,6 @@ from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 SIZES = {
@@ -43,62 +40,12 @@ SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
-# The four prompts and their answers take twice as many, so that sequences give way and come back.
-CACHED_TOKENS = 256
-PREFIX = list(range(3, 51))
-PROMPTS = [[*PREFIX, *range(70, 80)], [*PREFIX, 80], list(range(90, 28, -1)), [5, 6, 7] * 21]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("ranks") / "model"
     return write_sure_model("llama", folder, **SIZES), folder
-
-
-@contextlib.contextmanager
-def loaded(folder: Path, **options: Any) -> Iterator[LLMEngine]:
-    usual: dict[str, Any] = {
-        "device": "cpu",
-        "threads": 1,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 48,
-        "dtype": "float32",
-        "kv_disk": "off",
-    }
-    engine = LLMEngine.load(
-        EngineConfig(model=str(folder), **usual | options),
-        eos_token_ids=(),
-        metadata=None,
-        on_progress=lambda stage, done, total: None,
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
-        for rank in engine.info.ranks[1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
-
-
-def answers(
-    engine: LLMEngine, prompts: Sequence[Sequence[int]], adapter: AdapterRef | None = None
-) -> list[list[int]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        engine.submit(
-            Request(
-                request_id=str(number),
-                prompt_token_ids=tuple(prompt),
-                sampling=sampling,
-                adapter=adapter,
-            )
-        )
-    found: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for delta in engine.step().deltas:
-            assert delta.error is None, delta.error
-            found[int(delta.request_id)].extend(delta.token_ids)
-    return found
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4-sealed"])
@@ -117,10 +64,11 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
         expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
         assert not alone.info.ranks
         assert alone.info.num_blocks == blocks
-    for divided, note in (
+    ways: list[tuple[dict[str, Any], str]] = [
         ({"tensor_parallel": 2, "gpu_split": "2:1"}, "divide the model 2:1, heads 4:2"),
         ({"pipeline_parallel": 2, "gpu_split": "2:1"}, "run the model's layers in turn"),
-    ):
+    ]
+    for divided, note in ways:
         with loaded(folder, **divided, **settings) as engine:
             assert [rank.share for rank in engine.info.ranks] == [2, 1]
             assert engine.info.num_blocks == blocks, "nothing is cached in two ranks"
@@ -179,7 +127,11 @@ def test_adapters_are_cut_as_the_model_is(
     # Longer than what a socket takes at once.
     path = write_adapter(tmp_path / "adapter", shapes, rank=64, spread=0.3)
     ref = AdapterRef("tuned", str(path), stamp_of(path))
-    settings = {"lora_dir": str(tmp_path), "max_lora_rank": 64, "kv_cache_dtype": "fp32"}
+    settings: dict[str, Any] = {
+        "lora_dir": str(tmp_path),
+        "max_lora_rank": 64,
+        "kv_cache_dtype": "fp32",
+    }
     with loaded(folder, **settings) as alone:
         expected = [answers(alone, PROMPTS), answers(alone, PROMPTS, ref)]
     assert expected[0] != expected[1]
@@ -223,10 +175,17 @@ def test_ranks_end_with_the_engine(model: tuple[Any, Path]) -> None:
         ({"pipeline_parallel": 2, "gpu_split": "2"}, "has 1 shares for 2 processes"),
         (
             {"pipeline_parallel": 2, "kernels": "torch"},
-            "--pipeline-parallel 2 needs the CPU library, and --kernels torch",
+            "--pipeline-parallel 2 needs the CPU library: --kernels torch does without",
         ),
-        ({"tensor_parallel": 2, "kernels": "torch"}, "needs the CPU library, and --kernels torch"),
-        ({"tensor_parallel": 2, "block_size": 8}, "needs the CPU library: its blocks"),
+        ({"pipeline_parallel": 2, "block_size": 8}, "needs the CPU library: its blocks"),
+        (
+            {"tensor_parallel": 2, "kernels": "torch", "lora_dir": "."},
+            "has adapters where the CPU library executes the model only",
+        ),
+        (
+            {"tensor_parallel": 2, "kernels": "torch", "speculate": "suffix"},
+            "needs the CPU library, whose answers drafts do not change",
+        ),
     ],
 )
 def test_bad_settings_are_refused(

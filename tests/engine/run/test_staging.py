@@ -61,6 +61,8 @@ def test_a_host_buffer_is_filled_again_only_when_the_device_has_read_it() -> Non
     waits: list[int] = []
 
     class Past:
+        is_over = True
+
         def __init__(self, number: int) -> None:
             self.number = number
 

@@ -1,0 +1,52 @@
+"""Rank 0's device, whose work does not end if another rank has, and whose graphs all ranks have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.engine.ranks.torch_ranks import TorchRanks
+    from appliance.engine.run.device import Device, Event, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDevice:
+    """A device of which all else is as without other ranks; see `Device`."""
+
+    device: Device
+    ranks: TorchRanks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def record(self) -> Event:
+        return _WatchedEvent(self.device.record(), self.ranks)
+
+    def synchronize(self) -> None:
+        self.record().wait()
+        self.device.synchronize()
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        """See `Device`; the CPU's graphs call the function, which gives the step to all ranks."""
+        if self.device.torch_device.type == "cpu":
+            return self.device.capture(function)
+        return self.ranks.capture(self.device, function)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedEvent:
+    event: Event
+    ranks: TorchRanks
+
+    @property
+    def is_over(self) -> bool:
+        return self.event.is_over
+
+    def wait(self) -> None:
+        """Look at the other ranks meanwhile; raise EngineError if one has ended."""
+        while not self.event.is_over:
+            self.ranks.look()
+        self.event.wait()

@@ -1,0 +1,180 @@
+"""Another rank of the torch decoder: has a device of its own, and does what rank 0 orders.
+
+It plans nothing and samples nothing. What fails here ends the process, which rank 0 notices.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+import torch
+
+from appliance.engine.execution.torch_execution import backend_of
+from appliance.engine.memory_request import memory_budget
+from appliance.engine.ranks.messages import (
+    Allocate,
+    CaptureStep,
+    CopyBlocks,
+    CopyStates,
+    Join,
+    LoadBlock,
+    LoadState,
+    MakeSlots,
+    PutAdapter,
+    RankAllocated,
+    RankCaptured,
+    RankDone,
+    RankJoined,
+    ReplayStep,
+    RunHead,
+    RunStep,
+    SaveBlock,
+    receive_order,
+    send,
+)
+from appliance.engine.ranks.ranked_cache import read_window, write_window
+from appliance.engine.ranks.ranks import told_division
+from appliance.engine.ranks.shared_cache import read_layers
+from appliance.engine.ranks.torch_step import packed_bytes, unpack
+from appliance.engine.run.device import CaptureError
+from appliance.engine.run.host_device import HostDevice
+from appliance.engine.served_source import open_served
+from appliance.model.loader import load_decoder
+from appliance.model.shard.joint import JoinedShard, Joint, store_in
+from appliance.model.shard.shard import Shard
+from appliance.runtime import release_unused
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from appliance.engine.ranks.messages import ToTorchRank
+    from appliance.engine.run.device import Device, Graph
+    from appliance.kernels.decoder_cache import KVCache
+
+
+class TorchMember:
+    """A rank's part of the model, its part of the cache, and its graphs."""
+
+    def __init__(self, join: Join, connection: Connection, exchange: int, cache: int) -> None:
+        torch.set_num_threads(join.threads)
+        config, rank = join.config, join.rank
+        where = torch.device("cpu")
+        budget_bytes = 0
+        if join.device == "cuda":
+            where = torch.device("cuda", rank)
+            torch.cuda.set_device(where)
+            budget_bytes = memory_budget(where, config.gpu_memory_utilization)
+        self._device = _device(where)
+        source = open_served(config)
+        division = told_division(config, source, join.bounds)
+        shard, size = division.parts[rank], division.split.size
+        assert isinstance(shard, Shard)
+        self._joint = Joint(store_in(exchange, size), rank, size, where)
+        self._decoder = load_decoder(
+            source,
+            backend_of(config, where),
+            where,
+            getattr(torch, join.dtype),
+            context_length=join.context_length,
+            part=JoinedShard(shard, self._joint),
+        )
+        release_unused()  # memory that reading the weights took
+        self._connection, self._file, self._rank = connection, cache, rank
+        self._cache: KVCache | None = None
+        self._graphs: dict[int, Graph] = {}
+        decoder = self._decoder
+        send(connection, RankJoined(decoder.weight_bytes, decoder.num_dense, budget_bytes))
+        self._joint.connect()
+
+    def run(self) -> None:
+        """Do what rank 0 orders, until rank 0 kills this process or ends."""
+        while True:
+            try:
+                order = receive_order(self._connection)
+            except EOFError:
+                return
+            assert not isinstance(order, Join | MakeSlots | PutAdapter)
+            with self._device.running():
+                self._do(order)
+
+    def _do(self, order: ToTorchRank) -> None:
+        match order:
+            case RunStep():
+                self._step(order)
+            case ReplayStep(number):
+                self._graphs[number].replay()
+            case RunHead(num_rows):
+                shape = (num_rows, self._decoder.spec.hidden_size)
+                hidden = torch.empty(shape, dtype=self._decoder.dtype, device=self._decoder.device)
+                self._joint.broadcast(hidden)
+                self._decoder.logits(hidden)
+            case CaptureStep(number, step):
+                self._capture(number, step)
+            case Allocate():
+                self._allocate(order)
+            case SaveBlock() | LoadBlock() | CopyBlocks():
+                self._move(order)
+            case CopyStates(pairs):
+                for source, destination in pairs:
+                    self._own.states[destination].copy_(self._own.states[source])
+            case LoadState(row):
+                states = self._own.states
+                content = bytearray(read_window(self._file, 0, states.shape[1]))
+                states[row].copy_(torch.frombuffer(content, dtype=torch.uint8))
+                send(self._connection, RankDone())
+            case _:
+                assert_never(order)
+
+    @property
+    def _own(self) -> KVCache:
+        assert self._cache is not None
+        return self._cache
+
+    def _step(self, order: RunStep) -> None:
+        given = torch.empty(packed_bytes(order), dtype=torch.uint8, device=self._decoder.device)
+        self._joint.broadcast(given)
+        step = unpack(order, given)
+        run = self._decoder.forward if step.wants_logits else self._decoder.hidden
+        run(step.token_ids, step.positions, step.batch, self._own, step.rows)
+
+    def _capture(self, number: int, step: RunStep) -> None:
+        try:
+            self._graphs[number] = self._device.capture(lambda: self._step(step))
+        except CaptureError as error:
+            send(self._connection, RankCaptured(str(error)))
+        else:
+            send(self._connection, RankCaptured())
+
+    def _allocate(self, order: Allocate) -> None:
+        self._cache = None  # its memory is free for the next
+        cache = self._cache = self._decoder.allocate_cache(
+            read_layers(order.layers, in_torch=True),
+            num_blocks=order.num_blocks,
+            block_size=order.block_size,
+            num_open=order.num_open,
+            num_states=order.num_states,
+        )
+        send(self._connection, RankAllocated(cache.block_bytes, cache.open_bytes))
+
+    def _move(self, order: SaveBlock | LoadBlock | CopyBlocks) -> None:
+        cache = self._own
+        if isinstance(order, CopyBlocks):
+            copy = cache.copy_open if order.are_open else cache.copy_blocks
+            copy(list(order.sources), list(order.destinations))
+            return
+        if isinstance(order, SaveBlock):
+            content = cache.read_block(order.block, order.open_block)
+            write_window(self._file, self._rank, content)
+        else:
+            size = cache.block_bytes + (cache.open_bytes if order.open_block >= 0 else 0)
+            content = read_window(self._file, self._rank, size)
+            cache.write_block(order.block, content, order.open_block)
+        send(self._connection, RankDone())
+
+
+def _device(where: torch.device) -> Device:
+    if where.type == "cpu":
+        return HostDevice()
+    from appliance.engine.run.cuda_device import CudaDevice
+
+    return CudaDevice(where)

@@ -1,0 +1,202 @@
+"""Ranks of the torch decoder, each on a device of its own; this is rank 0's side.
+
+Rank 0 sends orders without waiting; the devices meet in the sums of a step. Where a rank answers,
+this says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.ranks.messages import (
+    Allocate,
+    CaptureStep,
+    RankAllocated,
+    RankCaptured,
+    ReplayStep,
+    RunHead,
+)
+from appliance.engine.ranks.rank_group import RankGroup
+from appliance.engine.ranks.ranked_cache import RankedCache
+from appliance.engine.ranks.shared_cache import describe_layers
+from appliance.engine.ranks.torch_step import ALIGNMENT, describe_step, pack, step_tensors
+from appliance.engine.run.device import CaptureError
+from appliance.errors import EngineError
+from appliance.model.shard.joint import Joint, store_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from appliance.engine.ranks.messages import RunStep, ToTorchRank
+    from appliance.engine.ranks.shared_step import RankStep
+    from appliance.engine.run.device import Device, Graph
+    from appliance.kernels.kv_format import LayerPrecision
+    from appliance.model.decoder import Decoder
+    from appliance.model.shard.shard import Part
+
+LOOK_SECONDS = 1e-4  # between two looks at a device's event
+
+
+class TorchRanks:
+    """The other ranks, each a process with a device.
+
+    Args:
+        device: rank 0's.
+
+    Attributes:
+        joint: rank 0's place among the ranks.
+
+    Raises:
+        EngineError: the system is out of processes, descriptors or memory.
+    """
+
+    def __init__(self, asked: str, size: int, device: torch.device) -> None:
+        self.group = RankGroup(asked, size)
+        self.joint = Joint(store_in(self.group.exchange, size), 0, size, device)
+        self._gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+        self._numbers = count()
+        self._capture: _Capture | None = None
+
+    def connect(self) -> None:
+        """Let the ranks meet, once all have loaded.
+
+        Raises:
+            EngineError: they cannot.
+        """
+        try:
+            self.joint.connect()
+        except RuntimeError as error:
+            raise EngineError(
+                self.group.how_ended() or f"the ranks cannot meet: {error}"
+            ) from error
+
+    def order(self, message: ToTorchRank) -> None:
+        """Tell all other ranks the same."""
+        self.group.check()
+        self.group.send([message] * (self.group.size - 1))
+
+    def allocate(
+        self,
+        own: Decoder,
+        _parts: Sequence[Part],
+        layers: Sequence[LayerPrecision],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_open: int,
+        num_states: int,
+    ) -> RankedCache:
+        """Allocate each rank's cache on its device, all of the same blocks; the ranks answer."""
+        described = describe_layers(layers)
+        self.order(Allocate(described, num_blocks, block_size, num_open, num_states))
+        cache = own.allocate_cache(
+            layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_open=num_open,
+            num_states=num_states,
+        )
+        answers = [found for found in self.group.answers() if isinstance(found, RankAllocated)]
+        sizes = [(cache.block_bytes, cache.open_bytes)]
+        sizes += [(found.block_bytes, found.open_bytes) for found in answers]
+        return RankedCache(cache, self, tuple(sizes))
+
+    @contextlib.contextmanager
+    def step(self, step: RankStep) -> Iterator[None]:
+        """Give a step to the other ranks while rank 0 runs its own part."""
+        tensors = step_tensors(step)
+        with self._together():
+            self._order_step(describe_step(tensors, step))
+            self.joint.broadcast(pack(tensors, self._gap))
+            yield
+
+    @contextlib.contextmanager
+    def head(self, hidden: Tensor) -> Iterator[None]:
+        """Give rows for the head to the other ranks while rank 0 runs its own part."""
+        if not hidden.shape[0]:
+            yield
+            return
+        with self._together():
+            self.order(RunHead(hidden.shape[0]))
+            self.joint.broadcast(hidden.contiguous())
+            yield
+
+    def capture(self, device: Device, function: Callable[[], None]) -> Graph:
+        """Capture a step in all ranks, which answer; see `Device.capture`."""
+        capture = self._capture = _Capture(next(self._numbers))
+        try:
+            graph = device.capture(function)
+        finally:
+            self._capture = None
+            is_open = capture.is_sent and not self.group.is_interrupted
+            answers = self.group.answers() if is_open else []
+        for answer in answers:
+            if isinstance(answer, RankCaptured) and answer.why_not:
+                raise CaptureError(f"another rank: {answer.why_not}")
+        return _RankedGraph(graph, self, capture.number)
+
+    def look(self) -> None:
+        """Wait a moment; raise EngineError if a rank has ended."""
+        if select.select(self.group.watched, [], [], LOOK_SECONDS)[0]:
+            raise EngineError(self.group.lost())
+
+    def _order_step(self, step: RunStep) -> None:
+        if self._capture is None:
+            self.order(step)
+        elif not self._capture.is_sent:  # a capture runs the step twice, in each rank by itself
+            self._capture.is_sent = True
+            self.order(CaptureStep(self._capture.number, step))
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        self.group.check()
+        try:
+            yield
+        except BaseException as error:
+            # What fails while it is captured has not run, and the other ranks do not wait for it.
+            self.group.is_interrupted = not _is_capturing()
+            how = self.group.how_ended() if isinstance(error, RuntimeError) else None
+            if how is not None:
+                raise EngineError(how) from error
+            raise
+
+
+class TorchWork:
+    """A share of every layer, whose results the devices sum; see `RankWork`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def run(self, step: RankStep, cache: RankedCache) -> Tensor:
+        run = self._decoder.forward if step.wants_logits else self._decoder.hidden
+        return run(step.token_ids, step.positions, step.batch, cache.own, step.rows)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._decoder.logits(hidden)
+
+
+class _Capture:
+    def __init__(self, number: int) -> None:
+        self.number, self.is_sent = number, False
+
+
+class _RankedGraph:
+    """A step that all ranks have captured."""
+
+    def __init__(self, graph: Graph, ranks: TorchRanks, number: int) -> None:
+        self._graph, self._ranks, self._number = graph, ranks, number
+
+    def replay(self) -> None:
+        self._ranks.order(ReplayStep(self._number))
+        self._graph.replay()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

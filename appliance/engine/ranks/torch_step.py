@@ -1,0 +1,147 @@
+"""A step of torch's ranks as two things: the host's numbers in a message, the device's in bytes.
+
+Rank 0's device gives the bytes to the others', so tokens that are known to it alone come along, and
+a captured step has them where it reads them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.ranks.messages import RunStep
+from appliance.engine.ranks.shared_step import RankStep
+from appliance.kernels.ragged import RaggedBatch, SealedSpans
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+ALIGNMENT = 16  # bytes that kernels load at once
+_NONE = -1
+_TYPES = (
+    *(torch.int64,) * 3,  # tokens, positions, slots
+    *(torch.int32,) * 3,  # first rows, contexts, block tables
+    torch.int64,  # rows
+    *(torch.int32,) * 2,  # closed tokens, open blocks
+    *(torch.int64,) * 2,  # open slots, blocks to seal
+    *(torch.int32,) * 2,  # state slots, tiles of prompts
+)
+
+
+def step_tensors(step: RankStep) -> tuple[Tensor | None, ...]:
+    """List the tensors of a step; all are whole numbers."""
+    batch, sealed = step.batch, step.batch.sealed
+    return (
+        step.token_ids,
+        step.positions,
+        batch.slot_mapping,
+        batch.query_start,
+        batch.context_lens,
+        batch.block_tables,
+        step.rows,
+        None if sealed is None else sealed.lens,
+        None if sealed is None else sealed.open_tables,
+        None if sealed is None else sealed.slot_mapping,
+        None if sealed is None else sealed.moves,
+        batch.state_slots,
+        batch.prefill_tiles,
+    )
+
+
+def describe_step(tensors: Sequence[Tensor | None], step: RankStep) -> RunStep:
+    """Return the host's numbers of a step."""
+    batch, sealed = step.batch, step.batch.sealed
+    return RunStep(
+        counts=tuple(_NONE if tensor is None else tensor.numel() for tensor in tensors),
+        wants_logits=step.wants_logits,
+        query_lens=batch.host_query_lens,
+        context_lens=batch.host_context_lens,
+        num_decodes=batch.num_decodes,
+        decode_rows=batch.decode_rows,
+        is_decode=batch.is_decode,
+        sealed_lens=None if sealed is None else sealed.host_lens,
+        open_tables=None if sealed is None else sealed.host_open_tables,
+        state_slots=batch.host_state_slots,
+    )
+
+
+def pack(tensors: Sequence[Tensor | None], gap: Tensor) -> Tensor:
+    """Lay a step's tensors side by side in bytes; `gap` (ALIGNMENT,) uint8 fills up between."""
+    pieces = []
+    for tensor, dtype in zip(tensors, _TYPES, strict=True):
+        if tensor is None:
+            continue
+        assert tensor.dtype == dtype, (tensor.dtype, dtype)
+        piece = tensor.contiguous().view(-1).view(torch.uint8)
+        pieces += [piece, gap[: -piece.numel() % ALIGNMENT]]
+    return torch.cat(pieces)
+
+
+def packed_bytes(step: RunStep) -> int:
+    """Return the bytes that `pack` makes of a step's tensors."""
+    return sum(
+        -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        for count, dtype in zip(step.counts, _TYPES, strict=True)
+        if count != _NONE
+    )
+
+
+def unpack(step: RunStep, packed: Tensor) -> RankStep:
+    """Return a step whose tensors lie in the bytes that `pack` made."""
+    found: list[Tensor | None] = []
+    begin = 0
+    for count, dtype in zip(step.counts, _TYPES, strict=True):
+        if count == _NONE:
+            found.append(None)
+            continue
+        end = begin + count * dtype.itemsize
+        found.append(packed[begin:end].view(dtype))
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+    tokens, positions, slots, starts, contexts, tables, rows = found[:7]
+    lens, opened, open_slots, moves, states, tiles = found[7:]
+    assert tokens is not None
+    assert positions is not None
+    assert slots is not None
+    assert starts is not None
+    assert contexts is not None
+    assert tables is not None
+    num_seqs = len(step.query_lens)
+    batch = RaggedBatch(
+        query_start=starts,
+        context_lens=contexts,
+        block_tables=tables.view(num_seqs, -1),
+        slot_mapping=slots,
+        num_decodes=step.num_decodes,
+        host_query_lens=step.query_lens,
+        host_context_lens=step.context_lens,
+        sealed=None if lens is None else _spans(step, lens, opened, open_slots, moves),
+        decode_rows=step.decode_rows,
+        state_slots=states,
+        host_state_slots=step.state_slots,
+        is_decode=step.is_decode,
+        prefill_tiles=None if tiles is None else tiles.view(-1, 2),
+    )
+    return RankStep(tokens, positions, batch, rows, step.wants_logits)
+
+
+def _spans(
+    step: RunStep,
+    lens: Tensor,
+    opened: Tensor | None,
+    slots: Tensor | None,
+    moves: Tensor | None,
+) -> SealedSpans:
+    assert opened is not None
+    assert step.sealed_lens is not None
+    assert step.open_tables is not None
+    return SealedSpans(
+        lens=lens,
+        open_tables=opened.view(len(lens), -1),
+        host_lens=step.sealed_lens,
+        host_open_tables=step.open_tables,
+        slot_mapping=slots,
+        moves=None if moves is None else moves.view(-1, 2),
+    )

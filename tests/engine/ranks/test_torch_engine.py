@@ -1,0 +1,141 @@
+"""Ranks that torch executes, each a process that meets the others through gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from expert_models import EXPERTS
+from late_device import LateDevice
+from rank_engines import CACHED_TOKENS, PROMPTS, answers, loaded
+from recurrent_models import RECURRENT
+from sure_models import write_sure_model
+from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
+
+from appliance.engine.ranks.shared_step import RankStep
+from appliance.engine.ranks.torch_step import pack, step_tensors
+from appliance.engine.run.host_device import HostDevice
+from appliance.errors import EngineError
+from appliance.kernels.kv_format import KVFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from appliance.engine.engine import LLMEngine
+    from appliance.engine.run.device import Graph
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "experts": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | {"moe_intermediate_size": 96}),
+    "recurrent": (RECURRENT["lfm2"][0], RECURRENT["lfm2"][1] | {"num_hidden_layers": 3}),
+}
+TORCH: dict[str, Any] = {"kernels": "torch", "max_model_len": 160}
+
+
+def logits(engine: LLMEngine) -> torch.Tensor:
+    """Return the logits of a prompt, in a cache of its own in all ranks; ends the engine's."""
+    runner: Any = engine._runner
+    return logits_of(runner._executor, PROMPTS[0])
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
+    """With prefix hits, and more sequences than there is room for."""
+    model_type, settings = FAMILIES[family]
+    write_sure_model(model_type, tmp_path, **SIZES | settings)
+    options = TORCH | {"kv_cache_dtype": "int8", "kv_host_memory": 1 << 22}
+    with loaded(tmp_path, **options) as alone:
+        expected = answers(alone, PROMPTS)
+        of_block = alone.info.kv_bytes // alone.info.num_blocks
+        options["kv_cache_memory"] = CACHED_TOKENS // alone.info.block_size * of_block
+        of_one = logits(alone)
+    with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **options) as engine:
+        assert [rank.share for rank in engine.info.ranks] == [2, 1]
+        assert engine.info.backend == "cpu, 2 ranks 2:1"
+        assert answers(engine, PROMPTS) == expected
+        assert answers(engine, PROMPTS) == expected
+        stats = engine.stats()
+        assert stats.swapped_in_total > 0
+        assert stats.prefix_hits_total > 0
+        torch.testing.assert_close(logits(engine), of_one, atol=1e-3, rtol=0)
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_steps_look_ahead_and_blocks_are_sealed(tmp_path: Path) -> None:
+    """Then rank 0's device alone knows a step's tokens."""
+    write_sure_model("llama", tmp_path, **SIZES)
+    options = TORCH | {"kv_cache_dtype": "int4-sealed", "kv_host_memory": 1 << 22}
+    with loaded(tmp_path, **options) as alone:
+        expected = answers(alone, PROMPTS)
+    device = LateDevice()
+    with loaded(tmp_path, device, tensor_parallel=2, **options) as engine:
+        assert answers(engine, PROMPTS) == expected
+        assert device.captures > 0
+
+
+class OneRun(HostDevice):
+    """Captures by running once, and replays what a test says."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        function()
+        return self
+
+
+@torch.inference_mode()
+def test_a_captured_step_is_replayed_by_all_ranks(tmp_path: Path) -> None:
+    """As a graph does, rank 0 replays without the host's numbers, on other tokens."""
+    write_sure_model("llama", tmp_path, **SIZES)
+    with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
+        runner: Any = engine._runner
+        executor: Any = runner._executor
+        cache = executor.allocate_cache(KVFormat.FP32, num_blocks=1, block_size=BLOCK_SIZE)
+        batch = one_sequence((0,), 0, 4, torch.device("cpu"))
+        positions = torch.arange(4)
+        others = torch.tensor([9, 8, 7, 6])
+        found = []
+
+        def replay() -> None:
+            given = step_tensors(RankStep(others, positions, batch, None, wants_logits=True))
+            executor.link.joint.broadcast(pack(given, torch.zeros(16, dtype=torch.uint8)))
+            found.append(executor.own.forward(others, positions, batch, cache.own))
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = executor.forward(tokens, positions, batch, cache)
+            return logits
+
+        graph = executor.link.capture(OneRun(replay), lambda: step(torch.tensor([5, 6, 7, 8])))
+        expected = step(others)
+        graph.replay()
+        torch.testing.assert_close(found[0], expected)
+        assert torch.equal(step(others), expected)
+
+
+def test_a_rank_that_ends_takes_the_engine_along(tmp_path: Path) -> None:
+    write_sure_model("llama", tmp_path, **SIZES)
+    with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
+        answers(engine, PROMPTS[:1])
+        pid = engine.info.ranks[1].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
+            answers(engine, PROMPTS[:1])
+        with pytest.raises(EngineError, match="was interrupted"):
+            engine.step()

@@ -1,0 +1,70 @@
+"""Engines of several ranks, and prompts that share prefixes and do not all fit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.loading import load_parts
+from appliance.engine.request import AdapterRef, Request
+from appliance.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from appliance.engine.run.device import Device
+
+# The four prompts and their answers take twice as many, so that sequences give way and come back.
+CACHED_TOKENS = 256
+PREFIX = list(range(3, 51))
+PROMPTS = [[*PREFIX, *range(70, 80)], [*PREFIX, 80], list(range(90, 28, -1)), [5, 6, 7] * 21]
+
+
+@contextlib.contextmanager
+def loaded(folder: Path, device: Device | None = None, **options: Any) -> Iterator[LLMEngine]:
+    """Load an engine with one thread a rank; end its ranks after the test."""
+    usual: dict[str, Any] = {
+        "device": "cpu",
+        "threads": 1,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 48,
+        "dtype": "float32",
+        "kv_disk": "off",
+    }
+    config = EngineConfig(model=str(folder), **usual | options)
+    parts = load_parts(config, (), None, lambda stage, done, total: None, device)
+    engine = LLMEngine(*parts)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        for rank in engine.info.ranks[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+
+
+def answers(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], adapter: AdapterRef | None = None
+) -> list[list[int]]:
+    """Return the greedy answers to all prompts at once."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.submit(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                adapter=adapter,
+            )
+        )
+    found: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            assert delta.error is None, delta.error
+            found[int(delta.request_id)].extend(delta.token_ids)
+    return found
