@@ -96,7 +96,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "doctor": {
         "config", "api_keys", "hub", "jobs", "progress", "kernels.cpu", "kernels.packed_matmul",
-        "model.source", "quant.quality.card", "server.gpu", "server.listener", "tui.server",
+        "model.source", "quant.quality.card", "engine.links", "server.gpu", "server.listener",
+        "tui.server",
         "engine.sampling_params", "llm",
     },
     "llm": {
@@ -133,7 +134,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.state_memory",
         "engine.load_tiers", "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
         "engine.load_speculation", "engine.admission", "engine.memory_request",
-        "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.memory_refusal",
+        "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.links", "engine.memory_refusal",
         "engine.workspace", "engine.expert_placement", "engine.served_source",
     },
     "engine": {
@@ -149,7 +150,8 @@ BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 
 # What is started, or imported by whom we serve; all else is reached from here, or by tests alone.
 DOORS = {
-    "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__", "hub.__main__",
+    "__init__", "__main__", "engine.process.__main__", "engine.ranks.__main__",
+    "engine.links.__main__", "hub.__main__",
     "quant.text.row_writer",
     *BUILD_TIME,
     *(f"commands.{name.replace('-', '_')}" for name in Commands.lines),

@@ -1,0 +1,1 @@
+"""Tests the ways between ranks before a step depends on one, and chooses among them."""

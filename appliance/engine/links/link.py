@@ -1,0 +1,83 @@
+"""The way between two ranks as its test sees it, and what a test found. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class LinkPath(Enum):
+    """The memory that data of one rank passes on its way to another."""
+
+    PEER = "peer to peer"
+    HOST = "through host memory"
+
+
+class LinkTimeoutError(Exception):
+    """Data did not come back in time."""
+
+
+class Link(Protocol):
+    """One way to another rank, whose other end sends back all that it gets."""
+
+    @property
+    def path(self) -> LinkPath:
+        """The memory that it passes."""
+        ...
+
+    def echo(self, data: NDArray[Any], rounds: int, limit: float) -> tuple[NDArray[Any], float]:
+        """Send float32 numbers there and back, then what came back, and so on.
+
+        Args:
+            data: (count,) whole numbers below 2^24, which no sum rounds.
+            rounds: how often they go there and back.
+            limit: seconds for all of it.
+
+        Returns:
+            What came back last, and the seconds that it took.
+
+        Raises:
+            LinkTimeoutError: it takes longer than the limit.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """The cost of a message.
+
+    Attributes:
+        seconds: of a message of a few bytes, one way.
+        bytes_per_second: of a long one.
+    """
+
+    seconds: float
+    bytes_per_second: float
+
+    def time_of(self, num_bytes: float) -> float:
+        """Return the seconds of one message."""
+        return self.seconds + num_bytes / self.bytes_per_second
+
+    def __str__(self) -> str:
+        return f"{1e6 * self.seconds:,.1f} us, {self.bytes_per_second / 1e9:,.1f} GB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTrial:
+    """The result of a test.
+
+    Attributes:
+        speed: None if there is a problem.
+        problem: why the link may not be used; empty if it may.
+    """
+
+    path: LinkPath
+    speed: LinkSpeed | None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path.value} {self.problem or self.speed}"

@@ -1,0 +1,50 @@
+"""Tests a link with random data that must come back as it was. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from appliance.engine.links.link import LinkSpeed, LinkTimeoutError, LinkTrial
+
+if TYPE_CHECKING:
+    from appliance.engine.links.link import Link
+
+# Two ways between two ranks, tested one after another, stay below the 5 seconds of a start.
+TRIAL_SECONDS = 2.0
+SMALL, LARGE = 16, 1 << 20  # numbers of 4 bytes
+_MOST_ROUNDS = {SMALL: 32, LARGE: 4}
+_MOST = 1 << 24  # a float32 holds all whole numbers below
+
+
+def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
+    """Measure latency and bandwidth, and compare all that comes back.
+
+    Args:
+        seed: of the data.
+        limit: seconds for all of it.
+    """
+    noise, left = np.random.default_rng(seed), limit
+    one_way: list[float] = []
+    for count, most in _MOST_ROUNDS.items():
+        # The first message of a size touches memory that nothing has touched before.
+        rounds, seconds = 1, 0.0
+        for _ in range(2):
+            data = noise.integers(0, _MOST, count).astype(np.float32)
+            try:
+                back, seconds = link.echo(data, rounds, left)
+            except LinkTimeoutError:
+                what = f"{data.nbytes:,} bytes, {rounds} times there and back, {left:.1f} s"
+                return LinkTrial(link.path, None, f"did not answer in time: {what}")
+            if wrong := int(np.count_nonzero(back != data)):
+                what = f"{wrong:,} of {count:,} numbers that came back were others"
+                return LinkTrial(link.path, None, f"changes data: {what}")
+            left -= seconds
+            one_way.append(seconds / (2 * rounds))
+            rounds = min(most, int(left / 2 / max(seconds, 1e-9)))
+            if rounds == 0:
+                one_way.append(one_way[-1])
+                break
+    _, latency, _, whole = one_way
+    return LinkTrial(link.path, LinkSpeed(latency, 4 * LARGE / max(whole, 1e-9)))

@@ -1,0 +1,42 @@
+"""Links as bad as links can be, on a clock of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.engine.links.link import LinkPath, LinkSpeed, LinkTimeoutError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass
+class FakeLink:
+    """Takes the time that its speed says.
+
+    Attributes:
+        hangs_after: messages that still come back; None: all do.
+        breaks_after: messages after which one number is changed by one; None: none ever.
+        spent: seconds so far.
+    """
+
+    path: LinkPath
+    speed: LinkSpeed
+    hangs_after: int | None = None
+    breaks_after: int | None = None
+    messages: int = 0
+    spent: float = 0.0
+
+    def echo(self, data: NDArray[Any], rounds: int, limit: float) -> tuple[NDArray[Any], float]:
+        seconds, back = 0.0, data.copy()
+        for _ in range(rounds):
+            seconds += 2 * self.speed.time_of(data.nbytes)
+            if self.messages == self.hangs_after or seconds > limit:
+                self.spent += limit
+                raise LinkTimeoutError
+            if self.messages == self.breaks_after:
+                back[data.size // 2] += 1
+            self.messages += 1
+        self.spent += seconds
+        return back, seconds
