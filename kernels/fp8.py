@@ -59,6 +59,12 @@ class Fp8Weight:
         """Return the same weight on a device."""
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device))
 
+    def padded(self, index: Tensor) -> Fp8Weight:
+        """Repeat rows behind the last: `index` begins with all rows, and lists no block more."""
+        codes = arrays.viewed(self.codes, "uint8")[index]
+        scale = self.scale if self.is_blockwise else self.scale[index]
+        return replace(self, codes=arrays.viewed(codes, self.codes.dtype), scale=scale)
+
     @property
     def column_unit(self) -> int:
         """Inputs between places where `columns` may cut."""

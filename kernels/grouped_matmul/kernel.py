@@ -71,6 +71,27 @@ def sort_kernel(
 
 
 @triton.jit
+def order_inputs_kernel(
+    out_ptr,  # (num_pairs, in_features)
+    x_ptr,  # (num_pairs / SHARE, in_features), rows x_stride apart
+    ids_ptr,  # (num_pairs,) int64, the expert of each pair
+    order_ptr,  # (num_experts, in_features) int32
+    in_features,
+    x_stride,
+    SHARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Lay a pair's row out in the order of its expert's columns."""
+    i_pair = tl.program_id(0).to(tl.int64)
+    o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_mask = o_column < in_features
+    p_order = order_ptr + tl.load(ids_ptr + i_pair) * in_features
+    b_input = tl.load(p_order + o_column, mask=b_mask, other=0)
+    b_x = tl.load(x_ptr + i_pair // SHARE * x_stride + b_input, mask=b_mask)
+    tl.store(out_ptr + i_pair * in_features + o_column, b_x, mask=b_mask)
+
+
+@triton.jit
 def grouped_matmul_kernel(
     out_ptr,  # (num_pairs, out_features)
     x_ptr,  # (num_pairs / SHARE, in_features), rows x_stride apart

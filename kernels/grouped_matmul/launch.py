@@ -16,6 +16,7 @@ from appliance.kernels.grouped_matmul.kernel import (
     add_experts_kernel,
     count_kernel,
     grouped_matmul_kernel,
+    order_inputs_kernel,
     sort_kernel,
 )
 from appliance.kernels.grouped_matmul.variant import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
 ADD_BLOCK = 1024
+ORDER_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,18 @@ class SortedPairs:
         pairs: (blocks * rows of a block,) int32; negative is padding.
         experts: (blocks,) int32, of each block; negative is padding.
         tile: of the kernel that multiplies a block.
-        num_pairs: without padding.
+        ids: (num_tokens, top_k) int64, the expert of each pair.
     """
 
     pairs: Tensor
     experts: Tensor
     tile: MatmulTile
-    num_pairs: int
+    ids: Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs without padding."""
+        return self.ids.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +71,20 @@ class GroupedLinear:
     Attributes:
         weight: tiles of all experts, or a dense weight whose experts' rows are multiples of TILE_N.
         bias: float32, one per row of the tiles.
+        expert_rows: of an expert with its padding.
+        order: see `StackedLinear`.
     """
 
     weight: TiledWeight | Tensor
     bias: Tensor | None
     out_features: int
+    expert_rows: int
+    order: Tensor | None
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        optional = (part.nbytes for part in (self.bias, self.order) if part is not None)
+        return self.weight.nbytes + sum(optional)
 
     def __call__(self, x: Tensor, rows: SortedPairs) -> Tensor:
         """Multiply each pair's row by its expert's weight.
@@ -83,10 +95,11 @@ class GroupedLinear:
         Returns:
             (num_pairs, out_features), dtype of x.
         """
+        if self.order is not None:
+            x = in_order(x, rows.ids, self.order)
         if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
             x = x.contiguous()
         out = x.new_empty(rows.num_pairs, self.out_features)
-        tiles_n = -(-self.out_features // TILE_N)
         weight, tile = self.weight, rows.tile
         if isinstance(weight, TiledWeight):
             stored = (weight.codes, weight.params, weight.channel_scale)
@@ -109,7 +122,7 @@ class GroupedLinear:
                 self.out_features,
                 x.shape[1],
                 x.stride(0),
-                tiles_n,
+                self.expert_rows // TILE_N,
                 blocks_k,
                 SHARE=rows.num_pairs // len(x),
                 **fixed,
@@ -168,6 +181,31 @@ class ExpertMLPs:
         return out
 
 
+def in_order(x: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+    """Lay x out for each pair in the order of its expert's columns.
+
+    Args:
+        x: (num_tokens, in_features), or a row for each pair.
+        ids: (num_tokens, top_k) int64, contiguous.
+        order: (num_experts, in_features) int32.
+
+    Returns:
+        (num_pairs, in_features), dtype of x.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    width = x.shape[1]
+    out = x.new_empty(ids.numel(), width)
+    with torch.cuda.device(x.get_device()):
+        order_inputs_kernel[ids.numel(), -(-width // ORDER_BLOCK)](
+            *(out, x, ids, order, width, x.stride(0)),
+            SHARE=ids.numel() // len(x),
+            BLOCK=ORDER_BLOCK,
+            num_warps=4,
+        )
+    return out
+
+
 def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
     """Sort a router's choice, (num_tokens, top_k) int64, by expert."""
     num_pairs = ids.numel()
@@ -194,7 +232,7 @@ def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
             CHUNK=CHUNK,
             num_warps=4,
         )
-    return SortedPairs(pairs, experts, tile, num_pairs)
+    return SortedPairs(pairs, experts, tile, ids)
 
 
 def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs | None:
@@ -203,7 +241,9 @@ def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs |
     Raises:
         UnsupportedModelError: no kernel covers the GPU.
     """
-    inner, down = (_prepare(linear, dtype) for linear in (stacked.inner, stacked.down))
+    inner, down = (
+        _prepare(linear, stacked.num_experts, dtype) for linear in (stacked.inner, stacked.down)
+    )
     if inner is None or down is None:
         return None
     where = down.weight.codes if isinstance(down.weight, TiledWeight) else down.weight
@@ -216,8 +256,11 @@ def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs |
     return ExpertMLPs(stacked.num_experts, inner, down, stacked.activation, stacked.gated)
 
 
-def _prepare(linear: StackedLinear, dtype: torch.dtype) -> GroupedLinear | None:
+def _prepare(linear: StackedLinear, num_experts: int, dtype: torch.dtype) -> GroupedLinear | None:
     weight = laid_out(linear.weight, dtype)
     if weight is None:
         return None
-    return GroupedLinear(weight, laid_out_bias(linear), linear.out_features)
+    # Rows behind the last expert, fewer than one of each, are no expert's.
+    rows = linear.weight.shape[0] // TILE_N // num_experts * TILE_N
+    bias = laid_out_bias(linear)
+    return GroupedLinear(weight, bias, linear.out_features, rows, linear.order)

@@ -37,11 +37,14 @@ class StackedLinear:
             where that is odd, TILE_N more rows follow, which a block of two tiles may read.
         bias: (num_experts * rows,), or None.
         out_features: rows of an expert without padding.
+        order: (num_experts, in_features) int32, the input that each column of an expert's weight
+            belongs to (GPTQ's act-order), or None where columns stand in the order of the inputs.
     """
 
     weight: Weight
     bias: Tensor | None
     out_features: int
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +83,16 @@ def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:
         scale = weight.row_scales() if weight.is_blockwise else weight.scale
         codes = weight.codes.view(torch.uint8)
         return tile_fp8(codes, scale, BLOCK if weight.is_blockwise else 0)
-    if weight.group_size % GROUP_MULTIPLE or weight.input_order is not None:
-        return None
-    return tile_packed(weight)
+    assert weight.input_order is None, "a stack has an order for each expert"
+    return None if weight.group_size % GROUP_MULTIPLE else tile_packed(weight)
 
 
-def padded_rows(rows: int, *, is_last: bool) -> Tensor:
-    """Return the row numbers of an expert's padded weight, (padded,) int64: see `StackedLinear`."""
-    tiles = -(-rows // TILE_N)
+def padded_rows(rows: int, *, is_last: bool, multiple: int = TILE_N) -> Tensor:
+    """Return the row numbers of an expert's padded weight, (padded,) int64: see `StackedLinear`.
+
+    `multiple` is one of TILE_N; FP8 weights with scales of blocks have whole blocks.
+    """
+    tiles = -(-rows // multiple) * multiple // TILE_N
     index = torch.arange((tiles + (is_last and tiles % 2)) * TILE_N)
     return index.masked_fill_(index >= rows, 0)
 

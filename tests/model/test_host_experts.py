@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from expert_models import EXPERTS
 from native_models import LIBRARY
+from packed_weights import random_packed
 from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
+from torch.nn import functional
 
+from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.routing import Router
+from appliance.kernels.weight import dense
 from appliance.model.experts import Experts
 from appliance.model.host_experts import HostExperts, HostSide
+from appliance.model.layer_weights import MLPWeights
 from appliance.model.layers import MLP
+from appliance.model.linear import LinearPart
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.spec import ExpertsSpec
@@ -74,6 +83,32 @@ def test_logits_are_those_of_the_decoder_that_has_all_experts(
         for chunks in ([7, 1, 9, 20, 1, 1, 6], [1] * 45):
             cut = logits_of(decoder, token_ids, chunks=chunks)
             torch.testing.assert_close(cut, expected, atol=1e-4, rtol=0)
+
+
+def test_each_linear_of_an_expert_reads_its_inputs_in_an_order_of_its_own() -> None:
+    """As GPTQ's act-order stores them; even gate and up of one expert may differ."""
+    random = torch.Generator().manual_seed(0)
+
+    def ordered(out_features: int, in_features: int) -> LinearPart:
+        order = torch.randperm(in_features, generator=random).int()
+        rows = torch.randperm(out_features, generator=random)
+        weight = random_packed(out_features, in_features, 32).rows(rows)
+        return LinearPart(replace(weight, input_order=order), None)
+
+    experts = [MLPWeights([ordered(96, 64), ordered(96, 64)], ordered(64, 96)) for _ in range(4)]
+    spec = ExpertsSpec(96, Activation.SILU, Router(4, 2), gated=True)
+    side = HostSide(NativeEngine(LIBRARY, 2), DEVICE, torch.float32)
+    hidden = torch.randn(9, 64, generator=random)
+    ids = torch.rand(9, 4, generator=random).topk(2, dim=1).indices
+    shares = torch.rand(9, 2, generator=random)
+    found = side.lay_out(experts.__getitem__, spec).begin(hidden, ids, shares)()
+    expected = torch.zeros(9, 64)
+    for row, place in itertools.product(range(9), range(2)):
+        expert = experts[int(ids[row, place])]
+        gate, up = (dense(part.weight, torch.float32) @ hidden[row] for part in expert.gate_up)
+        said = dense(expert.down.weight, torch.float32) @ (functional.silu(gate) * up)
+        expected[row] += shares[row, place] * said
+    assert (found - expected).norm() < 0.02 * expected.norm()  # inputs of 8 bits
 
 
 def test_the_device_holds_no_weight_of_them(folder: Path) -> None:

@@ -11,6 +11,7 @@ from teacher_forcing import logits_of
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
+from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.routing import Router
 from appliance.kernels.weight import Weight
@@ -64,15 +65,25 @@ def test_a_model_with_experts_says_what_it_says_one_expert_after_another(
     )
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_packed_experts_are_stacked_from_their_parts(gated: bool) -> None:
-    # Rows that are no whole tile, and an odd number of tiles.
+@pytest.mark.parametrize(
+    ("form", "gated"),
+    [
+        *(("int4", True), ("int4", False), ("int4 in act order", True)),
+        *(("fp8 rows", True), ("fp8 blocks", True)),
+    ],
+)
+def test_packed_experts_are_stacked_from_their_parts(form: str, gated: bool) -> None:
+    # Rows that are no whole tile or block, and an odd number of tiles.
+    width, middle = (128, 128) if form == "fp8 blocks" else (64, 96)
     experts = [
-        MLPWeights([part(96, 64, number + i) for i in range(1 + gated)], part(40, 96, number))
+        MLPWeights(
+            [part(form, middle, width, number, i) for i in range(1 + gated)],
+            part(form, 40, middle, number),
+        )
         for number in (0, 10, 20)
     ]
     activation = Activation.SILU if gated else Activation.RELU_SQUARED
-    spec = ExpertsSpec(96, activation, Router(3, 2), gated=gated)
+    spec = ExpertsSpec(middle, activation, Router(3, 2), gated=gated)
     stacked = stack_experts(experts, spec)
     assert stacked is not None
     prepare = select_backend(torch.device("cuda")).prepare_experts
@@ -80,7 +91,7 @@ def test_packed_experts_are_stacked_from_their_parts(gated: bool) -> None:
     grouped = prepare(stacked, torch.bfloat16)
     assert grouped is not None
     random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, 64, generator=random).to(torch.bfloat16)
+    hidden = torch.randn(5, width, generator=random).to(torch.bfloat16)
     ids, weights = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0], [0, 1]]), torch.rand(5, 2)
     builder = LayerBuilder(REFERENCE, torch.bfloat16, NO_LAYERS)
     each = [builder._mlp(expert, spec) for expert in experts]
@@ -92,14 +103,25 @@ def test_packed_experts_are_stacked_from_their_parts(gated: bool) -> None:
     )
     bound = 2e-2 * float(expected.abs().max())
     torch.testing.assert_close(grouped(hidden, ids, weights), expected, rtol=0, atol=bound)
-    dense = replace(experts[2], down=LinearPart(torch.randn(40, 96), None))
+    dense = replace(experts[2], down=LinearPart(torch.randn(40, middle), None))
     assert stack_experts([*experts[:2], dense], spec) is None, "one launch has one packing"
 
 
-def part(out_features: int, in_features: int, seed: int) -> LinearPart:
-    weight = random_packed(out_features, in_features, 32)
-    order = torch.randperm(out_features, generator=torch.Generator().manual_seed(seed))
-    return LinearPart(weight.rows(order), None)
+def part(form: str, out_features: int, in_features: int, expert: int, nth: int = 0) -> LinearPart:
+    """A linear of an expert; in act order, those that read the same input have its order."""
+    random = torch.Generator().manual_seed(expert + nth)
+    shape = out_features, in_features
+    if form.startswith("fp8"):
+        blocks = (-(-out_features // 128), -(-in_features // 128))
+        scales = torch.rand(blocks if form == "fp8 blocks" else shape[:1], generator=random)
+        codes = torch.randn(shape, generator=random).to(torch.float8_e4m3fn)
+        return LinearPart(Fp8Weight(codes, (scales + 0.5) / 16), None)
+    rows = torch.randperm(out_features, generator=random)
+    weight = random_packed(*shape, 32).rows(rows)
+    if form == "int4":
+        return LinearPart(weight, None)
+    order = torch.randperm(in_features, generator=torch.Generator().manual_seed(expert)).int()
+    return LinearPart(replace(weight, input_order=order), None)
 
 
 def test_gate_and_up_of_one_packing_are_one_operation_on_the_kernels() -> None:

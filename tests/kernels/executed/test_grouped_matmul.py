@@ -194,6 +194,37 @@ def test_experts_of_every_form(form: str, dtype: torch.dtype, num_tokens: int) -
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("form", ["int4 g32 zero", "int8 g32 symmetric"])
+def test_each_expert_reads_its_inputs_in_an_order_of_its_own(form: str) -> None:
+    stacked = layer(form)
+    random = torch.Generator().manual_seed(0)
+
+    def reordered(linear: StackedLinear) -> StackedLinear:
+        width = linear.weight.shape[1]
+        orders = [torch.randperm(width, generator=random).int() for _ in range(5)]
+        return replace(linear, order=torch.stack(orders))
+
+    inner, down = reordered(stacked.inner), reordered(stacked.down)
+    prepared = prepare_experts(replace(stacked, inner=inner, down=down), BF16)
+    assert prepared is not None
+    ids = choice(9, 2, 5)
+    hidden, weights = activations(9, 128, BF16), torch.rand(ids.shape)
+    found = prepared(hidden, ids, weights)
+    for token, (experts, shares) in enumerate(zip(ids.tolist(), weights, strict=True)):
+        expected = torch.zeros(128, dtype=torch.float64)
+        for expert, share in zip(experts, shares, strict=True):
+            x = hidden[token]
+            for linear in (inner, down):
+                assert linear.order is not None
+                weight = experts_of(linear, 5)[0][expert]
+                x = (weight @ x[linear.order[expert].long()].double()).to(BF16)
+                if linear is inner:
+                    x = gated_activation(x[None], stacked.activation)[0]
+            expected += x.double() * share
+        bound = 2 * RELATIVE[BF16] * float(expected.abs().max())
+        torch.testing.assert_close(found[token].double(), expected, rtol=0, atol=bound)
+
+
 def rounded(stacked: StackedExperts, dtype: torch.dtype) -> StackedExperts:
     inner, down = (
         replace(linear, weight=dense(linear.weight, dtype))
@@ -260,8 +291,6 @@ def test_the_host_reads_nothing_back() -> None:
 
 
 def test_weights_without_a_form_for_one_launch_are_left_to_run_in_turn() -> None:
-    ordered = layer("int4 g32 zero")
-    weight: Any = ordered.down.weight
-    order = torch.arange(weight.shape[1], dtype=torch.int32)
-    down = StackedLinear(replace(weight, input_order=order), None, ordered.down.out_features)
-    assert prepare_experts(replace(ordered, down=down), BF16) is None
+    stacked = layer("int4 g32 zero")
+    down = replace(stacked.down, weight=random_packed(rows_of(128, 5), 96, 48))
+    assert prepare_experts(replace(stacked, down=down), BF16) is None

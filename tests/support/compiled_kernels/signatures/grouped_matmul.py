@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.kernels.grouped_matmul.launch import ADD_BLOCK
+from appliance.kernels.grouped_matmul.launch import ADD_BLOCK, ORDER_BLOCK
 from appliance.kernels.grouped_matmul.variant import (
     CHUNK,
     DENSE_BLOCK_K,
@@ -44,6 +44,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     if capability == MOST_COMPILED:
         yield from sort_signatures(TILES[0])
         yield add_signature()
+        yield order_signature()
 
 
 def grouped_signature(case: MatmulCase, tile: MatmulTile) -> KernelSignature:
@@ -124,6 +125,21 @@ def add_signature() -> KernelSignature:
         types={"out_ptr": "*fp32", "y_ptr": "*bf16", "weights_ptr": "*fp32", "width": "i32"},
         constexprs={"TOP_K": TOP_K, "BLOCK": ADD_BLOCK},
         multiples_of_16=frozenset({"width"}),
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def order_signature() -> KernelSignature:
+    """How the kernel that lays inputs out in the order of an expert's columns is compiled."""
+    types = {"out_ptr": "*bf16", "x_ptr": "*bf16", "ids_ptr": "*i64", "order_ptr": "*i32"}
+    return KernelSignature(
+        name=f"grouped_matmul {MODEL} order bf16",
+        module=MODULE,
+        function="order_inputs_kernel",
+        types=types | dict.fromkeys(("in_features", "x_stride"), "i32"),
+        constexprs={"SHARE": TOP_K, "BLOCK": ORDER_BLOCK},
+        multiples_of_16=frozenset({"in_features", "x_stride"}),
         num_warps=4,
         num_stages=1,
     )
