@@ -1,4 +1,4 @@
-"""The rows of a step that pass through each sequence's recurrent state. Imports nothing of ours."""
+"""The rows of a step that pass through each sequence's recurrent state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.recurrence.variant import CHUNK, FEWEST_CHUNKED
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.ragged import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunks:
+    """The chunks that rows of long spans are cut into; short spans have none."""
+
+    spans: Tensor  # (num_chunks,) int64, the span of each
+    starts: Tensor  # (num_spans,) int64, the first chunk of each
+    are_all: bool  # every span has chunks
+
+    @classmethod
+    def of(cls, lens: list[int], device: torch.device) -> StateChunks | None:
+        """Cut spans of so many rows; None if all are short."""
+        counts = [-(-rows // CHUNK) if rows >= FEWEST_CHUNKED else 0 for rows in lens]
+        if not any(counts):
+            return None
+        spans = [span for span, count in enumerate(counts) for _ in range(count)]
+        return cls(
+            spans=torch.tensor(spans, device=device),
+            starts=torch.tensor([0, *accumulate(counts)][:-1], device=device),
+            are_all=all(counts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +52,7 @@ class StateSpans:
     rows: Tensor  # (num_spans, longest) int64, the row at each place; 0 after a span's last
     is_row: Tensor  # (num_spans, longest) bool
     places: Tensor  # (num_tokens,) int64, the place of each row among all spans'
+    chunks: StateChunks | None = None  # None where no span is long
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> StateSpans:
@@ -62,6 +87,7 @@ class StateSpans:
             rows=torch.where(is_row, starts.unsqueeze(1) + places, 0),
             is_row=is_row,
             places=torch.tensor(taken, device=device),
+            chunks=StateChunks.of(lens, device),
         )
 
     @classmethod

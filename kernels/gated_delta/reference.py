@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.recurrence.variant import EPSILON
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.state_spans import StateSpans
-
-EPSILON = 1e-6  # of the keys' and queries' length, as in the authors' kernels
 
 
 def gated_delta(

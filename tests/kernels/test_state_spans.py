@@ -6,8 +6,9 @@ import torch
 
 from appliance.kernels.gated_delta.reference import gated_delta
 from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.recurrence.variant import CHUNK, FEWEST_CHUNKED
 from appliance.kernels.short_conv.reference import short_conv
-from appliance.kernels.state_spans import StateSpans
+from appliance.kernels.state_spans import StateChunks, StateSpans
 
 CPU = torch.device("cpu")
 
@@ -33,8 +34,9 @@ def test_a_decode_step_is_laid_out_without_a_number_of_the_host() -> None:
         is_decode=True,
     )
     found = StateSpans.of(unknown)
-    for field in fields(StateSpans):
-        assert torch.equal(getattr(found, field.name), getattr(expected, field.name)), field.name
+    assert found.chunks is expected.chunks is None
+    for name in {field.name for field in fields(StateSpans)} - {"chunks"}:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 def test_padding_of_a_decode_step_shares_a_slot_and_changes_nothing_else() -> None:
@@ -58,6 +60,19 @@ def test_rows_side_by_side_are_put_in_turn_again() -> None:
     x = torch.randn(8, 2, 5)
     assert torch.equal(spans.in_turn(spans.side_by_side(x)), x)
     assert spans.side_by_side(x)[1, 1:].eq(0).all()
+
+
+def test_long_spans_alone_are_cut_into_chunks() -> None:
+    lens = [FEWEST_CHUNKED, 1, 2 * CHUNK + 1, FEWEST_CHUNKED - 1]
+    chunks = StateChunks.of(lens, CPU)
+    assert chunks is not None
+    assert chunks.spans.tolist() == [0, 2, 2, 2]
+    assert chunks.starts.tolist() == [0, 1, 1, 4]
+    assert not chunks.are_all
+    assert StateChunks.of([1, FEWEST_CHUNKED - 1], CPU) is None
+    alone = StateChunks.of([CHUNK], CPU)
+    assert alone is not None
+    assert alone.are_all
 
 
 def test_the_rule_takes_rows_in_steps_as_at_once() -> None:

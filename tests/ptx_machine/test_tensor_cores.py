@@ -204,7 +204,7 @@ def wgmma(
     kind: str, columns: int, width: int, *, a_in: str, k_major: tuple[bool, bool], barrier: str
 ) -> tuple[Array, Tensor]:
     """The sums that a warpgroup has, and those expected, (64, columns)."""
-    depth = 32 if kind == "e4m3" else 16
+    depth = {"e4m3": 32, "tf32": 8}.get(kind, 16)
     a, b = matrix(64, depth, 1), matrix(columns, depth, 2)
     bytes_a, upper_a = in_shared_memory(a, kind, width, k_major=k_major[0])
     bytes_b, upper_b = in_shared_memory(b, kind, width, k_major=k_major[1])
@@ -222,7 +222,7 @@ def wgmma(
     stores = "".join(f"st.global.b32 [d2+{4 * i}], {name};" for i, name in enumerate(names))
     left = "{r0, r1, r2, r3}" if a_in == "registers" else "d3"
     transposes = ""
-    if kind != "e4m3":
+    if kind in ("f16", "bf16"):
         majors = k_major[1:] if a_in == "registers" else k_major
         transposes = "".join(f", {int(not one)}" for one in majors)
     found = np.zeros((WARPGROUP, count), np.uint32)
@@ -265,6 +265,7 @@ def wgmma(
         ("f16", 128, (False, False)),
         ("bf16", 32, (False, True)),
         ("e4m3", 64, (True, True)),
+        ("tf32", 32, (True, True)),
     ],
 )
 def test_products_of_a_warpgroup(

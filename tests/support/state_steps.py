@@ -21,7 +21,7 @@ def spans_of(
     batch = RaggedBatch.of(
         query_lens,
         context_lens,
-        [[0]] * len(slots),
+        [[0] * -(-context // 64) for context in context_lens],
         block_size=64,
         device=torch.device("cpu"),
         state_slots=slots,

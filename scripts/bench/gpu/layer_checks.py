@@ -98,9 +98,9 @@ def _experts(device: torch.device, form: str, rows: int) -> tuple[float, float]:
 
 
 def _spans(device: torch.device) -> StateSpans:
-    """Return a row that begins, one that goes on, and a chunk of 20 that does."""
+    """Return a row that begins, one that goes on, and 84 that do: a whole chunk and 20 rows."""
     batch = RaggedBatch.of(
-        [1, 1, 20], [1, 9, 50], [[0], [1], [2, 3]], block_size=32, device=device,
+        [1, 1, 84], [1, 9, 128], [[0], [1], [2, 3, 4, 5]], block_size=32, device=device,
         state_slots=[2, 0, 3],
     )  # fmt: skip
     return StateSpans.of(batch)
@@ -122,7 +122,7 @@ def _beside(
 
 
 def _delta(device: torch.device) -> tuple[float, float]:
-    key_heads, heads, dim, rows = 2, 4, 128, 22
+    key_heads, heads, dim, rows = 2, 4, 128, 86
     query, key = random_numbers(device, 2, rows, key_heads, dim).float().unbind()
     value = random_numbers(device, rows, heads, dim, seed=1).float()
     key = torch.nn.functional.normalize(key, dim=-1)
@@ -134,7 +134,7 @@ def _delta(device: torch.device) -> tuple[float, float]:
 
 
 def _scan(device: torch.device) -> tuple[float, float]:
-    heads, groups, dim, width, rows = 8, 2, 64, 128, 22
+    heads, groups, dim, width, rows = 8, 2, 64, 128, 86
     value = random_numbers(device, rows, heads, dim).float()
     key, query = random_numbers(device, 2, rows, groups, width, seed=1).float().unbind()
     size, rates = _uniform(device, rows, heads) + 0.1, _uniform(device, heads) + 0.2

@@ -137,7 +137,7 @@ def described(
         depth: along the products' sums.
         depth_last: whether the depth's elements lie side by side ("K-major").
     """
-    each = {"f16": 2, "bf16": 2, "e4m3": 1}[kind]
+    each = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1}[kind]
     start = (descriptor & 0x3FFF) << 4
     leading = (descriptor >> 16 & 0x3FFF) << 4
     stride = (descriptor >> 32 & 0x3FFF) << 4
@@ -159,9 +159,4 @@ def described(
         turns = width // 16 - 1
         address = address ^ ((address >> 7 & turns) << 4)
     data = memory.at(program, address[..., None] + np.arange(each), range(warp, warp + 4))
-    if each == 1:
-        return from_e4m3(data[..., 0]).astype(np.float64)
-    words = np.ascontiguousarray(data).view(f"u{each}")[..., 0]
-    if kind == "f16":
-        return words.view(np.float16).astype(np.float64)
-    return from_bf16(words).astype(np.float64)
+    return numbers_of(kind, np.ascontiguousarray(data).view(f"u{each}")[..., 0])[..., 0]

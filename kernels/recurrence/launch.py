@@ -1,0 +1,103 @@
+"""Launches the recurrent kernels: all rows of a step pass through their sequences' states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.recurrence.kernel import pass_kernel, relate_kernel, row_kernel
+from appliance.kernels.recurrence.variant import (
+    CHUNK,
+    MOST_REGISTERS,
+    PASS_BLOCK_V,
+    RELATE_WARPS,
+    ROW_BLOCK_V,
+    ROW_WARPS,
+    pass_constexprs,
+    pass_warps,
+    relate_constexprs,
+    row_constexprs,
+)
+from appliance.kernels.target import target_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.state_spans import StateSpans
+
+
+def run_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    share: Tensor,
+    state: Tensor,
+    spans: StateSpans,
+    *,
+    corrects: bool,
+) -> Tensor:
+    """Run all rows of a step without waiting for the device.
+
+    Rows of a sequence that has few in this step pass one by one, others in chunks. Grids follow
+    from shapes; a step of decode rows is one launch, which a graph can capture.
+
+    Args:
+        query: (num_tokens, num_key_heads, key_dim) float32.
+        key: the same.
+        value: (num_tokens, num_heads, value_dim) float32.
+        decay: with `corrects` (num_tokens, num_heads) float32, logarithms; otherwise (num_heads,),
+            rates, which decay by exp(-rate * share).
+        share: (num_tokens, num_heads) float32, of the error or the value that is taken up.
+        state: (num_slots, num_heads, key_dim, value_dim) float32, updated.
+        spans: the rows of each sequence.
+        corrects: True for the gated delta rule, False for the selective scan.
+
+    Returns:
+        (num_tokens, num_heads, value_dim) float32.
+    """
+    num_tokens, num_heads, value_dim = value.shape
+    out = value.new_empty(num_tokens, num_heads, value_dim)
+    if not num_tokens:
+        return out
+    assert state.is_contiguous(), state.stride()
+    query, key, value = (x if x[0].is_contiguous() else x.contiguous() for x in (query, key, value))
+    decay, share = decay.contiguous(), share.contiguous()
+    rows = spans.rows, spans.lens, spans.slots, spans.goes_on, spans.rows.stride(0)
+    keys = query.stride(0), key.stride(0)
+    scale = key.shape[2] ** -0.5 if corrects else 1.0
+    arguments = (
+        *(out, query, key, value, decay, share, state),
+        *rows,
+        *(*keys, value.stride(0), num_heads, scale),
+    )
+    shape = corrects, num_heads // key.shape[1], key.shape[2]
+    chunks, num_spans = spans.chunks, len(spans.slots)
+    with torch.cuda.device(value.get_device()):
+        if chunks is None or not chunks.are_all:
+            row_kernel[num_spans, num_heads, -(-value_dim // ROW_BLOCK_V)](
+                *arguments,
+                **row_constexprs(*shape, value_dim),
+                num_warps=ROW_WARPS,
+                maxnreg=None if corrects else MOST_REGISTERS,
+            )
+        if chunks is None:
+            return out
+        pairs = (len(chunks.spans), num_heads, CHUNK, CHUNK)
+        reads = value.new_empty(pairs)
+        solves = value.new_empty(pairs) if corrects else None
+        relate_kernel[len(chunks.spans), num_heads](
+            *(reads, solves, query, key, decay, share),
+            *(spans.rows, spans.lens, chunks.spans, chunks.starts, spans.rows.stride(0)),
+            *(*keys, num_heads, scale),
+            **relate_constexprs(*shape),
+            num_warps=RELATE_WARPS,
+        )
+        pass_kernel[num_spans, num_heads, -(-value_dim // PASS_BLOCK_V)](
+            *arguments,
+            *(reads, solves, chunks.starts),
+            **pass_constexprs(*shape, value_dim),
+            num_warps=pass_warps(target_of(value.device).capability),
+        )
+    return out
