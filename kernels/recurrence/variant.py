@@ -1,4 +1,4 @@
-"""How the recurrent kernels are specialized, and which rows pass in chunks. Imports no torch."""
+"""Specializes the recurrent kernels, and chooses the rows that pass in chunks. Imports no torch."""
 
 from __future__ import annotations
 
