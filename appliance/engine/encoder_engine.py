@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from appliance.engine.beacon import Beacon
-    from appliance.engine.encoder_execution import Encoder
+    from appliance.engine.encoder_execution import LoadedEncoder
     from appliance.engine.messages import EngineInfo, Vocabulary
     from appliance.engine.request import AdapterRef, Request
     from appliance.engine.text_queue import WaitingText
@@ -42,7 +42,7 @@ class EncoderEngine:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: LoadedEncoder,
         info: EngineInfo,
         max_tokens: int,
         beacon: Beacon,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _STREAMS = 6  # of hidden states that live at once in a layer: the stream, QKV, heads' output, sum
 
 
-class Encoder(Protocol):
+class LoadedEncoder(Protocol):
     """A loaded encoder."""
 
     @property
@@ -68,7 +68,7 @@ class EncoderExecution(Protocol):
         """Return the bytes of a step of so many tokens, beside the weights."""
         ...
 
-    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> Encoder:
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
         """Read the weights; layers of later steps are counted on the beacon."""
         ...
 
@@ -140,7 +140,7 @@ class _NativeExecution:
         most_texts = min(self.config.max_num_seqs, max_tokens)
         return workspace_bytes(self.source.spec, max_tokens, most_texts, self.threads)
 
-    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> Encoder:
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
         self.engine.watch(beacon.address)
         bits = self.config.weight_bits
         return load_native_encoder(self.source, self.engine, self.dtype, bits, on_progress)
@@ -170,10 +170,10 @@ class _TorchExecution:
         inner = spec.intermediate_size * (3 if spec.gated else 2)
         return max_tokens * (_STREAMS * spec.hidden_size + inner) * int(self.dtype.itemsize)
 
-    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> Encoder:
+    def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
         from appliance.model.encoder.encoder import load_encoder
 
         return cast(
-            "Encoder",
+            "LoadedEncoder",
             load_encoder(self.source, self.dtype, self.where, on_progress, beacon.advance),
         )

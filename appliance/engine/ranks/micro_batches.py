@@ -6,6 +6,7 @@ do. The micro-batches run in their order in every stage, so a row finds what tho
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.kernels.ragged import RaggedBatch
 
-# Of a long step: every micro-batch reads all weights once, so few rows would read them too often.
-ROWS_OF_ONE = 64
+# The time of a row's arithmetic over that of reading all weights: 0.4 with SmolLM2-135M on a CPU,
+# 0.1 with a model of 0.5B.
+ROW_COST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,12 @@ class MicroBatch:
 def micro_batch_bounds(num_rows: int, size: int) -> tuple[int, ...]:
     """Return first rows of micro-batches, and one after the last row.
 
-    There are as many as stages, and more of a long step: of m micro-batches a stage idles
-    (size - 1) / (m + size - 1) of the turns.
+    Of m micro-batches a stage idles (size - 1) / (m + size - 1) of the turns, but each reads all
+    of a stage's weights. m is what makes m + size - 1 turns of 1 + ROW_COST * num_rows / m the
+    shortest.
     """
-    count = min(num_rows, max(size, num_rows // ROWS_OF_ONE))
+    best = round(math.sqrt((size - 1) * num_rows * ROW_COST))
+    count = min(num_rows, max(1, best))
     return tuple(num_rows * number // count for number in range(count + 1))
 
 

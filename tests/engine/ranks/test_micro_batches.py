@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from appliance.engine.ranks.micro_batches import (
-    ROWS_OF_ONE,
+    ROW_COST,
     cut_step,
     micro_batch_bounds,
     turns,
@@ -15,23 +17,27 @@ from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.ragged import RaggedBatch
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "size", "expected"),
-    [
-        (1, 2, (0, 1)),
-        (2, 2, (0, 1, 2)),
-        (7, 3, (0, 2, 4, 7)),
-        (ROWS_OF_ONE, 2, (0, ROWS_OF_ONE // 2, ROWS_OF_ONE)),
-        (4 * ROWS_OF_ONE, 2, tuple(range(0, 4 * ROWS_OF_ONE + 1, ROWS_OF_ONE))),
-    ],
-)
-def test_a_long_step_has_more_micro_batches(
-    num_rows: int, size: int, expected: tuple[int, ...]
-) -> None:
-    assert micro_batch_bounds(num_rows, size) == expected
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 64, 512])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_there_are_as_many_micro_batches_as_take_the_least_time(num_rows: int, size: int) -> None:
+    bounds = micro_batch_bounds(num_rows, size)
+
+    def time_of(count: int) -> float:
+        return (count + size - 1) * (1 + ROW_COST * num_rows / count)
+
+    best = min(map(time_of, range(1, num_rows + 1)))
+    assert time_of(len(bounds) - 1) <= 1.02 * best
+    assert (bounds[0], bounds[-1]) == (0, num_rows)
+    lengths = [last - first for first, last in pairwise(bounds)]
+    assert max(lengths) - min(lengths) <= 1
 
 
-def test_two_streams_occupy_both_stages_in_the_turn_between() -> None:
+def test_few_streams_are_not_cut_and_a_prompt_is() -> None:
+    assert micro_batch_bounds(2, 2) == (0, 2)
+    assert len(micro_batch_bounds(512, 2)) == 12
+
+
+def test_two_micro_batches_occupy_both_stages_in_the_turn_between() -> None:
     assert turns(2, 2) == [(0, None), (1, 0), (None, 1)]
 
 

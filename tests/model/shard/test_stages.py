@@ -90,15 +90,16 @@ def decode(stage: StageThread, tokens: list[int]) -> Tensor:
     return stage.run(RankStep(torch.tensor(tokens), positions, batch, None, True), cache)
 
 
-def test_with_two_streams_both_stages_work_in_the_turn_between(two: StageThreads) -> None:
+def test_with_many_streams_both_stages_work_in_the_turn_between(two: StageThreads) -> None:
     """The first exchange is that of the workspace."""
-    answers, _ = two.run(lambda stage: decode(stage, [5, 9]))
+    tokens = list(range(5, 21))
+    answers, _ = two.run(lambda stage: decode(stage, tokens))
     first, last = two.stages
-    assert first.runs == [(1, 1), (2, 1)]
-    assert last.runs == [(2, 1), (3, 1)]
+    assert first.runs == [(1, 8), (2, 8)]
+    assert last.runs == [(2, 8), (3, 8)]
     assert len(first.group.exchanges) == len(last.group.exchanges) == 4
-    alone, _ = two.run(lambda stage: decode(stage, [9]))
-    assert torch.equal(answers[1:], alone), "no row depends on the rows beside it"
+    alone, _ = two.run(lambda stage: decode(stage, tokens[-1:]))
+    assert torch.equal(answers[-1:], alone), "no row depends on the rows beside it"
 
 
 def test_a_stage_without_memory_fails_all_before_any_begins(
