@@ -65,14 +65,14 @@ def row_signature(name: str) -> KernelSignature:
 def chunk_signatures(name: str, capability: int) -> Iterator[KernelSignature]:
     """How the kernels that take chunks of rows are compiled."""
     corrects, shared, key_dim, value_dim = SHAPES[name]
-    unused = {} if corrects else {"solves_ptr": None}
+    unused: dict[str, None] = {} if corrects else {"solves_ptr": None}
     pairs = PAIRS | ({"solves_ptr": "*fp32"} if corrects else {})
     yield KernelSignature(
         name=f"{name} relate",
         module=MODULE,
         function="relate_kernel",
         types=KEYS | pairs | {"chunk_spans_ptr": "*i64"},
-        constexprs=relate_constexprs(corrects, shared, key_dim) | unused,
+        constexprs={**relate_constexprs(corrects, shared, key_dim), **unused},
         multiples_of_16=STRIDES,
         num_warps=RELATE_WARPS,
         num_stages=1,
@@ -82,7 +82,7 @@ def chunk_signatures(name: str, capability: int) -> Iterator[KernelSignature]:
         module=MODULE,
         function="pass_kernel",
         types=KEYS | VALUES | pairs,
-        constexprs=pass_constexprs(corrects, shared, key_dim, value_dim) | unused,
+        constexprs={**pass_constexprs(corrects, shared, key_dim, value_dim), **unused},
         multiples_of_16=STRIDES | {"value_stride"},
         num_warps=pass_warps(capability),
         num_stages=1,
