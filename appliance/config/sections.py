@@ -164,9 +164,9 @@ class EngineConfig(AdapterConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_disk: Annotated[
         str,
         Setting(
-            "Folder that keeps KV cache across restarts, or off. It keeps prefixes of 256 tokens or"
-            " more that a prompt shares with an earlier prompt and its answer. auto is the cache"
-            " folder for a server, and off in a script.",
+            "Folder that keeps KV cache across restarts, or off. It keeps only the beginning that a"
+            " prompt shares with an earlier prompt and its answer, where that is 256 tokens or"
+            " longer. auto is the cache folder for a server, and off in a script.",
             Group.KV,
         ),
     ] = "auto"
