@@ -199,7 +199,7 @@ def test_a_signal_keeps_what_is_done_and_says_so(
         if sum(isinstance(decode_event(line), UnitFinished) for line in lines) == 2:
             process.send_signal(number)
             break
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == code
     (last,) = errors.splitlines()
     assert "finished parts are kept in" in last

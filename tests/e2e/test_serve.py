@@ -70,7 +70,7 @@ def test_the_example_runs_as_it_is_printed(server: Server) -> None:
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
     said = subprocess.run(
-        ["/bin/sh", "-c", example[1]], capture_output=True, check=True, timeout=60, cwd="/"
+        ["/bin/sh", "-c", example[1]], capture_output=True, check=True, timeout=300, cwd="/"
     )
     assert json.loads(said.stdout)["choices"][0]["message"]["content"]
 

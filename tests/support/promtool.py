@@ -17,5 +17,5 @@ def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedPr
     if found is None:
         pytest.skip("no promtool is installed; scripts/test_tools fetches it on Debian")
     return subprocess.run(
-        [found, *arguments], input=text, capture_output=True, text=True, check=False, timeout=60
+        [found, *arguments], input=text, capture_output=True, text=True, check=False, timeout=300
     )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 
 import psutil
 
-LIMIT = 60.0  # seconds, for what takes a fraction of one where nothing hangs
+LIMIT = 300.0  # seconds; with a seventh of a core 60 were too few
 PAUSE = 0.005
 
 Found = TypeVar("Found")
