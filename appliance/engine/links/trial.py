@@ -26,11 +26,13 @@ def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
         limit: seconds for all of it.
     """
     noise, left = np.random.default_rng(seed), limit
-    one_way: list[float] = []
+    one_way: list[float] = []  # of each size, in the last message of it
     for count, most in _MOST_ROUNDS.items():
         # The first message of a size touches memory that nothing has touched before.
-        rounds, seconds = 1, 0.0
+        rounds, latest = 1, 0.0
         for _ in range(2):
+            if rounds == 0:  # there is no time for another
+                break
             data = noise.integers(0, _MOST, count).astype(np.float32)
             try:
                 back, seconds = link.echo(data, rounds, left)
@@ -41,10 +43,8 @@ def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
                 what = f"{wrong:,} of {count:,} numbers that came back were others"
                 return LinkTrial(link.path, None, f"changes data: {what}")
             left -= seconds
-            one_way.append(seconds / (2 * rounds))
+            latest = seconds / (2 * rounds)
             rounds = min(most, int(left / 2 / max(seconds, 1e-9)))
-            if rounds == 0:
-                one_way.append(one_way[-1])
-                break
-    _, latency, _, whole = one_way
+        one_way.append(latest)
+    latency, whole = one_way
     return LinkTrial(link.path, LinkSpeed(latency, 4 * LARGE / max(whole, 1e-9)))

@@ -14,6 +14,7 @@ from appliance.engine.links.trial import TRIAL_SECONDS, try_link
 PCIE = LinkSpeed(8e-6, 25e9)
 STAGED = LinkSpeed(25e-6, 9e9)
 SLOW = LinkSpeed(900e-6, 0.4e9)
+LATE = LinkSpeed(900e-6, 45e6)  # the last rounds take more than half of the time that is left
 ROW = 8192
 
 
@@ -25,7 +26,7 @@ def host(speed: LinkSpeed = STAGED, **faults: int) -> FakeLink:
     return FakeLink(LinkPath.HOST, speed, **faults)
 
 
-@pytest.mark.parametrize("speed", [PCIE, STAGED, SLOW], ids=str)
+@pytest.mark.parametrize("speed", [PCIE, STAGED, SLOW, LATE], ids=str)
 def test_a_sound_link_is_measured(speed: LinkSpeed) -> None:
     trial = try_link(peer(speed), 1)
     assert trial.problem == ""
