@@ -23,7 +23,7 @@ from enum import IntEnum
 
 import msgspec
 
-from appliance.stats import EngineStats, SequenceView, StepView
+from appliance.stats import EngineStats, RankInfo, SequenceView, StepView
 from appliance.stats import LogLine as LogLine
 
 PROTOCOL = 4  # grows with the feed's features; readers ignore unknown ones
@@ -97,6 +97,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     chats: bool = True  # the model has a chat template; otherwise it only continues text
     sampling: dict[str, float] = {}  # default sampling
     prompts_shown: bool = False  # the server was started to show prompts
+    ranks: tuple[RankInfo, ...] = ()  # processes that each have a part of the model
     models: tuple[ModelView, ...] = ()  # all models of the server, if it has several
     replica: int = 0  # the replica that this describes, see `Stats`
 

@@ -147,3 +147,61 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # empty for the base model
     prompt: str = ""  # its beginning, only if the server shows prompts
     yours: bool = True  # the watching key may abort it
+
+
+class RankLink(msgspec.Struct, frozen=True):
+    """The tested way from rank 0 to another.
+
+    Attributes:
+        path: in words, such as "shared memory".
+        seconds: of a message of a few bytes.
+        reason: why this path and no other; empty for the one that usually is the fastest.
+    """
+
+    path: str
+    seconds: float
+    bytes_per_second: float
+    reason: str = ""
+
+    def __str__(self) -> str:
+        reason = f", since {self.reason}" if self.reason else ""
+        rate = f"{self.bytes_per_second / 1e9:,.1f} GB/s"
+        return f"{self.path} of {1e6 * self.seconds:,.1f} us and {rate}{reason}"
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that holds a part of the model.
+
+    Attributes:
+        share: of the model, beside those of the other ranks.
+        threads: of a rank on a CPU.
+        weight_bytes: that it holds.
+        layers: its first and one after its last; None if it has a share of each.
+        kv_bytes: of its heads in the KV cache, and of its recurrent states.
+        bytes_per_second: that it copied when it was measured, read and written; 0 if it was not.
+        busy: share of a step in which it is predicted to read, 0 to 1; 0 without a prediction.
+        link: to rank 0; None for that itself, and where links are not tested.
+    """
+
+    pid: int
+    share: int
+    threads: int
+    weight_bytes: int
+    layers: tuple[int, int] | None = None
+    kv_bytes: int = 0
+    bytes_per_second: float = 0.0
+    busy: float = 0.0
+    link: RankLink | None = None
+
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        part = f"share {self.share}"
+        if self.layers is not None:
+            part = f"layers {self.layers[0]} to {self.layers[1] - 1}"
+        words = f"{part}, {threads}, {self.weight_bytes / 2**20:,.0f} MiB of weights"
+        if self.kv_bytes:
+            words += f" and {self.kv_bytes / 2**20:,.0f} of KV cache"
+        if self.bytes_per_second:
+            words += f", copies {self.bytes_per_second / 1e9:,.1f} GB/s"
+        words += f", busy {self.busy:.0%}" if self.busy else ""
+        return words if self.link is None else f"{words}, {self.link}"

@@ -136,6 +136,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
         "engine.load_speculation", "engine.admission", "engine.memory_request",
         "engine.engine_info", "engine.draft_source", "engine.ranks", "engine.memory_refusal",
         "engine.workspace", "engine.expert_placement", "engine.served_source", "engine.links",
+        "engine.rank_split",
     },
     "engine": {
         "engine.engine", "engine.encoder_engine", "engine.load_engine", "engine.load_encoder",

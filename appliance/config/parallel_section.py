@@ -45,7 +45,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_split: Annotated[
         str,
         Setting(
-            "Share of the model for each process, such as 2:1; auto divides evenly.",
+            "Share of the model for each process, such as 2:1; auto divides evenly, unless other"
+            " shares are predicted to be faster by what each process reads per second.",
             Group.COMPUTE,
         ),
     ] = "auto"

@@ -27,6 +27,7 @@ class ServerFacts:
         works: it would compute an answer now.
         status: of a request with the key.
         context_length: of the first model, in tokens; None if unknown.
+        ranks: in words, of models that several processes divide.
         version: of the server; None if unknown.
     """
 
@@ -37,6 +38,7 @@ class ServerFacts:
     status: int = 0
     models: tuple[str, ...] = ()
     context_length: int | None = None
+    ranks: tuple[str, ...] = ()
     version: str | None = None
 
 
@@ -65,6 +67,7 @@ async def ask_server(server: Server) -> ServerFacts:
         except httpx.HTTPError as error:
             return ServerFacts(problem=str(error) or type(error).__name__)
     body, title = _object(health), _object(page).get("info", {})
+    divided = body.get("ranks")
     served = [one for one in _object(models).get("data", ()) if isinstance(one, dict)]
     is_ours = "x-request-id" in health.headers and bool(body.keys() & {"status", "error"})
     return ServerFacts(
@@ -74,6 +77,11 @@ async def ask_server(server: Server) -> ServerFacts:
         status=models.status_code,
         models=tuple(str(one.get("id")) for one in served),
         context_length=served[0].get("max_model_len") if served else None,
+        ranks=tuple(
+            f"{model}, rank {place}: {words}"
+            for model, ranks in (divided.items() if isinstance(divided, dict) else ())
+            for place, words in enumerate(ranks)
+        ),
         version=title.get("version") if title.get("title") == "Appliance" else None,
     )
 

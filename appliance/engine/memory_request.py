@@ -153,6 +153,7 @@ def memory_of(
     ranks = execution.ranks if precision.device.type == "cpu" else None  # a GPU plans for itself
     copies = 1 if ranks is None else ranks.size
     others = 0 if ranks is None else ranks.process_bytes(source, in_torch=in_table)
+    taken = process_bytes + (0 if ranks is None else ranks.taken_bytes)
     of_adapters = planned_bytes(config, source, precision.dtype.itemsize, in_table=in_table)
     request = MemoryRequest(
         spec=source.spec,
@@ -161,7 +162,7 @@ def memory_of(
         kv_format=in_words(precision),
         block_size=precision.block_size,
         activation_bytes=execution.activation_bytes,
-        budget_bytes=budget_bytes + process_bytes,
+        budget_bytes=budget_bytes + taken,
         process_bytes=process_bytes + others,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

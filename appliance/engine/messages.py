@@ -12,7 +12,7 @@ import msgspec
 
 from appliance.config import EngineConfig
 from appliance.engine.request import AdapterRef, FinishReason, Request
-from appliance.stats import EngineStats, LogLine, StepView
+from appliance.stats import EngineStats, LogLine, RankInfo, StepView
 from appliance.stats import SequenceView as SequenceView
 
 
@@ -160,22 +160,6 @@ class Planned(msgspec.Struct, frozen=True, tag=True):
 
 class WeightsRead(msgspec.Struct, frozen=True, tag=True):
     """The weights are read; the engine waits for `EndTokens`, which the tokenizer gives."""
-
-
-class RankInfo(msgspec.Struct, frozen=True):
-    """A process that holds a part of the model.
-
-    Attributes:
-        share: of the model, relative to the other ranks.
-        weight_bytes: in this process.
-        layers: its first and one after its last; None if it has a share of each.
-    """
-
-    pid: int
-    share: int
-    threads: int
-    weight_bytes: int
-    layers: tuple[int, int] | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from appliance.server.ollama.routes import ollama_router
 from appliance.server.openai import openai_router
 from appliance.server.openai_responses.routes import responses_router
 from appliance.server.proxies import Proxies, root_path
+from appliance.server.rank_metrics import RankCollector
 from appliance.server.replica_metrics import ReplicaCollector
 from appliance.server.retrieval.routes import retrieval_router
 from appliance.server.stream import ClientGoneError
@@ -67,6 +68,7 @@ def create_app(server: ServerState) -> FastAPI:
     for model in server.models:
         model.metrics.add(EngineCollector(model))
         model.metrics.add(ReplicaCollector(model))
+        model.metrics.add(RankCollector(model))
     server.metrics.add(MachineCollector(server))
     app.add_middleware(Idempotency, max_body_bytes=config.max_body_bytes)
     app.add_middleware(Door, config=config, keys=server.keys, metrics=server.metrics)

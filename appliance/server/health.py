@@ -24,6 +24,7 @@ class Health(msgspec.Struct, omit_defaults=True):
     quarantined: int = 0  # requests that killed engines and are refused for a while
     models: dict[str, str] = {}  # state by model id, if there are several
     replicas: dict[str, list[str]] = {}  # each model's engine processes, if several
+    ranks: dict[str, list[str]] = {}  # in words, of each model that several processes divide
 
 
 def health_router(server: ServerState) -> APIRouter:
@@ -44,6 +45,7 @@ def health_router(server: ServerState) -> APIRouter:
                     sum(engine.quarantined for engine in engines),
                     states if len(states) > 1 else {},
                     server.replica_states,
+                    server.ranks_in_words,
                 )
             )
         # Public, so it hides the reason of a failure.

@@ -192,6 +192,16 @@ class ServerState:
         }
 
     @property
+    def ranks_in_words(self) -> dict[str, list[str]]:
+        """The ranks by model, where several processes hold one."""
+        infos = {model.model_id: model.engine.info for model in self.models}
+        return {
+            name: [str(rank) for rank in info.ranks]
+            for name, info in infos.items()
+            if info is not None and info.ranks
+        }
+
+    @property
     def state_word(self) -> str:
         """The most active state of all models."""
         states = [model.engine.state for model in self.models]

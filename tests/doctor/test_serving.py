@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -24,15 +26,32 @@ class Foreign(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None: ...
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    """Where another program listens."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+class Divided(Foreign):
+    """A server of ours, of whose model two processes have a part."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("x-request-id", "1")
+        self.end_headers()
+        ranks = ["share 2", "share 1, through host memory, since peer to peer changes data"]
+        self.wfile.write(json.dumps({"status": "ok", "ranks": {"tiny": ranks}}).encode())
+
+
+@contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server.server_address[1]
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where another program listens."""
+    with listening(Foreign) as port:
+        yield port
 
 
 def test_a_port_that_another_program_has(
@@ -45,6 +64,17 @@ def test_a_port_that_another_program_has(
     assert "--port" in found.fix
     server = look(check_server, scope)["server"]
     assert (server.grade, "is no appliance" in server.found) == (Grade.FAIL, True)
+
+
+def test_ranks_of_a_server_are_told_and_a_slower_link_is_warned_of() -> None:
+    with listening(Divided) as port:
+        findings = list(check_server(Scope(url=f"127.0.0.1:{port}")))
+    ranks = [(one.grade, one.found) for one in findings if one.name == "rank"]
+    assert [grade for grade, _ in ranks] == [Grade.OK, Grade.WARN]
+    assert [found.split(",")[:2] for _, found in ranks] == [
+        ["tiny", " rank 0: share 2"],
+        ["tiny", " rank 1: share 1"],
+    ]
 
 
 def test_an_address_that_cannot_be_listened_on(look: Look) -> None:

@@ -13,6 +13,7 @@ from appliance.tui.widgets.tiers import tier_lines
 
 if TYPE_CHECKING:
     from appliance.events import Info, Job, QualityFact, ReplicaView, Stats
+    from appliance.stats import RankInfo
     from appliance.tui.view import View
 
 _BAR = "━"
@@ -61,6 +62,8 @@ class ModelPanel(LongPanel):
         lines += [pair(name, value, width) for name, value in facts if value]
         if view.state.stats is not None and view.state.stats.replicas:
             lines += [Text(), *_replicas(view.state.stats.replicas, info.replica, width)]
+        if info.ranks:
+            lines += [Text(), *_ranks(info.ranks, width)]
         if info.quality:
             lines += [Text(), *_quality(info.quality, width)]
         for note in info.notes:
@@ -83,6 +86,25 @@ def _replicas(replicas: tuple[ReplicaView, ...], shown: int, width: int) -> list
         name = f"{place}, shown" if place == shown else str(place)
         note = "  ".join(filter(None, facts))
         lines.append(pair(name, one.state, width, note=note, color=color))
+    return lines
+
+
+def _ranks(ranks: tuple[RankInfo, ...], width: int) -> list[Text]:
+    """Draw a line for each process with a part of the model, and one for its link to the first."""
+    lines = [Text("ranks", f"bold {palette.TEXT}")]
+    for place, one in enumerate(ranks):
+        facts = [
+            f"share {one.share}",
+            numbers.counted(one.threads, "thread") if one.threads else "",
+            f"{one.bytes_per_second / 1e9:,.1f} GB/s" if one.bytes_per_second else "",
+            f"busy {numbers.percent(one.busy)}" if one.busy else "",
+        ]
+        held = numbers.size(one.weight_bytes + one.kv_bytes)
+        lines.append(pair(str(place), held, width, note="  ".join(filter(None, facts))))
+        if (link := one.link) is not None:
+            rate = f"{link.bytes_per_second / 1e9:,.1f} GB/s"
+            lines.append(pair(f"  {link.path}", f"{1e6 * link.seconds:,.1f} us  {rate}", width))
+            lines += wrapped(link.reason, width, palette.WARNING)
     return lines
 
 

@@ -72,8 +72,6 @@ def choose_execution(
             if isa is Isa.SCALAR and config.cpu_isa == "auto":
                 logger.warning("%s", SCALAR_NOTE)
                 notes.append(SCALAR_NOTE)
-            if ranks is not None:
-                notes += ranks.division.notes()
             return NativeExecution(precision, engine, isa.name, ranks), tuple(notes)
         if config.cpu_isa != "auto":
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")

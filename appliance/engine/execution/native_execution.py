@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from appliance.kernels.cpu.cache import bytes_per_token
@@ -13,7 +14,7 @@ from appliance.kernels.token_mask.cpu import NativeMasks
 from appliance.kernels.token_scores.cpu import NativeScores
 from appliance.model.executor import heads_of
 from appliance.model.native_loader import load_native
-from appliance.model.size import estimate_native_bytes
+from appliance.model.size import estimate_native_bytes, native_slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +53,14 @@ class NativeExecution:
     def activation_bytes(self) -> int:
         """4: all activations are float32."""
         return 4
+
+    def started(self, source: ModelSource) -> NativeExecution:
+        """Start the processes of other ranks, if there are any; see `Ranks.start`."""
+        if self.ranks is None:
+            return self
+        measure = partial(native_slot_bytes, source, dtype=self.precision.dtype)
+        kv_bytes = replace(self, ranks=None).kv_bytes_per_token(source.spec)
+        return replace(self, ranks=self.ranks.start(source, measure, kv_bytes))
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Count packed weights by their codes, others in `dtype`, and copies in all ranks."""

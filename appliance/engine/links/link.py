@@ -15,6 +15,7 @@ class LinkPath(Enum):
 
     PEER = "peer to peer"
     HOST = "through host memory"
+    SHARED = "shared memory"
 
 
 class LinkTimeoutError(Exception):

@@ -8,13 +8,15 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from appliance import log
-from appliance.engine.ranks.messages import Join, RankFailed, receive_order, send
+from appliance.engine.ranks.messages import RankFailed, send
+from appliance.engine.ranks.probes import serve_probes
 from appliance.errors import ApplianceError
 from appliance.runtime import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from appliance.engine.ranks.messages import Join
     from appliance.engine.ranks.native_member import NativeMember
     from appliance.engine.ranks.torch_member import TorchMember
 
@@ -32,8 +34,7 @@ def run_member(arguments: Sequence[str]) -> int:
     faulthandler.enable()
     with Connection(options.socket) as connection:
         try:
-            join = receive_order(connection)
-            assert isinstance(join, Join)
+            join = serve_probes(connection, options.exchange)
             member = _member(join, connection, options.exchange, options.cache)
         except EOFError:
             return 0

@@ -26,16 +26,41 @@ class Room(msgspec.Struct, frozen=True):
     answer_bytes: int = 0
 
 
+class OpenLink(msgspec.Struct, frozen=True, tag=True):
+    """Map a part of the exchange's memory, and be one of two ranks there."""
+
+    offset: int
+    num_bytes: int
+    floats: int
+
+
+class SendBack(msgspec.Struct, frozen=True, tag=True):
+    """Send so many numbers back that come over the link, so many times."""
+
+    count: int
+    rounds: int
+
+
+class CopyMemory(msgspec.Struct, frozen=True, tag=True):
+    """Measure what so many threads copy."""
+
+    threads: int
+
+
 class Join(msgspec.Struct, frozen=True, tag=True):
     """Load a part of the model.
 
     Attributes:
+        shares: of all ranks.
+        is_exact: as in `Split`.
         dtype: of weights that are not packed, by name.
         bounds: of the stages' layers; empty where each layer is divided.
         device: kind of what torch executes the part on; None: the CPU library executes it.
     """
 
     config: EngineConfig
+    shares: tuple[int, ...]
+    is_exact: bool
     dtype: str
     rank: int
     threads: int
@@ -166,6 +191,12 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
     row: int
 
 
+class MemoryCopied(msgspec.Struct, frozen=True, tag=True):
+    """The bytes per second that were read and written."""
+
+    bytes_per_second: float
+
+
 class RankJoined(msgspec.Struct, frozen=True, tag=True):
     """A part of the model is loaded.
 
@@ -214,8 +245,11 @@ ToTorchRank: TypeAlias = (
     | CopyStates
     | LoadState
 )
-ToRank: TypeAlias = Join | MakeSlots | PutAdapter | ToTorchRank
-FromRank: TypeAlias = RankJoined | RankDone | RankFailed | RankAllocated | RankCaptured
+ToNewRank: TypeAlias = OpenLink | SendBack | CopyMemory | Join
+ToRank: TypeAlias = ToNewRank | MakeSlots | PutAdapter | ToTorchRank
+FromRank: TypeAlias = (
+    MemoryCopied | RankJoined | RankDone | RankFailed | RankAllocated | RankCaptured
+)
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -28,6 +28,7 @@ from appliance.kernels.arrays import numpy_dtype
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.group import NativeGroup, group_bytes
 from appliance.model.native_loader import load_native
+from appliance.model.shard.split import Split
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class NativeMember:
         config = join.config
         self._source = open_served(config)
         engine, _ = native_engine(config, join.threads)
-        division = told_division(config, self._source, join.bounds)
+        division = told_division(Split(join.shares, join.is_exact), self._source, join.bounds)
         self._decoder = load_native(
             self._source,
             engine,
@@ -122,7 +123,7 @@ class NativeMember:
                     slot, None if adapter is None else self._adapters.lay_out(adapter)
                 )
             case _:
-                raise AssertionError(order)
+                raise AssertionError(f"{type(order).__name__} after Join")
 
     def _make_slots(self, count: int) -> NativeAdapterSlots:
         """Make room for adapters, whose factors are torch's."""

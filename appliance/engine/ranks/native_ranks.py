@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING
 
 from appliance.engine.ranks.messages import Allocate, MakeSlots
-from appliance.engine.ranks.rank_group import RankGroup, no_processes
 from appliance.engine.ranks.shared_cache import cache_bytes, describe_layers, map_cache
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
 from appliance.errors import EngineError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.ranks.messages import PutAdapter, Room
+    from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.kernels.cpu.cache import NativeCache
     from appliance.kernels.kv_format import LayerPrecision
@@ -36,7 +37,7 @@ class NativeRanks:
     """The other ranks, each asleep until the next step.
 
     Args:
-        asked: the setting that asks for them.
+        group: their processes.
         room: of the memory for steps.
 
     Attributes:
@@ -44,27 +45,29 @@ class NativeRanks:
         shared: the memory for steps.
 
     Raises:
-        EngineError: the system is out of processes, descriptors or memory.
+        EngineError: the system is out of memory.
     """
 
-    def __init__(self, library: ctypes.CDLL, asked: str, size: int, room: Room) -> None:
-        begin = group_bytes(library, size, room.floats)
+    def __init__(self, library: ctypes.CDLL, group: RankGroup, room: Room) -> None:
+        self.group = group
+        begin = group_bytes(library, group.size, room.floats)
         num_bytes = begin + room.payload_bytes + room.answer_bytes
-        self.group = RankGroup(asked, size, num_bytes)
         try:
-            mapping = Mapping.shared(self.group.exchange, num_bytes)
+            os.ftruncate(group.exchange, 0)  # which leaves nothing of the links' tests
+            os.ftruncate(group.exchange, num_bytes)
+            mapping = Mapping.shared(group.exchange, num_bytes)
         except (OSError, MemoryError) as error:
-            self.group.close()
-            raise no_processes(asked, error) from error
+            reason = getattr(error, "strerror", None) or error
+            raise EngineError(f"the memory that ranks share: {reason}") from error
         self._mapping = mapping
         self.shared = SharedStep(mapping, begin, room)
         self.native = NativeGroup(
             library,
             mapping.address,
             rank=0,
-            size=size,
+            size=group.size,
             floats=room.floats,
-            processes=(-1, *self.group.watched),
+            processes=(-1, *group.watched),
         )
 
     def allocate(
@@ -99,6 +102,7 @@ class NativeRanks:
         ]
         *offsets, strides = accumulate(sizes, _add, initial=(0, 0, 0))
         counts = (num_blocks, num_open, num_states)
+        self.group.kv_bytes = tuple(sum(map(mul, own, counts)) for own in sizes)
         described, file = describe_layers(layers), self.group.cache
         os.ftruncate(file, 0)
         os.ftruncate(file, cache_bytes(strides, counts))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.ranks.messages import FromRank, Room, ToRank
+    from appliance.model.shard.split import Split
 
 
 class RankGroup:
@@ -27,51 +28,53 @@ class RankGroup:
     Args:
         asked: the setting that asks for it.
         size: ranks, this one included.
-        exchange_bytes: of the file in memory where they meet.
 
     Attributes:
-        exchange: descriptor of that file.
+        members: the others, in order.
+        exchange: descriptor of a file in memory where they meet; it is empty yet.
         cache: of another, for the KV cache or for blocks on their way.
         joined: what the others have loaded, in order.
+        kv_bytes: of all ranks' parts of the cache, once there is one.
         is_interrupted: a step was begun and not ended, so that the ranks are at unlike places.
 
     Raises:
         EngineError: the system is out of processes, descriptors or memory.
     """
 
-    def __init__(self, asked: str, size: int, exchange_bytes: int = 0) -> None:
+    def __init__(self, asked: str, size: int) -> None:
         self.size = size
         self.joined: tuple[RankJoined, ...] = ()
+        self.kv_bytes: tuple[int, ...] = ()
         self.is_interrupted = False
-        self._members: list[RankProcess] = []
+        self.members: list[RankProcess] = []
         files: list[int] = []
-        self._end = weakref.finalize(self, _end, self._members, files)
+        self._end = weakref.finalize(self, _end, self.members, files)
         with contextlib.ExitStack() as undo:
             undo.callback(self._end)
             try:
                 for name in ("appliance-ranks", "appliance-ranks-cache"):
                     files.append(os.memfd_create(name, os.MFD_CLOEXEC))
                 self.exchange, self.cache = files
-                os.ftruncate(self.exchange, exchange_bytes)
                 for rank in range(1, size):
-                    self._members.append(RankProcess(rank, self.exchange, self.cache))
+                    self.members.append(RankProcess(rank, self.exchange, self.cache))
             except OSError as error:
-                raise no_processes(asked, error) from error
+                raise EngineError(f"the processes of {asked}: {error.strerror}") from error
             undo.pop_all()
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the other ranks."""
-        return tuple(member.process.pid for member in self._members)
+        return tuple(member.process.pid for member in self.members)
 
     @property
     def watched(self) -> tuple[int, ...]:
         """Descriptors of the other ranks' processes, readable once they have ended."""
-        return tuple(member.watched for member in self._members)
+        return tuple(member.watched for member in self.members)
 
     def load(
         self,
         config: EngineConfig,
+        split: Split,
         dtype: Any,
         threads: Sequence[int],
         bounds: tuple[int, ...],
@@ -80,9 +83,11 @@ class RankGroup:
         device: str | None = None,
     ) -> None:
         """Tell the ranks to load their parts; `join` waits for them. See `Join`."""
-        for member, count in zip(self._members, threads[1:], strict=True):
+        for member, count in zip(self.members, threads[1:], strict=True):
             join = Join(
                 config,
+                split.shares,
+                split.is_exact,
                 dtype_name(dtype),
                 rank=member.rank,
                 threads=count,
@@ -108,7 +113,7 @@ class RankGroup:
             EngineError: one has ended.
         """
         try:
-            for member, message in zip(self._members, messages, strict=True):
+            for member, message in zip(self.members, messages, strict=True):
                 send(member.connection, message)
         except OSError as error:
             raise EngineError(self.lost()) from error
@@ -119,7 +124,7 @@ class RankGroup:
         Raises:
             EngineError: one has ended, or could not do what it was told.
         """
-        return [self._answer(member) for member in self._members]
+        return [self._answer(member) for member in self.members]
 
     def check(self) -> None:
         """Raise if the ranks cannot run another step."""
@@ -132,7 +137,7 @@ class RankGroup:
 
     def how_ended(self) -> str | None:
         """Describe the end of a rank that has ended, or does within half a second."""
-        ends = (member.how_ended() for member in self._members)
+        ends = (member.how_ended() for member in self.members)
         return next((how for how in ends if how is not None), None)
 
     def close(self) -> None:
@@ -147,12 +152,6 @@ class RankGroup:
         if isinstance(answer, RankFailed):
             raise EngineError(f"rank {member.rank}: {answer.reason}")
         return answer
-
-
-def no_processes(asked: str, error: Exception) -> EngineError:
-    """Return what to raise where the system has too little for another process."""
-    reason = getattr(error, "strerror", None) or error
-    return EngineError(f"the processes of {asked}: {reason}")
 
 
 def _end(members: list[RankProcess], files: list[int]) -> None:

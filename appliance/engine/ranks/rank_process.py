@@ -9,6 +9,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from appliance import log
+from appliance.engine.ranks.messages import SendBack, send
 from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 
 # -P: import nothing from the current folder.
@@ -43,6 +44,10 @@ class RankProcess:
             )
         self.connection = Connection(ours.detach())
         self.watched = os.pidfd_open(self.process.pid)
+
+    def send_back(self, count: int, rounds: int) -> None:
+        """Tell the rank to be the other end of its link."""
+        send(self.connection, SendBack(count, rounds))
 
     def how_ended(self) -> str | None:
         """Describe the end of a process that has ended, or does within half a second."""

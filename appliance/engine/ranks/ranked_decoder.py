@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from appliance.engine.messages import RankInfo
 from appliance.engine.ranks.native_ranks import NativeRanks
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
 from appliance.engine.ranks.ranked_device import RankedDevice
@@ -14,6 +13,7 @@ from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.arrays import dtype_name
 from appliance.kernels.kv_format import precisions
 from appliance.model.shard.stage import Stage
+from appliance.stats import RankInfo, RankLink
 
 if TYPE_CHECKING:
     from collections.abc import Mapping as Targets
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from appliance.engine.links.link import LinkTrial
     from appliance.engine.ranks.division import Division
     from appliance.engine.ranks.ranked_cache import RankedCache
+    from appliance.engine.ranks.started import StartedRanks
     from appliance.engine.ranks.torch_ranks import TorchRanks
     from appliance.engine.ranks.work import RankWork
     from appliance.engine.run.device import Device
@@ -47,6 +49,7 @@ class RankedDecoder:
         own: rank 0's part, and
         work: what it does with steps.
         link: to the other ranks.
+        started: what was measured before they loaded; None: nothing was.
     """
 
     spec: DecoderSpec
@@ -55,6 +58,7 @@ class RankedDecoder:
     own: NativeDecoder | Decoder
     work: RankWork[Any]
     link: NativeRanks | TorchRanks
+    started: StartedRanks | None = None
 
     @property
     def dtype(self) -> Any:
@@ -89,11 +93,27 @@ class RankedDecoder:
         return cast("Device", RankedDevice(device, self.link))
 
     def ranks(self) -> tuple[RankInfo, ...]:
-        """Describe the processes, this one first."""
-        pids = (os.getpid(), *self.link.group.pids)
-        layers = [part.layers if isinstance(part, Stage) else None for part in self.division.parts]
-        each = zip(pids, self.division.split.shares, self.threads, self._held, layers, strict=True)
-        return tuple(RankInfo(*facts) for facts in each)
+        """Describe the processes, this one first, once there is a cache."""
+        group, parts, started = self.link.group, self.division.parts, self.started
+        pids, unknown = (os.getpid(), *group.pids), (0.0,) * len(parts)
+        rates = unknown if started is None else started.rates
+        links = (None,) * len(parts) if started is None else (None, *started.links)
+        plan = None if started is None else started.plan
+        busy = unknown if plan is None else plan.prediction.busy
+        return tuple(
+            RankInfo(
+                pid=pids[rank],
+                share=self.division.split.shares[rank],
+                threads=self.threads[rank],
+                weight_bytes=self._held[rank],
+                layers=part.layers if isinstance(part, Stage) else None,
+                kv_bytes=group.kv_bytes[rank],
+                bytes_per_second=rates[rank],
+                busy=busy[rank],
+                link=None if (trial := links[rank]) is None else _rank_link(trial),
+            )
+            for rank, part in enumerate(parts)
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Say which weights take more memory than in the file."""
@@ -170,6 +190,11 @@ class RankedDecoder:
             answers = self.work.run(replace(step, batch=_with_own_adapters(step.batch)), cache)
         assert answers is not None
         return answers
+
+
+def _rank_link(trial: LinkTrial) -> RankLink:
+    assert trial.speed is not None
+    return RankLink(trial.path.value, trial.speed.seconds, trial.speed.bytes_per_second)
 
 
 def _with_own_adapters(batch: RaggedBatch) -> RaggedBatch:

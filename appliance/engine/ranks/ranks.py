@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from appliance.engine.ranks.stage_division import Stages
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import load_library
 from appliance.model.native_loader import load_native
+from appliance.model.shard.shard import column_units, shard_model
 from appliance.model.shard.split import Split
 from appliance.model.shard.stage import Stage
 
@@ -29,30 +30,35 @@ if TYPE_CHECKING:
     from appliance.engine.execution.execution import Precision
     from appliance.engine.ranks.division import Division
     from appliance.engine.ranks.rank_group import RankGroup
+    from appliance.engine.ranks.started import StartedRanks
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.model.decoder import Decoder
     from appliance.model.shard.joint import JoinedShard
     from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
 
 # Resident memory of a process with Python and NumPy and no model, beside what it shares.
 MEMBER_BYTES = 60 << 20
 TORCH_BYTES = 200 << 20  # which a rank loads to read adapters
 SMALLEST_BLOCK = 16  # token slots
+FLOAT_BYTES = 4  # of a number in an exchange of the CPU library
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of one model; none but this process has been started.
+    """The ranks of one model.
 
     Attributes:
         config: the settings, which every rank reads.
         threads: of each rank.
         division: what each rank has.
+        started: the other processes, and what was measured; None: there is only this one yet.
     """
 
     config: EngineConfig
     threads: tuple[int, ...]
     division: Division
+    started: StartedRanks | None = None
 
     @classmethod
     def of(
@@ -73,7 +79,7 @@ class Ranks:
                 f"--gpu-split {config.gpu_split} divides the model among several processes;"
                 " say how many with --tensor-parallel or --pipeline-parallel"
             )
-        split = _split(config)
+        split = Split.parse(config.num_ranks, config.gpu_split)
         division: Division
         if config.pipeline_parallel > 1:
             division = Stages.of(config, source, split, precision, load_library())
@@ -88,6 +94,51 @@ class Ranks:
     def size(self) -> int:
         """The number of ranks."""
         return self.division.split.size
+
+    def start(
+        self,
+        source: ModelSource,
+        measure: Callable[[TensorSlot], float],
+        kv_bytes_per_token: float,
+    ) -> Ranks:
+        """Start the other ranks of the CPU library; settle shares of each layer by measurements.
+
+        Args:
+            measure: returns the bytes of a tensor as laid out.
+            kv_bytes_per_token: of all layers of the whole model.
+
+        Raises:
+            EngineError: a rank could not be started, or its link may not be used.
+        """
+        # Only here, so that a model of one process starts without them.
+        from appliance.engine.rank_split.work import ModelBytes
+        from appliance.engine.ranks.started import StartedRanks
+
+        started = StartedRanks.begin(self.config.ranks_setting, self.threads)
+        if self.division.bounds:
+            return replace(self, started=started)
+        spec = source.spec
+        context = self.config.max_model_len or spec.context_length
+        model = ModelBytes.of(
+            spec, source.slots(), measure, kv_bytes_per_token, context, given=FLOAT_BYTES
+        )
+        unit_of = column_units(source)
+        asked = None if self.config.gpu_split == "auto" else self.division.split
+        started = started.planned(asked, model, lambda split: shard_model(spec, split, unit_of))
+        assert started.plan is not None
+        split = started.plan.split
+        division = DividedLayers(split, shard_model(spec, split, unit_of))
+        return replace(self, division=division, started=started)
+
+    def notes(self) -> tuple[str, ...]:
+        """Say how the model is divided, and what was measured."""
+        measured = () if self.started is None else self.started.notes()
+        return (*self.division.notes(), *measured)
+
+    @property
+    def taken_bytes(self) -> int:
+        """The memory that processes take already, as a plan counts it."""
+        return 0 if self.started is None else (self.size - 1) * MEMBER_BYTES
 
     def process_bytes(self, source: ModelSource, *, in_torch: bool) -> int:
         """Return the host memory of the other processes beside their parts, and of exchanges."""
@@ -108,18 +159,18 @@ class Ranks:
         on_progress: Callable[[str, int, int], None],
         context_length: int,
     ) -> RankedDecoder:
-        """Start the other ranks of the CPU library, and load all parts at the same time.
+        """Load all parts at the same time; the other ranks have been started.
 
         Raises:
-            EngineError: a rank could not be started, or could not load its part.
+            EngineError: a rank could not load its part, or memory to share is lacking.
         """
+        assert self.started is not None
         rows, width = self.config.max_num_batched_tokens, source.spec.hidden_size
         payload = payload_bytes(rows, -(-context_length // SMALLEST_BLOCK), width)
         room = self.division.room(self.config, payload)
-        link = NativeRanks(engine.library, self.config.ranks_setting, self.size, room)
-        given = (self.config, dtype, self.threads, self.division.bounds, context_length)
-        with _closed_if_it_fails(link.group) as group:
-            group.load(*given, room)
+        with _closed_if_it_fails(self.started.group) as group:
+            link = NativeRanks(engine.library, group, room)
+            group.load(*self._given(dtype, context_length), room)
             own = load_native(
                 source,
                 engine,
@@ -130,7 +181,8 @@ class Ranks:
             )
             group.join()
         work = self.division.work(0, own, link.native, link.shared)
-        return RankedDecoder(source.spec, self.division, self.threads, own, work, link)
+        of_ranks = (self.division, self.threads, own, work, link, self.started)
+        return RankedDecoder(source.spec, *of_ranks)
 
     def load_torch(
         self,
@@ -155,7 +207,7 @@ class Ranks:
         division = self.division
         assert isinstance(division, DividedLayers)
         link = TorchRanks(self.config.ranks_setting, self.size, device)
-        given = (self.config, dtype, self.threads, division.bounds, context_length)
+        given = self._given(dtype, context_length)
         with _closed_if_it_fails(link.group) as group:
             group.load(*given, Room(floats=0, payload_bytes=0), device=device.type)
             own = load_own(JoinedShard(division.parts[0], link.joint))
@@ -163,6 +215,13 @@ class Ranks:
             link.connect()
         work = TorchWork(own)
         return RankedDecoder(source.spec, division, self.threads, own, work, link)
+
+    def _given(
+        self, dtype: Any, context_length: int
+    ) -> tuple[EngineConfig, Split, Any, tuple[int, ...], tuple[int, ...], int]:
+        """Return what `RankGroup.load` is given for any rank."""
+        division = self.division
+        return self.config, division.split, dtype, self.threads, division.bounds, context_length
 
 
 @contextmanager
@@ -174,14 +233,9 @@ def _closed_if_it_fails(group: RankGroup) -> Iterator[RankGroup]:
         raise
 
 
-def told_division(config: EngineConfig, source: ModelSource, bounds: tuple[int, ...]) -> Division:
+def told_division(split: Split, source: ModelSource, bounds: tuple[int, ...]) -> Division:
     """Return the division that rank 0 has made; `bounds` are those of its stages, if any."""
-    split = _split(config)
     if not bounds:
         return DividedLayers.of(source, split)
     stages = tuple(Stage.of(source.spec, bounds, rank) for rank in range(split.size))
     return Stages(split, stages, stage_bytes=())
-
-
-def _split(config: EngineConfig) -> Split:
-    return Split.parse(config.num_ranks, config.gpu_split)

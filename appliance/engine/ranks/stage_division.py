@@ -70,7 +70,7 @@ class Stages:
         return 1
 
     def in_words(self) -> str:
-        return f"{self.split.size} stages"
+        return f"{self.split.size} stages from layers {', '.join(map(str, self.bounds[:-1]))}"
 
     def notes(self) -> tuple[str, ...]:
         runs = [

@@ -16,7 +16,6 @@ from appliance.engine.ranks.messages import (
     CaptureStep,
     CopyBlocks,
     CopyStates,
-    Join,
     LoadBlock,
     LoadState,
     MakeSlots,
@@ -29,6 +28,7 @@ from appliance.engine.ranks.messages import (
     RunHead,
     RunStep,
     SaveBlock,
+    ToNewRank,
     receive_order,
     send,
 )
@@ -42,12 +42,13 @@ from appliance.engine.served_source import open_served
 from appliance.model.loader import load_decoder
 from appliance.model.shard.joint import JoinedShard, Joint, store_in
 from appliance.model.shard.shard import Shard
+from appliance.model.shard.split import Split
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from appliance.engine.ranks.messages import ToTorchRank
+    from appliance.engine.ranks.messages import Join, ToTorchRank
     from appliance.engine.run.device import Device, Graph
     from appliance.kernels.decoder_cache import KVCache
 
@@ -66,7 +67,7 @@ class TorchMember:
             budget_bytes = memory_budget(where, config.gpu_memory_utilization)
         self._device = _device(where)
         source = open_served(config)
-        division = told_division(config, source, join.bounds)
+        division = told_division(Split(join.shares, join.is_exact), source, join.bounds)
         shard, size = division.parts[rank], division.split.size
         assert isinstance(shard, Shard)
         self._joint = Joint(store_in(exchange, size), rank, size, where)
@@ -93,7 +94,7 @@ class TorchMember:
                 order = receive_order(self._connection)
             except EOFError:
                 return
-            assert not isinstance(order, Join | MakeSlots | PutAdapter)
+            assert not isinstance(order, ToNewRank | MakeSlots | PutAdapter)
             with self._device.running():
                 self._do(order)
 

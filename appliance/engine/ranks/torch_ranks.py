@@ -85,7 +85,7 @@ class TorchRanks:
     def allocate(
         self,
         own: Decoder,
-        _parts: Sequence[Part],
+        parts: Sequence[Part],
         layers: Sequence[LayerPrecision],
         *,
         num_blocks: int,
@@ -106,6 +106,10 @@ class TorchRanks:
         answers = [found for found in self.group.answers() if isinstance(found, RankAllocated)]
         sizes = [(cache.block_bytes, cache.open_bytes)]
         sizes += [(found.block_bytes, found.open_bytes) for found in answers]
+        self.group.kv_bytes = tuple(
+            block * num_blocks + opened * num_open + part.spec.state_bytes * num_states
+            for (block, opened), part in zip(sizes, parts, strict=True)
+        )
         return RankedCache(cache, self, tuple(sizes))
 
     @contextlib.contextmanager

@@ -110,12 +110,17 @@ def shard_model(
 def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
     """Divide a model at block bounds; raise ConfigError if shares do not divide its heads."""
     check_split(source.spec, split)
+    return shard_model(source.spec, split, column_units(source))
+
+
+def column_units(source: ModelSource) -> Callable[[int, int], int]:
+    """Return a function for `shard_model` that says which columns had better stay together."""
     units: dict[tuple[int, int], int] = {}
     for slot in source.slots():
         if slot.role is Role.DOWN and slot.layer is not None and len(slot.shape) == 2:
             at = slot.layer, slot.shape[1]
             units[at] = max(units.get(at, 0), _unit(source, slot.name))
-    return shard_model(source.spec, split, lambda *at: units.get(at, COLUMN_UNIT))
+    return lambda *at: units.get(at, COLUMN_UNIT)
 
 
 def _unit(source: ModelSource, name: str) -> int:

@@ -115,6 +115,13 @@ def cut_heads(mixer: AttentionSpec, split: Split) -> tuple[Heads, ...] | None:
     return tuple(Heads(first, last - first, first // group, 1) for first, last in pairwise(bounds))
 
 
+def distance(one: Split, other: Split) -> float:
+    """Return how much of a model two splits of as many ranks place elsewhere, 0 to 2."""
+    totals = sum(one.shares), sum(other.shares)
+    each = zip(one.shares, other.shares, strict=True)
+    return sum(abs(mine / totals[0] - theirs / totals[1]) for mine, theirs in each)
+
+
 def check_split(spec: DecoderSpec, split: Split) -> None:
     """Raise ConfigError, with the nearest valid splits, if shares do not divide the heads."""
     if not split.is_exact or _divides(spec, split):
@@ -122,16 +129,8 @@ def check_split(spec: DecoderSpec, split: Split) -> None:
     mixer = next(
         mixer for mixer in spec.attention_layers.values() if not _layer_divides(mixer, split)
     )
-    valid = _valid_splits(spec, split)
-    wanted = [share / sum(split.shares) for share in split.shares]
-
-    def distance(other: Split) -> float:
-        total = sum(other.shares)
-        return sum(
-            abs(share / total - wish) for share, wish in zip(other.shares, wanted, strict=True)
-        )
-
-    nearest = sorted(valid, key=distance)[:MOST_NAMED]
+    valid = valid_splits(spec, split)
+    nearest = sorted(valid, key=lambda other: distance(other, split))[:MOST_NAMED]
     advice = ", ".join(map(str, nearest)) if nearest else "none"
     raise ConfigError(
         f"--gpu-split {split} does not divide the attention of this model,"
@@ -148,7 +147,7 @@ def _layer_divides(mixer: AttentionSpec, split: Split) -> bool:
     return split.fits(head_units(mixer, split.size)) and cut_heads(mixer, split) is not None
 
 
-def _valid_splits(spec: DecoderSpec, near: Split) -> list[Split]:
+def valid_splits(spec: DecoderSpec, near: Split) -> list[Split]:
     """List the splits that divide all layers, in lowest terms; only two if there are many."""
     size = near.size
     units = [head_units(mixer, size) for mixer in spec.attention_layers.values()]

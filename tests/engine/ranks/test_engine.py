@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,6 +21,8 @@ from waiting import wait_until
 from appliance.config import EngineConfig
 from appliance.engine.execution.choice import choose_execution
 from appliance.engine.execution.execution import Precision
+from appliance.engine.links.link import LinkPath, LinkTrial
+from appliance.engine.ranks import started
 from appliance.engine.request import AdapterRef
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
@@ -73,6 +76,17 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
             assert [rank.share for rank in engine.info.ranks] == [2, 1]
             assert engine.info.num_blocks == blocks, "nothing is cached in two ranks"
             assert any(note in words for words in engine.info.notes), engine.info.notes
+            first, second = engine.info.ranks
+            assert first.kv_bytes + second.kv_bytes >= engine.info.kv_bytes
+            assert min(first.bytes_per_second, second.bytes_per_second) > 0
+            assert first.link is None
+            assert second.link is not None
+            assert second.link.path == "shared memory"
+            if "tensor_parallel" in divided:
+                assert first.kv_bytes == 2 * second.kv_bytes
+                assert 0 < second.busy < first.busy < 1
+                assert any("ms a token predicted at half" in words for words in engine.info.notes)
+                assert any("a pipeline is predicted to be" in words for words in engine.info.notes)
             assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
             stats = engine.stats()
             assert stats.swaps_total > 0
@@ -137,6 +151,43 @@ def test_adapters_are_cut_as_the_model_is(
     assert expected[0] != expected[1]
     with loaded(folder, **divided, **settings) as engine:
         assert [answers(engine, PROMPTS), answers(engine, PROMPTS, ref)] == expected
+
+
+@pytest.mark.parametrize("speeds", [(4e4, 1e4), (1e4, 4e4), (1.05e4, 1e4)])
+def test_auto_divides_by_measured_bandwidth(
+    model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, float]
+) -> None:
+    """So slow that reading outweighs what ranks exchange, even in so small a model."""
+    monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: speeds)
+    with loaded(model[1], tensor_parallel=2, kv_cache_dtype="fp32", max_model_len=160) as engine:
+        first, second = (rank.share for rank in engine.info.ranks)
+        if abs(speeds[0] - speeds[1]) < 0.1 * speeds[0]:
+            assert first == second == 1
+        else:
+            assert (first > second) is (speeds[0] > speeds[1])
+        assert engine.info.backend.endswith(f", 2 ranks {first}:{second}")
+        assert answers(engine, PROMPTS[:1]) == expected_of(model[1])
+
+
+@cache
+def expected_of(folder: Path) -> list[list[int]]:
+    with loaded(folder, kv_cache_dtype="fp32", max_model_len=160) as alone:
+        return answers(alone, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("problem", ["changes data: 1 of 16 numbers", "did not answer in time"])
+def test_a_link_that_may_not_be_used_ends_the_start(
+    model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    bad = LinkTrial(LinkPath.SHARED, None, problem)
+    monkeypatch.setattr(started, "try_links", lambda ranks: (bad,))
+    before = psutil.Process().children()
+    with (
+        pytest.raises(EngineError, match=f"rank 1 may not be used: shared memory {problem}"),
+        loaded(model[1], tensor_parallel=2),
+    ):
+        pass
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])

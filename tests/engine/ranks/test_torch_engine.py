@@ -68,6 +68,10 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
     with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **options) as engine:
         assert [rank.share for rank in engine.info.ranks] == [2, 1]
         assert engine.info.backend == "cpu, 2 ranks 2:1"
+        first, second = engine.info.ranks
+        assert first.kv_bytes >= second.kv_bytes > 0
+        assert first.kv_bytes + second.kv_bytes >= engine.info.kv_bytes
+        assert (second.bytes_per_second, second.busy, second.link) == (0, 0, None), "unmeasured"
         assert answers(engine, PROMPTS) == expected
         assert answers(engine, PROMPTS) == expected
         stats = engine.stats()

@@ -1,0 +1,131 @@
+"""Compares tensor with pipeline parallelism from figures alone: no model, no device, no torch.
+
+Tensor parallel: all ranks read their part of each layer at the same time, and wait for each other
+after each section. Pipeline parallel: each rank has whole layers, and a token passes one rank after
+another. While memory is what limits both, several streams change neither: each step reads the
+weights once, and a pipeline reads its part once for each group of streams that follow each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.engine.links.link import LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """A rank's memory.
+
+    Attributes:
+        bytes_per_second: that it reads.
+        memory_bytes: that its part may take; None where ranks share what a plan divides.
+    """
+
+    bytes_per_second: float
+    memory_bytes: int | None = None
+
+    def holds(self, num_bytes: float) -> bool:
+        """Return True if so many bytes fit."""
+        return self.memory_bytes is None or num_bytes <= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Bytes of one layer: that a token reads, and that are held."""
+
+    reads: float
+    holds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCost:
+    """The cost of a token in a pipeline.
+
+    Attributes:
+        bounds: (size + 1,) the first layer of each rank, and one after the last.
+        seconds: of a token.
+    """
+
+    bounds: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelChoice:
+    """The faster of two ways to divide a model.
+
+    Attributes:
+        tensor_seconds: of a token where layers are divided.
+        pipeline: where ranks have whole layers.
+    """
+
+    tensor_seconds: float
+    pipeline: PipelineCost
+
+    @property
+    def is_tensor(self) -> bool:
+        """True if dividing each layer is predicted to be at least as fast."""
+        return self.tensor_seconds <= self.pipeline.seconds
+
+    def __str__(self) -> str:
+        counts = [str(last - first) for first, last in pairwise(self.pipeline.bounds)]
+        tensor = f"tensor parallel {1e3 * self.tensor_seconds:,.2f} ms a token"
+        pipeline = f"pipeline parallel {1e3 * self.pipeline.seconds:,.2f} ms a token"
+        pipeline += f" ({', '.join(counts)} layers)"
+        return f"{tensor}, {pipeline}" if self.is_tensor else f"{pipeline}, {tensor}"
+
+
+def pipeline_cost(
+    layers: Sequence[LayerCost],
+    last: LayerCost,
+    ranks: Sequence[RankFacts],
+    link: LinkSpeed,
+    row_bytes: float,
+) -> PipelineCost | None:
+    """Divide layers so that the slowest rank takes as little time as can be.
+
+    Args:
+        layers: in order.
+        last: the head, on the last rank.
+        ranks: in the order in which a token passes them.
+        link: between two neighbours, and from the last rank back to the first.
+        row_bytes: of one token's hidden state.
+
+    Returns:
+        The cost, or None if the layers do not fit, or are fewer than the ranks.
+    """
+    count = len(layers)
+    reads = list(accumulate((layer.reads for layer in layers), initial=0.0))
+    holds = list(accumulate((layer.holds for layer in layers), initial=0.0))
+    unreached = float("inf")
+    # By the number of layers that the ranks so far have: the slowest's time, and where it began.
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))] + [(unreached, ())] * count
+    for rank in ranks:
+        beside = last if rank is ranks[-1] else LayerCost(0.0, 0.0)
+        after: list[tuple[float, tuple[int, ...]]] = [(unreached, ())] * (count + 1)
+        for begin, (slowest, bounds) in enumerate(best):
+            if slowest == unreached:
+                continue
+            for end in range(begin + 1, count + 1):
+                if not rank.holds(holds[end] - holds[begin] + beside.holds):
+                    break
+                read = reads[end] - reads[begin] + beside.reads
+                time = max(slowest, read / rank.bytes_per_second)
+                if time < after[end][0]:
+                    after[end] = time, (*bounds, end)
+        best = after
+    slowest, bounds = best[count]
+    if slowest == unreached:
+        return None
+    own = [reads[end] - reads[begin] for begin, end in pairwise(bounds)]
+    own[-1] += last.reads
+    stages = (read / rank.bytes_per_second for read, rank in zip(own, ranks, strict=True))
+    # The token goes back to the first rank in a few bytes.
+    between = (len(ranks) - 1) * link.time_of(row_bytes) + link.seconds
+    return PipelineCost(bounds, sum(stages) + between)

@@ -1,0 +1,124 @@
+"""Ranks before they load anything: their links are tested, and their memory is measured.
+
+Ranks of the CPU library only; `serve_probes` is the other rank's side.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+from appliance.engine.links.shared_memory import SharedMemoryLink, send_back
+from appliance.engine.links.trial import LARGE, try_link
+from appliance.engine.ranks.bandwidth import copy_bandwidth
+from appliance.engine.ranks.messages import (
+    CopyMemory,
+    Join,
+    MemoryCopied,
+    OpenLink,
+    RankDone,
+    SendBack,
+    receive_order,
+    send,
+)
+from appliance.errors import EngineError
+from appliance.kernels.cpu.arena import Mapping
+from appliance.kernels.cpu.engine import RankLostError
+from appliance.kernels.cpu.group import NativeGroup, group_bytes
+from appliance.kernels.cpu.library import load_library
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
+
+    from appliance.engine.links.link import LinkTrial
+    from appliance.engine.ranks.rank_group import RankGroup
+
+# Of one link's test, after which a rank counts as hanging; a sound link takes far less, but on a
+# machine full of other work each message waits for both processes' turns.
+LINK_SECONDS = 20.0
+
+
+def try_links(ranks: RankGroup, limit: float = LINK_SECONDS) -> tuple[LinkTrial, ...]:
+    """Test the way to each other rank, once it is up; those that do not answer are ended.
+
+    Args:
+        limit: seconds for each.
+
+    Raises:
+        EngineError: a rank has ended.
+    """
+    library = load_library()
+    room = -(-group_bytes(library, 2, LARGE) // mmap.PAGESIZE) * mmap.PAGESIZE
+    os.ftruncate(ranks.exchange, room * len(ranks.members))
+    ranks.send([OpenLink(place * room, room, LARGE) for place in range(len(ranks.members))])
+    ranks.answers()
+    trials = []
+    for place, member in enumerate(ranks.members):
+        mapping = Mapping.shared(ranks.exchange, room, place * room)
+        group = NativeGroup(
+            *(library, mapping.address),
+            rank=0,
+            size=2,
+            floats=LARGE,
+            processes=(-1, member.watched),
+        )
+        link = SharedMemoryLink(group, member.send_back, member.process.kill)
+        seed = int.from_bytes(os.urandom(4), "little")
+        try:
+            trials.append(try_link(link, seed, limit))
+        except (RankLostError, OSError) as error:
+            raise EngineError(ranks.lost()) from error
+    return tuple(trials)
+
+
+def copy_rates(ranks: RankGroup, threads: Sequence[int]) -> tuple[float, ...]:
+    """Let all ranks copy memory at the same time; return bytes per second.
+
+    Ranks with as many threads count as alike, since the system chooses their processors anew
+    all the time: each gets what these copied on average.
+
+    Raises:
+        EngineError: a rank has ended.
+    """
+    ranks.send([CopyMemory(count) for count in threads[1:]])
+    found = [copy_bandwidth(threads[0])]
+    for answer in ranks.answers():
+        assert isinstance(answer, MemoryCopied)
+        found.append(answer.bytes_per_second)
+    alike = {
+        count: [one for one, other in zip(found, threads, strict=True) if other == count]
+        for count in threads
+    }
+    return tuple(sum(alike[count]) / len(alike[count]) for count in threads)
+
+
+def serve_probes(connection: Connection, exchange: int) -> Join:
+    """Do what rank 0 asks for until it tells what to load.
+
+    Args:
+        exchange: file of the memory that ranks share.
+
+    Raises:
+        EOFError: rank 0 has ended.
+    """
+    mapping: Mapping | None = None
+    group: NativeGroup | None = None
+    while not isinstance(order := receive_order(connection), Join):
+        match order:
+            case OpenLink(offset, num_bytes, floats):
+                mapping = Mapping.shared(exchange, num_bytes, offset)
+                group = NativeGroup(
+                    *(load_library(), mapping.address), rank=1, size=2, floats=floats
+                )
+                send(connection, RankDone())
+            case SendBack(count, rounds):
+                assert group is not None
+                send_back(group, count, rounds)
+            case CopyMemory(threads):
+                send(connection, MemoryCopied(copy_bandwidth(threads)))
+            case _:
+                raise AssertionError(f"{type(order).__name__} before Join")
+    del group, mapping
+    return order

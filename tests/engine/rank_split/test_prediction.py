@@ -1,0 +1,111 @@
+"""Predictions stay within 15 % of a simulated step, whatever the cards, the split and the link."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import pytest
+from rank_models import DENSE, MODELS, shards_of
+from rank_simulation import RankSimulation
+
+from appliance.engine.links.link import LinkSpeed
+from appliance.engine.rank_split.pipeline import LayerCost, RankFacts, pipeline_cost
+from appliance.engine.rank_split.prediction import predict
+from appliance.engine.rank_split.work import ModelBytes, token_work
+from appliance.model.names import TensorNames
+from appliance.model.shard.split import Split
+from appliance.model.tensors import tensor_slots
+
+if TYPE_CHECKING:
+    from appliance.model.spec import DecoderSpec
+
+WEIGHT_BYTES, KV_BYTES, GIVEN = 0.625, 1.0, 2  # 4 bits and scales, 8 bits, bfloat16
+CONTEXT = 8192
+# Figures of makers: PCI Express 4.0 of 16 and of 4 lanes, and a slow network.
+LINKS = [LinkSpeed(8e-6, 25e9), LinkSpeed(20e-6, 6e9), LinkSpeed(80e-6, 1.1e9)]
+CARDS = {
+    "1:1": (936e9, 936e9),
+    "3:1": (1008e9, 360e9),
+    "5:3": (1008e9, 504e9),
+    "1:1:1": (936e9, 936e9, 448e9),
+}
+
+
+def counted(spec: DecoderSpec) -> ModelBytes:
+    per_token = sum(
+        2 * prod((mixer.num_kv_heads, mixer.head_dim)) * KV_BYTES
+        for mixer in spec.attention_layers.values()
+    )
+    return ModelBytes.of(
+        *(spec, tensor_slots(spec, TensorNames())),
+        lambda slot: WEIGHT_BYTES * prod(slot.shape),
+        per_token,
+        CONTEXT,
+        GIVEN,
+    )
+
+
+@pytest.mark.parametrize("link", LINKS, ids=str)
+@pytest.mark.parametrize("split", CARDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prediction_is_within_15_percent_of_the_simulation(
+    name: str, split: str, link: LinkSpeed
+) -> None:
+    spec = MODELS[name]
+    shares = tuple(map(int, split.split(":")))
+    shards = shards_of(spec, Split(shares))
+    ranks = [RankFacts(speed) for speed in CARDS[split]]
+    found = predict(token_work(counted(spec), shards), ranks, link)
+    played = RankSimulation(
+        *(shards, ranks, link), weight_bytes=WEIGHT_BYTES, kv_bytes=KV_BYTES, given=GIVEN
+    )
+    seconds = played.seconds_of_token(CONTEXT // 2 - 4, 8)
+    assert found.seconds == pytest.approx(seconds, rel=0.15)
+    size = len(ranks)
+    assert played.messages == 8 * (2 * (size - 1) + (1 + 2 * len(spec.layers)) * size * (size - 1))
+
+
+def test_the_slower_card_is_busy_and_the_other_waits() -> None:
+    work = token_work(counted(DENSE), shards_of(DENSE, Split((1, 1))))
+    found = predict(work, [RankFacts(1000e9), RankFacts(250e9)], LINKS[0])
+    assert found.busy[1] == pytest.approx(4 * found.busy[0])
+    assert found.busy[1] + found.exchanges / found.seconds == pytest.approx(1)
+
+
+def test_all_ranks_hold_the_model_and_their_heads_of_the_cache() -> None:
+    model = counted(DENSE)
+    work = token_work(model, shards_of(DENSE, Split((3, 1))))
+    alone = token_work(model, shards_of(DENSE, Split((1,))))
+    vectors = [slot.shape for slot in tensor_slots(DENSE, TensorNames()) if len(slot.shape) == 1]
+    norms = sum(map(prod, vectors))
+    assert sum(work.holds) == pytest.approx(alone.holds[0] + WEIGHT_BYTES * norms)
+    assert work.holds[0] / work.holds[1] == pytest.approx(3, rel=0.01)
+
+
+def test_experts_are_read_as_far_as_a_token_chooses_them() -> None:
+    spec = MODELS["experts"]
+    model = counted(spec)
+    assert model.layer_costs()[0].reads < model.layer_costs()[0].holds / 5
+
+
+def test_a_pipeline_gives_a_slow_rank_fewer_layers() -> None:
+    layers, head = [LayerCost(1e9, 1e9)] * 12, LayerCost(0.0, 0.0)
+    found = pipeline_cost(
+        layers, head, [RankFacts(900e9), RankFacts(300e9)], LinkSpeed(1e-5, 1e9), 1e4
+    )
+    assert found is not None
+    assert found.bounds == (0, 9, 12)
+    assert found.seconds == pytest.approx(9 / 900 + 3 / 300 + 2e-5 + 1e-5)
+
+
+def test_a_pipeline_obeys_memory_and_counts_the_head() -> None:
+    layers, head = [LayerCost(1e9, 1e9)] * 12, LayerCost(3e9, 4e9)
+    fast, slow = RankFacts(900e9, 5 * 10**9), RankFacts(300e9, 11 * 10**9)
+    found = pipeline_cost(layers, head, [fast, slow], LinkSpeed(0.0, 1e9), 0.0)
+    assert found is not None
+    assert found.bounds == (0, 5, 12)
+    assert found.seconds == pytest.approx(5 / 900 + (7 + 3) / 300)
+    tight = RankFacts(300e9, 10 * 10**9)
+    assert pipeline_cost(layers, head, [fast, tight], LinkSpeed(0.0, 1e9), 0.0) is None
+    assert pipeline_cost(layers[:1], head, [fast, slow], LinkSpeed(0.0, 1e9), 0.0) is None
