@@ -8,6 +8,18 @@ from typing import Any
 import torch
 from causal_models import random_model
 
+# For ranks: three groups of heads, so that shares of 2:1 divide them.
+THREE_GROUPS = {
+    "vocab_size": 97,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
 
 def write_sure_model(model_type: str, folder: Path, **settings: Any) -> Any:
     """Write a model to a folder, and return it for generating from."""

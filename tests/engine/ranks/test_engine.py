@@ -15,7 +15,7 @@ from expert_models import EXPERTS
 from lora import write_adapter
 from rank_engines import CACHED_TOKENS, PROMPTS, answers, loaded
 from recurrent_models import RECURRENT
-from sure_models import write_sure_model
+from sure_models import THREE_GROUPS, write_sure_model
 from waiting import wait_until
 
 from appliance.config import EngineConfig
@@ -33,22 +33,11 @@ from appliance.model.source import open_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("ranks") / "model"
-    return write_sure_model("llama", folder, **SIZES), folder
+    return write_sure_model("llama", folder, **THREE_GROUPS), folder
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4-sealed"])
@@ -96,7 +85,7 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe"])
 def test_stages_hold_states_and_experts_whole(model_type: str, tmp_path: Path) -> None:
     """Sequences give way and come back, with the states that one stage has."""
-    sizes = SIZES | {"num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96}
+    sizes = THREE_GROUPS | {"num_hidden_layers": 3}
     table = RECURRENT if model_type in RECURRENT else EXPERTS
     write_sure_model(model_type, tmp_path, **table[model_type][1] | sizes)
     settings: dict[str, Any] = {"max_model_len": 160, "kv_cache_dtype": "int8"}

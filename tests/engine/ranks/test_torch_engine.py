@@ -12,7 +12,7 @@ from expert_models import EXPERTS
 from late_device import LateDevice
 from rank_engines import CACHED_TOKENS, PROMPTS, answers, loaded
 from recurrent_models import RECURRENT
-from sure_models import write_sure_model
+from sure_models import THREE_GROUPS, write_sure_model
 from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.engine.ranks.shared_step import RankStep
@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
     from appliance.engine.run.device import Graph
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
@@ -58,7 +48,7 @@ def logits(engine: LLMEngine) -> torch.Tensor:
 def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
     """With prefix hits, and more sequences than there is room for."""
     model_type, settings = FAMILIES[family]
-    write_sure_model(model_type, tmp_path, **SIZES | settings)
+    write_sure_model(model_type, tmp_path, **THREE_GROUPS | settings)
     options = TORCH | {"kv_cache_dtype": "int8", "kv_host_memory": 1 << 22}
     with loaded(tmp_path, **options) as alone:
         expected = answers(alone, PROMPTS)
@@ -83,7 +73,7 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("exact_products")
 def test_steps_look_ahead_and_blocks_are_sealed(tmp_path: Path) -> None:
     """Then rank 0's device alone knows a step's tokens."""
-    write_sure_model("llama", tmp_path, **SIZES)
+    write_sure_model("llama", tmp_path, **THREE_GROUPS)
     options = TORCH | {"kv_cache_dtype": "int4-sealed", "kv_host_memory": 1 << 22}
     with loaded(tmp_path, **options) as alone:
         expected = answers(alone, PROMPTS)
@@ -107,7 +97,7 @@ class OneRun(HostDevice):
 @torch.inference_mode()
 def test_a_captured_step_is_replayed_by_all_ranks(tmp_path: Path) -> None:
     """As a graph does, rank 0 replays without the host's numbers, on other tokens."""
-    write_sure_model("llama", tmp_path, **SIZES)
+    write_sure_model("llama", tmp_path, **THREE_GROUPS)
     with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
         runner: Any = engine._runner
         executor: Any = runner._executor
@@ -134,7 +124,7 @@ def test_a_captured_step_is_replayed_by_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_takes_the_engine_along(tmp_path: Path) -> None:
-    write_sure_model("llama", tmp_path, **SIZES)
+    write_sure_model("llama", tmp_path, **THREE_GROUPS)
     with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
         answers(engine, PROMPTS[:1])
         pid = engine.info.ranks[1].pid
