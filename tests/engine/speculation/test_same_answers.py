@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def compare(folder: Path, requests: list[Request], share: float, **options: Any) -> LLMEngine:
     """Assert that answers are the same with drafts, of which about a share is right."""
-    expected, steps = run(load(folder, **options), requests)
+    expected, pieces = run(load(folder, **options), requests)
     engine = load(folder, **options)
     engine._scheduler._speculator = ReplayingSpeculator(
         expected, share, engine._grammars._matchers, random.Random(5)
@@ -33,7 +33,7 @@ def compare(folder: Path, requests: list[Request], share: float, **options: Any)
     assert sum(stats.accepted_tokens_by_place) == stats.accepted_tokens_total
     by_place = list(stats.accepted_tokens_by_place)
     assert by_place == sorted(by_place, reverse=True)
-    assert fewer < steps
+    assert fewer < pieces
     return engine
 
 

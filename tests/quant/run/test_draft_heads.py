@@ -63,13 +63,13 @@ def test_it_keeps_16_bits_and_drafts(folder: Path, tmp_path: Path) -> None:
     assert {slot.name.removesuffix(".weight") for slot in matrices} <= set(ignored)
 
     requests = [one for one in requests_of(512) if one.request_id != "beams"]
-    expected, steps = run(load(out), requests)
+    expected, pieces = run(load(out), requests)
     engine = load(out, speculate="mtp")
     draft_always(engine)
     found, fewer = run(engine, requests)
     assert found == expected
     assert engine.stats().accepted_tokens_total > 50
-    assert fewer < steps
+    assert fewer < pieces
 
 
 def test_it_is_repacked(tmp_path: Path) -> None:
