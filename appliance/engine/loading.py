@@ -174,9 +174,8 @@ def _open(config: EngineConfig, source: ModelSource, device: Device | None) -> _
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     precision, kv_notes = choose_precision(config, source)
     execution, notes = choose_execution(config, precision, source, threads)
-    if isinstance(execution, NativeExecution) and execution.ranks is not None:
-        execution = execution.started(source)
-        assert execution.ranks is not None
+    execution = execution.started(source)
+    if execution.ranks is not None:
         notes += execution.ranks.notes()
     device = device or _device_of(execution, threads)
     num_open = num_open_of(config, source, precision, device.is_asynchronous)

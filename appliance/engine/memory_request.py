@@ -153,7 +153,7 @@ def memory_of(
     ranks = execution.ranks if precision.device.type == "cpu" else None  # a GPU plans for itself
     copies = 1 if ranks is None else ranks.size
     others = 0 if ranks is None else ranks.process_bytes(source, in_torch=in_table)
-    taken = process_bytes + (0 if ranks is None else ranks.taken_bytes)
+    taken = process_bytes + (0 if ranks is None else ranks.taken_bytes(in_torch=in_table))
     of_adapters = planned_bytes(config, source, precision.dtype.itemsize, in_table=in_table)
     request = MemoryRequest(
         spec=source.spec,

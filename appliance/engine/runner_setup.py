@@ -140,7 +140,8 @@ def _of_ranks(
     assert isinstance(execution, TorchExecution)
     specs = [part.spec for part in ranked.division.parts]
     held = [(request.weight_bytes, request.budget_bytes)]
-    held += [(one.weight_bytes, one.budget_bytes) for one in ranked.link.group.joined]
+    joined = zip(ranked.link.group.joined, ranked.started.facts[1:], strict=True)
+    held += [(one.weight_bytes, facts.memory_bytes or 0) for one, facts in joined]
     return [
         replace(
             request,

@@ -79,8 +79,6 @@ def choose_execution(
         notes.append(f"{TORCH_NOTE}: {reason}")
     elif precision.device.type == "cpu":
         notes.append(TORCH_NOTE)
-    if ranks is not None:
-        notes += ranks.division.notes()
     return _torch_execution(config, precision, source, ranks), tuple(notes)
 
 

@@ -76,6 +76,14 @@ class Execution(Protocol):
     @property
     def activation_bytes(self) -> int: ...
 
+    def started(self, source: ModelSource) -> Execution:
+        """Start the processes of other ranks, if there are any, and measure them.
+
+        Raises:
+            EngineError: a rank could not be started, or its link may not be used.
+        """
+        ...
+
     def weight_bytes(self, source: ModelSource) -> int:
         """Estimate the bytes of the weights, rounded up."""
         ...

@@ -55,6 +55,10 @@ class FallbackExecution:
     def activation_bytes(self) -> int:
         return self.inner.activation_bytes
 
+    def started(self, source: ModelSource) -> FallbackExecution:
+        """Start nothing: one process has all of the model."""
+        return self
+
     def weight_bytes(self, source: ModelSource) -> int:
         """Count linears as the inner execution does, other matrices as activations."""
         source = one_by_one(source)  # a stack of matrices counts as they do

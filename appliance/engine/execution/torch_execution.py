@@ -19,7 +19,7 @@ from appliance.model.executor import heads_of
 from appliance.model.host_experts import HostSide
 from appliance.model.loader import load_decoder
 from appliance.model.shard.shard import Shard
-from appliance.model.size import estimate_weight_bytes
+from appliance.model.size import estimate_weight_bytes, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -90,6 +90,16 @@ class TorchExecution:
     @property
     def activation_bytes(self) -> int:
         return int(self.precision.dtype.itemsize)
+
+    def started(self, source: ModelSource) -> TorchExecution:
+        """Start the processes of other ranks, if there are any; see `Ranks.start_torch`."""
+        if self.ranks is None:
+            return self
+        device, dtype = self._device, self.precision.dtype
+        measure = partial(slot_bytes, source, device=device, dtype=dtype)
+        kv_bytes = self.kv_bytes_of(source.spec)
+        ranks = self.ranks.start_torch(source, measure, kv_bytes, device, dtype)
+        return replace(self, ranks=ranks)
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Estimate the weights in the backend's layout: of all ranks, or of the fullest GPU."""

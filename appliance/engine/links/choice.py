@@ -31,20 +31,15 @@ def choose_link(trials: Sequence[LinkTrial], num_bytes: float) -> LinkChoice:
         trials: that which usually is the fastest first.
         num_bytes: that a rank gives in an exchange.
     """
-    times = {
-        place: trial.speed.time_of(num_bytes)
-        for place, trial in enumerate(trials)
-        if trial.speed is not None
-    }
-    if not times:
+    chosen = min(trials, key=lambda trial: trial.time_of(num_bytes))
+    if chosen.problem:
         return LinkChoice(None, "; ".join(map(str, trials)))
-    chosen = min(times, key=lambda place: times[place])
-    reason = "; ".join(_why_not(trial, times[chosen], num_bytes) for trial in trials[:chosen])
-    return LinkChoice(trials[chosen], reason)
+    before, least = trials[: trials.index(chosen)], chosen.time_of(num_bytes)
+    return LinkChoice(chosen, "; ".join(_why_not(trial, least, num_bytes) for trial in before))
 
 
 def _why_not(trial: LinkTrial, least: float, num_bytes: float) -> str:
-    if trial.speed is None:
+    if trial.problem:
         return str(trial)
-    times = trial.speed.time_of(num_bytes) / least
+    times = trial.time_of(num_bytes) / least
     return f"{trial.path.value} takes {times:.1f} times as long for {num_bytes:,.0f} bytes"

@@ -16,6 +16,7 @@ class LinkPath(Enum):
     PEER = "peer to peer"
     HOST = "through host memory"
     SHARED = "shared memory"
+    SOCKET = "sockets of this machine"
 
 
 class LinkTimeoutError(Exception):
@@ -45,6 +46,11 @@ class Link(Protocol):
             LinkTimeoutError: it takes longer than the limit.
         """
         ...
+
+
+# A short message over a link that slows every step: shared memory takes some 10 us on an idle
+# machine, and half a millisecond on one with nine times as much work as processors.
+SLOW_SECONDS = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,15 @@ class LinkTrial:
     path: LinkPath
     speed: LinkSpeed | None
     problem: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        """True if a sound link slows every step."""
+        return self.speed is not None and self.speed.seconds > SLOW_SECONDS
+
+    def time_of(self, num_bytes: float = 0.0) -> float:
+        """Return the seconds of one message; none arrives over a link that may not be used."""
+        return float("inf") if self.speed is None else self.speed.time_of(num_bytes)
 
     def __str__(self) -> str:
         return f"{self.path.value} {self.problem or self.speed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,25 @@ if TYPE_CHECKING:
 TRIAL_SECONDS = 2.0
 SMALL, LARGE = 16, 1 << 20  # numbers of 4 bytes
 _MOST_ROUNDS = {SMALL: 32, LARGE: 4}
+_ATTEMPTS = 3  # if a link seems slow
 _MOST = 1 << 24  # a float32 holds all whole numbers below
+
+
+def try_surely(link: Link, limit: float) -> LinkTrial:
+    """Test a link with new random data; one that seems slow again, and the fastest test counts.
+
+    Other work of the machine makes a link slower, and nothing makes it faster.
+
+    Args:
+        limit: seconds for each test.
+    """
+    trials: list[LinkTrial] = []
+    while len(trials) < _ATTEMPTS:
+        seed = int.from_bytes(os.urandom(4), "little")
+        trials.append(try_link(link, seed, limit))
+        if not trials[-1].is_slow:
+            return trials[-1]
+    return min(trials, key=LinkTrial.time_of)
 
 
 def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
@@ -44,7 +63,8 @@ def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
                 return LinkTrial(link.path, None, f"changes data: {what}")
             left -= seconds
             latest = seconds / (2 * rounds)
-            rounds = min(most, int(left / 2 / max(seconds, 1e-9)))
+            # On a machine full of other work the next message may take several times as long.
+            rounds = min(most, int(left / 8 / max(seconds, 1e-9)))
         one_way.append(latest)
     latency, whole = one_way
     return LinkTrial(link.path, LinkSpeed(latency, 4 * LARGE / max(whole, 1e-9)))

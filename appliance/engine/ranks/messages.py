@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from appliance.config import EngineConfig
+from appliance.engine.links.link import LinkPath, LinkTrial
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -41,10 +42,38 @@ class SendBack(msgspec.Struct, frozen=True, tag=True):
     rounds: int
 
 
+class OpenDevice(msgspec.Struct, frozen=True, tag=True):
+    """Load torch, and open a device by its name."""
+
+    device: str
+
+
+class TryLinks(msgspec.Struct, frozen=True, tag=True):
+    """Take part in the test of the links between ranks of torch, on the opened device.
+
+    Attributes:
+        rank: 0 answers with what it found.
+        size: of all ranks.
+        path: that the links take.
+        limit: seconds for each.
+    """
+
+    rank: int
+    size: int
+    path: LinkPath
+    limit: float
+
+
 class CopyMemory(msgspec.Struct, frozen=True, tag=True):
     """Measure what so many threads copy."""
 
     threads: int
+
+
+class MeasureGPU(msgspec.Struct, frozen=True, tag=True):
+    """Measure the opened GPU, of whose memory such a share may be taken."""
+
+    utilization: float
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -191,22 +220,29 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
     row: int
 
 
+class LinksTried(msgspec.Struct, frozen=True, tag=True):
+    """The links from rank 0 to the others, up to the first that may not be used."""
+
+    trials: tuple[LinkTrial, ...]
+
+
 class MemoryCopied(msgspec.Struct, frozen=True, tag=True):
-    """The bytes per second that were read and written."""
+    """A rank's memory.
+
+    Attributes:
+        bytes_per_second: that were read and written.
+        budget_bytes: that the rank may take of its GPU; None on the CPU.
+    """
 
     bytes_per_second: float
+    budget_bytes: int | None = None
 
 
 class RankJoined(msgspec.Struct, frozen=True, tag=True):
-    """A part of the model is loaded.
-
-    Attributes:
-        budget_bytes: that the rank might take of its GPU before; 0 on the CPU.
-    """
+    """A part of the model is loaded."""
 
     weight_bytes: int
     num_dense: int
-    budget_bytes: int = 0
 
 
 class RankAllocated(msgspec.Struct, frozen=True, tag=True):
@@ -245,10 +281,10 @@ ToTorchRank: TypeAlias = (
     | CopyStates
     | LoadState
 )
-ToNewRank: TypeAlias = OpenLink | SendBack | CopyMemory | Join
+ToNewRank: TypeAlias = OpenLink | SendBack | OpenDevice | TryLinks | CopyMemory | MeasureGPU | Join
 ToRank: TypeAlias = ToNewRank | MakeSlots | PutAdapter | ToTorchRank
 FromRank: TypeAlias = (
-    MemoryCopied | RankJoined | RankDone | RankFailed | RankAllocated | RankCaptured
+    LinksTried | MemoryCopied | RankJoined | RankDone | RankFailed | RankAllocated | RankCaptured
 )
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -1,6 +1,6 @@
 """Ranks before they load anything: their links are tested, and their memory is measured.
 
-Ranks of the CPU library only; `serve_probes` is the other rank's side.
+Links are those of the CPU library's ranks; `serve_probes` is the other rank's side of all tests.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import os
 from typing import TYPE_CHECKING
 
 from appliance.engine.links.shared_memory import SharedMemoryLink, send_back
-from appliance.engine.links.trial import LARGE, try_link
+from appliance.engine.links.trial import LARGE, try_surely
 from appliance.engine.ranks.bandwidth import copy_bandwidth
 from appliance.engine.ranks.messages import (
     CopyMemory,
     Join,
+    MeasureGPU,
     MemoryCopied,
+    OpenDevice,
     OpenLink,
     RankDone,
     SendBack,
+    TryLinks,
     receive_order,
     send,
 )
@@ -31,6 +34,8 @@ from appliance.kernels.cpu.library import load_library
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
+
+    import torch
 
     from appliance.engine.links.link import LinkTrial
     from appliance.engine.ranks.rank_group import RankGroup
@@ -65,9 +70,8 @@ def try_links(ranks: RankGroup, limit: float = LINK_SECONDS) -> tuple[LinkTrial,
             processes=(-1, member.watched),
         )
         link = SharedMemoryLink(group, member.send_back, member.process.kill)
-        seed = int.from_bytes(os.urandom(4), "little")
         try:
-            trials.append(try_link(link, seed, limit))
+            trials.append(try_surely(link, limit))
         except (RankLostError, OSError) as error:
             raise EngineError(ranks.lost()) from error
     return tuple(trials)
@@ -105,6 +109,7 @@ def serve_probes(connection: Connection, exchange: int) -> Join:
     """
     mapping: Mapping | None = None
     group: NativeGroup | None = None
+    device: torch.device | None = None
     while not isinstance(order := receive_order(connection), Join):
         match order:
             case OpenLink(offset, num_bytes, floats):
@@ -118,6 +123,10 @@ def serve_probes(connection: Connection, exchange: int) -> Join:
                 send_back(group, count, rounds)
             case CopyMemory(threads):
                 send(connection, MemoryCopied(copy_bandwidth(threads)))
+            case OpenDevice() | TryLinks() | MeasureGPU():
+                from appliance.engine.ranks.torch_probes import serve_device  # loads torch
+
+                device = serve_device(order, connection, exchange, device)
             case _:
                 raise AssertionError(f"{type(order).__name__} before Join")
     del group, mapping

@@ -7,13 +7,13 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from appliance.engine.ranks.messages import Join, RankFailed, RankJoined, receive_answer, send
+from appliance.engine.ranks.messages import Join, RankFailed, RankJoined, send
 from appliance.engine.ranks.rank_process import RankProcess
 from appliance.errors import EngineError
 from appliance.kernels.arrays import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from appliance.config import EngineConfig
     from appliance.engine.ranks.messages import FromRank, Room, ToRank
@@ -28,6 +28,7 @@ class RankGroup:
     Args:
         asked: the setting that asks for it.
         size: ranks, this one included.
+        environment: variables of the processes beside those of this one.
 
     Attributes:
         members: the others, in order.
@@ -41,7 +42,7 @@ class RankGroup:
         EngineError: the system is out of processes, descriptors or memory.
     """
 
-    def __init__(self, asked: str, size: int) -> None:
+    def __init__(self, asked: str, size: int, environment: Mapping[str, str] | None = None) -> None:
         self.size = size
         self.joined: tuple[RankJoined, ...] = ()
         self.kv_bytes: tuple[int, ...] = ()
@@ -56,7 +57,8 @@ class RankGroup:
                     files.append(os.memfd_create(name, os.MFD_CLOEXEC))
                 self.exchange, self.cache = files
                 for rank in range(1, size):
-                    self.members.append(RankProcess(rank, self.exchange, self.cache))
+                    given = (self.exchange, self.cache, environment or {})
+                    self.members.append(RankProcess(rank, *given))
             except OSError as error:
                 raise EngineError(f"the processes of {asked}: {error.strerror}") from error
             undo.pop_all()
@@ -146,7 +148,7 @@ class RankGroup:
 
     def _answer(self, member: RankProcess) -> FromRank:
         try:
-            answer = receive_answer(member.connection)
+            answer = member.answer()
         except (EOFError, OSError) as error:
             raise EngineError(self.lost()) from error
         if isinstance(answer, RankFailed):

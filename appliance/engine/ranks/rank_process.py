@@ -7,10 +7,16 @@ import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from appliance import log
-from appliance.engine.ranks.messages import SendBack, send
+from appliance.engine.ranks.messages import SendBack, receive_answer, send
 from appliance.runtime import ALLOCATOR, OPENMP, child_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from appliance.engine.ranks.messages import FromRank
 
 # -P: import nothing from the current folder.
 COMMAND = (sys.executable, "-P", "-m", "appliance.engine.ranks")
@@ -23,9 +29,12 @@ class RankProcess:
         rank: above 0.
         exchange: file of the memory for steps.
         cache: file of the KV cache.
+        environment: variables of the process beside those of this one.
     """
 
-    def __init__(self, rank: int, exchange: int, cache: int) -> None:
+    def __init__(
+        self, rank: int, exchange: int, cache: int, environment: Mapping[str, str]
+    ) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
         level, form = log.configured()
@@ -40,7 +49,7 @@ class RankProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # a library's prints belong in the log
                 pass_fds=(theirs.fileno(), exchange, cache),
-                env={**ALLOCATOR, **OPENMP, **child_environment()},
+                env={**ALLOCATOR, **OPENMP, **child_environment(**environment)},
             )
         self.connection = Connection(ours.detach())
         self.watched = os.pidfd_open(self.process.pid)
@@ -48,6 +57,20 @@ class RankProcess:
     def send_back(self, count: int, rounds: int) -> None:
         """Tell the rank to be the other end of its link."""
         send(self.connection, SendBack(count, rounds))
+
+    def answer(self, limit: float | None = None) -> FromRank:
+        """Wait for its answer.
+
+        Args:
+            limit: seconds; None waits as long as the process lives.
+
+        Raises:
+            TimeoutError: it takes longer than the limit.
+            EOFError, OSError: the process has ended.
+        """
+        if not self.connection.poll(limit):
+            raise TimeoutError
+        return receive_answer(self.connection)
 
     def how_ended(self) -> str | None:
         """Describe the end of a process that has ended, or does within half a second."""

@@ -49,7 +49,7 @@ class RankedDecoder:
         own: rank 0's part, and
         work: what it does with steps.
         link: to the other ranks.
-        started: what was measured before they loaded; None: nothing was.
+        started: what was measured before they loaded.
     """
 
     spec: DecoderSpec
@@ -58,7 +58,7 @@ class RankedDecoder:
     own: NativeDecoder | Decoder
     work: RankWork[Any]
     link: NativeRanks | TorchRanks
-    started: StartedRanks | None = None
+    started: StartedRanks
 
     @property
     def dtype(self) -> Any:
@@ -95,11 +95,9 @@ class RankedDecoder:
     def ranks(self) -> tuple[RankInfo, ...]:
         """Describe the processes, this one first, once there is a cache."""
         group, parts, started = self.link.group, self.division.parts, self.started
-        pids, unknown = (os.getpid(), *group.pids), (0.0,) * len(parts)
-        rates = unknown if started is None else started.rates
-        links = (None,) * len(parts) if started is None else (None, *started.links)
-        plan = None if started is None else started.plan
-        busy = unknown if plan is None else plan.prediction.busy
+        pids, links = (os.getpid(), *group.pids), (None, *started.links)
+        plan = started.plan
+        busy = (0.0,) * len(parts) if plan is None else plan.prediction.busy
         return tuple(
             RankInfo(
                 pid=pids[rank],
@@ -108,9 +106,9 @@ class RankedDecoder:
                 weight_bytes=self._held[rank],
                 layers=part.layers if isinstance(part, Stage) else None,
                 kv_bytes=group.kv_bytes[rank],
-                bytes_per_second=rates[rank],
+                bytes_per_second=started.rates[rank],
                 busy=busy[rank],
-                link=None if (trial := links[rank]) is None else _rank_link(trial),
+                link=None if (trial := links[rank]) is None else _link(trial, started.reason),
             )
             for rank, part in enumerate(parts)
         )
@@ -192,9 +190,9 @@ class RankedDecoder:
         return answers
 
 
-def _rank_link(trial: LinkTrial) -> RankLink:
+def _link(trial: LinkTrial, reason: str) -> RankLink:
     assert trial.speed is not None
-    return RankLink(trial.path.value, trial.speed.seconds, trial.speed.bytes_per_second)
+    return RankLink(trial.path.value, trial.speed.seconds, trial.speed.bytes_per_second, reason)
 
 
 def _with_own_adapters(batch: RaggedBatch) -> RaggedBatch:

@@ -111,17 +111,54 @@ class Ranks:
             EngineError: a rank could not be started, or its link may not be used.
         """
         # Only here, so that a model of one process starts without them.
-        from appliance.engine.rank_split.work import ModelBytes
         from appliance.engine.ranks.started import StartedRanks
 
         started = StartedRanks.begin(self.config.ranks_setting, self.threads)
         if self.division.bounds:
             return replace(self, started=started)
+        return self._settled(started, source, measure, kv_bytes_per_token, FLOAT_BYTES)
+
+    def start_torch(
+        self,
+        source: ModelSource,
+        measure: Callable[[TensorSlot], float],
+        kv_bytes_per_token: float,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Ranks:
+        """Start the other ranks of the torch decoder; see `start`.
+
+        Args:
+            device: rank 0's; each of the others has the next one of its kind.
+            dtype: of what they exchange.
+        """
+        from appliance.engine.ranks.started import StartedRanks
+
+        config, given = self.config, dtype.itemsize
+        started = StartedRanks.begin_torch(
+            config.ranks_setting,
+            self.threads,
+            device,
+            given * source.spec.hidden_size,
+            config.gpu_memory_utilization,
+        )
+        return self._settled(started, source, measure, kv_bytes_per_token, given)
+
+    def _settled(
+        self,
+        started: StartedRanks,
+        source: ModelSource,
+        measure: Callable[[TensorSlot], float],
+        kv_bytes_per_token: float,
+        given: int,
+    ) -> Ranks:
+        """Settle the shares of each layer; `given` bytes are of a number in an exchange."""
+        from appliance.engine.rank_split.work import ModelBytes
+
         spec = source.spec
         context = self.config.max_model_len or spec.context_length
-        model = ModelBytes.of(
-            spec, source.slots(), measure, kv_bytes_per_token, context, given=FLOAT_BYTES
-        )
+        slots = source.slots()
+        model = ModelBytes.of(spec, slots, measure, kv_bytes_per_token, context, given)
         unit_of = column_units(source)
         asked = None if self.config.gpu_split == "auto" else self.division.split
         started = started.planned(asked, model, lambda split: shard_model(spec, split, unit_of))
@@ -135,10 +172,10 @@ class Ranks:
         measured = () if self.started is None else self.started.notes()
         return (*self.division.notes(), *measured)
 
-    @property
-    def taken_bytes(self) -> int:
-        """The memory that processes take already, as a plan counts it."""
-        return 0 if self.started is None else (self.size - 1) * MEMBER_BYTES
+    def taken_bytes(self, *, in_torch: bool) -> int:
+        """Return the memory that processes take already, as a plan counts it."""
+        each = MEMBER_BYTES + in_torch * TORCH_BYTES
+        return 0 if self.started is None else (self.size - 1) * each
 
     def process_bytes(self, source: ModelSource, *, in_torch: bool) -> int:
         """Return the host memory of the other processes beside their parts, and of exchanges."""
@@ -192,29 +229,30 @@ class Ranks:
         context_length: int,
         load_own: Callable[[JoinedShard], Decoder],
     ) -> RankedDecoder:
-        """Start the other ranks of the torch decoder, and load all parts at the same time.
+        """Load all parts of the torch decoder at the same time; the other ranks have been started.
 
         Args:
-            device: rank 0's; each of the others has the next one of its kind.
+            device: rank 0's.
             load_own: loads rank 0's part.
 
         Raises:
-            EngineError: a rank could not be started, could not load its part, or not meet others.
+            EngineError: a rank could not load its part, or not meet the others.
         """
         from appliance.engine.ranks.torch_ranks import TorchRanks, TorchWork
         from appliance.model.shard.joint import JoinedShard
 
-        division = self.division
+        division, started = self.division, self.started
         assert isinstance(division, DividedLayers)
-        link = TorchRanks(self.config.ranks_setting, self.size, device)
+        assert started is not None
+        link = TorchRanks(started.group, device)
         given = self._given(dtype, context_length)
-        with _closed_if_it_fails(link.group) as group:
+        with _closed_if_it_fails(started.group) as group:
             group.load(*given, Room(floats=0, payload_bytes=0), device=device.type)
             own = load_own(JoinedShard(division.parts[0], link.joint))
             group.join()
             link.connect()
         work = TorchWork(own)
-        return RankedDecoder(source.spec, division, self.threads, own, work, link)
+        return RankedDecoder(source.spec, division, self.threads, own, work, link, started)
 
     def _given(
         self, dtype: Any, context_length: int

@@ -15,7 +15,9 @@ from appliance.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from appliance.engine.links.link import LinkSpeed, LinkTrial
+    import torch
+
+    from appliance.engine.links.link import LinkTrial
     from appliance.engine.rank_split.choice import SplitPlan
     from appliance.engine.rank_split.pipeline import ParallelChoice
     from appliance.engine.rank_split.work import ModelBytes
@@ -33,6 +35,7 @@ class StartedRanks:
         group: the other ranks.
         links: to each of them.
         facts: of all ranks.
+        reason: why the links take no other path; empty if it usually is the fastest.
         plan: what a split of each layer is predicted to cost; None for whole layers.
         other: the same beside a pipeline; None if there cannot be one.
     """
@@ -40,6 +43,7 @@ class StartedRanks:
     group: RankGroup
     links: tuple[LinkTrial, ...]
     facts: tuple[RankFacts, ...]
+    reason: str = ""
     plan: SplitPlan | None = None
     other: ParallelChoice | None = None
 
@@ -67,9 +71,46 @@ class StartedRanks:
         except BaseException:
             group.close()
             raise
-        for rank, trial in enumerate(links, start=1):
+        return cls(group, links, facts)._logged()
+
+    @classmethod
+    def begin_torch(
+        cls,
+        setting: str,
+        threads: Sequence[int],
+        device: torch.device,
+        row_bytes: float,
+        gpu_utilization: float,
+    ) -> StartedRanks:
+        """Start the other processes of ranks that torch executes; see `begin`.
+
+        Args:
+            device: rank 0's; each of the others has the next one of its kind.
+            row_bytes: that a rank gives in an exchange of a token.
+            gpu_utilization: share of a GPU's memory that a rank may take.
+
+        Raises:
+            EngineError: a rank could not be started, or no way between ranks may be used.
+        """
+        from appliance.engine.ranks.torch_probes import gpu_facts, start_tested
+
+        group, links, reason = start_tested(setting, len(threads), device.type, row_bytes)
+        try:
+            if device.type == "cpu":
+                facts = tuple(map(RankFacts, copy_rates(group, threads)))
+            else:
+                facts = gpu_facts(group, device, gpu_utilization)
+        except BaseException:
+            group.close()
+            raise
+        return cls(group, links, facts, reason)._logged()
+
+    def _logged(self) -> StartedRanks:
+        for rank, trial in enumerate(self.links, start=1):
             logger.info("link to rank %d: %s", rank, trial)
-        return cls(group, links, facts)
+        if self.reason:
+            logger.warning("ranks meet %s: %s", self.links[0].path.value, self.reason)
+        return self
 
     def planned(
         self,
@@ -79,8 +120,10 @@ class StartedRanks:
     ) -> StartedRanks:
         """Settle the shares; arguments and errors as for `choose_split`."""
         try:
-            plan = choose_split(asked, model, shards_of, self.facts, self._link)
-            other = compare(plan, model, self.facts, self._link)
+            speed = self._slowest.speed
+            assert speed is not None
+            plan = choose_split(asked, model, shards_of, self.facts, speed)
+            other = compare(plan, model, self.facts, speed)
         except BaseException:
             self.group.close()
             raise
@@ -94,7 +137,8 @@ class StartedRanks:
     def notes(self) -> tuple[str, ...]:
         """Say what was measured, and what a token is predicted to take, also in a pipeline."""
         rates = ", ".join(f"{rate / 1e9:,.1f}" for rate in self.rates)
-        measured = f"ranks copy {rates} GB/s, shared memory {self._link}"
+        measured = f"ranks copy {rates} GB/s, {self._slowest}"
+        measured += f", since {self.reason}" if self.reason else ""
         if self.plan is None:
             return (measured,)
         found = self.plan.prediction
@@ -109,7 +153,6 @@ class StartedRanks:
         return (words, f"over this link a pipeline is predicted to be {than}: {self.other}")
 
     @property
-    def _link(self) -> LinkSpeed:
+    def _slowest(self) -> LinkTrial:
         """The slowest link."""
-        speeds = (trial.speed for trial in self.links if trial.speed is not None)
-        return max(speeds, key=lambda speed: speed.seconds)
+        return max(self.links, key=lambda trial: trial.time_of())

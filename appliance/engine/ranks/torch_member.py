@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, assert_never
 import torch
 
 from appliance.engine.execution.torch_execution import backend_of
-from appliance.engine.memory_request import memory_budget
 from appliance.engine.ranks.messages import (
     Allocate,
     CaptureStep,
@@ -40,7 +39,7 @@ from appliance.engine.run.device import CaptureError
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.served_source import open_served
 from appliance.model.loader import load_decoder
-from appliance.model.shard.joint import JoinedShard, Joint, store_in
+from appliance.model.shard.joint import STORE, JoinedShard, Joint, store_in
 from appliance.model.shard.shard import Shard
 from appliance.model.shard.split import Split
 from appliance.runtime import release_unused
@@ -60,17 +59,14 @@ class TorchMember:
         torch.set_num_threads(join.threads)
         config, rank = join.config, join.rank
         where = torch.device("cpu")
-        budget_bytes = 0
         if join.device == "cuda":
             where = torch.device("cuda", rank)
-            torch.cuda.set_device(where)
-            budget_bytes = memory_budget(where, config.gpu_memory_utilization)
         self._device = _device(where)
         source = open_served(config)
         division = told_division(Split(join.shares, join.is_exact), source, join.bounds)
         shard, size = division.parts[rank], division.split.size
         assert isinstance(shard, Shard)
-        self._joint = Joint(store_in(exchange, size), rank, size, where)
+        self._joint = Joint(store_in(exchange, size, STORE), rank, size, where)
         self._decoder = load_decoder(
             source,
             backend_of(config, where),
@@ -84,7 +80,7 @@ class TorchMember:
         self._cache: KVCache | None = None
         self._graphs: dict[int, Graph] = {}
         decoder = self._decoder
-        send(connection, RankJoined(decoder.weight_bytes, decoder.num_dense, budget_bytes))
+        send(connection, RankJoined(decoder.weight_bytes, decoder.num_dense))
         self._joint.connect()
 
     def run(self) -> None:

@@ -21,13 +21,12 @@ from appliance.engine.ranks.messages import (
     ReplayStep,
     RunHead,
 )
-from appliance.engine.ranks.rank_group import RankGroup
 from appliance.engine.ranks.ranked_cache import RankedCache
 from appliance.engine.ranks.shared_cache import describe_layers
 from appliance.engine.ranks.torch_step import ALIGNMENT, describe_step, pack, step_tensors
 from appliance.engine.run.device import CaptureError
 from appliance.errors import EngineError
-from appliance.model.shard.joint import Joint, store_in
+from appliance.model.shard.joint import STORE, Joint, store_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.ranks.messages import RunStep, ToTorchRank
+    from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.engine.run.device import Device, Graph
     from appliance.kernels.kv_format import LayerPrecision
@@ -48,18 +48,17 @@ class TorchRanks:
     """The other ranks, each a process with a device.
 
     Args:
+        group: their processes.
         device: rank 0's.
 
     Attributes:
         joint: rank 0's place among the ranks.
-
-    Raises:
-        EngineError: the system is out of processes, descriptors or memory.
     """
 
-    def __init__(self, asked: str, size: int, device: torch.device) -> None:
-        self.group = RankGroup(asked, size)
-        self.joint = Joint(store_in(self.group.exchange, size), 0, size, device)
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        self.group = group
+        store = store_in(group.exchange, group.size, STORE)
+        self.joint = Joint(store, 0, group.size, device)
         self._gap = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
         self._numbers = count()
         self._capture: _Capture | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # A rank may compile a kernel while the others wait; one that ends is noticed otherwise.
 PATIENCE = timedelta(hours=1)
 LOOPBACK = "127.0.0.1"
+STORE = "steps"  # of the ranks that run steps
 
 
 class Joint:
@@ -40,8 +41,11 @@ class Joint:
         self._store = store
         self._group: Any = None
 
-    def connect(self) -> None:
+    def connect(self, patience: timedelta = PATIENCE) -> None:
         """Wait for all ranks, and sum once, so that no step waits for that.
+
+        Args:
+            patience: for this and for whatever gloo does later.
 
         Raises:
             RuntimeError: a rank does not come, or the devices cannot reach each other.
@@ -54,7 +58,7 @@ class Joint:
             kind = dist.ProcessGroupGloo
             options = kind._Options()
             options._devices = [kind.create_device(hostname=LOOPBACK)]
-        options._timeout = PATIENCE
+        options._timeout = patience
         # A group of its own: a program that loads a model may have another one of torch's.
         self._group = kind(self._store, self.rank, self.size, options)
         found = self.sum(torch.ones(1, device=self.device)).item()
@@ -103,13 +107,13 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def store_in(descriptor: int, size: int) -> Store:
+def store_in(descriptor: int, size: int, name: str) -> Store:
     """Return a store in a file that all ranks have open, where they find each other.
 
-    The file stays open as long as the process: the store writes to it again when it ends, and by
-    then its number must not be another file's.
+    A file holds stores of several names. It stays open as long as the process: the store writes to
+    it again when it ends, and by then its number must not be another file's.
     """
-    return FileStore(f"/proc/self/fd/{os.dup(descriptor)}", size)
+    return PrefixStore(name, FileStore(f"/proc/self/fd/{os.dup(descriptor)}", size))
 
 
 @dataclass(frozen=True, slots=True)

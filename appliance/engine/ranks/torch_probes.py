@@ -1,0 +1,215 @@
+"""Ranks of torch before they load anything: the ways between them are tested, and their GPUs.
+
+GPUs exchange data by NCCL, peer to peer or through the host's memory. Each way is tested by
+processes of its own: a GPU's sum that hangs ends with its process only, and NCCL chooses a way once
+in a process. On a CPU gloo has one way, whose sums end in time by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.links.choice import choose_link
+from appliance.engine.links.device_link import device_bandwidth
+from appliance.engine.links.joint_link import send_back, try_joint
+from appliance.engine.links.link import LinkPath, LinkTrial
+from appliance.engine.links.trial import TRIAL_SECONDS
+from appliance.engine.memory_request import memory_budget
+from appliance.engine.rank_split.pipeline import RankFacts
+from appliance.engine.ranks.messages import (
+    LinksTried,
+    MeasureGPU,
+    MemoryCopied,
+    OpenDevice,
+    RankDone,
+    TryLinks,
+    send,
+)
+from appliance.engine.ranks.probes import LINK_SECONDS
+from appliance.engine.ranks.rank_group import RankGroup
+from appliance.engine.ranks.rank_process import RankProcess
+from appliance.errors import EngineError
+from appliance.model.shard.joint import Joint, store_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from multiprocessing.connection import Connection
+
+OPEN_SECONDS = 600.0  # to load torch and open a device, which tests nothing yet
+MEET_SECONDS = 20.0  # beside the tests, for processes that each have a GPU
+# NCCL's user guide, "Environment Variables": 1 copies through the host's memory instead.
+WITHOUT_PEERS = "NCCL_P2P_DISABLE"
+
+
+def ways_of(kind: str) -> tuple[LinkPath, ...]:
+    """List the ways between devices of a kind, that which usually is the fastest first."""
+    if kind == "cpu":
+        return (LinkPath.SOCKET,)
+    if os.environ.get(WITHOUT_PEERS, "0") != "0":
+        return (LinkPath.HOST,)
+    return LinkPath.PEER, LinkPath.HOST
+
+
+def start_tested(
+    asked: str, size: int, kind: str, row_bytes: float
+) -> tuple[RankGroup, tuple[LinkTrial, ...], str]:
+    """Start the other ranks so that they take the fastest sound way, as this process then does.
+
+    Args:
+        asked: the setting that asks for them.
+        kind: of their devices.
+        row_bytes: that a rank gives in an exchange of a token.
+
+    Returns:
+        The ranks, the links to them, and why these take no other way; empty if it is the usual one.
+
+    Raises:
+        EngineError: no rank can be started, or no way may be used.
+    """
+    with ExitStack() as unused:
+        ways: list[_Way] = []
+        for path in ways_of(kind):
+            ways.append(_Way(asked, size, kind, path))
+            unused.callback(ways[-1].group.close)
+        trials = [way.try_links() for way in ways]
+        choice = choose_link([max(found, key=_seconds) for found in trials], row_bytes)
+        if choice.trial is None:
+            raise EngineError(
+                f"the ranks have no sound way between them: {choice.reason}; start again, or leave"
+                f" out {asked}"
+            )
+        place = next(at for at, way in enumerate(ways) if way.path is choice.trial.path)
+        os.environ.update(ways[place].environment)
+        chosen = ways.pop(place)
+        unused.pop_all()
+        for way in ways:
+            way.group.close()
+    return chosen.group, trials[place], choice.reason
+
+
+class _Way:
+    """Other ranks that take one path to each other."""
+
+    def __init__(self, asked: str, size: int, kind: str, path: LinkPath) -> None:
+        self.path, self.size = path, size
+        self.environment: Mapping[str, str] = {}
+        if path is LinkPath.HOST:
+            self.environment = {WITHOUT_PEERS: "1"}
+        self.group = RankGroup(asked, size, self.environment)
+        for member in self.group.members:
+            send(member.connection, OpenDevice(_name(kind, member.rank)))
+        self._kind = kind
+
+    def try_links(self) -> tuple[LinkTrial, ...]:
+        """Test the links of rank 0, up to the first that may not be used."""
+        limit = LINK_SECONDS if self.path is LinkPath.SOCKET else TRIAL_SECONDS
+        try:
+            with ExitStack() as undo:
+                return self._try_links(limit, undo)
+        except TimeoutError:
+            problem = f"did not answer in time: {limit:.0f} s"
+        except (EOFError, OSError, EngineError):
+            how = self.group.how_ended()
+            problem = f"ended the process that tested it{'' if how is None else f': {how}'}"
+        except RuntimeError as error:
+            problem = f"fails: {self.group.how_ended() or error}"
+        return (LinkTrial(self.path, None, problem),)
+
+    def _try_links(self, limit: float, undo: ExitStack) -> tuple[LinkTrial, ...]:
+        first: RankProcess | None = None
+        if self.path is not LinkPath.SOCKET:
+            given = self.group.exchange, self.group.cache, self.environment
+            first = RankProcess(0, *given)
+            undo.callback(first.end)
+            send(first.connection, OpenDevice(_name(self._kind, 0)))
+        others = self.group.members
+        for process in [*others, *([] if first is None else [first])]:
+            process.answer(OPEN_SECONDS)
+        orders = [TryLinks(rank, self.size, self.path, limit) for rank in range(self.size)]
+        self.group.send(orders[1:])
+        if first is None:
+            found = take_part(orders[0], self.group.exchange, torch.device(self._kind))
+        else:
+            send(first.connection, orders[0])
+            answer = first.answer(MEET_SECONDS + (self.size - 1) * limit)
+            assert isinstance(answer, LinksTried)
+            found = answer.trials
+        if not found[-1].problem:
+            for member in others:
+                member.answer(limit)
+        return found
+
+
+def take_part(order: TryLinks, exchange: int, device: torch.device) -> tuple[LinkTrial, ...]:
+    """Test links as rank 0, or be another rank in the test, which finds nothing.
+
+    Args:
+        exchange: file in which the ranks find each other.
+
+    Raises:
+        RuntimeError: another rank has ended, or the devices cannot reach each other.
+    """
+    store = store_in(exchange, order.size, "links")
+    joint = Joint(store, order.rank, order.size, device)
+    joint.connect(timedelta(seconds=order.limit))
+    if order.rank == 0:
+        return try_joint(joint, order.path, order.limit)
+    send_back(joint)
+    return ()
+
+
+def serve_device(
+    order: OpenDevice | TryLinks | MeasureGPU,
+    connection: Connection,
+    exchange: int,
+    device: torch.device | None,
+) -> torch.device:
+    """Do what rank 0 asks of a rank of torch, on a device; return that."""
+    match order:
+        case OpenDevice(name):
+            device = torch.device(name)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            torch.zeros(1, device=device)
+            send(connection, RankDone())
+        case TryLinks():
+            assert device is not None
+            found = take_part(order, exchange, device)
+            send(connection, LinksTried(found) if order.rank == 0 else RankDone())
+        case MeasureGPU(utilization):
+            assert device is not None
+            bandwidth = device_bandwidth(device)
+            send(connection, MemoryCopied(bandwidth, memory_budget(device, utilization)))
+    assert device is not None
+    return device
+
+
+def gpu_facts(group: RankGroup, own: torch.device, utilization: float) -> tuple[RankFacts, ...]:
+    """Let all ranks copy on their GPUs at the same time; return what each has.
+
+    Args:
+        own: rank 0's.
+        utilization: share of a GPU's memory that may be taken.
+
+    Raises:
+        EngineError: a rank has ended.
+    """
+    group.send([MeasureGPU(utilization)] * len(group.members))
+    found = [RankFacts(device_bandwidth(own), memory_budget(own, utilization))]
+    for answer in group.answers():
+        assert isinstance(answer, MemoryCopied)
+        found.append(RankFacts(answer.bytes_per_second, answer.budget_bytes))
+    return tuple(found)
+
+
+def _name(kind: str, rank: int) -> str:
+    return kind if kind == "cpu" else f"{kind}:{rank}"
+
+
+def _seconds(trial: LinkTrial) -> float:
+    return trial.time_of()
