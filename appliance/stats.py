@@ -180,7 +180,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes: of its heads in the KV cache, and of its recurrent states.
         bytes_per_second: that it copied when it was measured, read and written; 0 if it was not.
         busy: share of a step in which it is predicted to read, 0 to 1; 0 without a prediction.
-        link: to rank 0; None for that itself, and where links are not tested.
+        reason: why ranks have whole layers that could have a share of each; rank 0's only.
+        link: to rank 0; None for that itself.
     """
 
     pid: int
@@ -191,6 +192,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     bytes_per_second: float = 0.0
     busy: float = 0.0
+    reason: str = ""
     link: RankLink | None = None
 
     def __str__(self) -> str:
@@ -204,4 +206,5 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         if self.bytes_per_second:
             words += f", copies {self.bytes_per_second / 1e9:,.1f} GB/s"
         words += f", busy {self.busy:.0%}" if self.busy else ""
+        words += f", whole layers, since {self.reason}" if self.reason else ""
         return words if self.link is None else f"{words}, {self.link}"

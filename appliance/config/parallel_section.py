@@ -23,10 +23,22 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             high=64,
         ),
     ] = 1
+    ranks: Annotated[
+        int,
+        Setting(
+            "Processes that divide the model. Each has a share of every layer, as with"
+            " tensor_parallel, or whole layers, as with pipeline_parallel: whichever is predicted"
+            " to take less time over the link that is measured at the start.",
+            Group.COMPUTE,
+            low=1,
+            high=64,
+        ),
+    ] = 1
     tensor_parallel: Annotated[
         int,
         Setting(
-            "Processes that divide each layer among them.",
+            "Processes that divide each layer among them. A slow link gives each whole layers"
+            " instead, if that is predicted to be faster.",
             Group.COMPUTE,
             low=1,
             high=64,
@@ -59,11 +71,19 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         """Processes for one copy of the model."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.ranks * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_settings(self) -> tuple[str, ...]:
+        """The settings that ask for these processes, with their values."""
+        counts = {
+            "--ranks": self.ranks,
+            "--tensor-parallel": self.tensor_parallel,
+            "--pipeline-parallel": self.pipeline_parallel,
+        }
+        return tuple(f"{name} {count}" for name, count in counts.items() if count > 1)
 
     @property
     def ranks_setting(self) -> str:
-        """The setting that asks for these processes, with its value."""
-        if self.pipeline_parallel > 1:
-            return f"--pipeline-parallel {self.pipeline_parallel}"
-        return f"--tensor-parallel {self.tensor_parallel}"
+        """The only one of these; without any the one that means a single process."""
+        return self.ranks_settings[0] if self.ranks_settings else "--ranks 1"

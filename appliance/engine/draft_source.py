@@ -149,9 +149,9 @@ def _open_head(
 ) -> HeadDraft:
     if config.is_divided:
         raise ConfigError(
-            f"{asked}: the head reads hidden states of one process, which --tensor-parallel,"
-            " --pipeline-parallel and --gpu-split divide among several; leave these out, or use"
-            " --speculate auto"
+            f"{asked}: the head reads hidden states of one process, which --ranks,"
+            " --tensor-parallel, --pipeline-parallel and --gpu-split divide among several; leave"
+            " these out, or use --speculate auto"
         )
     most, path = source.spec.vocab_size, Path(config.eagle_head)
     if not config.eagle_head:

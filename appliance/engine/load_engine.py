@@ -32,7 +32,7 @@ def load_engine(
         if config.is_divided:
             raise ConfigError(
                 f"{config.model} is an encoder, which one process runs whole; leave out"
-                " --tensor-parallel, --pipeline-parallel and --gpu-split"
+                " --ranks, --tensor-parallel, --pipeline-parallel and --gpu-split"
             )
         from appliance.engine.load_encoder import load_encoder_engine
 

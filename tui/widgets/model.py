@@ -101,6 +101,7 @@ def _ranks(ranks: tuple[RankInfo, ...], width: int) -> list[Text]:
         ]
         held = numbers.size(one.weight_bytes + one.kv_bytes)
         lines.append(pair(str(place), held, width, note="  ".join(filter(None, facts))))
+        lines += wrapped(one.reason, width, palette.WARNING)
         if (link := one.link) is not None:
             rate = f"{link.bytes_per_second / 1e9:,.1f} GB/s"
             lines.append(pair(f"  {link.path}", f"{1e6 * link.seconds:,.1f} us  {rate}", width))

@@ -40,7 +40,7 @@ TORCH_NOTE = (
 # Attention and matrices are ours; transformers has the rest.
 FALLBACK_NOTE = (
     "transformers' modules execute {}, of which no family here is: slower than a native family, "
-    "without adapters, draft models, --tensor-parallel and --pipeline-parallel"
+    "without adapters, draft models and --ranks"
 )
 
 
@@ -134,11 +134,13 @@ def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource
     size, asked = config.num_ranks, config.ranks_setting
     if size == 1:
         return
-    if config.tensor_parallel > 1 and config.pipeline_parallel > 1:
+    if len(config.ranks_settings) > 1:
+        if config.ranks > 1:
+            size = max(config.ranks, config.tensor_parallel, config.pipeline_parallel)
         raise ConfigError(
-            f"--tensor-parallel {config.tensor_parallel} and --pipeline-parallel"
-            f" {config.pipeline_parallel} exclude one another: a rank has a share of each layer or"
-            f" whole layers; use --tensor-parallel {size} or --pipeline-parallel {size}"
+            f"{' and '.join(config.ranks_settings)} exclude one another: a rank has a share of each"
+            f" layer or whole layers; use --tensor-parallel {size} or --pipeline-parallel {size},"
+            f" or --ranks {size}, which chooses between them"
         )
     setting = asked.split()[0]
     if precision.device.type == "cuda":

@@ -55,12 +55,15 @@ class NativeExecution:
         return 4
 
     def started(self, source: ModelSource) -> NativeExecution:
-        """Start the processes of other ranks, if there are any; see `Ranks.start`."""
+        """Start the processes of other ranks, if there are any; see `start_native`."""
         if self.ranks is None:
             return self
+        from appliance.engine.ranks.settled import start_native  # which one process does without
+
         measure = partial(native_slot_bytes, source, dtype=self.precision.dtype)
         kv_bytes = replace(self, ranks=None).kv_bytes_per_token(source.spec)
-        return replace(self, ranks=self.ranks.start(source, measure, kv_bytes))
+        given = (source, measure, kv_bytes, self.precision, self.engine.library)
+        return replace(self, ranks=start_native(self.ranks, *given))
 
     def weight_bytes(self, source: ModelSource) -> int:
         """Count packed weights by their codes, others in `dtype`, and copies in all ranks."""

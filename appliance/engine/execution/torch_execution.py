@@ -92,13 +92,15 @@ class TorchExecution:
         return int(self.precision.dtype.itemsize)
 
     def started(self, source: ModelSource) -> TorchExecution:
-        """Start the processes of other ranks, if there are any; see `Ranks.start_torch`."""
+        """Start the processes of other ranks, if there are any; see `start_torch`."""
         if self.ranks is None:
             return self
+        from appliance.engine.ranks.settled import start_torch  # which one process does without
+
         device, dtype = self._device, self.precision.dtype
         measure = partial(slot_bytes, source, device=device, dtype=dtype)
         kv_bytes = self.kv_bytes_of(source.spec)
-        ranks = self.ranks.start_torch(source, measure, kv_bytes, device, dtype)
+        ranks = start_torch(self.ranks, source, measure, kv_bytes, device, dtype)
         return replace(self, ranks=ranks)
 
     def weight_bytes(self, source: ModelSource) -> int:

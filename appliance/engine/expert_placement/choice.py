@@ -54,7 +54,7 @@ def _why_not(source: ModelSource, execution: Execution, count: int) -> str | Non
     if not count:
         return f"{source.path.name} has no experts; leave it out"
     if execution.ranks is not None and not isinstance(execution, NativeExecution):
-        return "--tensor-parallel divides experts among processes; leave one of the two out"
+        return f"{execution.ranks.config.ranks_setting} divides experts; leave one of the two out"
     if isinstance(execution, NativeExecution):
         return "this engine runs on the CPU, where all experts are already; leave it out"
     try:

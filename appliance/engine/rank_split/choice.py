@@ -8,11 +8,17 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from appliance.engine.memory_refusal import as_size
-from appliance.engine.rank_split.pipeline import ParallelChoice, pipeline_cost
+from appliance.engine.rank_split.pipeline import (
+    LEAST_GAIN,
+    ParallelChoice,
+    cut_evenly,
+    pipeline_cost,
+)
 from appliance.engine.rank_split.prediction import predict
 from appliance.engine.rank_split.work import token_work
 from appliance.errors import MemoryPlanError
 from appliance.model.shard.split import MOST_NAMED, Split, distance, valid_splits
+from appliance.model.shard.stage import cut_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,9 +31,6 @@ if TYPE_CHECKING:
 
 MOST_UNITS = 16  # into which a choice divides a model
 MOST_PLANNED = 64  # for a message
-# Shares other than even ones must be faster by this much: a few percent are noise of a measurement,
-# and would change from start to start, and with them the last bits of seeded answers.
-LEAST_GAIN = 0.10
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +108,26 @@ def candidates(ranks: Sequence[RankFacts]) -> list[Split]:
 
 
 def compare(
-    plan: SplitPlan, model: ModelBytes, ranks: Sequence[RankFacts], link: LinkSpeed
+    plan: SplitPlan,
+    model: ModelBytes,
+    ranks: Sequence[RankFacts],
+    link: LinkSpeed,
+    asked: Split | None = None,
 ) -> ParallelChoice | None:
-    """Compare a split with a pipeline; None if whole layers do not fit."""
-    pipeline = pipeline_cost(
-        model.layer_costs(),
-        model.vocabulary,
-        ranks,
-        link,
-        model.spec.hidden_size * model.given,
-    )
-    return None if pipeline is None else ParallelChoice(plan.prediction.seconds, pipeline)
+    """Compare a split with a pipeline; None if whole layers do not fit.
+
+    Args:
+        asked: shares of the pipeline; None: each rank takes about as long.
+    """
+    layers, last, size = model.layer_costs(), model.vocabulary, len(ranks)
+    bounds = cut_evenly(layers, last, ranks)
+    if asked is not None and len(layers) >= size:
+        bounds = cut_layers([layer.holds for layer in layers], asked.shares, last=last.holds)
+    if bounds is None:
+        return None
+    row = model.spec.hidden_size * model.given
+    pipeline = pipeline_cost(layers, last, ranks, link, row, bounds)
+    return ParallelChoice(plan.prediction.seconds, pipeline)
 
 
 def _seconds(plan: SplitPlan) -> float:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from appliance.engine.links.link import LinkSpeed
 
 
+# What is not the usual must be faster by this much: a few percent are noise of a measurement, and
+# would change from start to start, and with them the last bits of seeded answers.
+LEAST_GAIN = 0.10
+
+
 @dataclass(frozen=True, slots=True)
 class RankFacts:
     """A rank's memory.
@@ -70,8 +75,8 @@ class ParallelChoice:
 
     @property
     def is_tensor(self) -> bool:
-        """True if dividing each layer is predicted to be at least as fast."""
-        return self.tensor_seconds <= self.pipeline.seconds
+        """True if dividing each layer is predicted to be about as fast, or faster."""
+        return self.pipeline.seconds > (1 - LEAST_GAIN) * self.tensor_seconds
 
     def __str__(self) -> str:
         counts = [str(last - first) for first, last in pairwise(self.pipeline.bounds)]
@@ -81,24 +86,18 @@ class ParallelChoice:
         return f"{tensor}, {pipeline}" if self.is_tensor else f"{pipeline}, {tensor}"
 
 
-def pipeline_cost(
-    layers: Sequence[LayerCost],
-    last: LayerCost,
-    ranks: Sequence[RankFacts],
-    link: LinkSpeed,
-    row_bytes: float,
-) -> PipelineCost | None:
+def cut_evenly(
+    layers: Sequence[LayerCost], last: LayerCost, ranks: Sequence[RankFacts]
+) -> tuple[int, ...] | None:
     """Divide layers so that the slowest rank takes as little time as can be.
 
     Args:
         layers: in order.
         last: the head, on the last rank.
         ranks: in the order in which a token passes them.
-        link: between two neighbours, and from the last rank back to the first.
-        row_bytes: of one token's hidden state.
 
     Returns:
-        The cost, or None if the layers do not fit, or are fewer than the ranks.
+        (size + 1,) bounds, or None if the layers do not fit, or are fewer than the ranks.
     """
     count = len(layers)
     reads = list(accumulate((layer.reads for layer in layers), initial=0.0))
@@ -121,9 +120,28 @@ def pipeline_cost(
                     after[end] = time, (*bounds, end)
         best = after
     slowest, bounds = best[count]
-    if slowest == unreached:
-        return None
-    own = [reads[end] - reads[begin] for begin, end in pairwise(bounds)]
+    return None if slowest == unreached else bounds
+
+
+def pipeline_cost(
+    layers: Sequence[LayerCost],
+    last: LayerCost,
+    ranks: Sequence[RankFacts],
+    link: LinkSpeed,
+    row_bytes: float,
+    bounds: tuple[int, ...],
+) -> PipelineCost:
+    """Return what a token costs in a pipeline.
+
+    Args:
+        layers: in order.
+        last: the head, on the last rank.
+        ranks: in the order in which a token passes them.
+        link: between two neighbours, and from the last rank back to the first.
+        row_bytes: of one token's hidden state.
+        bounds: (size + 1,) of the ranks' layers.
+    """
+    own = [sum(layer.reads for layer in layers[begin:end]) for begin, end in pairwise(bounds)]
     own[-1] += last.reads
     stages = (read / rank.bytes_per_second for read, rank in zip(own, ranks, strict=True))
     # The token goes back to the first rank in a few bytes.

@@ -108,6 +108,7 @@ class RankedDecoder:
                 kv_bytes=group.kv_bytes[rank],
                 bytes_per_second=started.rates[rank],
                 busy=busy[rank],
+                reason="" if rank else started.why_whole,
                 link=None if (trial := links[rank]) is None else _link(trial, started.reason),
             )
             for rank, part in enumerate(parts)

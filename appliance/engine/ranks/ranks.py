@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from appliance.engine.ranks.stage_division import Stages
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import load_library
 from appliance.model.native_loader import load_native
-from appliance.model.shard.shard import column_units, shard_model
 from appliance.model.shard.split import Split
 from appliance.model.shard.stage import Stage
 
@@ -35,13 +34,11 @@ if TYPE_CHECKING:
     from appliance.model.decoder import Decoder
     from appliance.model.shard.joint import JoinedShard
     from appliance.model.source import ModelSource
-    from appliance.model.tensors import TensorSlot
 
 # Resident memory of a process with Python and NumPy and no model, beside what it shares.
 MEMBER_BYTES = 60 << 20
 TORCH_BYTES = 200 << 20  # which a rank loads to read adapters
 SMALLEST_BLOCK = 16  # token slots
-FLOAT_BYTES = 4  # of a number in an exchange of the CPU library
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ class Ranks:
         if config.num_ranks == 1:
             raise ConfigError(
                 f"--gpu-split {config.gpu_split} divides the model among several processes;"
-                " say how many with --tensor-parallel or --pipeline-parallel"
+                " say how many with --ranks"
             )
         split = Split.parse(config.num_ranks, config.gpu_split)
         division: Division
@@ -95,82 +92,14 @@ class Ranks:
         """The number of ranks."""
         return self.division.split.size
 
-    def start(
-        self,
-        source: ModelSource,
-        measure: Callable[[TensorSlot], float],
-        kv_bytes_per_token: float,
-    ) -> Ranks:
-        """Start the other ranks of the CPU library; settle shares of each layer by measurements.
-
-        Args:
-            measure: returns the bytes of a tensor as laid out.
-            kv_bytes_per_token: of all layers of the whole model.
-
-        Raises:
-            EngineError: a rank could not be started, or its link may not be used.
-        """
-        # Only here, so that a model of one process starts without them.
-        from appliance.engine.ranks.started import StartedRanks
-
-        started = StartedRanks.begin(self.config.ranks_setting, self.threads)
-        if self.division.bounds:
-            return replace(self, started=started)
-        return self._settled(started, source, measure, kv_bytes_per_token, FLOAT_BYTES)
-
-    def start_torch(
-        self,
-        source: ModelSource,
-        measure: Callable[[TensorSlot], float],
-        kv_bytes_per_token: float,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Ranks:
-        """Start the other ranks of the torch decoder; see `start`.
-
-        Args:
-            device: rank 0's; each of the others has the next one of its kind.
-            dtype: of what they exchange.
-        """
-        from appliance.engine.ranks.started import StartedRanks
-
-        config, given = self.config, dtype.itemsize
-        started = StartedRanks.begin_torch(
-            config.ranks_setting,
-            self.threads,
-            device,
-            given * source.spec.hidden_size,
-            config.gpu_memory_utilization,
-        )
-        return self._settled(started, source, measure, kv_bytes_per_token, given)
-
-    def _settled(
-        self,
-        started: StartedRanks,
-        source: ModelSource,
-        measure: Callable[[TensorSlot], float],
-        kv_bytes_per_token: float,
-        given: int,
-    ) -> Ranks:
-        """Settle the shares of each layer; `given` bytes are of a number in an exchange."""
-        from appliance.engine.rank_split.work import ModelBytes
-
-        spec = source.spec
-        context = self.config.max_model_len or spec.context_length
-        slots = source.slots()
-        model = ModelBytes.of(spec, slots, measure, kv_bytes_per_token, context, given)
-        unit_of = column_units(source)
-        asked = None if self.config.gpu_split == "auto" else self.division.split
-        started = started.planned(asked, model, lambda split: shard_model(spec, split, unit_of))
-        assert started.plan is not None
-        split = started.plan.split
-        division = DividedLayers(split, shard_model(spec, split, unit_of))
-        return replace(self, division=division, started=started)
-
     def notes(self) -> tuple[str, ...]:
         """Say how the model is divided, and what was measured."""
-        measured = () if self.started is None else self.started.notes()
-        return (*self.division.notes(), *measured)
+        notes, started = self.division.notes(), self.started
+        if started is None:
+            return notes
+        if self.config.ranks > 1 and started.why_shares:
+            notes += (f"each rank has a share of every layer, since {started.why_shares}",)
+        return notes + started.notes()
 
     def taken_bytes(self, *, in_torch: bool) -> int:
         """Return the memory that processes take already, as a plan counts it."""

@@ -48,8 +48,12 @@ class Stages:
         split: Split,
         precision: Precision,
         library: ctypes.CDLL,
+        bounds: tuple[int, ...] | None = None,
     ) -> Stages:
         """Divide a model.
+
+        Args:
+            bounds: (size + 1,) of the ranks' layers; None divides their bytes by the shares.
 
         Raises:
             ConfigError: it has too few layers, or layers that need others' inputs.
@@ -57,7 +61,7 @@ class Stages:
         spec = source.spec
         check_stages(spec, split.size)
         sizes, first, last = _layer_bytes(config, source, precision, library)
-        bounds = cut_layers(sizes, split.shares, first, last)
+        bounds = bounds or cut_layers(sizes, split.shares, first, last)
         stages = tuple(Stage.of(spec, bounds, rank) for rank in range(split.size))
         return cls(split, stages, run_bytes(sizes, bounds, first, last))
 

@@ -38,6 +38,8 @@ class StartedRanks:
         reason: why the links take no other path; empty if it usually is the fastest.
         plan: what a split of each layer is predicted to cost; None for whole layers.
         other: the same beside a pipeline; None if there cannot be one.
+        why_shares: why there cannot be one; empty if there can.
+        why_whole: why ranks have whole layers that could have a share of each; empty otherwise.
     """
 
     group: RankGroup
@@ -46,6 +48,8 @@ class StartedRanks:
     reason: str = ""
     plan: SplitPlan | None = None
     other: ParallelChoice | None = None
+    why_shares: str = ""
+    why_whole: str = ""
 
     @classmethod
     def begin(cls, setting: str, threads: Sequence[int]) -> StartedRanks:
@@ -117,17 +121,26 @@ class StartedRanks:
         asked: Split | None,
         model: ModelBytes,
         shards_of: Callable[[Split], tuple[Shard, ...]],
+        *,
+        why_shares: str,
     ) -> StartedRanks:
-        """Settle the shares; arguments and errors as for `choose_split`."""
+        """Settle the shares; arguments and errors as for `choose_split`.
+
+        Args:
+            why_shares: why ranks cannot have whole layers; empty if they can.
+        """
         try:
-            speed = self._slowest.speed
+            speed = self.slowest.speed
             assert speed is not None
             plan = choose_split(asked, model, shards_of, self.facts, speed)
-            other = compare(plan, model, self.facts, speed)
+            other = None
+            if not why_shares:
+                other = compare(plan, model, self.facts, speed, asked)
+                why_shares = "whole layers do not fit" if other is None else ""
         except BaseException:
             self.group.close()
             raise
-        return replace(self, plan=plan, other=other)
+        return replace(self, plan=plan, other=other, why_shares=why_shares)
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -137,10 +150,11 @@ class StartedRanks:
     def notes(self) -> tuple[str, ...]:
         """Say what was measured, and what a token is predicted to take, also in a pipeline."""
         rates = ", ".join(f"{rate / 1e9:,.1f}" for rate in self.rates)
-        measured = f"ranks copy {rates} GB/s, {self._slowest}"
+        measured = f"ranks copy {rates} GB/s, {self.slowest}"
         measured += f", since {self.reason}" if self.reason else ""
         if self.plan is None:
-            return (measured,)
+            whole = f"each rank has whole layers, since {self.why_whole}"
+            return (measured, whole) if self.why_whole else (measured,)
         found = self.plan.prediction
         words = (
             f"{1e3 * found.seconds:,.2f} ms a token predicted at half of the context, of which"
@@ -153,6 +167,6 @@ class StartedRanks:
         return (words, f"over this link a pipeline is predicted to be {than}: {self.other}")
 
     @property
-    def _slowest(self) -> LinkTrial:
+    def slowest(self) -> LinkTrial:
         """The slowest link."""
         return max(self.links, key=lambda trial: trial.time_of())

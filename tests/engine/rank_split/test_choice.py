@@ -76,3 +76,15 @@ def test_a_slow_link_is_better_for_a_pipeline() -> None:
         assert found is not None
         assert found.is_tensor is is_tensor
         assert str(found).startswith("tensor" if is_tensor else "pipeline")
+
+
+def test_a_pipeline_has_the_asked_shares() -> None:
+    ranks = [RankFacts(936e9), RankFacts(936e9)]
+    plan = chosen(*ranks)
+    found = [compare(plan, MODEL, ranks, FAST_LINK, Split(shares)) for shares in ((1, 1), (3, 1))]
+    even, uneven = found
+    assert even is not None
+    assert uneven is not None
+    (_, at_even, _), (_, at_uneven, _) = even.pipeline.bounds, uneven.pipeline.bounds
+    assert at_even < at_uneven
+    assert uneven.pipeline.seconds == pytest.approx(even.pipeline.seconds, rel=1e-6)

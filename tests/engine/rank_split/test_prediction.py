@@ -10,7 +10,7 @@ from rank_models import DENSE, MODELS, shards_of
 from rank_simulation import RankSimulation
 
 from appliance.engine.links.link import LinkSpeed
-from appliance.engine.rank_split.pipeline import LayerCost, RankFacts, pipeline_cost
+from appliance.engine.rank_split.pipeline import LayerCost, RankFacts, cut_evenly, pipeline_cost
 from appliance.engine.rank_split.prediction import predict
 from appliance.engine.rank_split.work import ModelBytes, token_work
 from appliance.model.names import TensorNames
@@ -91,21 +91,20 @@ def test_experts_are_read_as_far_as_a_token_chooses_them() -> None:
 
 def test_a_pipeline_gives_a_slow_rank_fewer_layers() -> None:
     layers, head = [LayerCost(1e9, 1e9)] * 12, LayerCost(0.0, 0.0)
-    found = pipeline_cost(
-        layers, head, [RankFacts(900e9), RankFacts(300e9)], LinkSpeed(1e-5, 1e9), 1e4
-    )
-    assert found is not None
-    assert found.bounds == (0, 9, 12)
+    ranks = [RankFacts(900e9), RankFacts(300e9)]
+    bounds = cut_evenly(layers, head, ranks)
+    assert bounds == (0, 9, 12)
+    found = pipeline_cost(layers, head, ranks, LinkSpeed(1e-5, 1e9), 1e4, bounds)
     assert found.seconds == pytest.approx(9 / 900 + 3 / 300 + 2e-5 + 1e-5)
 
 
 def test_a_pipeline_obeys_memory_and_counts_the_head() -> None:
     layers, head = [LayerCost(1e9, 1e9)] * 12, LayerCost(3e9, 4e9)
     fast, slow = RankFacts(900e9, 5 * 10**9), RankFacts(300e9, 11 * 10**9)
-    found = pipeline_cost(layers, head, [fast, slow], LinkSpeed(0.0, 1e9), 0.0)
-    assert found is not None
-    assert found.bounds == (0, 5, 12)
+    bounds = cut_evenly(layers, head, [fast, slow])
+    assert bounds == (0, 5, 12)
+    found = pipeline_cost(layers, head, [fast, slow], LinkSpeed(0.0, 1e9), 0.0, bounds)
     assert found.seconds == pytest.approx(5 / 900 + (7 + 3) / 300)
     tight = RankFacts(300e9, 10 * 10**9)
-    assert pipeline_cost(layers, head, [fast, tight], LinkSpeed(0.0, 1e9), 0.0) is None
-    assert pipeline_cost(layers[:1], head, [fast, slow], LinkSpeed(0.0, 1e9), 0.0) is None
+    assert cut_evenly(layers, head, [fast, tight]) is None
+    assert cut_evenly(layers[:1], head, [fast, slow]) is None

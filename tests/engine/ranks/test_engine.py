@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from waiting import wait_until
 from appliance.config import EngineConfig
 from appliance.engine.execution.choice import choose_execution
 from appliance.engine.execution.execution import Precision
-from appliance.engine.links.link import LinkPath, LinkTrial
+from appliance.engine.links.link import LinkPath, LinkSpeed, LinkTrial
 from appliance.engine.ranks import started
 from appliance.engine.request import AdapterRef
 from appliance.errors import ConfigError, EngineError
@@ -158,6 +159,47 @@ def test_auto_divides_by_measured_bandwidth(
         assert answers(engine, PROMPTS[:1]) == expected_of(model[1])
 
 
+FAST, USUAL, SLOW = LinkSpeed(1e-6, 1e9), LinkSpeed(1e-3, 1e8), LinkSpeed(5e-3, 1e7)
+
+
+@pytest.mark.parametrize(
+    ("setting", "speed", "rate", "is_whole", "said"),
+    [
+        ("ranks", FAST, 1e4, False, "a pipeline is predicted to be no faster: tensor parallel"),
+        ("ranks", USUAL, 1e12, True, "has whole layers, since pipeline parallel .* over shared"),
+        ("tensor_parallel", USUAL, 1e12, False, "predicted to be faster: pipeline parallel"),
+        ("tensor_parallel", SLOW, 1e4, False, "predicted to be no faster: tensor parallel"),
+        ("tensor_parallel", SLOW, 1e12, True, "since --tensor-parallel 2 needs a faster link than"),
+    ],
+)
+def test_a_link_decides_between_shares_and_whole_layers(
+    model: tuple[Any, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    speed: LinkSpeed,
+    rate: float,
+    is_whole: bool,
+    said: str,
+) -> None:
+    """What the user asks for gives way to a slow link only."""
+    trial = LinkTrial(LinkPath.SHARED, speed)
+    monkeypatch.setattr(started, "try_links", lambda ranks: (trial,))
+    monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: (rate, rate))
+    options: dict[str, Any] = {setting: 2, "kv_cache_dtype": "fp32", "max_model_len": 160}
+    with loaded(model[1], **options) as engine:
+        first, second = engine.info.ranks
+        assert any(re.search(said, words) for words in engine.info.notes), engine.info.notes
+        if is_whole:
+            assert (first.layers, second.layers) == ((0, 1), (1, 2))
+            assert re.search(said.partition("since ")[2], first.reason)
+            assert ", whole layers, since " in str(first)
+        else:
+            assert first.layers is None
+            assert first.reason == ""
+        assert second.reason == "", "it is told once"
+        assert answers(engine, PROMPTS[:1]) == expected_of(model[1])
+
+
 @cache
 def expected_of(folder: Path) -> list[list[int]]:
     with loaded(folder, kv_cache_dtype="fp32", max_model_len=160) as alone:
@@ -206,12 +248,13 @@ def test_ranks_end_with_the_engine(model: tuple[Any, Path]) -> None:
     [
         ({"tensor_parallel": 2, "gpu_split": "1:1"}, "6 heads in 3 groups.*2:1"),
         ({"tensor_parallel": 2, "gpu_split": "2"}, "has 1 shares for 2 processes"),
-        ({"gpu_split": "2:1"}, "say how many with --tensor-parallel or --pipeline-parallel"),
+        ({"gpu_split": "2:1"}, "say how many with --ranks"),
         ({"pipeline_parallel": 3}, "this model has 2; use --pipeline-parallel 2 or less"),
         (
             {"pipeline_parallel": 2, "tensor_parallel": 2},
             "exclude one another.*use --tensor-parallel 4 or --pipeline-parallel 4",
         ),
+        ({"ranks": 2, "tensor_parallel": 2}, "--ranks 2 and --tensor-parallel 2 ex.*or --ranks 2,"),
         ({"pipeline_parallel": 2, "gpu_split": "2"}, "has 1 shares for 2 processes"),
         (
             {"pipeline_parallel": 2, "kernels": "torch"},

@@ -83,7 +83,8 @@ def test_steps_look_ahead_and_blocks_are_sealed(tmp_path: Path) -> None:
     with loaded(tmp_path, **options) as alone:
         expected = answers(alone, PROMPTS)
     device = LateDevice()
-    with loaded(tmp_path, device, tensor_parallel=2, **options) as engine:
+    with loaded(tmp_path, device, ranks=2, **options) as engine:
+        assert "every layer, since torch executes no pipeline" in " ".join(engine.info.notes)
         assert answers(engine, PROMPTS) == expected
         assert device.captures > 0
 

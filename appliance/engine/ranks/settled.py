@@ -1,0 +1,135 @@
+"""Starts the ranks of a model, and settles by what they measure which part each one gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from appliance.engine.rank_split.work import ModelBytes
+from appliance.engine.ranks.division import DividedLayers
+from appliance.engine.ranks.stage_division import Stages
+from appliance.engine.ranks.started import StartedRanks
+from appliance.errors import ConfigError
+from appliance.model.shard.shard import column_units, shard_model
+from appliance.model.shard.stage import check_stages
+
+if TYPE_CHECKING:
+    import ctypes
+    from collections.abc import Callable
+
+    import torch
+
+    from appliance.engine.execution.execution import Precision
+    from appliance.engine.ranks.ranks import Ranks
+    from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
+
+FLOAT_BYTES = 4  # of a number in an exchange of the CPU library
+NO_STAGES = "torch executes no pipeline"
+
+
+def start_native(
+    ranks: Ranks,
+    source: ModelSource,
+    measure: Callable[[TensorSlot], float],
+    kv_bytes_per_token: float,
+    precision: Precision,
+    library: ctypes.CDLL,
+) -> Ranks:
+    """Start the other ranks of the CPU library.
+
+    Args:
+        ranks: as the settings divide the model.
+        measure: returns the bytes of a tensor as laid out.
+        kv_bytes_per_token: of all layers of the whole model.
+
+    Raises:
+        EngineError: a rank could not be started, or its link may not be used.
+    """
+    started = StartedRanks.begin(ranks.config.ranks_setting, ranks.threads)
+    if ranks.division.bounds:
+        return replace(ranks, started=started)
+    why_shares = ""
+    try:
+        check_stages(source.spec, ranks.size)
+    except ConfigError as error:
+        why_shares = str(error).partition(";")[0]
+    model = _model_bytes(ranks, source, measure, kv_bytes_per_token, FLOAT_BYTES)
+    settled, started = _with_shares(ranks, source, model, started, why_shares)
+    if not (why_whole := _why_whole(ranks, started)):
+        return settled
+    assert started.other is not None
+    bounds, split = started.other.pipeline.bounds, ranks.division.split
+    division = Stages.of(ranks.config, source, split, precision, library, bounds)
+    started = replace(started, plan=None, why_whole=why_whole)
+    return replace(ranks, division=division, started=started)
+
+
+def start_torch(
+    ranks: Ranks,
+    source: ModelSource,
+    measure: Callable[[TensorSlot], float],
+    kv_bytes_per_token: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Ranks:
+    """Start the other ranks of the torch decoder; see `start_native`.
+
+    Args:
+        device: rank 0's; each of the others has the next one of its kind.
+        dtype: of what they exchange.
+    """
+    config = ranks.config
+    model = _model_bytes(ranks, source, measure, kv_bytes_per_token, dtype.itemsize)
+    row_bytes = dtype.itemsize * source.spec.hidden_size
+    utilization = config.gpu_memory_utilization
+    given = (config.ranks_setting, ranks.threads, device, row_bytes, utilization)
+    started = StartedRanks.begin_torch(*given)
+    return _with_shares(ranks, source, model, started, NO_STAGES)[0]
+
+
+def _model_bytes(
+    ranks: Ranks,
+    source: ModelSource,
+    measure: Callable[[TensorSlot], float],
+    kv_bytes_per_token: float,
+    given: int,
+) -> ModelBytes:
+    """Count a model; `given` bytes are of a number in an exchange."""
+    spec = source.spec
+    context = ranks.config.max_model_len or spec.context_length
+    return ModelBytes.of(spec, source.slots(), measure, kv_bytes_per_token, context, given)
+
+
+def _with_shares(
+    ranks: Ranks, source: ModelSource, model: ModelBytes, started: StartedRanks, why_shares: str
+) -> tuple[Ranks, StartedRanks]:
+    """Settle each rank's share of a layer.
+
+    Args:
+        why_shares: why ranks cannot have whole layers; empty if they can.
+    """
+    spec, unit_of = source.spec, column_units(source)
+    asked = None if ranks.config.gpu_split == "auto" else ranks.division.split
+    started = started.planned(
+        asked,
+        model,
+        lambda split: shard_model(spec, split, unit_of),
+        why_shares=why_shares,
+    )
+    assert started.plan is not None
+    split = started.plan.split
+    division = DividedLayers(split, shard_model(spec, split, unit_of))
+    return replace(ranks, division=division, started=started), started
+
+
+def _why_whole(ranks: Ranks, started: StartedRanks) -> str:
+    """Say why ranks get whole layers; empty if each gets a share of every layer."""
+    other, link = started.other, started.slowest
+    if other is None or other.is_tensor:
+        return ""
+    if ranks.config.ranks > 1:
+        return f"{other}, over {link}"
+    if not link.is_slow:
+        return ""
+    return f"{ranks.config.ranks_setting} needs a faster link than {link}: {other}"
