@@ -83,6 +83,22 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
             assert stats.prefix_hits_total > 0
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_are_rounded_before_they_are_divided(model: tuple[Any, Path], bits: int) -> None:
+    settings: dict[str, Any] = {"weight_bits": bits, "kv_cache_dtype": "fp32", "max_model_len": 160}
+    with loaded(model[1], **settings) as alone:
+        expected = answers(alone, PROMPTS)
+        num_bytes = alone.info.weight_bytes
+    ways: list[dict[str, Any]] = [
+        {"tensor_parallel": 2, "gpu_split": "2:1"},
+        {"pipeline_parallel": 2},
+    ]
+    for divided in ways:
+        with loaded(model[1], **divided, **settings) as engine:
+            assert answers(engine, PROMPTS) == expected
+            assert sum(rank.weight_bytes for rank in engine.info.ranks) < 1.5 * num_bytes
+
+
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe"])
 def test_stages_hold_states_and_experts_whole(model_type: str, tmp_path: Path) -> None:
     """Sequences give way and come back, with the states that one stage has."""
