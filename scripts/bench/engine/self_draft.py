@@ -2,20 +2,26 @@
 
     scripts/benchmark self_draft                         # SmolLM2 in BF16, draft=self
     scripts/benchmark self_draft --model gemma3-270m --temperature 0.7
+    scripts/benchmark self_draft --shape 0.5B --accepted 0.9
 
 The packaged models are GGUF files of 4 to 8 bits, so the target's weights are those widened to
 BF16: what it says is what the file says, and what it costs is what a BF16 model costs. Rounding
 SmolLM2's Q4_1 again loses less than rounding weights that never had 4 bits; Gemma's file holds
-types of 4, 6 and 8 bits. Answers are the model's own, with the draft model and without in
-alternation, and compared token for token. Figures are of steps that hold no prompt;
+types of 4, 6 and 8 bits. A shape has random weights, which agree with no rounding of themselves:
+`--accepted` is the share of its drafts' tokens that are put right after the draft model has run;
+take a real model's `token_acceptance`. Answers are the model's own, with the draft model and
+without in alternation, and compared token for token. Figures are of steps that hold no prompt;
 `processor_ratio` compares tokens a second of processor time, which other programs change less.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,16 +33,24 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
+from appliance.engine.speculation.acceptance import _ALL
+from appliance.engine.speculation.draft_model import SOURCES
 from appliance.hub import resolve_model
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.tokenizer import Tokenizer
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
+from bench.lib.model_shapes import DENSE
+from bench.lib.synthetic import Schemes
+from bench.lib.synthetic_checkpoint import write_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Ordered
+
     from torch import Tensor
 
+    from appliance.engine.speculation.draft_model import DraftModel, DraftRows
     from appliance.model.source import ModelSource
 
 PROMPTS = (
@@ -68,6 +82,35 @@ class Widened:
 
     def load(self, name: str) -> Tensor:
         return dense(self._weights.load(name), torch.bfloat16)
+
+
+class Agreeing:
+    """Runs a draft model, and puts a share of its tokens right.
+
+    Args:
+        answers: tokens by request.
+    """
+
+    def __init__(self, model: DraftModel, answers: dict[str, list[int]], share: float) -> None:
+        self._model = model
+        self._answers = answers
+        self._share = share
+        self._noise = random.Random(0)
+
+    def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
+        self._model.copy(pairs)
+
+    def run(self, rows: Ordered[DraftRows]) -> list[tuple[int, float]]:
+        drawing = [one for one in rows if one.draws]
+        return [
+            (self._token(one), probability)
+            for one, (_, probability) in zip(drawing, self._model.run(rows), strict=True)
+        ]
+
+    def _token(self, one: DraftRows) -> int:
+        answer = self._answers[one.sequence.request.request_id]
+        right = answer[min(one.end - one.sequence.num_prompt_tokens, len(answer) - 1)]
+        return right if self._noise.random() < self._share else right ^ 1
 
 
 class Counts(NamedTuple):
@@ -115,8 +158,13 @@ def run(engine: LLMEngine, prompts: list[list[int]], options: Any, salt: str) ->
 
 def compare(engine: LLMEngine, prompts: list[list[int]], options: Any) -> dict[str, Any]:
     """Run prompts with the draft model and without, in alternation."""
-    speculator = engine._scheduler._speculator
+    speculator: Any = engine._scheduler._speculator
     runs: dict[bool, list[Counts]] = {True: [], False: []}
+    if options.shape:
+        engine._scheduler._speculator = None
+        answers = run(engine, prompts, options, "first").answers
+        proposer = speculator._drafting._proposer
+        proposer._model = Agreeing(own_model(proposer), answers, options.accepted)
     before = engine.stats()
     for repeat in range(options.repeats + 1):
         for on, found in runs.items():
@@ -127,9 +175,11 @@ def compare(engine: LLMEngine, prompts: list[list[int]], options: Any) -> dict[s
     after = engine.stats()
     drafted = after.draft_tokens_total - before.draft_tokens_total
     accepted = after.accepted_tokens_total - before.accepted_tokens_total
+    learned = speculator.controller.acceptance._share(SOURCES[options.temperature > 0], _ALL)
     pairs = list(zip(runs[True][1:], runs[False][1:], strict=True))  # the first ones warm up
     return {
         "accepted_share": round(accepted / max(1, drafted), 3),
+        "token_acceptance": round(learned.hits / learned.tokens, 3),
         "tokens_per_step": round(pairs[-1][0].tokens / pairs[-1][0].steps / len(prompts), 3),
         "tokens_per_second": spread([on.tokens / on.seconds for on, _ in pairs]),
         "tokens_per_second_off": spread([off.tokens / off.seconds for _, off in pairs]),
@@ -149,9 +199,14 @@ def compare(engine: LLMEngine, prompts: list[list[int]], options: Any) -> dict[s
     }
 
 
-def load(options: Any) -> tuple[LLMEngine, Tokenizer]:
+def own_model(proposer: Any) -> DraftModel:
+    """Return a proposer's draft model, without an earlier `Agreeing`."""
+    model = proposer._model
+    return model._model if isinstance(model, Agreeing) else model
+
+
+def load(path: Path, options: Any) -> LLMEngine:
     """Load the widened model with its draft model."""
-    path = resolve_model(options.model, cache_dir=cache_dir(), progress=lambda *_: None).path
     config = EngineConfig(
         model=str(path),
         speculate=f"draft={options.draft}",
@@ -163,7 +218,25 @@ def load(options: Any) -> tuple[LLMEngine, Tokenizer]:
     source: ModelSource = open_model(path)
     widened = replace(source, weights=Widened(source.weights))
     parts = load_parts(config, (), None, lambda *_: None, source=widened)
-    return LLMEngine(*parts), Tokenizer.from_path(path)
+    return LLMEngine(*parts)
+
+
+def measure(path: Path, prompts: list[list[int]], options: Any) -> dict[str, Any]:
+    """Compare with each number of streams."""
+    engine = load(path, options)
+    result: dict[str, Any] = {
+        "benchmark": "self_draft",
+        "conditions": conditions(),
+        "model": options.shape or engine.info.model,
+        "weights": engine.info.weight_format,
+        "draft": options.draft,
+        "temperature": options.temperature,
+    }
+    if options.shape:
+        result["accepted"] = options.accepted
+    for streams in options.streams:
+        result[f"{streams} streams"] = compare(engine, prompts[:streams], options)
+    return result
 
 
 def main() -> None:
@@ -175,21 +248,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--shape", choices=DENSE, default="", help="random weights instead")
+    parser.add_argument("--accepted", type=float, default=0.9, help="right tokens; with --shape")
     options = parser.parse_args()
-    engine, tokenizer = load(options)
-    result: dict[str, Any] = {
-        "benchmark": "self_draft",
-        "conditions": conditions(),
-        "model": engine.info.model,
-        "weights": engine.info.weight_format,
-        "draft": options.draft,
-        "temperature": options.temperature,
-    }
-    for streams in options.streams:
-        prompts = [
-            tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS[:streams]
-        ]
-        result[f"{streams} streams"] = compare(engine, prompts, options)
+    if options.shape:
+        noise = random.Random(0)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / options.shape
+            write_checkpoint(path, DENSE[options.shape], Schemes())
+            vocab_size = DENSE[options.shape]["vocab_size"]
+            prompts = [[noise.randrange(vocab_size) for _ in range(40)] for _ in PROMPTS]
+            result = measure(path, prompts, options)
+    else:
+        path = resolve_model(options.model, cache_dir=cache_dir(), progress=lambda *_: None).path
+        tokenizer = Tokenizer.from_path(path)
+        chats = ([{"role": "user", "content": text}] for text in PROMPTS)
+        result = measure(path, [tokenizer.encode_chat(chat) for chat in chats], options)
     write_result(options.out, result)
 
 

@@ -2,6 +2,7 @@
 
     scripts/benchmark speculation                        # the packaged default model
     scripts/benchmark speculation --streams 8 --max-tokens 200
+    scripts/benchmark speculation --shape 0.5B           # random weights of 4 bits, head of 8
 
 The trace is replayed: the model is made to say an answer that is written down, since a small model
 copies badly. Its logits decide nothing then, and cost what they cost. Kinds of answers:
@@ -23,17 +24,26 @@ from __future__ import annotations
 import random
 import statistics
 import subprocess
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
-from appliance import LLM, SamplingParams
 from appliance.bench.figures import spread
+from appliance.config import EngineConfig, cache_dir
+from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
+from appliance.hub import resolve_model
+from appliance.quant.formats.scheme import WeightScheme
+from appliance.tokenizer import Tokenizer
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
+from bench.lib.model_shapes import DENSE
+from bench.lib.synthetic import Schemes
+from bench.lib.synthetic_checkpoint import write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +51,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.run.sampler import Sampler
-    from appliance.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_PROMPT = 1200  # tokens
@@ -161,12 +170,13 @@ def replaying(sampler: Sampler, answers: dict[str, list[int]]) -> Iterator[None]
         yield
 
 
-def run(llm: LLM, turns: list[Turn], max_tokens: int, salt: str) -> tuple[Counts, list[list[int]]]:
+def run(
+    engine: LLMEngine, turns: list[Turn], max_tokens: int, salt: str
+) -> tuple[Counts, list[list[int]]]:
     """Answer all turns at once; count and time the steps that hold no prompt.
 
     Answers of another `salt` are not copied.
     """
-    engine = llm.engine
     found: dict[str, list[int]] = {}
     answers = {f"{number}": turn.answer for number, turn in enumerate(turns)}
     for number, turn in enumerate(turns):
@@ -200,9 +210,9 @@ def run(llm: LLM, turns: list[Turn], max_tokens: int, salt: str) -> tuple[Counts
     return Counts(tokens, steps, rows, drafted, accepted, seconds), [found[key] for key in answers]
 
 
-def compare(llm: LLM, turns: list[Turn], max_tokens: int, repeats: int) -> dict[str, Any]:
+def compare(engine: LLMEngine, turns: list[Turn], max_tokens: int, repeats: int) -> dict[str, Any]:
     """Run turns with speculation and without, in alternation."""
-    scheduler = llm.engine._scheduler
+    scheduler = engine._scheduler
     speculator = scheduler._speculator
     assert speculator is not None, "this engine does not speculate"
     runs: dict[bool, list[Counts]] = {True: [], False: []}
@@ -211,7 +221,7 @@ def compare(llm: LLM, turns: list[Turn], max_tokens: int, repeats: int) -> dict[
         said = []
         for on, counts in runs.items():
             scheduler._speculator = speculator if on else None
-            found, answers = run(llm, turns, max_tokens, f"{on} {repeat}")
+            found, answers = run(engine, turns, max_tokens, f"{on} {repeat}")
             said.append(answers)
             if repeat:  # the first one warms up
                 counts.append(found)
@@ -241,19 +251,35 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--shape", choices=DENSE, default="", help="random weights instead")
     options = parser.parse_args()
-    llm = LLM(
-        options.model, threads=options.threads, max_model_len=4096, max_num_seqs=options.streams
-    )
+    path = resolve_model(options.model, cache_dir=cache_dir(), progress=lambda *_: None).path
+    with tempfile.TemporaryDirectory() as folder:
+        model = path
+        if options.shape:
+            model = Path(folder) / options.shape
+            ends = WeightScheme(8, 32)
+            write_checkpoint(model, DENSE[options.shape], Schemes(WeightScheme(4, 64), ends, ends))
+        config = EngineConfig(
+            model=str(model),
+            threads=options.threads,
+            max_model_len=4096,
+            max_num_seqs=options.streams,
+        )
+        engine = LLMEngine.load(
+            config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None
+        )
+    tokenizer = Tokenizer.from_path(path)
     result: dict[str, Any] = {
         "benchmark": "speculation",
         "conditions": conditions(),
-        "model": llm.engine.info.model,
+        "model": options.shape or engine.info.model,
+        "weights": engine.info.weight_format,
         "streams": options.streams,
     }
     for kind in options.kinds:
-        turns = list(KINDS[kind](llm.tokenizer, options.streams))
-        result[kind] = compare(llm, turns, options.max_tokens, options.repeats)
+        turns = list(KINDS[kind](tokenizer, options.streams))
+        result[kind] = compare(engine, turns, options.max_tokens, options.repeats)
     write_result(options.out, result)
 
 

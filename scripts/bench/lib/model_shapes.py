@@ -48,6 +48,7 @@ LLAMA_1B: dict[str, Any] = {
     "rope_theta": 10000.0,
     "vocab_size": 32000,
 }
+DENSE = {"0.5B": QWEN_0_5B, "1B": LLAMA_1B}
 TINY_LLAMA: dict[str, Any] = {
     **LLAMA_3_8B,
     "hidden_size": 256,
