@@ -17,12 +17,14 @@ from appliance.kernels.gated_delta import reference as reference_gated_delta
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
+from appliance.kernels.library_tiles import reference as reference_tiles
 from appliance.kernels.norm_rope import cpu as cpu_norm_rope
 from appliance.kernels.norm_rope import reference as reference_norm_rope
 from appliance.kernels.packed_matmul import reference as reference_matmul
 from appliance.kernels.paged_attention import cpu as cpu_attention
 from appliance.kernels.paged_attention import reference as reference_attention
 from appliance.kernels.selective_scan import reference as reference_selective_scan
+from appliance.kernels.short_conv import reference as reference_short_conv
 from appliance.kernels.soft_cap import reference as reference_soft_cap
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from appliance.kernels.grouped_matmul.weights import StackedExperts
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.kv_write.head_norms import HeadNorms
+    from appliance.kernels.library_tiles.tiles import LinearTiles
     from appliance.kernels.ragged import RaggedBatch
     from appliance.kernels.sealed_blocks import SealedBlocks
     from appliance.kernels.state_spans import StateSpans
@@ -114,6 +117,21 @@ class SelectiveScan(Protocol):
         ...
 
 
+class ShortConvolution(Protocol):
+    """Convolves each channel of a sequence over its latest rows, and keeps those."""
+
+    def __call__(
+        self,
+        x: Tensor,  # (num_tokens, width)
+        filters: Tensor,  # (width, taps) float32
+        bias: Tensor | None,  # (width,) float32
+        state: Tensor,  # (num_slots, taps - 1, width) float32, updated
+        spans: StateSpans,
+    ) -> Tensor:  # (num_tokens, width) float32
+        """Convolve; the arguments are described at `short_conv.reference`."""
+        ...
+
+
 class PagedAttention(Protocol):
     """Attends from every row to its own sequence's blocks."""
 
@@ -177,6 +195,7 @@ class Backend:
     paged_attention: PagedAttention
     gated_delta: GatedDeltaRule
     selective_scan: SelectiveScan
+    short_conv: ShortConvolution
     # slots of the rows (num_tokens,) int32, number of slots -> once per step, for all layers
     plan_adapters: Callable[[Tensor, int], Any]
     # outputs, added to in place; inputs; factors of the place; what plan_adapters returned
@@ -184,6 +203,8 @@ class Backend:
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None if there is none for such a weight
     prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
+    # a weight as the CPU library holds it, on the device; dtype -> (out_features, in_features)
+    widen_tiles: Callable[[LinearTiles, torch.dtype], Tensor]
     # all experts of a layer, activation dtype -> one operation, or None if none covers such
     # weights: then experts run one after another
     prepare_experts: Callable[[StackedExperts, torch.dtype], RoutedMLPs | None] | None = None
@@ -207,9 +228,11 @@ REFERENCE = Backend(
     paged_attention=reference_attention.paged_attention,
     gated_delta=reference_gated_delta.gated_delta,
     selective_scan=reference_selective_scan.selective_scan,
+    short_conv=reference_short_conv.short_conv,
     plan_adapters=reference_adapters.plan_adapters,
     add_adapters=reference_adapters.add_adapters,
     prepare_gated=lambda weight, bias, dtype, activation: None,
+    widen_tiles=reference_tiles.widen,
 )
 
 # The reference KV write is a handful of torch calls; torch offers nothing faster.

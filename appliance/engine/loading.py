@@ -213,14 +213,13 @@ def _plan(
 
 def _with_host(config: EngineConfig, opened: _Opened, plan: MemoryPlan) -> _Opened:
     """Start the CPU library for experts in host memory."""
-    layers = plan.host_experts.layers
-    if not layers:
+    if not plan.host_experts.layers:
         return opened
     from appliance.engine.execution.torch_execution import HostPart, TorchExecution
 
     assert isinstance(opened.execution, TorchExecution)
     engine, isa = native_engine(config, opened.threads)
-    host = HostPart(layers, engine, isa.name)
+    host = HostPart(plan.host_experts, engine, isa.name)
     return replace(opened, execution=replace(opened.execution, host=host))
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def workspace_bytes(request: MemoryRequest) -> int:
     """Return the largest step's bytes, without weights and cache.
 
-    Measured or estimated; includes open blocks, which are transient.
+    Measured or estimated; includes open blocks, which are transient. What streams of experts take
+    is in a measure, and with the weights, already.
 
     The estimate sums the widest layer's activations for every row (residual, normed, q/k/v,
     attention output, gate and up, their product), hidden states for the head, twice if prompts are
@@ -31,9 +32,10 @@ def workspace_bytes(request: MemoryRequest) -> int:
         for layer in spec.layers
     )
     rows = request.max_num_batched_tokens
+    beside = request.open_bytes + request.host_experts.stream_bytes
     hidden = 2 * spec.hidden_size * request.activation_bytes
     logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
-    return rows * (widest * request.activation_bytes + hidden) + logits + request.open_bytes
+    return rows * (widest * request.activation_bytes + hidden) + logits + beside
 
 
 def _mixer_width(mixer: MixerSpec | None) -> int:

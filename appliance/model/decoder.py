@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.embedding import Embedding
+    from appliance.model.host_calls import HostCalls
     from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
     from appliance.model.rope import Rope
@@ -78,6 +79,12 @@ class Decoder:
     def is_enqueued(self) -> bool:
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         return all(mlp.is_enqueued for mlp in layers)
+
+    @property
+    def host_calls(self) -> HostCalls | None:
+        """The host's own parts of a step; None without experts in host memory."""
+        layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return next((mlp.host_calls for mlp in layers if mlp.host_calls is not None), None)
 
     @torch.inference_mode()
     def forward(

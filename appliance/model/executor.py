@@ -65,7 +65,7 @@ class Executor(Protocol[AnyCache]):
     Attributes:
         dtype: of activations and of unpacked weights.
         is_enqueued: True if a step is enqueued as a whole: no layer waits for the choice of its
-            experts.
+            experts, except through `HostCalls`.
         weight_bytes: of the weights as laid out.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
     """

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from appliance.kernels.backend import Backend, RoutedMLPs
     from appliance.kernels.routing import Router
     from appliance.model.adapters.torch_slots import LayerAdapters
+    from appliance.model.host_calls import HostCalls
     from appliance.model.layer_weights import ExpertNorms
     from appliance.model.layers import MLP
     from appliance.model.norm import Norm
@@ -54,8 +55,13 @@ class Experts:
 
     @property
     def is_enqueued(self) -> bool:
-        """True if the host waits for nothing."""
-        return self.grouped is not None and not isinstance(self.grouped, HostExperts)
+        """True if the host waits for nothing, but in calls of its own."""
+        return self.grouped is not None
+
+    @property
+    def host_calls(self) -> HostCalls | None:
+        """The calls to the host, if the experts are in its memory."""
+        return self.grouped.side.calls if isinstance(self.grouped, HostExperts) else None
 
     def __call__(
         self, hidden: Tensor, stream: Tensor, adapters: LayerAdapters | None = None

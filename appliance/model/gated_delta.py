@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.kernels.short_conv import short_conv
 from appliance.model.adapters.torch_slots import run_adapted
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class GatedDelta:
         mixed, gate, share, decay = run_adapted(
             self.inputs, hidden, adapters, AdapterPlace.INTO_MIXER
         ).split([spec.channels, spec.values, spec.num_value_heads, spec.num_value_heads], dim=-1)
-        mixed = silu(short_conv(mixed, self.filters, None, tail, step.spans))
+        mixed = silu(self.backend.short_conv(mixed, self.filters, None, tail, step.spans))
         query, key, value = mixed.split([spec.keys, spec.keys, spec.values], dim=-1)
         out = self.backend.gated_delta(
             query.unflatten(-1, (-1, spec.key_dim)),

@@ -36,7 +36,7 @@ from appliance.model.shard.vocabulary import PartialEmbedding, PartialHead
 from appliance.model.shard.weights import WeightCutter
 from appliance.model.short_conv import ShortConv
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
-from appliance.model.stacked_experts import stack_experts
+from appliance.model.stacked_experts import group_experts
 from appliance.model.token_input import LayerInput, TokenInputs
 
 if TYPE_CHECKING:
@@ -111,10 +111,17 @@ def load_decoder(
         if index in host_layers:
             assert host is not None
             assert isinstance(layer_spec.mlp, ExpertsSpec)
-            in_host = host.lay_out(partial(for_host.expert, index), layer_spec.mlp)
+            in_host = host.lay_out(
+                partial(for_host.expert, index),
+                layer_spec.mlp,
+                # Of a prompt the last layer computes the rows that sample only.
+                may_stream=index + 1 < len(spec.layers),
+            )
         # No variable keeps a layer's weights alive while the next layer's are read.
         layers.append(builder.layer(index, read(index), layer_spec, next_norm, in_host))
         report("weights", index + 1, total)
+    if host is not None:
+        host.finish()
     token_inputs = builder.token_inputs(reader.token_input())
     positions = builder.positions(reader.positions())
     matrix, head_matrix = reader.embedding_and_head()
@@ -259,6 +266,7 @@ class LayerBuilder:
         self.nbytes += sum(tensor.nbytes for tensor in own if tensor is not None)
         return ShortConv(
             spec=spec,
+            backend=self._backend,
             inputs=self._linear(weights.inputs),
             filters=weights.filters,
             bias=weights.bias,
@@ -356,7 +364,10 @@ class LayerBuilder:
             weights.shared_gate,
         )
         self.nbytes += sum(tensor.nbytes for tensor in others if tensor is not None)
-        grouped = self._grouped(weights, spec) if in_host is None else in_host
+        grouped: RoutedMLPs | HostExperts | None = in_host
+        if in_host is None:
+            grouped = group_experts(weights.expert, spec, self._backend, self._dtype)
+            self.nbytes += 0 if grouped is None else grouped.nbytes
         numbers = range(spec.router.num_experts)
         return Experts(
             router=spec.router,
@@ -373,18 +384,6 @@ class LayerBuilder:
             norms=weights.norms,
             backend=self._backend,
         )
-
-    def _grouped(self, weights: ExpertsWeights, spec: ExpertsSpec) -> RoutedMLPs | None:
-        """Build all experts as one operation, if backend and packing allow it."""
-        prepare = self._backend.prepare_experts
-        if prepare is None:
-            return None
-        numbers = range(spec.router.num_experts)
-        stacked = stack_experts([weights.expert(number) for number in numbers], spec)
-        grouped = None if stacked is None else prepare(stacked, self._dtype)
-        if grouped is not None:
-            self.nbytes += grouped.nbytes
-        return grouped
 
     def counted(self, norm: Norm) -> Norm:
         self.nbytes += norm.nbytes

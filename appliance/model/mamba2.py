@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import silu, softplus
 
-from appliance.kernels.short_conv import short_conv
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -54,7 +52,9 @@ class Mamba2:
         gate, mixed, sizes = self.inputs(hidden).split(
             [spec.values, spec.channels, spec.num_heads], dim=-1
         )
-        mixed = silu(short_conv(mixed, self.filters, self.filter_bias, tail, step.spans))
+        mixed = silu(
+            self.backend.short_conv(mixed, self.filters, self.filter_bias, tail, step.spans)
+        )
         value, key, query = mixed.split([spec.values, spec.keys, spec.keys], dim=-1)
         value = value.unflatten(-1, (spec.num_heads, spec.head_dim))
         read = self.backend.selective_scan(

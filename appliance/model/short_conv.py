@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.kernels.short_conv import short_conv
 from appliance.model.adapters.torch_slots import run_adapted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.backend import Backend, Linear
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.recurrent_spec import ShortConvSpec
     from appliance.model.step import Step
@@ -30,6 +29,7 @@ class ShortConv:
     """
 
     spec: ShortConvSpec
+    backend: Backend
     inputs: Linear  # hidden to b, c and x, in this order
     filters: Tensor
     bias: Tensor | None
@@ -55,7 +55,7 @@ class ShortConv:
         gate_in, gate_out, x = run_adapted(
             self.inputs, hidden, adapters, AdapterPlace.INTO_MIXER
         ).chunk(3, dim=-1)
-        mixed = short_conv(gate_in * x, self.filters, self.bias, tail, step.spans)
+        mixed = self.backend.short_conv(gate_in * x, self.filters, self.bias, tail, step.spans)
         return run_adapted(
             self.output, gate_out * mixed.to(hidden.dtype), adapters, AdapterPlace.OUT_OF_MIXER
         )

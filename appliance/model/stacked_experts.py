@@ -14,12 +14,23 @@ from appliance.kernels.weight_codes.order import TILE_N
 from appliance.model.linear import LinearPart, stack_neighbours
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from appliance.kernels.backend import Backend, RoutedMLPs
     from appliance.model.layer_weights import MLPWeights
     from appliance.model.spec import ExpertsSpec
+
+
+def group_experts(
+    expert: Callable[[int], MLPWeights], spec: ExpertsSpec, backend: Backend, dtype: torch.dtype
+) -> RoutedMLPs | None:
+    """Build all experts as one operation; None if backend or packing do not allow it."""
+    if backend.prepare_experts is None:
+        return None
+    stacked = stack_experts([expert(number) for number in range(spec.router.num_experts)], spec)
+    return None if stacked is None else backend.prepare_experts(stacked, dtype)
 
 
 def stack_experts(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> StackedExperts | None:

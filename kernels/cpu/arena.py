@@ -61,6 +61,10 @@ class Arena:
         self._address = 0
         self._left = 0
 
+    def mapped(self) -> list[tuple[int, int]]:
+        """List address and bytes of all memory, handed out or not."""
+        return [(one.address, len(one.memory)) for one in self._mappings]
+
     def claim(self, nbytes: int) -> int:
         """Return the address of some zeroed bytes.
 

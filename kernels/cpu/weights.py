@@ -289,6 +289,19 @@ def linear_bytes(struct: LinearStruct) -> int:
     return _codes_bytes(struct) + scales
 
 
+def memory_of(struct: LinearStruct) -> dict[str, tuple[int, int]]:
+    """Return address and bytes of each part of a weight, by the struct's fields."""
+    sizes = {
+        "codes": _codes_bytes(struct),
+        "scales": _scales_bytes(struct) if struct.scales else 0,
+        "offsets": _scales_bytes(struct) if struct.offsets else 0,
+        "bias": 4 * int(struct.out_features),
+        "input_order": 4 * int(struct.in_features),
+    }
+    pointers = {name: getattr(struct, name) for name in sizes}
+    return {name: (address, sizes[name]) for name, address in pointers.items() if address}
+
+
 def _tiles(struct: LinearStruct) -> int:
     return -(-int(struct.out_features) // LANES)
 

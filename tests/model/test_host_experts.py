@@ -128,7 +128,9 @@ def test_the_device_holds_no_weight_of_them(folder: Path) -> None:
         assert whole.weight_bytes - decoder.weight_bytes == of_layer
     assert of_layer <= experts.grouped.nbytes < 1.6 * of_layer  # tiles of 16 outputs
     assert decoder.weight_format == whole.weight_format
-    assert not decoder.is_enqueued
+    assert experts.is_enqueued
+    assert decoder.host_calls is experts.grouped.side.calls
+    assert whole.host_calls is None
 
 
 def test_the_shared_expert_runs_between_sending_rows_and_waiting_for_sums(
@@ -158,6 +160,33 @@ def test_the_shared_expert_runs_between_sending_rows_and_waiting_for_sums(
     logits_of(decoder, token_ids)
     dense = len(source.spec.layers) - len(numbers)
     assert calls == ["device"] * dense + ["begin", "device", "host"] * len(numbers)
+
+
+def test_a_capture_is_cut_where_the_host_multiplies_and_a_replay_repeats_that(
+    make_model: Callable[..., Any], save: Callable[[Any], Path]
+) -> None:
+    model_type, settings = EXPERTS["qwen3_moe"]
+    source = open_model(save(make_model(model_type, **SIZES | settings)))
+    decoder = split(source, layers_with_experts(source)[:1])
+    (mlp,) = (
+        layer.mlp
+        for layer in decoder.layers
+        if isinstance(layer.mlp, Experts) and layer.mlp.host_calls is not None
+    )
+    assert isinstance(mlp.grouped, HostExperts)
+    random = torch.Generator().manual_seed(3)
+    hidden = torch.randn(3, 64, generator=random)
+    expected = mlp(hidden, hidden)
+    side, calls = mlp.grouped.side, list[Any]()
+    out = side.buffer("out", (3, 64), torch.float32)
+    out.fill_(torch.nan)
+    with side.calls.cut_by(calls.append):
+        assert mlp(hidden, hidden).isnan().all(), "nothing is multiplied while it is captured"
+    (multiply,) = calls
+    for _ in range(2):
+        multiply()
+        torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
+        out.fill_(torch.nan)
 
 
 def test_half_precision_crosses_as_it_is_and_sums_come_back_in_float32(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.beacon import Beacon
     from appliance.engine.execution.execution import Precision
+    from appliance.engine.expert_placement.split import ExpertsOnHost
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.backend import Backend
@@ -54,9 +55,9 @@ def backend_of(config: EngineConfig, device: torch.device) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class HostPart:
-    """The layers whose experts the CPU library multiplies, and its threads."""
+    """The experts that the CPU library multiplies, and its threads."""
 
-    layers: tuple[int, ...]
+    experts: ExpertsOnHost
     engine: NativeEngine
     isa: str
 
@@ -80,7 +81,7 @@ class TorchExecution:
             return f"{self.backend.name}, {self.ranks.division.in_words()}"
         if self.host is None:
             return self.backend.name
-        count = len(self.host.layers)
+        count = len(self.host.experts.layers)
         return f"{self.backend.name}, cpu library ({self.host.isa}) for experts of {count} layers"
 
     @property
@@ -159,6 +160,10 @@ class TorchExecution:
         host = None
         if self.host is not None:
             host = HostSide(self.host.engine, self._device, self.precision.dtype)
+            streaming = self.host.experts.streaming
+            if streaming is not None and streaming.is_used:
+                assert streaming.rows is not None
+                host.stream(self.backend, rows=streaming.rows, piece_bytes=streaming.piece_bytes)
             if beacon is not None:
                 self.host.engine.watch(beacon.address)
 
@@ -171,7 +176,7 @@ class TorchExecution:
                 on_progress,
                 context_length=context_length,
                 host=host,
-                host_layers=() if self.host is None else self.host.layers,
+                host_layers=() if self.host is None else self.host.experts.layers,
                 part=part,
             )
             return decoder if beacon is None else replace(decoder, on_layer=beacon.advance)

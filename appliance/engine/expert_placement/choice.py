@@ -6,8 +6,11 @@ from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, cast
 
+import psutil
+
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.expert_placement.split import ExpertChoice, LayerExperts
+from appliance.engine.expert_placement.streaming import LayerWork, Streaming
 from appliance.errors import ConfigError
 from appliance.kernels.cpu.library import LibraryError, load_library
 from appliance.model.size import native_slot_bytes, slot_bytes
@@ -47,7 +50,8 @@ def expert_choice(
             return None
         raise ConfigError(f"--experts-on-cpu {asked} cannot be had: {reason}")
     layers = _layers(source, execution.precision)
-    return ExpertChoice(tuple(layers[i] for i in reversed(numbers)), asked)
+    streaming = _streaming(config, source, execution.precision, list(layers.values()))
+    return ExpertChoice(tuple(layers[i] for i in reversed(numbers)), asked, streaming)
 
 
 def _why_not(source: ModelSource, execution: Execution, count: int) -> str | None:
@@ -80,3 +84,23 @@ def _layers(source: ModelSource, precision: Precision) -> dict[int, LayerExperts
         layer: LayerExperts(layer, int(on_device), ceil(on_host))
         for layer, (on_device, on_host) in totals.items()
     }
+
+
+def _streaming(
+    config: EngineConfig, source: ModelSource, precision: Precision, layers: list[LayerExperts]
+) -> Streaming:
+    """Plan streams for the layer with the largest experts."""
+    largest = max(layers, key=lambda one: one.host_bytes)
+    mlp = source.spec.layers[largest.layer].mlp
+    assert isinstance(mlp, ExpertsSpec)
+    matrix = mlp.intermediate_size * source.spec.hidden_size
+    work = LayerWork(
+        num_experts=mlp.router.num_experts,
+        top_k=mlp.router.top_k,
+        weights=(2 + mlp.gated) * matrix,
+        host_bytes=largest.host_bytes,
+        hidden_size=source.spec.hidden_size,
+        element_bytes=precision.dtype.itemsize,
+        threads=config.threads or psutil.cpu_count(logical=False) or 1,
+    )
+    return Streaming.of(work, config.max_num_batched_tokens, matrix)

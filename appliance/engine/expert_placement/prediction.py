@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.expert_placement.gpus import gpu_named
+from appliance.engine.expert_placement.streaming import HOST_GB_PER_SECOND
 from appliance.engine.memory_refusal import as_size
 from appliance.errors import ConfigError
 from appliance.model.spec import ExpertsSpec
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
 
-# Assumed, not measured: four fifths of two channels of DDR4-3200 (2 x 8 bytes x 3.2 GT/s), and the
-# latency of a small copy, a wait for it and a copy back on PCI Express.
-HOST_GB_PER_SECOND = 40.0
+# Assumed, not measured: the latency of a small copy, a wait for it and a copy back on PCI Express.
 CROSSING_SECONDS = 15e-6
 
 
@@ -85,8 +84,10 @@ def split_in_words(
         reason = f"since {as_size(plan.budget_bytes)} may be used of {device}"
     split = (
         f"experts of {len(on_host.layers)} of {total} layers stay in host memory"
-        f" ({as_size(on_host.num_bytes)}) and are multiplied there, {reason}; steps are not graphs"
+        f" ({as_size(on_host.num_bytes)}) and are multiplied there, {reason}"
     )
+    if on_host.streaming is not None:
+        split = f"{split}; {on_host.streaming.in_words()}"
     try:
         bandwidth = gpu_named(device.removesuffix(" Laptop GPU")).bandwidth
     except ConfigError:

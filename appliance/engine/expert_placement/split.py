@@ -10,6 +10,7 @@ from appliance.errors import MemoryPlanError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.engine.expert_placement.streaming import Streaming
     from appliance.engine.memory_plan import MemoryRequest
 
 
@@ -28,19 +29,33 @@ class ExpertChoice:
 
     Attributes:
         asked: number that leave; None means as few as necessary.
+        streaming: back to the device for steps with many rows; None for no plan.
     """
 
     layers: tuple[LayerExperts, ...]
     asked: int | None
+    streaming: Streaming | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsOnHost:
-    """The layers with experts in host memory, their bytes, and True if the user asked for them."""
+    """The layers with experts in host memory.
+
+    Attributes:
+        num_bytes: of the experts there.
+        is_asked: the user asked for them.
+        streaming: see `ExpertChoice`.
+    """
 
     layers: tuple[int, ...] = ()
     num_bytes: int = 0
     is_asked: bool = False
+    streaming: Streaming | None = None
+
+    @property
+    def stream_bytes(self) -> int:
+        """Memory on the device that streams take."""
+        return 0 if self.streaming is None else self.streaming.device_bytes
 
 
 NONE_ON_HOST = ExpertsOnHost()
@@ -88,7 +103,9 @@ def with_on_host(request: MemoryRequest, count: int) -> MemoryRequest:
         experts=None,
         weight_bytes=request.weight_bytes - sum(one.device_bytes for one in moved),
         host_budget_bytes=None if free is None else free - num_bytes,
-        host_experts=ExpertsOnHost(tuple(numbers), num_bytes, is_asked),
+        host_experts=ExpertsOnHost(
+            tuple(numbers), num_bytes, is_asked, request.experts.streaming if moved else None
+        ),
     )
 
 

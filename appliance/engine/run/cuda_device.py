@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -33,6 +33,7 @@ class CudaDevice:
         self._pool: Any = None
         self._copies: torch.cuda.Stream | None = None
         self._captures: torch.cuda.Stream | None = None
+        self._open: _OpenCapture | None = None
         torch.cuda.empty_cache()  # also return unused reserves to the driver
         self._bytes_before = torch.cuda.memory_reserved(device)  # of other users in this process
         self._other_bytes = self._beside_torch()
@@ -106,7 +107,6 @@ class CudaDevice:
             self._pool = torch.cuda.graph_pool_handle()
             self._captures = torch.cuda.Stream()
         current, side = torch.cuda.current_stream(), self._captures
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side):  # `graph` does not leave its stream if the capture fails
             side.wait_stream(current)
             try:
@@ -116,16 +116,22 @@ class CudaDevice:
             finally:
                 current.wait_stream(side)
             try:
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-                ):
+                with _OpenCapture(self._pool, side) as self._open:
                     function()
+                return self._open.whole
             except RuntimeError as error:
                 self._give_up_capture()
                 if _is_out_of_memory(error):
                     raise MemoryError(str(error)) from error
                 raise CaptureError(str(error.__context__ or error)) from error
-        return graph
+            finally:
+                self._open = None
+
+    def cut(self, call: Callable[[], None]) -> None:
+        if self._open is None:
+            call()
+        else:
+            self._open.cut(call)
 
     def _give_up_capture(self) -> None:
         """Reset the allocator after a failed capture; raise if the GPU does not work."""
@@ -155,6 +161,57 @@ class CudaDevice:
     def peak(self) -> int:
         self.synchronize()
         return torch.cuda.max_memory_reserved(self.torch_device) - self._bytes_before
+
+
+class _OpenCapture:
+    """A capture under way, in parts between calls of the host."""
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._pool = pool
+        self._stream = stream
+        self._parts: list[Graph] = []
+        self._part = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._begin()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._part.__exit__(*error)
+
+    @property
+    def whole(self) -> Graph:
+        return self._parts[0] if len(self._parts) == 1 else _Parts(tuple(self._parts))
+
+    def cut(self, call: Callable[[], None]) -> None:
+        self._part.close()
+        self._parts.append(_HostCall(call))
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._part.enter_context(
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            )
+        )
+        self._parts.append(graph)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostCall:
+    """A part of captured work that the host does itself."""
+
+    replay: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    parts: tuple[Graph, ...]
+
+    def replay(self) -> None:
+        for part in self.parts:
+            part.replay()
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,13 @@ class Device(Protocol):
         """
         ...
 
+    def cut(self, call: Callable[[], None]) -> None:
+        """Run a call of the host; in a capture, end the graph's part before it and begin another.
+
+        A replay repeats the call between the parts.
+        """
+        ...
+
     def synchronize(self) -> None: ...
 
     def memory_in_use(self) -> int:

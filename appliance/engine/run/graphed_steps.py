@@ -6,6 +6,7 @@ All memory that a graph reads and writes stays in place: full-width tables, logi
 from __future__ import annotations
 
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic
 
@@ -15,6 +16,7 @@ from appliance.engine.plan import Plan
 from appliance.engine.run.batch import is_decode, shape_of, stage
 from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, step_sizes
 from appliance.engine.run.geometry import Geometry, Spare, has_adapters
+from appliance.model.decoder import Decoder
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
@@ -56,13 +58,20 @@ class GraphedSteps(Generic[AnyCache]):
     ) -> None:
         self._executor = executor
         self._cache = cache
+        self._device = device
         self._sampler = sampler
         self._staging = staging
         self.spare = spare
         self._adapters = adapters
         # Recurrent layers run a prompt row by row, by numbers on the host.
         is_mixed = spare.state_slot is None
-        sizes = step_sizes(limits, is_mixed=is_mixed, is_adapted=adapters is not None)
+        self._calls = executor.host_calls if isinstance(executor, Decoder) else None
+        sizes = step_sizes(
+            limits,
+            is_mixed=is_mixed,
+            is_adapted=adapters is not None,
+            calls_host=self._calls is not None,
+        )
         self.graphs = GraphCache(device, sizes, limit_bytes)
         where = device.torch_device
         num_seqs = max(size.num_singles + size.num_prompts(self._cut) for size in sizes)
@@ -142,4 +151,6 @@ class GraphedSteps(Generic[AnyCache]):
             context_lens=(width * self._cache.block_size,) * shape.num_seqs,
             block_tables=[array("i", (self.spare.block,) * width)] * shape.num_seqs,
         )
-        self.graphs.capture(size, lambda: self._step(shape))
+        cut = nullcontext() if self._calls is None else self._calls.cut_by(self._device.cut)
+        with cut:
+            self.graphs.capture(size, lambda: self._step(shape))

@@ -78,6 +78,9 @@ class HostDevice:
         function()
         return _Repeated(function)
 
+    def cut(self, call: Callable[[], None]) -> None:
+        call()
+
     def synchronize(self) -> None: ...
 
     def memory_in_use(self) -> int:

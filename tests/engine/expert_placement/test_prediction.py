@@ -9,11 +9,11 @@ from memory_requests import memory_request
 
 from appliance.engine.expert_placement.prediction import (
     CROSSING_SECONDS,
-    HOST_GB_PER_SECOND,
     split_in_words,
     token_time,
 )
 from appliance.engine.expert_placement.split import NONE_ON_HOST, ExpertsOnHost
+from appliance.engine.expert_placement.streaming import HOST_GB_PER_SECOND, Streaming
 from appliance.engine.memory_plan import MemoryPlan, plan_memory
 from appliance.model.source import ModelSource, open_model
 
@@ -76,6 +76,9 @@ def test_the_banner_says_split_reason_and_prediction(source: ModelSource) -> Non
     assert "360 GB/s" in said
     asked = replace(plan(), host_experts=ExpertsOnHost((2,), 3 * GIB, is_asked=True))
     assert "as --experts-on-cpu asks" in split_in_words(source, asked, 1024, "RTX 3060")
+    streamed = ExpertsOnHost((2,), 3 * GIB, streaming=Streaming(300, 512, 1 << 25, 0, 0.013, 0.014))
+    said = split_in_words(source, replace(plan(), host_experts=streamed), 1024, "RTX 3060")
+    assert "steps of 300 rows or more stream them to the GPU" in said
     unknown = split_in_words(source, plan(), 1024, "Voodoo 2")
     assert "nothing is predicted" in unknown
     assert "tokens/s" not in unknown

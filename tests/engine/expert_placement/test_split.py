@@ -6,6 +6,7 @@ import pytest
 from memory_requests import MIB, memory_request
 
 from appliance.engine.expert_placement.split import ExpertChoice, LayerExperts
+from appliance.engine.expert_placement.streaming import Streaming
 from appliance.engine.memory_plan import (
     MemoryRequest,
     plan_memory,
@@ -70,6 +71,18 @@ def test_host_memory_that_is_too_small_is_refused_and_what_is_left_holds_kv_bloc
     tight, roomy = (plan_memory(request(host_budget_bytes=size * MIB)) for size in (200, 1024))
     assert tight.kv_host_bytes < roomy.kv_host_bytes
     assert roomy.kv_host_bytes == (1024 - 180) * MIB // 8
+
+
+def test_buffers_of_a_stream_are_part_of_the_workspace_where_experts_left() -> None:
+    streaming = Streaming(32, 512, 8 * MIB, 4 * MIB)
+    choice = ExpertChoice(LAYERS, 2, streaming)
+    plain, streamed = (
+        plan_memory(request(experts=one)) for one in (replace(choice, streaming=None), choice)
+    )
+    assert streamed.workspace_bytes - plain.workspace_bytes == 20 * MIB
+    assert streamed.kv_bytes < plain.kv_bytes
+    nobody = plan_memory(request(experts=replace(choice, asked=0), weight_bytes=200 * MIB))
+    assert nobody.host_experts.stream_bytes == 0
 
 
 def test_on_a_cpu_both_sides_share_the_memory() -> None:

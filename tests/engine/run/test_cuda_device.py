@@ -91,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "current_stream": lambda: gpu.named(gpu.stream),
         "current_device": lambda: 0,
         "graph_pool_handle": lambda: POOL,
-        "CUDAGraph": lambda: SimpleNamespace(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: gpu.log.append("replay")),
         "graph": gpu.graph,
         "Event": gpu.event,
         "synchronize": gpu.synchronize,
@@ -133,6 +133,30 @@ def test_what_is_captured_has_run_before_on_the_same_stream_each_time(
     assert gpu.log == once * 2
     assert gpu.streams == 1
     assert gpu.stream == "main"
+
+
+def test_calls_of_the_host_run_at_once_first_and_then_between_the_parts_of_a_graph(
+    gpu: Gpu, device: CudaDevice
+) -> None:
+    def step() -> None:
+        gpu.log.append("before")
+        device.cut(lambda: gpu.log.append("host"))
+        gpu.log.append("after")
+
+    graph = device.capture(step)
+    begun = [
+        "side 1 waits for main",
+        *("before", "host", "after"),
+        "main waits for side 1",
+        *("capture on side 1", "before", "capture on side 1", "after"),
+    ]
+    assert gpu.log == begun
+    assert gpu.stream == "main"
+    gpu.log.clear()
+    graph.replay()
+    assert gpu.log == ["replay", "host", "replay"]
+    device.cut(lambda: gpu.log.append("at once"))
+    assert gpu.log[-1] == "at once"
 
 
 def failing(gpu: Gpu, error: Exception, *, captured: bool) -> Callable[[], None]:
