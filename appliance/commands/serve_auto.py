@@ -19,8 +19,8 @@ from appliance.runtime import child_environment
 def with_best_fit(engine: EngineConfig, model: Path) -> tuple[EngineConfig, str]:
     """Return settings with the top-ranked KV precision and context, and the reason.
 
-    Keeps the user's settings. Plans in a separate process, because the plan loads PyTorch, which a
-    server never does.
+    Keeps the user's settings, `--weight-bits` included. Plans in a separate process, because the
+    plan loads PyTorch, which a server never does.
 
     Raises:
         MemoryPlanError: nothing fits; the message names the closest setting that does.
@@ -28,7 +28,9 @@ def with_best_fit(engine: EngineConfig, model: Path) -> tuple[EngineConfig, str]
     ranked = [
         one
         for one in _ranked(engine, model)
-        if one["weights"] == "as it is" and engine.kv_cache_dtype in ("auto", one["kv_cache_dtype"])
+        if one["weight_bits"] == engine.weight_bits
+        and one["weights"] not in ("int8", "int4")  # `quantize` would have to make them first
+        and engine.kv_cache_dtype in ("auto", one["kv_cache_dtype"])
     ]
     best = next((one for one in ranked if one["fits"]), None)
     if best is None:

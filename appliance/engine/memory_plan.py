@@ -16,6 +16,8 @@ from appliance.engine.workspace import workspace_bytes
 from appliance.errors import ConfigError, MemoryPlanError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from appliance.engine.expert_placement.split import ExpertChoice, ExpertsOnHost
     from appliance.model.spec import DecoderSpec
 
@@ -76,6 +78,8 @@ class MemoryRequest:
     state_copies: int = 1  # of a recurrent state; every rank keeps a whole one
     experts: ExpertChoice | None = None  # undecided; included in `weight_bytes`
     host_experts: ExpertsOnHost = NONE_ON_HOST  # decided; besides `weight_bytes`
+    # Bits of --weight-bits that would save something, and the weights' bytes with them.
+    rounded: Callable[[], Iterable[tuple[int, int]]] = tuple
 
     @property
     def host_share(self) -> int:

@@ -69,6 +69,14 @@ def refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -
         advice.append(f"--max-model-len {tokens // step * step} would fit")
         if request.kv_format != "int8" and 0.53 * needed <= usable:
             advice.append("--kv-cache-dtype int8 would fit")
+    if not on_host:
+        # Neither of a split's sides is what these bytes are of.
+        missing = wanted - for_kv
+        bits = (
+            count for count, size in request.rounded() if request.weight_bytes - size >= missing
+        )
+        if (count := next(bits, None)) is not None:
+            advice.append(f"--weight-bits {count} would fit")
     if not advice:
         advice.append("quantize the weights to 4 bits (appliance quantize) or take a smaller model")
     return f"this does not fit: {numbers}. Nearest settings: {'; '.join(advice)}"

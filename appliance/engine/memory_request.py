@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from appliance.engine.adapters.loader import planned_bytes, wants_adapters
@@ -23,6 +24,8 @@ from appliance.kernels.cuda_driver import has_driver
 from appliance.runtime import free_host_bytes, release_unused, resident_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from appliance.config import EngineConfig
@@ -177,8 +180,22 @@ def memory_of(
         state_copies=1 if ranks is None else ranks.division.state_copies,
         host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
         experts=expert_choice(config, source, execution),
+        rounded=partial(_rounded_bytes, config, source, execution),
     )
     return request if draft is None else draft.added_to(request)
+
+
+def _rounded_bytes(
+    config: EngineConfig, source: ModelSource, execution: Execution
+) -> Iterator[tuple[int, int]]:
+    """Yield fewer bits of the weights that --weight-bits could name, and the bytes with them."""
+    from appliance.model.narrowed import narrowed
+
+    for bits in (8, 4):
+        if config.weight_bits is None or bits < config.weight_bits:
+            found = narrowed(source, bits)
+            if found is not None:
+                yield bits, execution.weight_bytes(found)
 
 
 def memory_budget(device: torch.device | Processor, gpu_memory_utilization: float) -> int:

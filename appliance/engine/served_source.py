@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.model.source import ModelSource
 
-_TABLE_BITS = 8
-
 
 def open_served(config: EngineConfig) -> ModelSource:
     """Open the model for any executor.
@@ -27,7 +25,7 @@ def open_served(config: EngineConfig) -> ModelSource:
         return source
     from appliance.model.narrowed import narrowed
 
-    found = narrowed(source, config.weight_bits, _TABLE_BITS)
+    found = narrowed(source, config.weight_bits)
     if found is None:
         raise ConfigError(
             f"--weight-bits {config.weight_bits}: most weights of {config.model} have no more bits"

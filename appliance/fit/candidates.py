@@ -13,6 +13,7 @@ from appliance.engine.expert_placement.split import LayerExperts
 from appliance.engine.memory_plan import plan_memory
 from appliance.engine.memory_request import request_memory
 from appliance.errors import ConfigError, MemoryPlanError
+from appliance.model.narrowed import narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
 KV_WORDS = ("auto", "bf16", "int8", "int4")
+AS_IT_IS = "as it is"
+# What `serve` rounds weights to while it loads them.
+ROUNDED = {f"--weight-bits {bits}": bits for bits in (8, 4)}
 # Bits per weight from `appliance quantize`: codes, and scales of groups of 128.
-_QUANTIZED = {"as it is": None, "int8": 8 + 16 / 128, "int4": 4 + 16 / 128}
+_QUANTIZED = {"int8": 8 + 16 / 128, "int4": 4 + 16 / 128}
+# By what a model loses: 8 bits are the same in both, 4 bits of `quantize` are closer.
+_BY_LOSS = (AS_IT_IS, "--weight-bits 8", "int8", "int4", "--weight-bits 4")
 _COMFORT = 10.0  # tokens/s of one stream, faster than most people read
 
 
@@ -34,7 +40,7 @@ class FitRow:
     """One way to serve a model.
 
     Attributes:
-        weights: "as it is", or a form that `appliance quantize` can make.
+        weights: "as it is", a setting that rounds them, or a form that `quantize` can make.
         kv: precision of the KV cache, as `--kv-cache-dtype` takes it.
         kv_format: its format on this device.
         streams: whole contexts that fit at once.
@@ -77,8 +83,7 @@ def candidates(
     """List the ways to serve a model, best first.
 
     First come those that fit; among them those fast enough to read along, then those with no
-    experts in host memory, then those that change the model least, then the faster. Existing
-    weights come before weights to be made.
+    experts in host memory, then those that change the model least, then the faster.
 
     Args:
         config: settings; KV precision, context and sizes are varied.
@@ -92,6 +97,7 @@ def candidates(
     if context_length is not None and context_length > most:
         raise ConfigError(f"this model was made for {most:,} tokens; ask for that or less")
     wanted = context_length or most
+    forms = {name: narrowed(source, bits) for name, bits in ROUNDED.items()}
     found: list[FitRow] = []
     for kv in KV_WORDS:
         chosen = msgspec.structs.replace(
@@ -103,15 +109,20 @@ def candidates(
             continue  # not on this device
         if kv != "auto" and any(one.kv_format == request.kv_format for one in found):
             continue
+        sized = {AS_IT_IS: request}
+        for weights, form in forms.items():
+            if form is not None:
+                rounded = msgspec.structs.replace(chosen, weight_bits=ROUNDED[weights])
+                _, sized[weights] = request_memory(rounded, form, place.gpu_bytes)
         for weights, bits in _QUANTIZED.items():
-            sized = request
-            if bits is not None:
-                saved = _saved_bytes(source, bits)
-                if saved is None:
-                    continue
+            saved = _saved_bytes(source, bits)
+            if saved is not None:
                 left, experts = request.weight_bytes - saved, _quantized(request.experts, bits)
-                sized = replace(request, weight_bytes=left, experts=experts)
-            found.append(_candidate(source, sized, place, weights, kv, wanted, streams))
+                sized[weights] = replace(request, weight_bytes=left, experts=experts)
+        found += [
+            _candidate(source, one, place, weights, kv, wanted, streams)
+            for weights, one in sized.items()
+        ]
     return sorted(found, key=_rank)
 
 
@@ -196,13 +207,12 @@ def _quantized(choice: ExpertChoice | None, bits: float) -> ExpertChoice | None:
 
 
 def _rank(one: FitRow) -> tuple[float, ...]:
-    order = list(_QUANTIZED)
     is_slow = one.rate is not None and one.rate < _COMFORT
     return (
         one.plan is None,
         is_slow,
         -one.context_length,
         one.experts_on_cpu > 0,
-        order.index(one.weights),
+        _BY_LOSS.index(one.weights),
         KV_WORDS.index(one.kv),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.expert_placement.streaming import HOST_GB_PER_SECOND
+from appliance.fit.candidates import AS_IT_IS, ROUNDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +49,13 @@ def as_table(found: Sequence[FitRow], place: ModelPlace, card: str | None, title
         )
     if card is not None:
         lines.append(f"these weights, by their card: {card}")
-    if any(one.weights != "as it is" and one.plan for one in found):
+    fitting = {one.weights for one in found if one.plan}
+    if fitting & ROUNDED.keys():
+        lines.append(
+            "--weight-bits: serve rounds the weights to that while it loads them; nothing measures"
+            " the cost."
+        )
+    if fitting - ROUNDED.keys() - {AS_IT_IS}:
         lines.append(
             "other weights: appliance quantize makes them, with a card that says the cost."
         )
@@ -64,6 +71,7 @@ def as_data(found: Sequence[FitRow], place: ModelPlace) -> dict[str, Any]:
         "candidates": [
             {
                 "weights": one.weights,
+                "weight_bits": ROUNDED.get(one.weights),
                 "kv_cache_dtype": one.kv,
                 "kv_format": one.kv_format,
                 "context_length": one.context_length,

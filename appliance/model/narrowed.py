@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Eight bits as `quantize --method int8` has them.
 _SCHEMES = {8: WeightScheme(8, None), 4: WeightScheme(4, 32)}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
+_TABLE_BITS = 8  # of embedding and head with --weight-bits, whatever the layers have
 
 
 class NarrowedWeights:
@@ -84,7 +85,7 @@ def _rounded(weight: Weight, scheme: WeightScheme) -> PackedWeight:
     )
 
 
-def narrowed(source: ModelSource, bits: int, table_bits: int) -> ModelSource | None:
+def narrowed(source: ModelSource, bits: int, table_bits: int = _TABLE_BITS) -> ModelSource | None:
     """Return a model with its wide matrices at 8 or 4 bits; None if it has hardly any.
 
     Wide are those of more bits, if their width divides into groups of 32.

@@ -14,10 +14,13 @@ from expert_models import save_experts
 from large_model import write_large_model
 
 from appliance.config import EngineConfig
-from appliance.errors import ConfigError
+from appliance.engine.memory_plan import plan_memory
+from appliance.engine.memory_request import request_memory
+from appliance.errors import ConfigError, MemoryPlanError
 from appliance.fit.candidates import candidates
 from appliance.fit.place import ModelPlace, place_of
 from appliance.fit.table import as_data, as_table
+from appliance.model.narrowed import narrowed
 from appliance.model.source import open_model
 from appliance.runtime import ALLOCATOR, OPENMP
 
@@ -112,6 +115,33 @@ def test_a_gpu_that_is_not_here(dense: Path) -> None:
     assert "does not fit" in text
     assert "appliance quantize makes them" in text
     assert json.dumps(as_data(on_8_gib, HERE))
+
+
+def test_rounding_while_loading_is_offered_with_the_plan_of_serve(dense: Path) -> None:
+    source, place = open_model(dense), place_of("RTX 4060", EngineConfig())
+    found = candidates(source, EngineConfig(), place, context_length=2048)
+    by_name = {one.weights: one for one in found if one.kv == "auto"}
+    assert by_name["as it is"].plan is None
+    for bits in (8, 4):
+        row = by_name[f"--weight-bits {bits}"]
+        rounded = narrowed(source, bits)
+        assert rounded is not None
+        config = EngineConfig(weight_bits=bits, max_model_len=2048)
+        _, request = request_memory(config, rounded, place.gpu_bytes)
+        if row.plan is None:
+            with pytest.raises(MemoryPlanError):
+                plan_memory(request)
+        else:
+            assert row.plan.weight_bytes == plan_memory(request).weight_bytes
+    data = {one["weights"]: one["weight_bits"] for one in as_data(found, HERE)["candidates"]}
+    assert data["--weight-bits 4"] == 4
+    assert data["int4"] is None
+    assert "serve rounds the weights to that while it loads" in as_table(found, HERE, None, "x")
+    whole = next(one for one in found if one.weights == "as it is")
+    assert "--weight-bits 4 would fit" in whole.refusal
+    _, request = request_memory(EngineConfig(max_model_len=2048), source, place.gpu_bytes)
+    with pytest.raises(MemoryPlanError, match="--weight-bits 4 would fit"):
+        plan_memory(request)
 
 
 def test_a_card_that_is_too_small_leaves_experts_in_host_memory(tmp_path: Path) -> None:
