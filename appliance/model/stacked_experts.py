@@ -35,11 +35,15 @@ def group_experts(
 
 def stack_experts(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> StackedExperts | None:
     """Stack the weights of experts; None if their packing does not allow it."""
-    inner = _stack([expert.gate_up for expert in experts])
+    inner, up = _stack([expert.gate_up for expert in experts]), None
+    if inner is None and all(len(expert.gate_up) == 2 for expert in experts):
+        inner, up = (_stack([[expert.gate_up[half]] for expert in experts]) for half in range(2))
+        if up is None:
+            return None
     down = _stack([[expert.down] for expert in experts])
     if inner is None or down is None:
         return None
-    return StackedExperts(len(experts), inner, down, spec.activation, spec.gated)
+    return StackedExperts(len(experts), inner, down, spec.activation, spec.gated, up)
 
 
 def _stack(experts: Sequence[list[LinearPart]]) -> StackedLinear | None:

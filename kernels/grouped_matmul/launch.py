@@ -140,11 +140,13 @@ class ExpertMLPs:
     down: GroupedLinear
     activation: Activation | Gating
     gated: bool
+    up: GroupedLinear | None = None  # see `StackedExperts`
 
     @property
     def nbytes(self) -> int:
         """Bytes that the weights and biases take."""
-        return self.inner.nbytes + self.down.nbytes
+        up = 0 if self.up is None else self.up.nbytes
+        return self.inner.nbytes + up + self.down.nbytes
 
     def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum the chosen experts' outputs without waiting for the device; a graph can capture it.
@@ -162,6 +164,8 @@ class ExpertMLPs:
             return out
         rows = sort_pairs(ids, self.num_experts)
         middle = self.inner(hidden, rows)
+        if self.up is not None:
+            middle = torch.cat((middle, self.up(hidden, rows)), dim=1)
         if self.gated:
             middle = gated_activation(middle, self.activation)
         else:
@@ -241,10 +245,12 @@ def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs |
     Raises:
         UnsupportedModelError: no kernel covers the GPU.
     """
-    inner, down = (
-        _prepare(linear, stacked.num_experts, dtype) for linear in (stacked.inner, stacked.down)
-    )
-    if inner is None or down is None:
+    prepared = [
+        None if linear is None else _prepare(linear, stacked.num_experts, dtype)
+        for linear in (stacked.inner, stacked.down, stacked.up)
+    ]
+    inner, down, up = prepared
+    if inner is None or down is None or (up is None and stacked.up is not None):
         return None
     where = down.weight.codes if isinstance(down.weight, TiledWeight) else down.weight
     capability = target_of(where.device).capability
@@ -253,7 +259,7 @@ def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs |
             f"the grouped matmul of experts has no kernel for compute capability "
             f"{capability / 10}; supported: 8.0 and above"
         )
-    return ExpertMLPs(stacked.num_experts, inner, down, stacked.activation, stacked.gated)
+    return ExpertMLPs(stacked.num_experts, inner, down, stacked.activation, stacked.gated, up)
 
 
 def _prepare(linear: StackedLinear, num_experts: int, dtype: torch.dtype) -> GroupedLinear | None:

@@ -52,9 +52,10 @@ class StackedExperts:
     """All MLPs that a layer's router chooses from.
 
     Attributes:
-        inner: from hidden to gate and up side by side, or to up alone.
+        inner: from hidden to gate and up side by side, or to up alone without a gate.
         down: back to hidden.
         activation: with a gate if `gated`.
+        up: where gate and up read their inputs in unlike orders; then `inner` is gate alone.
     """
 
     num_experts: int
@@ -62,6 +63,7 @@ class StackedExperts:
     down: StackedLinear
     activation: Activation | Gating
     gated: bool
+    up: StackedLinear | None = None
 
 
 def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:
