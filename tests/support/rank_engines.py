@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from appliance.engine.messages import Candidate, SequenceDelta
     from appliance.engine.run.device import Device
 
 # The four prompts and their answers take twice as many, so that sequences give way and come back.
@@ -52,7 +53,45 @@ def answers(
     engine: LLMEngine, prompts: Sequence[Sequence[int]], adapter: AdapterRef | None = None
 ) -> list[list[int]]:
     """Return the greedy answers to all prompts at once."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    found: list[list[int]] = [[] for _ in prompts]
+    for delta in _deltas(engine, prompts, adapter=adapter):
+        found[int(delta.request_id)].extend(delta.token_ids)
+    return found
+
+
+def best_two(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]]
+) -> list[list[tuple[Candidate, ...]]]:
+    """Return the two best tokens at each place of the greedy answers, the chosen one first."""
+    found: list[list[tuple[Candidate, ...]]] = [[] for _ in prompts]
+    for delta in _deltas(engine, prompts, logprobs=2):
+        found[int(delta.request_id)].extend(one.top for one in delta.logprobs or ())
+    return found
+
+
+def assert_best(
+    found: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[tuple[Candidate, ...]]],
+    closeness: float,
+) -> None:
+    """Assert that answers part only where the log probabilities of the two best are close."""
+    for own, places in zip(found, expected, strict=True):
+        assert len(own) == len(places)
+        for token_id, (best, second) in zip(own, places, strict=True):
+            if token_id != best.token_id:
+                assert token_id == second.token_id
+                assert best.logprob - second.logprob < closeness
+                break
+
+
+def _deltas(
+    engine: LLMEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    adapter: AdapterRef | None = None,
+    logprobs: int | None = None,
+) -> Iterator[SequenceDelta]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True, logprobs=logprobs)
     for number, prompt in enumerate(prompts):
         engine.submit(
             Request(
@@ -62,9 +101,7 @@ def answers(
                 adapter=adapter,
             )
         )
-    found: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
         for delta in engine.step().deltas:
             assert delta.error is None, delta.error
-            found[int(delta.request_id)].extend(delta.token_ids)
-    return found
+            yield delta

@@ -10,7 +10,7 @@ import pytest
 import torch
 from expert_models import EXPERTS
 from late_device import LateDevice
-from rank_engines import CACHED_TOKENS, PROMPTS, answers, loaded
+from rank_engines import CACHED_TOKENS, PROMPTS, answers, assert_best, best_two, loaded
 from recurrent_models import RECURRENT
 from sure_models import THREE_GROUPS, write_sure_model
 from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
@@ -77,15 +77,18 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("exact_products")
 def test_steps_look_ahead_and_blocks_are_sealed(tmp_path: Path) -> None:
-    """Then rank 0's device alone knows a step's tokens."""
+    """Then rank 0's device alone knows a step's tokens.
+
+    Ranks add up in another order: now and then a key or value is rounded to the next of 16 codes.
+    """
     write_sure_model("llama", tmp_path, **THREE_GROUPS)
     options = TORCH | {"kv_cache_dtype": "int4-sealed", "kv_host_memory": 1 << 22}
     with loaded(tmp_path, **options) as alone:
-        expected = answers(alone, PROMPTS)
+        expected = best_two(alone, PROMPTS)
     device = LateDevice()
     with loaded(tmp_path, device, ranks=2, **options) as engine:
         assert "every layer, since torch executes no pipeline" in " ".join(engine.info.notes)
-        assert answers(engine, PROMPTS) == expected
+        assert_best(answers(engine, PROMPTS), expected, closeness=0.02)
         assert device.captures > 0
 
 
