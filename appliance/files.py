@@ -50,6 +50,23 @@ def stamp_of(path: Path) -> str:
     return ";".join(f"{name}:{one.st_size}:{one.st_mtime_ns}:{one.st_ino}" for name, one in found)
 
 
+def bytes_on_disk(path: Path) -> int:
+    """Sum the bytes of a file, or of all files under a folder, without reserved space.
+
+    Files that disappear meanwhile, and links, count nothing.
+    """
+    total = 0
+    inside = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for file in inside if path.is_dir() else (path,):
+        try:
+            found = os.lstat(file)
+        except OSError:
+            continue
+        if stat.S_ISREG(found.st_mode):
+            total += min(found.st_size, found.st_blocks * 512)
+    return total
+
+
 def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryview) -> None:
     """Fill `buffer` with the bytes of `path` from `offset` on.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from appliance.config import cache_dir, jobs_dir, kv_dir
 from appliance.doctor.finding import GIB, MIB, Finding, Grade, Scope, show_gib
-from appliance.files import check_private
+from appliance.files import bytes_on_disk, check_private
 from appliance.hub import hub_cache
 from appliance.jobs import stale_jobs
 from appliance.wording import counted
@@ -50,7 +50,7 @@ def check_leftovers(scope: Scope) -> Iterator[Finding]:
     partial += (cache_dir() / "models").glob(".download-*")
     partial += (cache_dir() / "models").glob(".*.tmp")
     if partial:
-        size = sum(_size(path) for path in partial)
+        size = sum(bytes_on_disk(path) for path in partial)
         found = f"{counted(len(partial), 'download')} not finished, {show_gib(size)}: {partial[0]}"
         fix = "start the same model again; or, if nothing downloads now, remove them"
         yield Finding("downloads", Grade.WARN, found, fix)
@@ -98,8 +98,3 @@ def _private(folder: Path) -> Finding:
 def _existing(folder: Path) -> Path:
     # Not Path.exists, which raises if a parent is closed to this user.
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
-
-
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file())

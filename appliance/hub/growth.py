@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from appliance.files import bytes_on_disk
+
 Progress = Callable[[str, int, int], None]  # stage, bytes done, bytes in all
 
 INTERVAL = 0.2  # seconds between measurements
@@ -23,12 +25,12 @@ def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> It
         folder: may not exist yet.
         progress: called from another thread.
     """
-    before = _bytes_under(folder)
+    before = bytes_on_disk(folder)
     finished = threading.Event()
 
     def watch() -> None:
         while not finished.wait(INTERVAL):
-            done = max(0, _bytes_under(folder) - before)
+            done = max(0, bytes_on_disk(folder) - before)
             progress(stage, min(done, total - 1), total)  # the full total only at the end
 
     watcher = threading.Thread(target=watch, name="download-progress", daemon=True)
@@ -40,16 +42,3 @@ def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> It
         finished.set()
         watcher.join()
     progress(stage, total, total)
-
-
-def _bytes_under(folder: Path) -> int:
-    """Sum bytes on disk, without reserved space."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            if not path.is_symlink() and path.is_file():
-                stat = path.stat()
-                total += min(stat.st_size, stat.st_blocks * 512)
-        except OSError:
-            continue  # it was moved
-    return total
