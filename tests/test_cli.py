@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from appliance.cli import Commands, app
+from appliance.cli import Commands, app, main
 from appliance.commands import lazy
 from appliance.version import __version__
 
@@ -60,12 +60,17 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     ],
 )
 def test_a_wrong_command_is_one_line_that_says_what_to_do(
-    arguments: list[str], code: int, expected: str
+    arguments: list[str],
+    code: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = run(*arguments)
-    assert result.returncode == code
-    assert expected in result.stderr
-    assert "Traceback" not in result.stderr
+    monkeypatch.setattr(sys, "argv", ["appliance", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert expected in capsys.readouterr().err
 
 
 def test_help_imports_no_command_and_nothing_heavy() -> None:
