@@ -7,7 +7,7 @@ result; signed integers are widened by the caller if the register is wider.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -23,37 +23,46 @@ _FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 _TINY = np.float32(2.0**-126)
 
 
-def read(kind: str, bits: Bits) -> Values:
-    """The numbers of a type: packed ones side by side, halves widened to float32."""
+@cache
+def reader(kind: str) -> Function:
+    """Gives the numbers of a type: packed ones side by side, halves widened to float32."""
     if kind in _PACKED:
-        return read(_PACKED[kind], bits.view(f"u{bits.dtype.itemsize // 2}"))
+        narrow, half = reader(_PACKED[kind]), np.dtype("u2" if "16" in kind else "u4")
+        return lambda bits: narrow(bits.view(half))
     if kind == "bf16":
-        return from_bf16(bits)
+        return from_bf16
     if kind == "f16":
-        return bits.view(np.float16).astype(np.float32)
+        return lambda bits: bits.view(np.float16).astype(np.float32)
     if kind in _FLOATS:
-        return bits.view(_FLOATS[kind])
+        number = np.dtype(_FLOATS[kind])
+        return lambda bits: bits.view(number)
+    if kind == "pred":
+        return lambda bits: bits
+    unsigned = np.dtype(f"uint{kind[1:]}")
     if kind[0] == "s":
-        return bits.astype(f"uint{kind[1:]}").view(f"int{kind[1:]}")
-    return bits if kind == "pred" else bits.astype(f"uint{kind[1:]}", copy=False)
+        signed = np.dtype(f"int{kind[1:]}")
+        return lambda bits: bits.astype(unsigned, copy=False).view(signed)
+    return lambda bits: bits.astype(unsigned, copy=False)
 
 
-def write(kind: str, values: Values) -> Values:
-    """The inverse of `read`; rounds to the nearest, once."""
+@cache
+def writer(kind: str) -> Function:
+    """The inverse of `reader`; rounds to the nearest, once."""
     if kind in _PACKED:
-        halves = np.ascontiguousarray(write(_PACKED[kind], values))
-        return halves.view(f"u{2 * halves.dtype.itemsize}")
+        narrow, whole = writer(_PACKED[kind]), np.dtype("u4" if "16" in kind else "u8")
+        return lambda values: np.ascontiguousarray(narrow(values)).view(whole)
     if kind == "bf16":
-        return to_bf16(odd_float32(values))
+        return lambda values: to_bf16(odd_float32(values))
     if kind in _FLOATS:
-        unsigned = f"uint{kind[1:]}"
-        return values.astype(_FLOATS[kind]).view(unsigned)
-    return values
+        to, unsigned = np.dtype(_FLOATS[kind]), np.dtype(f"uint{kind[1:]}")
+        return lambda values: values.astype(to, copy=False).view(unsigned)
+    return lambda values: values
 
 
 def flushed(values: Values) -> Values:
     """Subnormal float32 as zeros of their sign."""
-    return np.where(np.abs(values) < _TINY, np.copysign(np.float32(0), values), values)
+    small = np.abs(values) < _TINY
+    return np.where(small, np.copysign(np.float32(0), values), values) if small.any() else values
 
 
 def function_of(parts: list[str]) -> Function:
@@ -84,18 +93,21 @@ def function_of(parts: list[str]) -> Function:
         if is_integer or not {*parts[1:-1]} <= {"rn", "approx", "full", "ftz", "NaN"}:
             raise NotImplementedError(".".join(parts))
         nan = "_nan" if "NaN" in parts else ""
-        if "ftz" in parts and kind != "f32":
+        flushes = "ftz" in parts
+        if flushes and kind != "f32":
             raise NotImplementedError(".".join(parts))
-        return partial(_float, _ANY[head + nan], kind, "ftz" in parts)
+        return partial(
+            _flushing if flushes else _float, _ANY[head + nan], reader(kind), writer(kind)
+        )
     raise NotImplementedError(f"no instruction {'.'.join(parts)}")
 
 
-def _float(operation: Function, kind: str, flush: bool, *bits: Bits) -> Values:
-    values = [read(kind, one) for one in bits]
-    if flush:
-        values = [flushed(value) for value in values]
-    result = operation(*values)
-    return write(kind, flushed(result) if flush else result)
+def _float(operation: Function, read: Function, write: Function, *bits: Bits) -> Values:
+    return write(operation(*map(read, bits)))
+
+
+def _flushing(operation: Function, read: Function, write: Function, *bits: Bits) -> Values:
+    return write(flushed(operation(*(flushed(read(one)) for one in bits))))
 
 
 def _least(smaller: Function, a: Values, b: Values) -> Values:
@@ -105,8 +117,8 @@ def _least(smaller: Function, a: Values, b: Values) -> Values:
 
 def _mixed(operation: Function, kind: str, *bits: Bits) -> Values:
     """Of halves, but for the last operand and the result, which are float32."""
-    values = [read(kind, one) for one in bits[:-1]]
-    return write("f32", operation(*values, read("f32", bits[-1])))
+    values = map(reader(kind), bits[:-1])
+    return writer("f32")(operation(*values, reader("f32")(bits[-1])))
 
 
 def _fused(a: Values, b: Values, c: Values) -> Values:
@@ -138,7 +150,8 @@ def _multiply(part: str, kind: str, a: Bits, b: Bits, c: Bits | None = None) -> 
     else:
         width = int(kind[1:])
         wide = f"{'int' if kind[0] == 's' else 'uint'}{2 * width}"
-        product = read(kind, a).astype(wide) * read(kind, b).astype(wide)
+        read = reader(kind)
+        product = read(a).astype(wide) * read(b).astype(wide)
         if part == "hi":
             product = (product >> width).astype(a.dtype)
         product = product.view(f"uint{8 * product.dtype.itemsize}")
@@ -146,20 +159,23 @@ def _multiply(part: str, kind: str, a: Bits, b: Bits, c: Bits | None = None) -> 
 
 
 def _divide(kind: str, a: Bits, b: Bits) -> Values:
-    x, y = read(kind, a), read(kind, b)
+    x, y = map(reader(kind), (a, b))
     y = np.where(y == 0, y.dtype.type(1), y)  # what it gives is not defined
     quotient = x // y
     return quotient + ((x % y != 0) & ((x < 0) ^ (y < 0)))
 
 
 def _remainder(kind: str, a: Bits, b: Bits) -> Values:
-    y = read(kind, b)
-    return read(kind, a) - _divide(kind, a, b).astype(y.dtype) * y
+    x, y = map(reader(kind), (a, b))
+    return x - _divide(kind, a, b).astype(y.dtype) * y
 
 
 def _shift(kind: str, left: bool, a: Bits, amount: Bits) -> Values:
     width = int(kind[1:])
-    values = read(kind, a)
+    values = reader(kind)(a)
+    if amount.max() < width:
+        by = amount.astype(values.dtype, copy=False)
+        return values << by if left else values >> by
     by = np.minimum(amount, width - 1).astype(values.dtype)
     moved = values << by if left else values >> by
     if kind[0] == "s":
@@ -188,23 +204,22 @@ def _insert(kind: str, a: Bits, b: Bits, start: Bits, length: Bits) -> Values:
 
 
 def _lop3(a: Bits, b: Bits, c: Bits, table: Bits) -> Values:
-    result = np.zeros_like(a)
-    for row in range(8):
-        if int(table.flat[0]) >> row & 1:
-            terms = [one if row >> at & 1 else ~one for one, at in ((a, 2), (b, 1), (c, 0))]
-            result |= terms[0] & terms[1] & terms[2]
-    return result
+    """Bit i of the table is the result where the operands' bits, a's first, are the number i."""
+    with_a, without = divmod(int(table[0]), 16)
+    result = _OF_TWO[without](b, c)
+    if with_a == without:
+        return result
+    return result ^ (a & (result ^ _OF_TWO[with_a](b, c)))
 
 
 def _permute(a: Bits, b: Bits, selector: Bits) -> Values:
-    source = np.stack((a, b), axis=-1).view(np.uint8)  # 8 bytes of each thread
-    result = np.zeros((len(a), 4), np.uint8)
-    for i in range(4):
-        nibble = (selector >> np.uint32(4 * i)) & np.uint32(15)
-        byte = np.take_along_axis(source, (nibble & 7).astype(np.int64)[:, None], 1)[:, 0]
-        sign = np.where(byte >> 7, 255, 0).astype(np.uint8)
-        result[:, i] = np.where(nibble & 8, sign, byte)
-    return result.view(np.uint32)[:, 0]
+    source = np.stack((a, b), axis=-1).view(np.uint8).ravel()  # 8 bytes of each thread
+    nibbles = selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)
+    found = source[8 * np.arange(len(a))[:, None] + (nibbles & 7)]
+    repeats_sign = nibbles > 7
+    if repeats_sign.any():
+        found = np.where(repeats_sign, found.view(np.int8) >> 7, found).astype(np.uint8)
+    return found.view(np.uint32)[:, 0]
 
 
 def _funnel(left: bool, low: Bits, high: Bits, amount: Bits) -> Values:
@@ -225,7 +240,7 @@ def _leading_zeros(kind: str, a: Bits) -> Values:
 
 
 def _compare(relation: str, more: list[str], kind: str, a: Bits, b: Bits, *c: Bits) -> Values:
-    x, y = read(kind, a), read(kind, b)
+    x, y = map(reader(kind), (a, b))
     is_float = kind.lstrip("b")[0] == "f"
     if {*more} - {"and", "or", "xor"}:
         raise NotImplementedError(f"setp.{'.'.join(more)}")
@@ -245,7 +260,7 @@ def _compare(relation: str, more: list[str], kind: str, a: Bits, b: Bits, *c: Bi
 
 
 def _signed(operation: Function, kind: str, *bits: Bits) -> Values:
-    return operation(*(read(kind, one) for one in bits))
+    return operation(*map(reader(kind), bits))
 
 
 def _not_negative(operation: Callable[..., Values], *bits: Bits) -> Values:
@@ -264,6 +279,24 @@ _SIMPLE: dict[str, Function] = {
     "hi": np.greater,
     "hs": np.greater_equal,
 }
+_OF_TWO: list[Function] = [  # by the results where their bits are the numbers 0 to 3
+    lambda b, c: np.zeros_like(b),
+    lambda b, c: ~(b | c),
+    lambda b, c: ~b & c,
+    lambda b, c: ~b,
+    lambda b, c: b & ~c,
+    lambda b, c: ~c,
+    np.bitwise_xor,
+    lambda b, c: ~(b & c),
+    np.bitwise_and,
+    lambda b, c: ~(b ^ c),
+    lambda b, c: c,
+    lambda b, c: ~b | c,
+    lambda b, c: b,
+    lambda b, c: b | ~c,
+    np.bitwise_or,
+    lambda b, c: np.full_like(b, -1 & (1 << 8 * b.itemsize) - 1),
+]
 _BITWISE: dict[str, Function] = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,

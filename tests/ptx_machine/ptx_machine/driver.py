@@ -17,8 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 
-from ptx_machine.machine import Machine, compiled
+from ptx_machine.machine import Machine
 from ptx_machine.memory import GlobalMemory
+from ptx_machine.steps import compiled
 from ptx_machine.syntax import parse
 
 _NEW_DEVICES = itertools.count(1000)

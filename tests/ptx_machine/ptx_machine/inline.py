@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ptx_machine.machine import Machine, compiled
+from ptx_machine.machine import Machine
 from ptx_machine.memory import GlobalMemory
 from ptx_machine.numbers import UNSIGNED, Bits
+from ptx_machine.steps import compiled
 from ptx_machine.syntax import parse
 
 Array = NDArray[Any]

@@ -8,16 +8,16 @@ is an error: see `memory`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ptx_machine.arithmetic import function_of
-from ptx_machine.memory import WARP, GlobalMemory, MemoryAccessError, SharedMemory
-from ptx_machine.memory_steps import MEMORY_STEPS
+from ptx_machine.memory import WARP, GlobalMemory, Lanes, MemoryAccessError
 from ptx_machine.numbers import UNSIGNED, Bits, joined
+from ptx_machine.shared_memory import SharedMemory
+from ptx_machine.steps import Step
 from ptx_machine.syntax import (
     Address,
     Immediate,
@@ -28,15 +28,10 @@ from ptx_machine.syntax import (
     Symbol,
     Vector,
 )
-from ptx_machine.tensor_steps import TENSOR_STEPS
-from ptx_machine.warp_steps import WARP_STEPS
 
 Mask = NDArray[np.bool_]
-Step = Callable[["Machine", Mask], None]
 
-_NOTHING = ("bar.warp.sync", "fence.", "membar", "griddepcontrol", "wgmma.fence", "wgmma.commit")
-
-_STEPS = {**MEMORY_STEPS, **WARP_STEPS, **TENSOR_STEPS}  # by how an opcode begins
+_PARTS_THREADS = {"bra", "ret", "exit", "bar"}
 
 
 class Machine:
@@ -69,6 +64,9 @@ class Machine:
         self.shared = SharedMemory(shared_bytes, program.threads, len(blocks), traffic)
         self.traffic = traffic
         self._arguments = arguments
+        self._constants: dict[tuple[int, int], Bits] = {}
+        self._everyone = np.ones(self.size, bool)
+        self._lanes = (self._everyone, np.arange(self.size))  # of the mask that was last asked for
         thread = np.tile(np.arange(program.threads, dtype=np.uint32), len(blocks))
         places = np.repeat(np.array(blocks, dtype=np.uint32), program.threads, axis=0)
         self._special = {
@@ -96,23 +94,29 @@ class Machine:
             MemoryAccessError: an access was wrong, or a warp's threads wait at different barriers.
         """
         groups = {0: self.alive.copy()}
-        while groups:
-            at = min(groups)
-            mask = groups.pop(at)
-            for after, part in self._go_on(steps, at, mask, min(groups, default=len(steps))):
-                groups[after] = groups[after] | part if after in groups else part
+        with np.errstate(all="ignore"):
+            while groups:
+                at = min(groups)
+                mask = groups.pop(at)
+                mask = self._everyone if mask.all() else mask
+                for after, part in self._go_on(steps, at, mask, min(groups, default=len(steps))):
+                    groups[after] = groups[after] | part if after in groups else part
 
     def _go_on(
         self, steps: Sequence[Step], at: int, mask: Mask, others: int
     ) -> list[tuple[int, Mask]]:
         """Execute until these threads part, wait, or come to where others are."""
         warps = int(mask.reshape(-1, WARP).any(1).sum())
+        instructions = self.program.instructions
         while True:
-            instruction = self.program.instructions[at]
-            head = instruction.opcode.partition(".")[0]
+            instruction = instructions[at]
+            head = instruction.head
             if self.traffic is not None:
                 self.traffic[head] += warps
-            if head == "bra":
+            if head not in _PARTS_THREADS:
+                steps[at](self, mask)
+                at += 1
+            elif head == "bra":
                 goes = self.guarded(instruction, mask)
                 target = instruction.operands[0]
                 assert isinstance(target, Symbol)
@@ -164,9 +168,21 @@ class Machine:
         predicate = self.registers[instruction.guard.index]
         return mask & (~predicate if instruction.negated else predicate)
 
+    def lanes(self, mask: Mask) -> Lanes:
+        """The numbers of the threads that a mask holds."""
+        known, lanes = self._lanes
+        if known is not mask:
+            lanes = np.flatnonzero(mask)
+            self._lanes = (mask, lanes)
+        return lanes
+
     def constant(self, bits: int, width: int) -> Bits:
-        """The same number for all threads."""
-        return np.full(self.size, bits & (1 << width) - 1, UNSIGNED[width])
+        """The same number for all threads; nobody may change it in place."""
+        found = self._constants.get((bits, width))
+        if found is None:
+            found = np.full(self.size, bits & (1 << width) - 1, UNSIGNED[width])
+            self._constants[bits, width] = found
+        return found
 
     def read(self, operand: Operand, width: int) -> Bits:
         """What an operand holds, where a constant takes the width."""
@@ -208,18 +224,23 @@ class Machine:
                 self.write(item, np.ascontiguousarray(parts[:, i]), mask)
             return
         assert isinstance(operand, Register), operand
-        kind = UNSIGNED[self.program.widths[operand.index]]
-        values = values.astype(kind, copy=False)
-        if not mask.all():
-            values = np.where(mask, values, self.registers[operand.index])
+        before = self.registers[operand.index]
+        if values.dtype is not before.dtype:
+            values = values.astype(before.dtype)
+        if mask is not self._everyone:
+            values = np.where(mask, values, before)
         self.registers[operand.index] = values
 
     def set_lanes(self, operand: Operand, values: Bits, lanes: NDArray[np.intp]) -> None:
         """Set a register in the threads with these numbers."""
         assert isinstance(operand, Register), operand
-        kind = UNSIGNED[self.program.widths[operand.index]]
-        register = self.registers[operand.index].copy()
-        register[lanes] = values.astype(kind)
+        before = self.registers[operand.index]
+        values = values.astype(before.dtype, copy=False)
+        if len(lanes) == self.size:
+            self.registers[operand.index] = values
+            return
+        register = before.copy()
+        register[lanes] = values
         self.registers[operand.index] = register
 
     def address(self, operand: Operand) -> Bits:
@@ -229,6 +250,8 @@ class Machine:
             base = self._shared_start(operand.base, 32)
         else:
             base = self.registers[operand.base.index]
+        if not operand.offset:
+            return base
         address: Bits = base + base.dtype.type(operand.offset & (1 << 8 * base.dtype.itemsize) - 1)
         return address
 
@@ -237,70 +260,3 @@ class Machine:
         assert isinstance(operand, Address), operand
         assert isinstance(operand.base, Symbol)
         return self.constant(self._arguments[operand.base.name], width)
-
-
-def compiled(program: Program) -> list[Step]:
-    """A function for each instruction.
-
-    Raises:
-        NotImplementedError: an instruction is unknown.
-    """
-    return [_step(instruction) for instruction in program.instructions]
-
-
-def _step(instruction: Instruction) -> Step:
-    parts, operands = instruction.parts, instruction.operands
-    if instruction.opcode == "bar.sync" and operands == (Immediate(0),) and not instruction.guard:
-        return _nothing  # `Machine.run` knows it, as it does jumps
-    if instruction.opcode.startswith(_NOTHING) or parts[0] in {"bra", "ret", "exit"}:
-        return _nothing
-    for prefix, make in _STEPS.items():
-        if instruction.opcode.startswith(prefix):
-            act = make(instruction)
-            return lambda machine, mask: act(machine, machine.guarded(instruction, mask))
-    if parts[0] in {"mov", "cvta"}:
-        width = int(parts[-1][1:]) if parts[-1] != "pred" else 1
-
-        def move(machine: Machine, mask: Mask) -> None:
-            values = machine.read(operands[1], width)
-            machine.write(operands[0], values, machine.guarded(instruction, mask))
-
-        return move
-    function = function_of(parts)
-    widths = _operand_widths(parts, len(operands) - 1)
-
-    def compute(machine: Machine, mask: Mask) -> None:
-        values = [machine.read(one, w) for one, w in zip(operands[1:], widths, strict=True)]
-        with np.errstate(all="ignore"):
-            result = function(*values)
-        target, mask = operands[0], machine.guarded(instruction, mask)
-        machine.write(target, result, mask)
-
-    return compute
-
-
-def _nothing(machine: Machine, mask: Mask) -> None:
-    """Of no effect here: threads of a warp go on together, and memory is always up to date."""
-
-
-def _operand_widths(parts: list[str], count: int) -> list[int]:
-    """Bits of the operands, which say how wide a constant is."""
-    kind = parts[-1]
-    number, _, packed = kind.lstrip("subfe").partition("x")
-    width = 1 if kind == "pred" else 32 if "m" in number else int(number) * int(packed or 1)
-    widths = [width] * count
-    if parts[0] in {"shl", "shr"}:
-        widths[1] = 32
-    elif parts[0] in {"bfe", "bfi"}:
-        widths[-2:] = [32, 32]
-    elif parts[0] == "lop3":
-        widths[3] = 32
-    elif parts[0] == "selp" or (parts[0] == "setp" and count == 3):
-        widths[2] = 1
-    elif parts[0] == "mad" and "wide" in parts and count == 3:
-        widths[2] = 2 * width
-    elif len(parts) > 2 and parts[-2] == "f32" and parts[0] in {"add", "sub", "fma"}:
-        widths[-1] = 32
-    elif parts[0] == "cvt" and kind == "e4m3x2":
-        widths = [16]
-    return widths

@@ -12,7 +12,8 @@ from ptx_machine.numbers import UNSIGNED
 from ptx_machine.syntax import Immediate, Instruction, Register, Vector
 
 if TYPE_CHECKING:
-    from ptx_machine.machine import Machine, Step
+    from ptx_machine.machine import Machine
+    from ptx_machine.steps import Step
 
 Mask = NDArray[np.bool_]
 
@@ -26,7 +27,7 @@ def _load(instruction: Instruction) -> Step:
     items = target.items if isinstance(target, Vector) else (target,)
 
     def load(machine: Machine, mask: Mask) -> None:
-        lanes = np.flatnonzero(mask)
+        lanes = machine.lanes(mask)
         memory = machine.shared if "shared" in space else machine.memory
         address = machine.address(source)
         results = memory.load(address, lanes, width // 8, len(items))
@@ -44,9 +45,11 @@ def _store(instruction: Instruction) -> Step:
     width = int(kind[1:])
 
     def store(machine: Machine, mask: Mask) -> None:
-        lanes = np.flatnonzero(mask)
+        lanes = machine.lanes(mask)
         memory = machine.shared if "shared" in space else machine.memory
-        values = [machine.read(item, width)[lanes].astype(UNSIGNED[width]) for item in items]
+        values = [
+            machine.read(item, width)[lanes].astype(UNSIGNED[width], copy=False) for item in items
+        ]
         memory.store(machine.address(target), lanes, values)
 
     return store
@@ -61,7 +64,7 @@ def _atomic(instruction: Instruction) -> Step:
 
     def add(machine: Machine, mask: Mask) -> None:
         target, place, operand = instruction.operands[:3]
-        lanes = np.flatnonzero(mask)
+        lanes = machine.lanes(mask)
         values = machine.read(operand, width)[lanes]
         memory = machine.shared if is_shared else machine.memory
         old = memory.add(machine.address(place), lanes, values)
@@ -73,18 +76,18 @@ def _atomic(instruction: Instruction) -> Step:
 
 def _copy(instruction: Instruction) -> Step:
     if "commit_group" in instruction.opcode:
-        return lambda machine, mask: machine.shared.close_group(np.flatnonzero(mask))
+        return lambda machine, mask: machine.shared.close_group(machine.lanes(mask))
     if "wait_group" in instruction.opcode or "wait_all" in instruction.opcode:
         pending = instruction.operands[0] if instruction.operands else Immediate(-1)
         assert isinstance(pending, Immediate)
         return lambda machine, mask: machine.shared.wait_for_groups(
-            np.flatnonzero(mask), pending.bits
+            machine.lanes(mask), pending.bits
         )
     target, source, size = instruction.operands[:3]
     assert isinstance(size, Immediate)
 
     def copy(machine: Machine, mask: Mask) -> None:
-        lanes = np.flatnonzero(mask)
+        lanes = machine.lanes(mask)
         data = np.zeros((len(lanes), size.bits), np.uint8)
         count = machine.constant(size.bits, 32)
         if len(instruction.operands) > 3:

@@ -73,7 +73,7 @@ class Instruction:
     operands: tuple[Operand, ...]
     guard: Register | None
     negated: bool
-    text: str
+    head: str  # the opcode's first part
 
     @property
     def parts(self) -> list[str]:
@@ -112,6 +112,7 @@ class _Body:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._scopes: list[dict[str, Register]] = [{}]
+        self._known: dict[str, Operand] = {}  # in the scopes that are open
 
     def read(self, text: str, at: int) -> None:
         while self._scopes:
@@ -122,6 +123,7 @@ class _Body:
                 at += 1
             elif text[at] == "}":
                 self._scopes.pop()
+                self._known.clear()
                 at += 1
             elif label := _LABEL.match(text, at):
                 self._program.labels[label[1]] = len(self._program.instructions)
@@ -140,6 +142,7 @@ class _Body:
             self._instruction(text)
 
     def _declare(self, kind: str, names: str) -> None:
+        self._known.clear()
         width = WIDTHS.get(kind) or int(kind[1:])
         for entry in names.split(","):
             counted = _REGISTERS.match(entry.strip())
@@ -155,10 +158,18 @@ class _Body:
         register = self._operand(guard[2]) if guard else None
         assert register is None or isinstance(register, Register)
         self._program.instructions.append(
-            Instruction(opcode, operands, register, bool(guard and guard[1]), text)
+            Instruction(
+                opcode, operands, register, bool(guard and guard[1]), opcode.partition(".")[0]
+            )
         )
 
     def _operand(self, text: str) -> Operand:
+        found = self._known.get(text)
+        if found is None:
+            found = self._known[text] = self._read_operand(text)
+        return found
+
+    def _read_operand(self, text: str) -> Operand:
         if text.startswith("{"):
             return Vector(tuple(self._operand(part) for part in _split(text[1:-1])))
         if "|" in text:
@@ -182,6 +193,8 @@ class _Body:
 
 def _split(text: str) -> list[str]:
     """At the commas outside of braces and brackets."""
+    if not {*"{["} & {*text}:
+        return [part.strip() for part in text.split(",")] if text else []
     parts, depth, begin = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "{[") - (letter in "}]")

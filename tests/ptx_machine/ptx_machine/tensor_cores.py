@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ptx_machine.memory import SharedMemory
 from ptx_machine.numbers import Bits, from_bf16, from_e4m3
+from ptx_machine.shared_memory import SharedMemory
 
 Values = NDArray[Any]
 Floats = NDArray[np.float64]
-LANE = np.arange(32)
+Order = NDArray[np.intp]
+LANES = 32
 WARPGROUP = 128  # threads
 _SIZES = re.compile(r"m(\d+)n(\d+)k(\d+)$")
 
@@ -41,47 +43,73 @@ def numbers_of(kind: str, words: Bits) -> Floats:
 
 def rows_of_a(kind: str, registers: list[Bits]) -> Floats:
     """Fragments (threads,) of A to matrices (warps, 16, depth)."""
-    elements = [numbers_of(kind, one.reshape(-1, 32)) for one in registers]
-    each = elements[0].shape[-1]  # elements of a word
-    halves = len(registers) // 2
-    matrix = np.zeros((len(elements[0]), 16, 4 * each * halves))
-    for i, values in enumerate(elements):
-        row = LANE[:, None] // 4 + 8 * (i % 2)
-        column = LANE[:, None] % 4 * each + np.arange(each) + 4 * each * (i // 2)
-        matrix[:, row, column] = values
-    return matrix
+    elements, each = _elements(kind, registers)
+    order = _order_in_a(len(registers), each)
+    return elements.take(order, axis=1).reshape(-1, 16, 2 * each * len(registers))
 
 
 def columns_of_b(kind: str, registers: list[Bits]) -> Floats:
     """Fragments of B to matrices (warps, depth, 8)."""
-    elements = [numbers_of(kind, one.reshape(-1, 32)) for one in registers]
-    each = elements[0].shape[-1]
-    matrix = np.zeros((len(elements[0]), 4 * each * len(registers), 8))
-    for i, values in enumerate(elements):
-        row = LANE[:, None] % 4 * each + np.arange(each) + 4 * each * i
-        matrix[:, row, LANE[:, None] // 4] = values
-    return matrix
+    elements, each = _elements(kind, registers)
+    order = _order_in_b(len(registers), each)
+    return elements.take(order, axis=1).reshape(-1, 4 * each * len(registers), 8)
 
 
 def sums_of(registers: list[Bits]) -> Floats:
     """Fragments of float32 sums to matrices (warps, 16, columns)."""
-    matrix = np.zeros((len(registers[0]) // 32, 16, 2 * len(registers)))
-    for i, one in enumerate(registers):
-        matrix[:, *_sum_at(i)] = one.view(np.float32).reshape(-1, 32)
-    return matrix
+    sums = _words(registers).view(np.float32).take(_order_in_sums(len(registers)), axis=1)
+    return sums.astype(np.float64).reshape(-1, 16, 2 * len(registers))
 
 
 def fragments_of_sums(matrix: Floats) -> list[Bits]:
     """The inverse of `sums_of`."""
-    return [
-        np.ascontiguousarray(matrix[:, *_sum_at(i)], np.float32).reshape(-1).view(np.uint32)
-        for i in range(matrix.shape[2] // 2)
-    ]
+    count = matrix.shape[2] // 2
+    sums = np.ascontiguousarray(matrix, np.float32).reshape(-1, LANES * count).view(np.uint32)
+    words = sums.take(_places_of_sums(count), axis=1).reshape(-1, count, LANES)
+    return [words[:, i].reshape(-1) for i in range(count)]
 
 
-def _sum_at(i: int) -> tuple[Values, Values]:
-    """Row and column of each thread's number i."""
-    return LANE // 4 + i // 2 % 2 * 8, LANE % 4 * 2 + i % 2 + i // 4 * 8
+def _words(registers: list[Bits]) -> Bits:
+    """What the threads of a warp hold, side by side: (warps, registers * lanes)."""
+    words = np.stack([one.reshape(-1, LANES) for one in registers], axis=1)
+    return words.reshape(len(words), -1)
+
+
+def _elements(kind: str, registers: list[Bits]) -> tuple[Floats, int]:
+    """The same as numbers, (warps, registers * lanes * each), and how many a word has of them."""
+    numbers = numbers_of(kind, _words(registers))
+    return numbers.reshape(len(numbers), -1), numbers.shape[-1]
+
+
+# Where in a fragment, as `_elements` gives it, each element of a matrix stands.
+
+
+@cache
+def _order_in_a(count: int, each: int) -> Order:
+    number, lane, part = np.ogrid[:count, :LANES, :each]
+    row = lane // 4 + 8 * (number % 2)
+    column = lane % 4 * each + part + 4 * each * (number // 2)
+    return np.argsort((row * 2 * each * count + column).ravel())
+
+
+@cache
+def _order_in_b(count: int, each: int) -> Order:
+    number, lane, part = np.ogrid[:count, :LANES, :each]
+    row = lane % 4 * each + part + 4 * each * number
+    return np.argsort((row * 8 + lane // 4).ravel())
+
+
+@cache
+def _order_in_sums(count: int) -> Order:
+    number, lane = np.ogrid[:count, :LANES]
+    row = lane // 4 + number // 2 % 2 * 8
+    column = lane % 4 * 2 + number % 2 + number // 4 * 8
+    return np.argsort((row * 2 * count + column).ravel())
+
+
+@cache
+def _places_of_sums(count: int) -> Order:
+    return np.argsort(_order_in_sums(count))
 
 
 def multiply(kinds: tuple[str, str], a: list[Bits], b: list[Bits], c: list[Bits]) -> list[Bits]:
@@ -117,7 +145,6 @@ def store_matrices(registers: list[Bits], *, transposed: bool) -> NDArray[np.uin
 def described(
     memory: SharedMemory,
     program: int,
-    warp: int,
     descriptor: int,
     kind: str,
     across: int,
@@ -130,7 +157,6 @@ def described(
     Args:
         memory: of several programs.
         program: one of them.
-        warp: the first of its warpgroup.
         descriptor: what the instruction is given.
         kind: of the elements.
         across: rows of A, or columns of B.
@@ -158,5 +184,5 @@ def described(
     if width > 16:
         turns = width // 16 - 1
         address = address ^ ((address >> 7 & turns) << 4)
-    data = memory.at(program, address[..., None] + np.arange(each), range(warp, warp + 4))
+    data = memory.at(program, address[..., None] + np.arange(each))
     return numbers_of(kind, np.ascontiguousarray(data).view(f"u{each}")[..., 0])[..., 0]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ptx_machine.memory import WARP
 from ptx_machine.syntax import Immediate, Instruction, Operand, Vector
 from ptx_machine.tensor_cores import (
     WARPGROUP,
@@ -24,7 +23,8 @@ from ptx_machine.tensor_cores import (
 )
 
 if TYPE_CHECKING:
-    from ptx_machine.machine import Machine, Step
+    from ptx_machine.machine import Machine
+    from ptx_machine.steps import Step
 
 Mask = NDArray[np.bool_]
 
@@ -115,7 +115,6 @@ def _described(
         matrices[group] = described(
             machine.shared,
             thread // machine.threads,
-            thread % machine.threads // WARP,
             int(descriptors[thread]),
             kind,
             *shape,

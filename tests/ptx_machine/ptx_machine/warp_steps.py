@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ptx_machine.memory import WARP
-from ptx_machine.syntax import Instruction, Pair
+from ptx_machine.numbers import Bits
+from ptx_machine.syntax import Immediate, Instruction, Pair
 
 if TYPE_CHECKING:
-    from ptx_machine.machine import Machine, Step
+    from ptx_machine.machine import Machine
+    from ptx_machine.steps import Step
 
 Mask = NDArray[np.bool_]
 
@@ -22,17 +25,11 @@ def _shuffle(instruction: Instruction) -> Step:
     target, source, by, limits = instruction.operands[:4]
 
     def shuffle(machine: Machine, mask: Mask) -> None:
-        lane = np.arange(machine.size) % WARP
-        amount, bounds = (machine.read(one, 32).astype(np.int64) for one in (by, limits))
-        segment = bounds >> 8 & 31
-        last = (lane & segment) | (bounds & 31 & ~segment)
-        amount = amount & 31
-        place = {"up": lane - amount, "down": lane + amount, "bfly": lane ^ amount}.get(
-            mode, (lane & segment) | (amount & ~segment)
-        )
-        inside = place >= last if mode == "up" else place <= last
-        chosen = np.arange(machine.size) - lane + np.where(inside, place, lane)
-        assert mask[chosen[mask]].all(), "a shuffle reads a thread that takes no part"
+        if isinstance(by, Immediate) and isinstance(limits, Immediate):
+            chosen, inside = _chosen_alike(machine.size, mode, by.bits, limits.bits)
+        else:
+            chosen, inside = _chosen(mode, machine.read(by, 32), machine.read(limits, 32))
+        assert mask.all() or mask[chosen[mask]].all(), "a shuffle reads a thread that has no part"
         values = machine.read(source, 32)[chosen]
         if isinstance(target, Pair):
             machine.write(target.value, values, mask)
@@ -41,6 +38,25 @@ def _shuffle(instruction: Instruction) -> Step:
             machine.write(target, values, mask)
 
     return shuffle
+
+
+def _chosen(mode: str, by: Bits, limits: Bits) -> tuple[NDArray[np.int64], Mask]:
+    """The thread that each one reads, and whether that is in its segment: its own if not."""
+    amount, bounds = by.astype(np.int64) & 31, limits.astype(np.int64)
+    threads = np.arange(len(by))
+    lane = threads % WARP
+    segment = bounds >> 8 & 31
+    last = (lane & segment) | (bounds & 31 & ~segment)
+    place = {"up": lane - amount, "down": lane + amount, "bfly": lane ^ amount}.get(
+        mode, (lane & segment) | (amount & ~segment)
+    )
+    inside: Mask = place >= last if mode == "up" else place <= last
+    return threads - lane + np.where(inside, place, lane), inside
+
+
+@lru_cache(maxsize=256)
+def _chosen_alike(size: int, mode: str, by: int, limits: int) -> tuple[NDArray[np.int64], Mask]:
+    return _chosen(mode, *(np.full(size, one & 0xFFFFFFFF, np.uint32) for one in (by, limits)))
 
 
 def _reduce(instruction: Instruction) -> Step:
