@@ -1,11 +1,11 @@
 """Runs a quantization again and again, killed each time, until it comes to its end.
 
 A script, so that torch is imported once and its threads begin in the children: a fork of this
-process is a fresh run. Prints one line of JSON: {"kills": ..., "layers": [...]}, the layers in the
-order in which runs began to read them, and "published" where a result got its name: what comes
-after that replaces it.
+process is a fresh run. Prints a line of JSON for each result: {"kills": ..., "layers": [...]}, the
+layers in the order in which runs began to read them, and "published" where it got its name: what
+comes after that replaces it.
 
-Usage: killed_runs.py MODEL OUT TEXT METHOD SEED writes|moments
+Usage: killed_runs.py MODEL TEXT METHOD writes|moments OUT...; the seed is the place among the OUTs
 """
 
 from __future__ import annotations
@@ -75,8 +75,18 @@ def live_until(moment: int) -> Iterator[int]:
 
 
 def main() -> None:
-    model, out, text, method, seed, how = sys.argv[1:]
-    rng = random.Random(int(seed))
+    model, text, method, how, *outs = sys.argv[1:]
+    for seed, out in enumerate(outs):
+        found = until_it_ends(model, out, text, method, seed, how)
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()  # or the next fork would write it again
+
+
+def until_it_ends(
+    model: str, out: str, text: str, method: str, seed: int, how: str
+) -> dict[str, Any]:
+    """Run and kill it; returns what is printed."""
+    rng = random.Random(seed)
     trace = Path(out).with_name("trace")
     options = QuantizeOptions(
         WeightScheme(4, 32, False),
@@ -129,8 +139,7 @@ def main() -> None:
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             layers = trace.read_text().split() if trace.exists() else []
-            sys.stdout.write(json.dumps({"kills": kills, "layers": layers}))
-            return
+            return {"kills": kills, "layers": layers}
     raise AssertionError("it never came to its end")
 
 

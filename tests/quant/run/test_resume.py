@@ -79,17 +79,16 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
 ) -> None:
     whole = quantize_model(model, tmp_path / "whole", options(text, Method(method))).out
     kills = 0
-    for seed in range(2):
-        out = tmp_path / f"place{seed}" / "out"
+    outs = [tmp_path / f"place{seed}" / "out" for seed in range(2)]
+    for out in outs:
         out.parent.mkdir()
-        command = [sys.executable, str(RUNNER), str(model), str(out), str(text), method]
-        result = subprocess.run(
-            [*command, str(seed), how], capture_output=True, text=True, check=False
-        )
-        assert result.returncode == 0, result.stderr
+    command = [sys.executable, str(RUNNER), str(model), str(text), method, how, *map(str, outs)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for out, line in zip(outs, result.stdout.splitlines(), strict=True):
         assert contents(out) == contents(whole)
         assert {path.name for path in out.parent.iterdir()} <= {"out", "trace", "moments"}
-        found = json.loads(result.stdout)
+        found = json.loads(line)
         kills += found["kills"]
         layers = found["layers"]
         if method != "rtn":

@@ -4,8 +4,11 @@ A pytest plugin of the child that interprets kernels. Without it the bits of bfl
 integers; it covers casts, matrix products and elementwise arithmetic, while reductions stay wrong
 (kernels reduce in float32). And numpy's products depend on where in a tile a row stands, which
 those of a tensor core do not. Triton 3.6 makes a bound of a loop from an array of one number as
-numpy 2.4 does not allow any more. And Triton gives the language its interpreted functions again at
-every call from one function to another, which took a quarter of the time.
+numpy 2.4 does not allow any more.
+
+The rest saves time: Triton gives the language its interpreted functions again at every call from
+one function to another, adds integers once more in 64 bits for an assertion that it does not make,
+and makes a table of numpy's types whenever it needs one of them.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
 _CAST = InterpreterBuilder.cast_impl
 _BINARY = InterpreterBuilder.binary_op
 _UNARY = InterpreterBuilder.unary_op
 _PATCH_TENSOR = interpreter._patch_lang_tensor
 _PATCH_LANG = interpreter._patch_lang
+_NUMPY_TYPE = interpreter._get_np_dtype
+_NUMPY_TYPES: dict[str, Any] = {}
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -54,7 +59,7 @@ def cast_impl(self: Any, source: TensorHandle, target_type: Any) -> TensorHandle
     if is_bf16(source) == (target == tl.bfloat16):
         return _CAST(self, source, target_type)
     if is_bf16(source):
-        return TensorHandle(widen(source.data).astype(_get_np_dtype(target)), target)
+        return TensorHandle(widen(source.data).astype(numpy_type(target)), target)
     return TensorHandle(narrow(source.data), tl.bfloat16)
 
 
@@ -75,6 +80,14 @@ def unary_op(self: Any, x: TensorHandle, op: Callable[..., Any]) -> TensorHandle
     return TensorHandle(narrow(op(widen(x.data))), tl.bfloat16)
 
 
+def numpy_type(type: Any) -> Any:
+    """Of a scalar, or of the elements of a block."""
+    scalar = type.scalar
+    if scalar.name not in _NUMPY_TYPES:
+        _NUMPY_TYPES[scalar.name] = _NUMPY_TYPE(scalar)
+    return _NUMPY_TYPES[scalar.name]
+
+
 def patch_tensor(tensor: type, scope: Any) -> None:
     _PATCH_TENSOR(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
@@ -88,6 +101,8 @@ def patch_lang(fn: Callable[..., Any]) -> Any:
     return _PATCH_LANG(fn)
 
 
+interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
+interpreter._get_np_dtype = numpy_type
 interpreter._patch_lang = patch_lang
 interpreter._patch_lang_tensor = patch_tensor
 InterpreterBuilder.create_dot = create_dot
