@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PRODUCT = ("appliance", "kernels", "quant", "tui")
 
 
-def test_a_function_without_a_caller_is_found_and_there_is_no_other(tmp_path: Path) -> None:
+def test_a_function_without_a_caller_is_found(tmp_path: Path) -> None:
+    """That the product has none, the check itself says, which runs beside the tests."""
     planted = tmp_path / "planted.py"
     planted.write_text("def nobody_calls_this() -> None: ...\n")
-    command = [sys.executable, "-m", "vulture", *PRODUCT, str(planted)]
+    command = [sys.executable, "-m", "vulture", str(planted)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode
     (line,) = found.stdout.splitlines()

@@ -36,25 +36,32 @@ def sources(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path) -> str:
-    """The compiler that is there, told not to optimize: the kernels would take it a minute."""
-    path = tmp_path / "quick-cc"
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(find_compiler())} "$@" -O0\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.fixture
 def linker(tmp_path: Path) -> str:
     """A compiler whose every result is this checkout's library, which is of the same sources."""
-    path = tmp_path / "compiled-before"
-    path.write_text(
-        f"""#!/bin/sh
+    return script(
+        tmp_path / "compiled-before",
+        f"""
 case "$*" in *-dumpmachine*) exec {shlex.join(find_compiler())} -dumpmachine ;; esac
 while [ "$1" != -o ]; do shift; done
 cp {shlex.quote(str(build_if_changed()))} "$2"
-"""
+""",
     )
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, linker: str) -> str:
+    """The same, but it reads what it is given and all that that includes."""
+    return script(
+        tmp_path / "reads-alone",
+        f"""
+case "$*" in *" -c "*) exec {shlex.join(find_compiler())} "$@" -fsyntax-only ;; esac
+exec {shlex.quote(linker)} "$@"
+""",
+    )
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}")
     path.chmod(0o755)
     return str(path)
 
