@@ -290,11 +290,13 @@ def triton_backend() -> Backend:
     from appliance.kernels.grouped_matmul.launch import prepare_experts
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
+    from appliance.kernels.library_tiles.launch import widen
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.packed_matmul import launch as packed_matmul
     from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
     from appliance.kernels.selective_scan.launch import selective_scan
+    from appliance.kernels.short_conv.launch import short_conv
     from appliance.kernels.soft_cap.launch import soft_cap
 
     def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
@@ -327,8 +329,10 @@ def triton_backend() -> Backend:
         paged_attention=paged_attention,
         gated_delta=gated_delta,
         selective_scan=selective_scan,
+        short_conv=short_conv,
         plan_adapters=plan_adapters,
         add_adapters=add_adapters,
         prepare_gated=prepare_gated,
+        widen_tiles=widen,
         prepare_experts=prepare_experts,
     )

@@ -1,0 +1,46 @@
+"""Launches the widening of the CPU library's tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.library_tiles.kernel import widen_kernel
+from appliance.kernels.library_tiles.reference import VALUES_OF
+from appliance.kernels.library_tiles.reference import widen as widen_elements
+from appliance.kernels.library_tiles.variant import WARPS, widen_constexprs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.cpu.structs import Format
+    from appliance.kernels.library_tiles.tiles import LinearTiles
+
+
+def widen(tiles: LinearTiles, dtype: torch.dtype) -> Tensor:
+    """See `reference.widen`; codes are read and weights written once."""
+    if tiles.dtype is not None:
+        return widen_elements(tiles, dtype)
+    device = tiles.codes.device
+    out = torch.empty(tiles.out_features, tiles.in_features, dtype=dtype, device=device)
+    table = _table(tiles.format, device)
+    fixed = widen_constexprs(tiles.bits, tiles.group)
+    scale, offset = tiles.factors()
+    with torch.cuda.device(tiles.codes.get_device()):
+        widen_kernel[tiles.num_tiles, -(-tiles.in_features // fixed["BLOCK_K"])](
+            *(out, tiles.codes.view(torch.int32), scale, offset, table, tiles.order),
+            *(tiles.out_features, tiles.in_features),
+            **fixed,
+            num_warps=WARPS,
+            num_stages=1,
+        )
+    return out
+
+
+@cache
+def _table(code: Format, device: torch.device) -> Tensor | None:
+    """Return what codes of a format stand for, copied to a device once."""
+    values = VALUES_OF.get(code)
+    return None if values is None else torch.tensor(values, device=device)
