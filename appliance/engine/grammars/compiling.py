@@ -9,19 +9,20 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+import numpy as np
 
+from appliance.engine.grammars.library import WordList, open_library, special
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.grammars.merge_order import MergeOrder
 from appliance.errors import RequestError
 from appliance.grammar.check import in_words
-from appliance.grammar.source import limits, source_of
+from appliance.grammar.source import source_of
 from appliance.stats import COMPILE_SECONDS
 
 if TYPE_CHECKING:
+    from appliance.engine.grammars.library import GrammarState, ReadVocabulary
     from appliance.engine.messages import Vocabulary
     from appliance.engine.request import Request
     from appliance.grammar import Grammar
@@ -29,22 +30,15 @@ if TYPE_CHECKING:
 MAX_KEPT = 128  # unused grammars: a few hundred KB each for usual schemas
 MAX_KEPT_TEXT = 2**21  # characters of their text; the compiled size grows with it
 
+# Tokens whose masks are made together, where a grammar allows them all; see the benchmark.
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    r'[^"\\\x00-\x1F\x7F]{1,10}',
+    r'[^"\\\x00-\x1F\x7F]{1,30}',
+    r'[^"\\\x00-\x1F\x7F]+',
+)
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _WordList:
-    """llguidance's tokenizer interface."""
-
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    eos_token_id: int
-    merges: MergeOrder
-    bos_token_id: int | None = None
-    is_tokenizer_wrapper: bool = True
-
-    def __call__(self, text: str) -> list[int]:
-        return self.merges(text.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,7 @@ class Compiled:
     """
 
     request: Request
-    matcher: LLMatcher | None
+    matcher: GrammarState | None
     error: str | None = None
 
 
@@ -84,8 +78,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._vocabulary = vocabulary
-        self._reading: Future[LLTokenizer] | None = None  # reads the vocabulary
-        self._kept: OrderedDict[tuple[object, str], LLMatcher] = OrderedDict()
+        self._reading: Future[ReadVocabulary] | None = None  # reads the vocabulary
+        self._kept: OrderedDict[tuple[object, str], GrammarState] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, Request] = {}  # by request id
         self._ready: deque[Compiled] = deque()
@@ -96,10 +90,10 @@ class GrammarCompiler:
         """True if it has begun to read the vocabulary."""
         return self._reading is not None
 
-    def prepare(self) -> Future[LLTokenizer]:
-        """Begin to read the vocabulary, which holds the GIL for some tenths of a second."""
+    def prepare(self) -> Future[ReadVocabulary]:
+        """Begin to read the vocabulary, which takes some tenths of a second of a processor."""
         if self._reading is None:
-            self._reading = self._thread.submit(self._make_tokenizer)
+            self._reading = self._thread.submit(lambda: open_library().read(self._words()))
         return self._reading
 
     @property
@@ -154,7 +148,7 @@ class GrammarCompiler:
             self._ready.append(compiled)
             self._changed.notify_all()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> GrammarState:
         key = (grammar.kind, grammar.text)
         self.times.requests += 1
         if key in self._kept:
@@ -162,14 +156,13 @@ class GrammarCompiler:
             self.times.hits += 1
             return self._kept[key]
         begin = time.perf_counter()
-        tokenizer = self.prepare().result()  # this thread has finished it before
-        source = source_of(grammar, forces=self._vocabulary.in_order)
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
+        vocabulary = self.prepare().result()  # this thread has finished it before
+        matcher = vocabulary.compile(source_of(grammar, forces=self._vocabulary.in_order))
         if matcher.is_error():
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
         # The first mask is the most expensive, and copies share its results.
-        mask = allocate_token_bitmask(1, tokenizer.vocab_size)
-        fill_next_token_bitmask(matcher, mask)
+        mask = np.zeros((1, num_words(self._vocab_size)), dtype=np.int32)
+        open_library().fill([(matcher, 0)], mask)
         if matcher.is_error():
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
         if not mask.any():
@@ -182,15 +175,16 @@ class GrammarCompiler:
         self.times.add(time.perf_counter() - begin)
         return matcher
 
-    def _make_tokenizer(self) -> LLTokenizer:
-        """Build the library's tokenizer, with a token per mask bit."""
+    def _words(self) -> WordList:
+        """Return the vocabulary with a token per mask bit."""
         tokens = list(self._vocabulary.tokens[: self._vocab_size])
         tokens += [b""] * (32 * num_words(self._vocab_size) - len(tokens))
-        special = [i for i in self._vocabulary.special if i < self._vocab_size]
+        marked = [i for i in self._vocabulary.special if i < self._vocab_size]
         ends = list(self._eos_token_ids)
         if not ends:
             ends = [self._vocab_size]  # has no logit
-            special.append(self._vocab_size)
+            marked.append(self._vocab_size)
             tokens[self._vocab_size] = b"end"
-        words = _WordList(tokens, special, ends[0], MergeOrder(self._vocabulary))
-        return LLTokenizer(cast("TokenizerWrapper", words), eos_token=ends)
+        for token_id in marked:
+            tokens[token_id] = special(tokens[token_id])
+        return WordList(tokens, ends, MergeOrder(self._vocabulary), SLICES)

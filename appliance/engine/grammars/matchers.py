@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from collections.abc import Sequence as Sequences
 
-    from llguidance import LLExecutor, LLMatcher
     from numpy.typing import NDArray
 
+    from appliance.engine.grammars.library import GrammarState
     from appliance.engine.plan import Update
     from appliance.engine.sequence import Sequence
 
-MASK_THREADS = 2
 _WORDS = 16  # mask words come in multiples of this, one compiled kernel each
 
 
@@ -29,7 +28,7 @@ _WORDS = 16  # mask words come in multiples of this, one compiled kernel each
 class _Place:
     """A sequence's state in its grammar, after the tokens before `position`."""
 
-    matcher: LLMatcher
+    matcher: GrammarState
     position: int
     applies: bool  # False until the token after which it begins
 
@@ -63,12 +62,11 @@ class Matchers:
         bits[0, list(eos_token_ids or (vocab_size,))] = 1
         self._only_end = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         self._has_end = bool(eos_token_ids)
-        self._first: dict[str, LLMatcher] = {}  # initial state by request id
+        self._first: dict[str, GrammarState] = {}  # initial state by request id
         self._places: dict[Sequence, _Place] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._executor: LLExecutor | None = None
 
-    def add(self, request_id: str, matcher: LLMatcher, live: Collection[Sequence]) -> None:
+    def add(self, request_id: str, matcher: GrammarState, live: Collection[Sequence]) -> None:
         """Add a request about to start; forget sequences that are no longer live."""
         self._keep(live)
         self._first[request_id] = matcher
@@ -177,17 +175,15 @@ class Matchers:
             (place.matcher, index) for index, (place, _, drafts) in enumerate(found) if not drafts
         ]
         # Imports a library that most servers never need.
-        from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+        from appliance.engine.grammars.library import open_library
 
-        if self._executor is None:
-            self._executor = LLExecutor(MASK_THREADS)
-        fill_next_token_bitmask_par(self._executor, matchers, words)
-        ahead: dict[int, tuple[LLMatcher, int]] = {}  # by id, with the number of drafts read
+        library = open_library()
+        library.fill(matchers, words)
+        ahead: dict[int, tuple[GrammarState, int]] = {}  # by id, with the number of drafts read
         for index, (place, _, drafts) in enumerate(found):
             if drafts:
                 place.matcher.consume_token(drafts[-1])
-                fill_next_token_bitmask(place.matcher, words, index)
+                library.fill([(place.matcher, index)], words)
                 ahead[id(place)] = place.matcher, len(drafts)
         for matcher, count in ahead.values():
             matcher.rollback(count)

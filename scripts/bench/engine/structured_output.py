@@ -6,9 +6,10 @@
 Both kinds of run alternate. Every answer has the same number of tokens, because the schema's list
 is longer than that, and every token takes its step: drafts, whose use depends on what is said, are
 off. Tokens per second count steps without prompts only. `ratio` is with the schema over without, by
-wall clock and by processor seconds, which other work on the machine changes less. `jumps` is one
-answer of short values and long names, with drafts (tokens that must follow among them) and without,
-in alternation.
+wall clock and by processor seconds, which other work on the machine changes less. `wait_us` is how
+long a step waits for its masks, by wall clock: most are made while its model runs. `mask_us` is one
+mask alone. `jumps` is one answer of short values and long names, with drafts (tokens that must
+follow among them) and without, in alternation.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor
-from llguidance.numpy import fill_next_token_bitmask_par
 
 from appliance import LLM, Grammar, SamplingParams
 from appliance.bench.figures import percentile, spread
 from appliance.engine.grammars.compiling import GrammarCompiler
+from appliance.engine.grammars.library import open_library
 from appliance.engine.grammars.matchers import num_words
 from appliance.engine.messages import Vocabulary
 from appliance.engine.request import Request
@@ -35,7 +35,9 @@ from bench.lib.conditions import conditions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
 
+    from appliance.engine.grammars.matchers import Masks
     from appliance.tokenizer import Tokenizer
 
 PERSON = {
@@ -131,6 +133,36 @@ def without_drafts(llm: LLM) -> Iterator[None]:
         scheduler._speculator = speculator
 
 
+class TimedMasks(NamedTuple):
+    """A step's masks; adds to `waits` the microseconds until they are there."""
+
+    masks: Future[Masks]
+    waits: list[float]
+
+    def result(self) -> Masks:
+        begin = time.perf_counter()
+        found = self.masks.result()
+        self.waits.append(1e6 * (time.perf_counter() - begin))
+        return found
+
+
+@contextmanager
+def timed_waits(llm: LLM, waits: list[float]) -> Iterator[None]:
+    """Within it the waits of steps for their masks are added to a list."""
+    matchers: Any = llm.engine._grammars._matchers
+    begin = matchers.begin
+
+    def timed(*step: Any) -> TimedMasks | None:
+        masks = begin(*step)
+        return None if masks is None else TimedMasks(masks, waits)
+
+    matchers.begin = timed
+    try:
+        yield
+    finally:
+        matchers.begin = begin
+
+
 def jumps(llm: LLM, repeats: int) -> dict[str, Any]:
     """Compare one stream's steps and time with forced tokens as drafts, and without drafts."""
     found: dict[bool, list[tuple[int, int, float]]] = {True: [], False: []}
@@ -162,13 +194,13 @@ def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) ->
     compiler = GrammarCompiler(size, eos, vocabulary)
     first = compiler._compile(Grammar.json_schema(PEOPLE))
     ids = list(greedy(ids_of(vocabulary), text))
-    executor, words = LLExecutor(1), np.zeros((1, num_words(size)), dtype=np.int32)
+    library, words = open_library(), np.zeros((1, num_words(size)), dtype=np.int32)
     found, read = [], []
     for _ in range(20):
         matcher = first.deep_copy()
         for token_id in ids:
             begin = time.perf_counter()
-            fill_next_token_bitmask_par(executor, [(matcher, 0)], words)
+            library.fill([(matcher, 0)], words)
             found.append(1e6 * (time.perf_counter() - begin))
             begin = time.perf_counter()
             assert matcher.consume_token(token_id)
@@ -233,9 +265,10 @@ def main() -> None:
     if not options.masks_only:
         kinds = {"free": None, "schema": Grammar.json_schema(PEOPLE)}
         rates: dict[str, list[RunRates]] = {kind: [] for kind in kinds}
+        waits: list[float] = []
         for repeat in range(options.repeats + 1):
             for kind, grammar in kinds.items():
-                with without_drafts(llm):
+                with without_drafts(llm), timed_waits(llm, waits if repeat else []):
                     rate = run(llm, options.streams, options.max_tokens, grammar)
                 if repeat:  # the first one warms up
                     rates[kind].append(rate)
@@ -245,6 +278,7 @@ def main() -> None:
                 "tokens_per_second": spread([one.wall for one in found]),
                 "tokens_per_processor_second": spread([one.processor for one in found]),
             }
+        result["wait_us"] = {f"p{p}": round(percentile(waits, p / 100)) for p in (50, 90, 99)}
         result["jumps"] = jumps(llm, options.repeats)
         pairs = list(zip(rates["schema"], rates["free"], strict=True))
         result["ratio"] = {

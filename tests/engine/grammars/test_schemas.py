@@ -14,10 +14,9 @@ import pytest
 from grammar_words import EOS, FIRST_BYTE, SIZE, text_of, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
-from llguidance.numpy import fill_next_token_bitmask
 
 from appliance.engine.grammars.compiling import GrammarCompiler
+from appliance.engine.grammars.library import GrammarState, open_library
 from appliance.engine.grammars.matchers import num_words
 from appliance.grammar import Grammar
 from appliance.grammar.check import problem_of
@@ -32,11 +31,11 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(SIZE, (EOS,), words())
 
 
-def answer(matcher: LLMatcher, choose: Callable[[list[int]], int]) -> str | None:
+def answer(matcher: GrammarState, choose: Callable[[list[int]], int]) -> str | None:
     """What a model says that means nothing by its words; None if it does not come to an end."""
     mask, tokens = np.zeros((1, num_words(SIZE)), dtype=np.int32), []
     for _ in range(MAX_TOKENS):
-        fill_next_token_bitmask(matcher, mask)
+        open_library().fill([(matcher, 0)], mask)
         assert not matcher.is_error(), matcher.get_error()
         bits = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
