@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import msgspec
@@ -16,7 +15,7 @@ from appliance.engine.links.device_messages import (
     TaskBegun,
     TaskEnded,
 )
-from appliance.engine.links.trial import try_link
+from appliance.engine.links.trial import new_seed, try_link
 
 
 def _tell(line: ProbeLine) -> None:
@@ -32,7 +31,7 @@ def _run(order: ProbeOrder) -> None:
     for task in order.tasks:
         _tell(TaskBegun(task))
         link = DeviceLink(devices[task.first], devices[task.second], task.path)
-        trial = try_link(link, int.from_bytes(os.urandom(4), "little"), order.limit)
+        trial = try_link(link, new_seed(), order.limit)
         speed = trial.speed
         _tell(
             TaskEnded(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.engine.links.link import LinkTimeoutError
-from appliance.engine.links.trial import try_surely
+from appliance.engine.links.trial import new_seed, try_link
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,7 +69,7 @@ def try_joint(joint: Joint, path: LinkPath, limit: float) -> tuple[LinkTrial, ..
     """
     trials = []
     for other in range(1, joint.size):
-        trials.append(try_surely(JointLink(joint, path, other), limit))
+        trials.append(try_link(JointLink(joint, path, other), new_seed(), limit))
         if trials[-1].problem:
             return tuple(trials)
     _announce(joint, 0, 0, 0)

@@ -15,41 +15,33 @@ if TYPE_CHECKING:
 # Two ways between two ranks, tested one after another, stay below the 5 seconds of a start.
 TRIAL_SECONDS = 2.0
 SMALL, LARGE = 16, 1 << 20  # numbers of 4 bytes
-_MOST_ROUNDS = {SMALL: 32, LARGE: 4}
-_ATTEMPTS = 3  # if a link seems slow
+# Most rounds of each message in turn; the first touches memory that nothing has touched before.
+_ROUNDS = {SMALL: (1, *(4,) * 8), LARGE: (1, 4)}
+_NEVER = float("inf")
 _MOST = 1 << 24  # a float32 holds all whole numbers below
 
 
-def try_surely(link: Link, limit: float) -> LinkTrial:
-    """Test a link with new random data; one that seems slow again, and the fastest test counts.
-
-    Other work of the machine makes a link slower, and nothing makes it faster.
-
-    Args:
-        limit: seconds for each test.
-    """
-    trials: list[LinkTrial] = []
-    while len(trials) < _ATTEMPTS:
-        seed = int.from_bytes(os.urandom(4), "little")
-        trials.append(try_link(link, seed, limit))
-        if not trials[-1].is_slow:
-            return trials[-1]
-    return min(trials, key=LinkTrial.time_of)
+def new_seed() -> int:
+    """Return a seed that no test before had."""
+    return int.from_bytes(os.urandom(4), "little")
 
 
 def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
     """Measure latency and bandwidth, and compare all that comes back.
+
+    The fastest message counts: other work of the machine makes a link slower, nothing faster.
 
     Args:
         seed: of the data.
         limit: seconds for all of it.
     """
     noise, left = np.random.default_rng(seed), limit
-    one_way: list[float] = []  # of each size, in the last message of it
-    for count, most in _MOST_ROUNDS.items():
-        # The first message of a size touches memory that nothing has touched before.
-        rounds, latest = 1, 0.0
-        for _ in range(2):
+    one_way: list[float] = []  # of each size
+    for count, each in _ROUNDS.items():
+        fastest = _NEVER
+        for most in each:
+            # On a machine full of other work the next message may take several times as long.
+            rounds = min(most, int(left / 8 / (2 * fastest))) if fastest < _NEVER else most
             if rounds == 0:  # there is no time for another
                 break
             data = noise.integers(0, _MOST, count).astype(np.float32)
@@ -62,9 +54,7 @@ def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
                 what = f"{wrong:,} of {count:,} numbers that came back were others"
                 return LinkTrial(link.path, None, f"changes data: {what}")
             left -= seconds
-            latest = seconds / (2 * rounds)
-            # On a machine full of other work the next message may take several times as long.
-            rounds = min(most, int(left / 8 / max(seconds, 1e-9)))
-        one_way.append(latest)
+            fastest = min(fastest, max(seconds, 1e-9) / (2 * rounds))
+        one_way.append(fastest)
     latency, whole = one_way
-    return LinkTrial(link.path, LinkSpeed(latency, 4 * LARGE / max(whole, 1e-9)))
+    return LinkTrial(link.path, LinkSpeed(latency, 4 * LARGE / whole))

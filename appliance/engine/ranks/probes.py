@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from appliance.engine.links.shared_memory import SharedMemoryLink, send_back
-from appliance.engine.links.trial import LARGE, try_surely
+from appliance.engine.links.trial import LARGE, new_seed, try_link
 from appliance.engine.ranks.bandwidth import copy_bandwidth
 from appliance.engine.ranks.messages import (
     CopyMemory,
@@ -71,7 +71,7 @@ def try_links(ranks: RankGroup, limit: float = LINK_SECONDS) -> tuple[LinkTrial,
         )
         link = SharedMemoryLink(group, member.send_back, member.process.kill)
         try:
-            trials.append(try_surely(link, limit))
+            trials.append(try_link(link, new_seed(), limit))
         except (RankLostError, OSError) as error:
             raise EngineError(ranks.lost()) from error
     return tuple(trials)

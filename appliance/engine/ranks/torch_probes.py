@@ -156,7 +156,8 @@ def take_part(order: TryLinks, exchange: int, device: torch.device) -> tuple[Lin
     """
     store = store_in(exchange, order.size, "links")
     joint = Joint(store, order.rank, order.size, device)
-    joint.connect(timedelta(seconds=order.limit))
+    is_watched = order.path is not LinkPath.SOCKET  # by the process that waits for the answer
+    joint.connect(timedelta(seconds=order.limit + is_watched * MEET_SECONDS))
     if order.rank == 0:
         return try_joint(joint, order.path, order.limit)
     send_back(joint)
