@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from typing import TYPE_CHECKING
 
 from appliance.engine.process.entry import run_engine_process
@@ -21,7 +22,11 @@ def find_loader() -> LoadEngine:
 
 
 if __name__ == "__main__":
-    exit_code = run_engine_process(sys.argv[1:], find_loader)
+    try:
+        exit_code = run_engine_process(sys.argv[1:], find_loader)
+    except Exception:
+        traceback.print_exc()
+        exit_code = 1
     logging.shutdown()
     # All work is done; tearing torch down would delay the exit by a second or more.
     os._exit(exit_code)
