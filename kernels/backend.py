@@ -79,7 +79,10 @@ class RoutedMLPs(Protocol):
         ids: Tensor,  # (num_tokens, top_k) int64
         weights: Tensor,  # (num_tokens, top_k) float32
     ) -> Tensor:  # (num_tokens, hidden_size) float32
-        """Sum each token's weighted expert outputs, without waiting for the device."""
+        """Sum each token's weighted expert outputs, without waiting for the device.
+
+        Of a part of the experts, other numbers add nothing; see `StackedExperts`.
+        """
         ...
 
 

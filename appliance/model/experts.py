@@ -31,17 +31,19 @@ class Experts:
     """Routed experts, and an optional shared one.
 
     Attributes:
+        held: numbers of the experts that are here; the others' ranks add what they say.
         router_weight: (num_experts, hidden_size) float32.
         router_bias: (num_experts,) float32.
         selection_bias: (num_experts,) float32.
         shared_gate: (1, hidden_size) float32.
         expert_scale: (num_experts,) float32.
-        grouped: all experts as one operation, here or in host memory; if None, `experts` run one by
-            one and the host waits for the router's choice.
+        grouped: all held experts as one operation, here or in host memory; if None, `experts` run
+            one by one and the host waits for the router's choice.
         norms: the experts' own; see `ExpertsSpec`.
     """
 
     router: Router
+    held: range
     router_weight: Tensor
     router_bias: Tensor | None
     selection_bias: Tensor | None
@@ -91,6 +93,8 @@ class Experts:
         """
         logits = linear(routed.float(), self.router_weight, self.router_bias)
         ids, weights = route(logits, self.router, self.selection_bias, self.expert_scale)
+        if self.held.start:
+            ids = ids - self.held.start
         if isinstance(self.grouped, HostExperts):
             return self.grouped.begin(hidden, ids, weights)
         if self.grouped is not None:
@@ -100,6 +104,8 @@ class Experts:
     def _one_by_one(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for expert in ids.unique().tolist():
+            if not 0 <= expert < len(self.held):
+                continue
             tokens, places = torch.where(ids == expert)
             added = self.experts[expert](hidden[tokens]).float()
             total.index_add_(0, tokens, added * weights[tokens, places, None])

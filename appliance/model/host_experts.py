@@ -76,7 +76,15 @@ class HostSide:
         before = self.arena.nbytes
         gate, up, down = lay_out_each(self._packer, expert, spec)
         router = RouterStruct(num_experts=spec.router.num_experts, top_k=spec.router.top_k)
-        struct = ExpertsStruct(router=router, gate=gate, up=up, down=down)
+        here = spec.experts
+        struct = ExpertsStruct(
+            router=router,
+            first_expert=here.start,
+            num_here=len(here),
+            gate=gate,
+            up=up,
+            down=down,
+        )
         nbytes = self.arena.nbytes - before
         streamed = None
         if self._stream is not None and may_stream:

@@ -368,14 +368,14 @@ class LayerBuilder:
         if in_host is None:
             grouped = group_experts(weights.expert, spec, self._backend, self._dtype)
             self.nbytes += 0 if grouped is None else grouped.nbytes
-        numbers = range(spec.router.num_experts)
         return Experts(
             router=spec.router,
+            held=spec.experts,
             router_weight=weights.router,
             router_bias=weights.router_bias,
             selection_bias=weights.selection_bias,
             grouped=grouped,
-            experts=tuple(self._mlp(weights.expert(number), spec) for number in numbers)
+            experts=tuple(self._mlp(weights.expert(number), spec) for number in spec.experts)
             if grouped is None
             else (),
             shared=shared,

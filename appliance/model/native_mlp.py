@@ -47,7 +47,7 @@ def lay_out_mlp(
 
 
 def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: ExpertsSpec) -> int:
-    """Lay out all experts, one at a time, and their router.
+    """Lay out the experts that are here, one at a time, and their router.
 
     Returns:
         Address of their struct in the arena.
@@ -75,6 +75,8 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
         shared_gate=LinearStruct()
         if weights.shared_gate is None
         else exact.linear(weights.shared_gate),
+        first_expert=spec.experts.start,
+        num_here=len(spec.experts),
         gate=gate,
         up=up,
         down=down,
@@ -89,13 +91,12 @@ def lay_out_experts(packer: WeightPacker, weights: ExpertsWeights, spec: Experts
 def lay_out_each(
     packer: WeightPacker, expert: Callable[[int], MLPWeights], spec: ExpertsSpec
 ) -> tuple[int, int | None, int]:
-    """Lay out all experts, one at a time.
+    """Lay out the experts that are here, one at a time.
 
     Returns:
         Addresses of the structs of gates, ups and downs, as from `lay_out_mlp`.
     """
-    numbers = range(spec.router.num_experts)
-    linears = [lay_out_mlp(packer, expert(number), gated=spec.gated) for number in numbers]
+    linears = [lay_out_mlp(packer, expert(number), gated=spec.gated) for number in spec.experts]
     gates, ups, downs = zip(*linears, strict=True)
     return (
         packer.structs(LinearStruct, gates),

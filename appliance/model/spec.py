@@ -163,6 +163,7 @@ class ExpertsSpec:
         shared: an MLP that every token passes through as well.
         shared_gate: the sigmoid of another linear multiplies the shared MLP's output.
         gated: as in `MLPSpec`; for the shared MLP, see its own spec.
+        held: numbers of the experts in a rank's part of the model; None: all of them.
     """
 
     intermediate_size: int
@@ -173,6 +174,12 @@ class ExpertsSpec:
     bias: bool = False
     own_norms: bool = False
     gated: bool = True
+    held: range | None = None
+
+    @property
+    def experts(self) -> range:
+        """Numbers of the experts that are here."""
+        return range(self.router.num_experts) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def group_experts(
     """Build all experts as one operation; None if backend or packing do not allow it."""
     if backend.prepare_experts is None:
         return None
-    stacked = stack_experts([expert(number) for number in range(spec.router.num_experts)], spec)
+    stacked = stack_experts([expert(number) for number in spec.experts], spec)
     return None if stacked is None else backend.prepare_experts(stacked, dtype)
 
 
@@ -43,7 +43,8 @@ def stack_experts(experts: Sequence[MLPWeights], spec: ExpertsSpec) -> StackedEx
     down = _stack([[expert.down] for expert in experts])
     if inner is None or down is None:
         return None
-    return StackedExperts(len(experts), inner, down, spec.activation, spec.gated, up)
+    is_part = spec.held is not None
+    return StackedExperts(len(experts), inner, down, spec.activation, spec.gated, up, is_part)
 
 
 def _stack(experts: Sequence[list[LinearPart]]) -> StackedLinear | None:

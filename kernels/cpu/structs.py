@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 16  # AP_ABI
+ABI = 17  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -239,6 +239,8 @@ class ExpertsStruct(Structure):
         ("router", RouterStruct),
         ("logits", LinearStruct),
         ("shared_gate", LinearStruct),
+        ("first_expert", c_int32),
+        ("num_here", c_int32),
         ("gate", c_void_p),
         ("up", c_void_p),
         ("down", c_void_p),

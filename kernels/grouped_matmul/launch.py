@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -141,6 +141,7 @@ class ExpertMLPs:
     activation: Activation | Gating
     gated: bool
     up: GroupedLinear | None = None  # see `StackedExperts`
+    is_part: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +154,7 @@ class ExpertMLPs:
 
         Args:
             hidden: (num_tokens, hidden_size).
-            ids: (num_tokens, top_k) int64.
+            ids: (num_tokens, top_k) int64; a part adds nothing for numbers outside of its own.
             weights: (num_tokens, top_k) float32.
 
         Returns:
@@ -163,6 +164,8 @@ class ExpertMLPs:
         if not len(hidden):
             return out
         rows = sort_pairs(ids, self.num_experts)
+        if self.is_part:  # pairs of other experts are in no block
+            rows = replace(rows, ids=rows.ids.clamp(0, self.num_experts - 1))
         middle = self.inner(hidden, rows)
         if self.up is not None:
             middle = torch.cat((middle, self.up(hidden, rows)), dim=1)
@@ -172,6 +175,8 @@ class ExpertMLPs:
             assert isinstance(self.activation, Activation)
             middle = activated(middle, self.activation)
         said, width = self.down(middle, rows), out.shape[1]
+        if self.is_part:
+            said.masked_fill_((rows.ids != ids).view(-1, 1), 0)
         with torch.cuda.device(hidden.get_device()):
             add_experts_kernel[(len(hidden), -(-width // ADD_BLOCK))](
                 out,
@@ -259,7 +264,8 @@ def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs |
             f"the grouped matmul of experts has no kernel for compute capability "
             f"{capability / 10}; supported: 8.0 and above"
         )
-    return ExpertMLPs(stacked.num_experts, inner, down, stacked.activation, stacked.gated, up)
+    made = (inner, down, stacked.activation, stacked.gated, up, stacked.is_part)
+    return ExpertMLPs(stacked.num_experts, *made)
 
 
 def _prepare(linear: StackedLinear, num_experts: int, dtype: torch.dtype) -> GroupedLinear | None:

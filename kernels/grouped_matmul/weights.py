@@ -56,6 +56,7 @@ class StackedExperts:
         down: back to hidden.
         activation: with a gate if `gated`.
         up: where gate and up read their inputs in unlike orders; then `inner` is gate alone.
+        is_part: a router also chooses experts that are elsewhere.
     """
 
     num_experts: int
@@ -64,6 +65,7 @@ class StackedExperts:
     activation: Activation | Gating
     gated: bool
     up: StackedLinear | None = None
+    is_part: bool = False
 
 
 def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:

@@ -20,26 +20,30 @@ static void route_row(void *context, int32_t row) {
           s->chosen.weights + at);
 }
 
-static void sort_pairs(chosen_experts *c, const ap_router *r, int32_t rows) {
-    int32_t pairs = rows * r->top_k, next = 0;
+/* Returns the number of pairs. */
+static int32_t sort_pairs(chosen_experts *c, const ap_experts *experts, int32_t rows) {
+    const ap_router *r = &experts->router;
+    int32_t choices = rows * r->top_k, next = 0, begin = experts->first_expert;
     memset(c->counts, 0, (size_t)r->num_experts * sizeof(int32_t));
-    for (int32_t i = 0; i < pairs; i++) c->counts[c->ids[i]]++;
+    for (int32_t i = 0; i < choices; i++) c->counts[c->ids[i]]++;
     c->num_used = 0;
-    for (int32_t e = 0; e < r->num_experts; e++) {
+    for (int32_t e = begin; e < begin + experts->num_here; e++) {
         int32_t count = c->counts[e];
         if (!count) continue;
         for (int32_t i = 0; i < count; i++) c->place_in[next + i] = c->num_used;
-        c->used[c->num_used] = e;
+        c->used[c->num_used] = e - begin;
         c->first[c->num_used++] = next;
         c->counts[e] = next; /* place of its next pair */
         next += count;
     }
     c->first[c->num_used] = next;
-    for (int32_t i = 0; i < pairs; i++) {
-        int32_t pair = c->counts[c->ids[i]]++;
+    for (int32_t i = 0; i < choices; i++) {
+        bool is_here = c->ids[i] >= begin && c->ids[i] < begin + experts->num_here;
+        int32_t pair = is_here ? c->counts[c->ids[i]]++ : -1;
         c->pair_of[i] = pair;
-        c->row_of[pair] = i / r->top_k;
+        if (is_here) c->row_of[pair] = i / r->top_k;
     }
+    return next;
 }
 
 /* ---- a linear of each expert ---- */
@@ -190,6 +194,7 @@ static void combine_row(void *context, int32_t row) {
         vfloat sum = vf_zero();
         for (int32_t k = 0; k < top_k; k++) {
             int64_t choice = (int64_t)row * top_k + k;
+            if (c->pair_of[choice] < 0) continue;
             const float *said = c->out + (int64_t)c->pair_of[choice] * width + i;
             sum = vf_fma(load_next(said, left), vf_set(c->weights[choice]), sum);
         }
@@ -212,8 +217,7 @@ static void combine_row(void *context, int32_t row) {
 static void run_chosen(step_state *s) {
     const ap_experts *experts = s->layer->experts;
     chosen_experts *c = &s->chosen;
-    int32_t pairs = s->rows * experts->router.top_k;
-    sort_pairs(c, &experts->router, s->rows);
+    int32_t pairs = sort_pairs(c, experts, s->rows);
     place_inputs(s, experts->gate, experts->up, s->normed, c->row_of);
     for_rows(s->engine, gather_pair, s, pairs);
     expert_section inward = {
@@ -245,8 +249,14 @@ static void run_experts(step_state *s) {
 
 /* ---- for a caller who has the rest of the model ---- */
 
+static bool here_fits(const ap_experts *experts) {
+    int64_t first = experts->first_expert, count = experts->num_here;
+    return first >= 0 && count > 0 && first + count <= experts->router.num_experts;
+}
+
 static bool routed_fits(const ap_experts *experts, const ap_routed *routed) {
     int32_t top_k = experts->router.top_k, count = experts->router.num_experts;
+    if (!here_fits(experts)) return false;
     if (routed->rows < 0 || top_k < 1 || top_k > count || count > AP_MOST_EXPERTS) return false;
     if ((int64_t)routed->rows * top_k > INT32_MAX) return false;
     for (int64_t i = 0; i < (int64_t)routed->rows * top_k; i++)
@@ -283,7 +293,7 @@ static bool experts_supported(const ap_model *model, const ap_layer *layer) {
     const ap_experts *e = layer->experts;
     if (!e) return true;
     if (!router_supported(&e->router) || is_quantized(&e->logits)) return false;
-    if (e->logits.out_features != e->router.num_experts) return false;
+    if (e->logits.out_features != e->router.num_experts || !here_fits(e)) return false;
     if (has_linear(&e->shared_gate) &&
         (is_quantized(&e->shared_gate) || e->shared_gate.out_features != 1))
         return false;

@@ -24,7 +24,8 @@ typedef struct {
     const float *expert_scale;   /* (num_experts,), multiplies the weights, or NULL */
 } ap_router;
 
-/* MLPs of equal shape, of which a row runs through those that it chooses.
+/* MLPs of equal shape, of which a row runs through those that it chooses. Of some, other ranks
+ * have the weights: here they add nothing.
  *
  * With norms of their own, router and experts read the stream instead of the input of the layer's
  * MLP; the outputs of that MLP and of the experts are normed before they are added. */
@@ -32,7 +33,9 @@ typedef struct {
     ap_router router;
     ap_linear logits;      /* hidden -> num_experts, of a float format */
     ap_linear shared_gate; /* hidden -> 1, of a float format; codes NULL: none */
-    const ap_linear *gate; /* (num_experts,); without gates this is up */
+    int32_t first_expert;  /* the first one that is here */
+    int32_t num_here;      /* of num_experts */
+    const ap_linear *gate; /* (num_here,); without gates this is up */
     const ap_linear *up;   /* NULL without gates */
     const ap_linear *down;
     ap_norm router_norm; /* of the stream; this and the next three: all or none */

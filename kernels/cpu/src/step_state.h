@@ -7,14 +7,14 @@
 #include "pointwise.h"
 #include "section.h"
 
-/* Rows and the experts that they chose: pairs, sorted by expert and then by row. */
+/* Rows and the experts here that they chose: pairs, sorted by expert and then by row. */
 typedef struct {
     int32_t num_used;      /* experts with at least one pair */
-    int32_t *used;         /* (num_used,), their numbers, ascending */
+    int32_t *used;         /* (num_used,), their places among those here, ascending */
     int32_t *first;        /* (num_used + 1,), the first pair of each */
     int32_t *row_of;       /* (pairs,) */
     int32_t *place_in;     /* (pairs,), of its expert in used */
-    int32_t *pair_of;      /* (rows, top_k), the pair that each choice became */
+    int32_t *pair_of;      /* (rows, top_k), the pair that each choice became; below 0: not here */
     int32_t *counts;       /* (num_experts,), scratch */
     int32_t *ids;          /* (rows, top_k), chosen experts */
     float *weights;        /* (rows, top_k) */

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -79,8 +79,21 @@ class Experts:
                 linears[-1].append((dense(weight, "float32"), bias))
         gate, up, down = (packer.structs(LinearStruct, each) if each else None for each in structs)
         router = RouterStruct(num_experts=COUNT, top_k=TOP_K)
-        struct = ExpertsStruct(router=router, gate=gate, up=up, down=down)
+        struct = ExpertsStruct(router=router, num_here=COUNT, gate=gate, up=up, down=down)
         return cls(engine, arena, struct, gating, linears)
+
+    def of_rank(self, here: range) -> Experts:
+        """A rank's experts, of the same router."""
+        own, begin = self.struct, here.start * ctypes.sizeof(LinearStruct)
+        struct = ExpertsStruct(
+            router=own.router,
+            first_expert=here.start,
+            num_here=len(here),
+            gate=own.gate + begin,
+            up=own.up + begin,
+            down=own.down + begin,
+        )
+        return replace(self, struct=struct)
 
     def run(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> tuple[int, Tensor]:
         out = torch.full((len(hidden) + 1, HIDDEN), 7.0)
@@ -160,6 +173,29 @@ def test_an_expert_that_is_not_there_is_refused(loaded: ctypes.CDLL) -> None:
         status, out = experts.run(hidden, ids, weights)
         assert status == Status.BAD_ARGUMENT
         assert torch.all(out == 7)
+
+
+@pytest.mark.parametrize("form", ["float32", "int4"])
+def test_experts_of_several_ranks_add_up(two_threads: NativeEngine, form: str) -> None:
+    """Of the first rank's only expert, most rows say nothing."""
+    experts = Experts.of(two_threads, form, CLAMPED_SWIGLU, gated=True)
+    hidden, ids, weights = choices(33)
+    _, whole = experts.run(hidden, ids, weights)
+    parts = []
+    for here in (range(1), range(1, 4), range(4, COUNT)):
+        status, part = experts.of_rank(here).run(hidden, ids, weights)
+        assert status == Status.OK
+        is_chosen = ((ids >= here.start) & (ids < here.stop)).any(dim=1)
+        assert torch.equal(part.abs().sum(dim=1) > 0, is_chosen)
+        parts.append(part)
+    torch.testing.assert_close(sum(parts), whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("here", [range(0), range(3, COUNT + 1)])
+def test_a_rank_without_experts_or_with_others_is_refused(loaded: ctypes.CDLL, here: range) -> None:
+    experts = Experts.of(NativeEngine(loaded, 1), "float32", CLAMPED_SWIGLU, gated=True)
+    status, _ = experts.of_rank(here).run(*choices(2))
+    assert status == Status.BAD_ARGUMENT
 
 
 def test_no_rows_are_no_work(loaded: ctypes.CDLL) -> None:
