@@ -62,7 +62,13 @@ def load_tiers(
         "made": time.time(),
     }
     root = Path(config.kv_disk).expanduser()
-    fingerprint = kv_fingerprint(Path(config.model), info.fingerprint, precision, moves.block_bytes)
+    fingerprint = kv_fingerprint(
+        Path(config.model),
+        info.fingerprint,
+        precision,
+        moves.block_bytes,
+        () if states is None else states.part_bytes,
+    )
     store = DiskStore(root, fingerprint, moves.block_bytes, config.kv_disk_size, about, state_bytes)
     try:
         store.open()
@@ -85,8 +91,14 @@ def load_tiers(
     return Tiers(blocks, sizes, rates, disk, writes), (note,)
 
 
-def kv_fingerprint(model: Path, fingerprint: str, precision: Precision, block_bytes: int) -> bytes:
-    """Hash everything except tokens that determines a block's bytes: 16 bytes.
+def kv_fingerprint(
+    model: Path,
+    fingerprint: str,
+    precision: Precision,
+    block_bytes: int,
+    state_parts: tuple[int, ...] = (),
+) -> bytes:
+    """Hash everything except tokens that determines the bytes of a block or state: 16 bytes.
 
     A rewritten weight file counts as a new one, even with the same content.
 
@@ -94,9 +106,12 @@ def kv_fingerprint(model: Path, fingerprint: str, precision: Precision, block_by
         model: file or folder.
         fingerprint: the engine's: version, weights, arithmetic, default format.
         block_bytes: of a block in all layers.
+        state_parts: bytes of the parts of a recurrent state, of each rank with a device of its own.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{fingerprint} {block_bytes} {precision.block_size}".encode())
+    if len(state_parts) > 1:
+        digest.update(f"{state_parts}".encode())
     files = sorted(model.iterdir()) if model.is_dir() else [model]
     for file in files:
         if file.is_file() and file.suffix in (".safetensors", ".gguf", ".json"):

@@ -68,6 +68,7 @@ class MemoryRequest:
     fill: bool  # use all remaining memory for the KV cache
     workspace_bytes: int | None = None  # measured; None estimates it
     open_bytes: int = 0  # of open blocks, for sealed layers
+    state_bytes: int = 0  # of a sequence's recurrent state, all layers
     kv_host_memory: int | None = None  # requested bytes, or None
     host_budget_bytes: int | None = None  # beside a GPU; None if the cache is in host memory
     process_bytes: int = 0  # part of the budget in use before a model is loaded
@@ -75,7 +76,6 @@ class MemoryRequest:
     state_checkpoint_memory: int | None = None  # requested bytes, or None
     adapter_bytes: int = 0  # all slots, and one adapter being read
     draft_bytes: int = 0  # the drafter's, without its part of the cache
-    state_copies: int = 1  # of a recurrent state; every rank keeps a whole one
     experts: ExpertChoice | None = None  # undecided; included in `weight_bytes`
     host_experts: ExpertsOnHost = NONE_ON_HOST  # decided; besides `weight_bytes`
     # Bits of --weight-bits that would save something, and the weights' bytes with them.

@@ -177,7 +177,7 @@ def memory_of(
         prefix_caching=config.prefix_caching,
         state_checkpoint_memory=config.state_checkpoint_memory,
         adapter_bytes=copies * of_adapters,
-        state_copies=1 if ranks is None else ranks.division.state_copies,
+        state_bytes=execution.state_bytes(source.spec),
         host_budget_bytes=None if precision.device.type == "cpu" else free_host_bytes(),
         experts=expert_choice(config, source, execution),
         rounded=partial(_rounded_bytes, config, source, execution),

@@ -101,7 +101,7 @@ def plan_measured(
         taken = first_steps(executor, parts.kv_layers)
     logger.info("the largest step takes %.0f MiB at its peak", taken.largest / 2**20)
     graph_bytes = graph_allowance(request.budget_bytes, taken.captured) if parts.with_graphs else 0
-    state_bytes = executor.spec.state_bytes
+    state_bytes = request.state_bytes
     largest = largest_step(
         limits,
         request.block_size,
@@ -149,6 +149,7 @@ def _of_ranks(
             budget_bytes=budget_bytes,
             kv_bytes_per_token=execution.kv_bytes_of(spec),
             open_bytes=parts.num_open * execution.open_bytes_of(spec),
+            state_bytes=spec.state_bytes,
         )
         for spec, (weight_bytes, budget_bytes) in zip(specs, held, strict=True)
     ]

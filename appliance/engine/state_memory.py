@@ -32,7 +32,7 @@ NO_STATES = StateMemory()
 
 def needed_states(request: MemoryRequest) -> StateMemory:
     """Return the configured rows; no checkpoints by default."""
-    row_bytes = request.state_copies * request.spec.state_bytes
+    row_bytes = request.state_bytes
     if not row_bytes:
         return NO_STATES
     asked = (request.state_checkpoint_memory or 0) if request.prefix_caching else 0

@@ -247,7 +247,7 @@ def _layer(
     struct = LayerStruct(
         cache_layer=decoder.cache_places.get(index, 0),
         mixer_is_part=share.heads is not None,
-        mlp_is_part=share.columns is not None,
+        mlp_is_part=share.has_part_of_mlp,
     )
     if isinstance(spec.mixer, AttentionSpec):
         assert isinstance(weights.mixer, AttentionWeights)

@@ -51,7 +51,7 @@ def _lay_out_short_conv(
     Returns:
         Address of its struct in the arena.
     """
-    (inputs,) = weights.inputs
+    (inputs,) = stack_neighbours(weights.inputs)
     struct = ShortConvStruct(
         filters=_filters(packer, weights.filters, weights.bias, state[0]),
         input=packer.linear(inputs.weight, inputs.bias),
@@ -87,7 +87,7 @@ def _lay_out_mamba2(
     packer: WeightPacker, weights: Mamba2Weights, spec: Mamba2Spec, state: tuple[int, ...]
 ) -> int:
     """Lay out Mamba-2, as `_lay_out_short_conv` does."""
-    (inputs,) = weights.inputs
+    (inputs,) = stack_neighbours(weights.inputs)
     tail, maps = state
     struct = Mamba2Struct(
         num_heads=spec.num_heads,

@@ -122,7 +122,7 @@ def recurrent(**changes: object) -> MemoryRequest:
     conv = replace(base.spec.layers[0], mixer=ShortConvSpec(width=1 << 16, taps=3))
     spec = replace(base.spec, layers=(*base.spec.layers, conv))
     assert spec.state_bytes == MIB // 2
-    return replace(base, **{"spec": spec, "budget_bytes": 600 * MIB, **changes})  # type: ignore[arg-type]
+    return request(**{"spec": spec, "budget_bytes": 600 * MIB, **changes})
 
 
 def test_each_sequence_has_a_state_slot_and_checkpoints_share_what_is_left() -> None:

@@ -46,4 +46,5 @@ def memory_request(**changes: object) -> MemoryRequest:
         kv_cache_memory=None,
         fill=False,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    found = replace(base, **changes)  # type: ignore[arg-type]
+    return replace(found, state_bytes=found.spec.state_bytes)

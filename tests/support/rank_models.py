@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.routing import Router
+from appliance.model.shard.column_units import COLUMN_UNIT, USUAL_GROUP, ColumnUnits
 from appliance.model.shard.shard import Shard, shard_model
 from appliance.model.spec import (
     AttentionSpec,
@@ -44,4 +45,8 @@ MODELS = {
 
 
 def shards_of(spec: DecoderSpec, split: Split) -> tuple[Shard, ...]:
-    return shard_model(spec, split, lambda index, width: 128)
+    """Divide a model whose weights are packed in groups of 128."""
+    mlps = ((index, layer.mlp) for index, layer in enumerate(spec.layers))
+    at = [(index, mlp.intermediate_size) for index, mlp in mlps if mlp is not None]
+    units = ColumnUnits(dict.fromkeys(at, USUAL_GROUP), dict.fromkeys(at, COLUMN_UNIT))
+    return shard_model(spec, split, units)

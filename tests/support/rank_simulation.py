@@ -72,7 +72,7 @@ class RankSimulation:
                     for num_bytes in self.reads(shard, index, length, mixes=mixes):
                         self.read(rank, num_bytes)
                 share = self.shards[0].layers[index]
-                if (share.heads if mixes else share.columns) is not None:
+                if share.heads is not None if mixes else share.has_part_of_mlp:
                     self.exchange(row)
         for rank, shard in enumerate(self.shards):
             rows = shard.own_tokens.stop - shard.own_tokens.start

@@ -96,6 +96,10 @@ class Execution(Protocol):
         """Return the bytes of one open block, all layers; 0 without sealed layers."""
         ...
 
+    def state_bytes(self, spec: DecoderSpec) -> int:
+        """Return the bytes of a sequence's recurrent state, all layers; 0 without such layers."""
+        ...
+
     def load(
         self,
         source: ModelSource,

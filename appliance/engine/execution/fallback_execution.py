@@ -74,6 +74,9 @@ class FallbackExecution:
     def open_block_bytes(self, spec: DecoderSpec) -> int:
         return self.inner.open_block_bytes(spec)
 
+    def state_bytes(self, spec: DecoderSpec) -> int:
+        return self.inner.state_bytes(spec)
+
     def load(
         self,
         source: ModelSource,

@@ -89,6 +89,9 @@ class NativeExecution:
             if layer.format.is_sealed
         )
 
+    def state_bytes(self, spec: DecoderSpec) -> int:
+        return sum(part.state_bytes for part in self._parts(spec))
+
     def _parts(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
         """Return the specs of all ranks' caches."""
         return (spec,) if self.ranks is None else self.ranks.division.cached(spec)

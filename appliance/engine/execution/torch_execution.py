@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.engine.adapters.loader import wants_adapters
-from appliance.engine.ranks.division import portion
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
@@ -18,6 +17,7 @@ from appliance.kernels.token_scores import reference as scores_by_torch
 from appliance.model.executor import heads_of
 from appliance.model.host_experts import HostSide
 from appliance.model.loader import load_decoder
+from appliance.model.shard.portion import portion
 from appliance.model.shard.shard import Shard
 from appliance.model.size import estimate_weight_bytes, slot_bytes
 
@@ -148,6 +148,10 @@ class TorchExecution:
     def _of_ranks(self, each: Iterable[int]) -> int:
         """Add up what lies in one host's memory; of GPUs, each has its own, count the fullest."""
         return sum(each) if self._device.type == "cpu" else max(each)
+
+    def state_bytes(self, spec: DecoderSpec) -> int:
+        """Count what all ranks keep of a sequence, or the GPU that keeps most."""
+        return self._of_ranks(part.state_bytes for part in self._parts(spec))
 
     def load(
         self,

@@ -4,38 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from appliance.engine.rank_split.pipeline import LayerCost
-from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
-from appliance.model.tensors import Role
+from appliance.model.shard.expert_shares import expected_load
+from appliance.model.shard.portion import OF_MLP, kept_portion, layer_portion
+from appliance.model.spec import ExpertsSpec
+from appliance.model.tensors import Role, TensorSlot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from appliance.model.shard.shard import Columns, LayerShare, Shard
-    from appliance.model.spec import DecoderSpec
-    from appliance.model.tensors import TensorSlot
+    from appliance.model.shard.shard import LayerShare, Shard
+    from appliance.model.spec import DecoderSpec, LayerSpec
 
 
-class Divided(Enum):
-    """The numbers by which ranks divide a tensor."""
-
-    HEADS = "heads"
-    KV_HEADS = "KV heads"
-    COLUMNS = "columns"
-    WHOLE_MIXER = "none of a mixer's"
-    WHOLE_MLP = "none of an MLP's"
-
-    @property
-    def is_mixer(self) -> bool:
-        """True for what is read before the exchange of the mixer."""
-        return self in (Divided.HEADS, Divided.KV_HEADS, Divided.WHOLE_MIXER)
-
-
-_OF_MLP = (Role.GATE, Role.UP, Role.GATE_UP, Role.DOWN)
-Amounts = dict[Divided, LayerCost]
+# By kind of tensor: a slot that stands for all of a layer's that ranks divide alike.
+Amounts = dict[TensorSlot, LayerCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +61,14 @@ class ModelBytes:
             measure: returns the bytes of a tensor as laid out.
             kv_bytes_per_token: of all layers.
         """
-        layers: list[dict[Divided, LayerCost]] = [defaultdict(_nothing) for _ in spec.layers]
+        layers: list[Amounts] = [defaultdict(_nothing) for _ in spec.layers]
         vocabulary = beside = _nothing()
         for slot in slots:
             num_bytes = measure(slot)
             one = LayerCost(num_bytes * _read_share(spec, slot), num_bytes)
             if slot.layer is not None:
-                how = _divided_by(slot)
-                layers[slot.layer][how] = _sum(layers[slot.layer][how], one)
+                kind = _kind_of(slot)
+                layers[slot.layer][kind] = _sum(layers[slot.layer][kind], one)
             elif slot.role in (Role.EMBEDDING, Role.HEAD):
                 vocabulary = _sum(vocabulary, one)
             else:
@@ -134,23 +119,25 @@ def token_work(model: ModelBytes, shards: Sequence[Shard]) -> TokenWork:
     sections = [Section((model.beside.reads,) * size, row)]
     holds = [model.beside.holds] * size
     for index, amounts in enumerate(model.layers):
-        shares = [shard.layers[index] for shard in shards]
-        caches = index in spec.cache_layers
+        layer, shares = spec.layers[index], [shard.layers[index] for shard in shards]
+        busiest = _busiest(layer, shares)
         for is_mixer in (True, False):
             reads = []
             for rank, share in enumerate(shares):
                 costs = [
-                    _part(cost, _fraction(spec, index, how, share))
-                    for how, cost in amounts.items()
-                    if how.is_mixer is is_mixer
+                    _part_of(layer, share, kind, cost, busiest)
+                    for kind, cost in amounts.items()
+                    if _is_mixer(kind) is is_mixer
                 ]
-                if is_mixer and caches:
-                    kept = LayerCost(model.kv_reads, model.kv_holds)
-                    costs.append(_part(kept, _fraction(spec, index, Divided.KV_HEADS, share)))
+                if is_mixer and index in spec.cache_layers:
+                    assert layer.mixer is not None
+                    kept = 1 if share.heads is None else kept_portion(layer.mixer, share.heads)
+                    costs.append(LayerCost(kept * model.kv_reads, kept * model.kv_holds))
                 cost = _sum(*costs)
                 reads.append(cost.reads)
                 holds[rank] += cost.holds
-            is_divided = (shares[0].heads if is_mixer else shares[0].columns) is not None
+            of_mixer, of_mlp = shares[0].heads is not None, shares[0].has_part_of_mlp
+            is_divided = of_mixer if is_mixer else of_mlp
             sections.append(Section(tuple(reads), row if is_divided else 0.0))
     tokens = shards[0].tokens
     counts = [tokens[rank + 1] - tokens[rank] for rank in range(size)]
@@ -171,20 +158,34 @@ def _sum(*costs: LayerCost) -> LayerCost:
     return LayerCost(sum(cost.reads for cost in costs), sum(cost.holds for cost in costs))
 
 
-def _part(cost: LayerCost, share: float) -> LayerCost:
-    return LayerCost(cost.reads * share, cost.holds * share)
+def _kind_of(slot: TensorSlot) -> TensorSlot:
+    return TensorSlot("", slot.shape[:1], slot.role, slot.layer, None if slot.expert is None else 0)
 
 
-def _divided_by(slot: TensorSlot) -> Divided:
-    if slot.role in _OF_MLP:
-        return Divided.COLUMNS
-    if slot.role is Role.ROUTER:
-        return Divided.WHOLE_MLP
-    if slot.role in (Role.KEY, Role.VALUE):
-        return Divided.KV_HEADS
-    if slot.role in (Role.QUERY, Role.QKV, Role.OUTPUT):
-        return Divided.HEADS
-    return Divided.WHOLE_MIXER
+def _is_mixer(kind: TensorSlot) -> bool:
+    """Return True for what is read before the exchange of the mixer."""
+    return kind.role not in (*OF_MLP, Role.ROUTER)
+
+
+def _busiest(layer: LayerSpec, shares: Sequence[LayerShare]) -> float:
+    """Return what the busiest rank reads of experts, in terms of its even part."""
+    counts = tuple(len(share.experts) for share in shares if share.experts is not None)
+    if not counts:
+        return 1.0
+    assert isinstance(layer.mlp, ExpertsSpec)
+    return expected_load(layer.mlp.router.top_k, counts, counts)
+
+
+def _part_of(
+    layer: LayerSpec, share: LayerShare, kind: TensorSlot, cost: LayerCost, busiest: float
+) -> LayerCost:
+    """Return what a rank reads and holds of all tensors of a kind."""
+    if kind.expert is None or share.experts is None:
+        own = layer_portion(layer, share, kind)
+        return LayerCost(cost.reads * own, cost.holds * own)
+    assert isinstance(layer.mlp, ExpertsSpec)
+    own = len(share.experts) / layer.mlp.router.num_experts
+    return LayerCost(cost.reads * own * busiest, cost.holds * own)
 
 
 def _read_share(spec: DecoderSpec, slot: TensorSlot) -> float:
@@ -196,21 +197,3 @@ def _read_share(spec: DecoderSpec, slot: TensorSlot) -> float:
     mlp = spec.layers[slot.layer].mlp
     assert isinstance(mlp, ExpertsSpec)
     return mlp.router.top_k / mlp.router.num_experts
-
-
-def _fraction(spec: DecoderSpec, index: int, how: Divided, share: LayerShare) -> float:
-    """Return a rank's share of what is divided so in a layer; 1 for what all ranks have whole."""
-    layer = spec.layers[index]
-    if how in (Divided.HEADS, Divided.KV_HEADS) and share.heads is not None:
-        assert isinstance(layer.mixer, AttentionSpec)
-        if how is Divided.HEADS:
-            return share.heads.count / layer.mixer.num_heads
-        return share.heads.num_kv / layer.mixer.num_kv_heads
-    if how is Divided.COLUMNS and share.columns is not None:
-        assert isinstance(layer.mlp, MLPSpec | ExpertsSpec)
-        return _width(share.columns) / layer.mlp.intermediate_size
-    return 1.0
-
-
-def _width(columns: Columns) -> int:
-    return columns[1] - columns[0]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from appliance.engine.ranks.messages import Room
 from appliance.engine.ranks.work import SharedLayers
+from appliance.model.recurrent_spec import ShortConvSpec
+from appliance.model.shard.portion import portion
 from appliance.model.shard.shard import shard_source, undivided
-from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
-from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -31,7 +31,6 @@ class Division(Protocol):
     Attributes:
         split: the ranks' shares.
         bounds: (size + 1,) of runs of whole layers; none where each layer is divided.
-        state_copies: ranks that hold a recurrent state.
     """
 
     @property
@@ -40,8 +39,6 @@ class Division(Protocol):
     def bounds(self) -> tuple[int, ...]: ...
     @property
     def parts(self) -> tuple[Part, ...]: ...
-    @property
-    def state_copies(self) -> int: ...
 
     def in_words(self) -> str:
         """Name the ranks, for a title."""
@@ -56,7 +53,7 @@ class Division(Protocol):
         ...
 
     def cached(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
-        """Return what caches keys and values, each in all the model's cache layers."""
+        """Return what caches keys and values, each in all the model's cache layers, and states."""
         ...
 
     def room(self, config: EngineConfig, payload_bytes: int) -> Room:
@@ -90,19 +87,25 @@ class DividedLayers:
     def bounds(self) -> tuple[int, ...]:
         return ()
 
-    @property
-    def state_copies(self) -> int:
-        return self.split.size
-
     def in_words(self) -> str:
         return f"{self.split.size} ranks {self.split}"
 
     def notes(self) -> tuple[str, ...]:
-        heads = [shard.layers[at].heads for shard in self.parts for at in self._first_divided()]
-        counts = ":".join(str(share.count) for share in heads if share is not None)
         words = f"{self.split.size} processes divide the model {self.split}"
-        if counts:
-            words += f", heads {counts}"
+        first = self.parts[0]
+        headed = [
+            index
+            for index, share in enumerate(first.layers)
+            if share.heads is not None
+            and not isinstance(first.whole.layers[index].mixer, ShortConvSpec)
+        ]
+        by_number = [i for i, share in enumerate(first.layers) if share.experts is not None]
+        if headed:
+            heads = (part.layers[headed[0]].heads for part in self.parts)
+            words += f", heads {':'.join(str(own.count) for own in heads if own is not None)}"
+        if by_number:
+            experts = (part.layers[by_number[0]].experts for part in self.parts)
+            words += f", experts {':'.join(str(len(own)) for own in experts if own is not None)}"
         if whole := undivided(self.parts):
             words += f"; each has all of {' and '.join(whole)}"
         return (words,)
@@ -123,27 +126,3 @@ class DividedLayers:
         self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep
     ) -> RankWork[NativeCache]:
         return SharedLayers(own, group)
-
-    def _first_divided(self) -> list[int]:
-        layers = enumerate(self.parts[0].layers)
-        return [at for at, share in layers if share.heads is not None][:1]
-
-
-def portion(shard: Shard, slot: TensorSlot) -> float:
-    """Return the part of a tensor that a rank holds, at most 1."""
-    if slot.layer is None:
-        own = shard.own_tokens
-        is_cut = slot.role in (Role.EMBEDDING, Role.HEAD)
-        return (own.stop - own.start) / shard.whole.vocab_size if is_cut else 1
-    share, layer = shard.layers[slot.layer], shard.whole.layers[slot.layer]
-    heads, mixer, mlp = share.heads, layer.mixer, layer.mlp
-    if slot.role in (Role.DOWN, Role.GATE, Role.UP, Role.GATE_UP):
-        if share.columns is None:
-            return 1
-        assert isinstance(mlp, MLPSpec | ExpertsSpec)
-        return (share.columns[1] - share.columns[0]) / mlp.intermediate_size
-    if heads is None or not isinstance(mixer, AttentionSpec):
-        return 1
-    if slot.role in (Role.QUERY, Role.QKV, Role.OUTPUT):
-        return heads.count / mixer.num_heads
-    return heads.num_kv / mixer.num_kv_heads if slot.role in (Role.KEY, Role.VALUE) else 1

@@ -214,8 +214,14 @@ class CopyStates(msgspec.Struct, frozen=True, tag=True):
     pairs: tuple[tuple[int, int], ...]
 
 
+class SaveState(msgspec.Struct, frozen=True, tag=True):
+    """Write a row's part of recurrent state to the rank's window."""
+
+    row: int
+
+
 class LoadState(msgspec.Struct, frozen=True, tag=True):
-    """Fill a row of recurrent state from rank 0's window."""
+    """Fill a row's part of recurrent state from the rank's window."""
 
     row: int
 
@@ -279,6 +285,7 @@ ToTorchRank: TypeAlias = (
     | LoadBlock
     | CopyBlocks
     | CopyStates
+    | SaveState
     | LoadState
 )
 ToNewRank: TypeAlias = OpenLink | SendBack | OpenDevice | TryLinks | CopyMemory | MeasureGPU | Join

@@ -1,21 +1,24 @@
-"""The KV cache of several devices: each has its heads' part of every block.
+"""The KV cache of several devices: each has its heads' part of every block and every state.
 
-A block in host memory or on the disk has one rank's part after another. On its way each rank writes
-its part to a window of its own in a file in memory.
+A block or state in host memory or on the disk has one rank's part after another. On its way each
+rank writes its part to a window of its own in a file in memory.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.engine.moves import SavedBlock
 from appliance.engine.ranks.messages import (
     CopyBlocks,
     CopyStates,
     LoadBlock,
     LoadState,
     SaveBlock,
+    SaveState,
 )
 from appliance.engine.run.state_rows import StateRows
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.moves import SavedBlock, StateCopy, StateLoad
+    from appliance.engine.moves import StateCopy, StateLoad
     from appliance.engine.ranks.torch_ranks import TorchRanks
     from appliance.engine.rates import Rates
     from appliance.engine.run.device import Device
@@ -42,11 +45,13 @@ class RankedCache:
         own: rank 0's.
         ranks: the others.
         sizes: bytes of each rank's part of a block, and of an open block.
+        state_sizes: of each rank's part of a row of recurrent state.
     """
 
     own: KVCache
     ranks: TorchRanks
     sizes: tuple[tuple[int, int], ...]
+    state_sizes: tuple[int, ...]
 
     @property
     def block_size(self) -> int:
@@ -71,25 +76,31 @@ class RankedCache:
     def read_block(self, block: int, open_block: int = -1) -> bytes:
         """Return the parts of a block, each with that of its open block if given."""
         self.ranks.order(SaveBlock(block, open_block))
-        parts = [self.own.read_block(block, open_block)]
-        self.ranks.group.answers()
-        sizes = self._parts(open_block)
-        file = self.ranks.group.cache
-        parts += [read_window(file, rank, sizes[rank]) for rank in range(1, len(sizes))]
-        return b"".join(parts)
+        own = self.own.read_block(block, open_block)
+        return own + self._read_others(self._parts(open_block))
 
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_block: int = -1
     ) -> None:
         """Write back the bytes that `read_block` returned."""
-        sizes, view = self._parts(open_block), memoryview(content)
-        assert len(view) == sum(sizes)
-        begin = sizes[0]
-        for rank in range(1, len(sizes)):
-            write_window(self.ranks.group.cache, rank, view[begin : begin + sizes[rank]])
-            begin += sizes[rank]
+        own = self._write_others(content, self._parts(open_block))
         self.ranks.order(LoadBlock(block, open_block))
-        self.own.write_block(block, view[: sizes[0]], open_block)
+        self.own.write_block(block, own, open_block)
+        self.ranks.group.answers()
+
+    def read_state(self, row: int) -> bytes:
+        """Return the parts of a row of recurrent state."""
+        self.ranks.order(SaveState(row))
+        own = self.states[row].cpu().numpy().tobytes()
+        return own + self._read_others(self.state_sizes)
+
+    def write_state(self, row: int, content: bytes | bytearray | memoryview) -> None:
+        """Write back the bytes that `read_state` returned."""
+        import torch  # which the CPU library does without
+
+        own = self._write_others(content, self.state_sizes)
+        self.ranks.order(LoadState(row))
+        self.states[row].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self.ranks.group.answers()
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
@@ -103,28 +114,57 @@ class RankedCache:
             self.ranks.order(CopyBlocks(tuple(sources), tuple(destinations), are_open=True))
             self.own.copy_open(sources, destinations)
 
+    def _read_others(self, sizes: Sequence[int]) -> bytes:
+        """Return what the other ranks were ordered to write to their windows."""
+        self.ranks.group.answers()
+        file = self.ranks.group.cache
+        return b"".join(read_window(file, rank, sizes[rank]) for rank in range(1, len(sizes)))
+
+    def _write_others(
+        self, content: bytes | bytearray | memoryview, sizes: Sequence[int]
+    ) -> memoryview:
+        """Write the other ranks' parts to their windows; return rank 0's."""
+        view = memoryview(content)
+        assert len(view) == sum(sizes)
+        begin = sizes[0]
+        for rank in range(1, len(sizes)):
+            write_window(self.ranks.group.cache, rank, view[begin : begin + sizes[rank]])
+            begin += sizes[rank]
+        return view[: sizes[0]]
+
     def _parts(self, open_block: int) -> list[int]:
         return [block + (opened if open_block >= 0 else 0) for block, opened in self.sizes]
 
 
 class RankedStateRows(StateRows):
-    """Rows of recurrent state, which all ranks have whole and equal: rank 0's are saved."""
+    """Rows of recurrent state, of which each rank has its heads' part."""
 
     def __init__(self, cache: RankedCache, device: Device, rates: Rates) -> None:
         super().__init__(cache.states, device, rates)
-        self._ranks = cache.ranks
+        self.state_bytes = sum(cache.state_sizes)
+        self._cache = cache
+
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        return self._cache.state_sizes
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
         if copies:
-            self._ranks.order(CopyStates(tuple((one.source, one.destination) for one in copies)))
+            pairs = tuple((one.source, one.destination) for one in copies)
+            self._cache.ranks.order(CopyStates(pairs))
         super().copy(copies)
+
+    def save(self, rows: Sequence[int]) -> tuple[SavedBlock, ...]:
+        saved = []
+        for row in rows:
+            begin = time.perf_counter()
+            saved.append(SavedBlock(self._cache.read_state(row)))
+            self._rates.saw_moves(self.state_bytes, time.perf_counter() - begin)
+        return tuple(saved)
 
     def load(self, loads: Sequence[StateLoad], saved: Sequence[SavedBlock]) -> None:
         for load in loads:
-            write_window(self._ranks.group.cache, 0, load.content(saved).read())
-            self._ranks.order(LoadState(load.row))
-            self._ranks.group.answers()
-        super().load(loads, saved)
+            self._cache.write_state(load.row, load.content(saved).read())
 
 
 def write_window(file: int, rank: int, content: bytes | bytearray | memoryview) -> None:

@@ -10,7 +10,8 @@ from appliance.engine.ranks.division import DividedLayers
 from appliance.engine.ranks.stage_division import Stages
 from appliance.engine.ranks.started import StartedRanks
 from appliance.errors import ConfigError
-from appliance.model.shard.shard import column_units, shard_model
+from appliance.model.shard.column_units import column_units
+from appliance.model.shard.shard import shard_model
 from appliance.model.shard.stage import check_stages
 
 if TYPE_CHECKING:
@@ -109,17 +110,17 @@ def _with_shares(
     Args:
         why_shares: why ranks cannot have whole layers; empty if they can.
     """
-    spec, unit_of = source.spec, column_units(source)
+    spec, units = source.spec, column_units(source)
     asked = None if ranks.config.gpu_split == "auto" else ranks.division.split
     started = started.planned(
         asked,
         model,
-        lambda split: shard_model(spec, split, unit_of),
+        lambda split: shard_model(spec, split, units),
         why_shares=why_shares,
     )
     assert started.plan is not None
     split = started.plan.split
-    division = DividedLayers(split, shard_model(spec, split, unit_of))
+    division = DividedLayers(split, shard_model(spec, split, units))
     return replace(ranks, division=division, started=started), started
 
 

@@ -69,10 +69,6 @@ class Stages:
     def bounds(self) -> tuple[int, ...]:
         return self.parts[0].bounds
 
-    @property
-    def state_copies(self) -> int:
-        return 1
-
     def in_words(self) -> str:
         return f"{self.split.size} stages from layers {', '.join(map(str, self.bounds[:-1]))}"
 

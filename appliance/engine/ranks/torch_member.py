@@ -27,6 +27,7 @@ from appliance.engine.ranks.messages import (
     RunHead,
     RunStep,
     SaveBlock,
+    SaveState,
     ToNewRank,
     receive_order,
     send,
@@ -114,10 +115,14 @@ class TorchMember:
             case CopyStates(pairs):
                 for source, destination in pairs:
                     self._own.states[destination].copy_(self._own.states[source])
+            case SaveState(row):
+                content = self._own.states[row].cpu().numpy().tobytes()
+                write_window(self._file, self._rank, content)
+                send(self._connection, RankDone())
             case LoadState(row):
                 states = self._own.states
-                content = bytearray(read_window(self._file, 0, states.shape[1]))
-                states[row].copy_(torch.frombuffer(content, dtype=torch.uint8))
+                found = bytearray(read_window(self._file, self._rank, states.shape[1]))
+                states[row].copy_(torch.frombuffer(found, dtype=torch.uint8))
                 send(self._connection, RankDone())
             case _:
                 assert_never(order)

@@ -109,7 +109,8 @@ class TorchRanks:
             block * num_blocks + opened * num_open + part.spec.state_bytes * num_states
             for (block, opened), part in zip(sizes, parts, strict=True)
         )
-        return RankedCache(cache, self, tuple(sizes))
+        states = tuple(part.spec.state_bytes for part in parts)
+        return RankedCache(cache, self, tuple(sizes), states)
 
     @contextlib.contextmanager
     def step(self, step: RankStep) -> Iterator[None]:

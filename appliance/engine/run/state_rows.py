@@ -34,6 +34,11 @@ class StateRows:
         self._rates = rates
         self._pinned = PinnedRows(device, self.state_bytes)
 
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Bytes of each part of a saved row."""
+        return (self.state_bytes,)
+
     def copy(self, copies: Sequence[StateCopy]) -> None:
         for source, destination in copies:
             self._rows[destination].copy_(self._rows[source])

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.model.shard.weights import input_ranges, middle_ranges
-from appliance.model.spec import AttentionSpec, ExpertsSpec
+from appliance.model.shard.mixer_ranges import input_ranges, output_columns
+from appliance.model.shard.weights import middle_ranges
+from appliance.model.spec import ExpertsSpec
 
 if TYPE_CHECKING:
     from appliance.model.adapters.targets import Expansion, PlacedFactors
-    from appliance.model.shard.shard import Columns, Shard
+    from appliance.model.shard.shard import Shard
+    from appliance.model.shard.split import Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +26,25 @@ class FactorCutter:
         """Return a rank's part of a place's factors: of its outputs, or of its inputs."""
         index, place = at
         if place in (AdapterPlace.INTO_MIXER, AdapterPlace.OUT_OF_MIXER):
-            ranges = self._mixer(index)
+            own = self._mixer(index)
         else:
-            ranges = self._mlp(index)
-        if ranges is None:
+            own = self._mlp(index)
+        if own is None:
             return factors
+        ranges, (first, last) = own
         if place in (AdapterPlace.INTO_MIXER, AdapterPlace.INTO_MLP):
             return replace(factors, expansions=_cut_outputs(factors.expansions, ranges))
-        first, last = ranges[0]
         return replace(factors, shrink=factors.shrink[:, first:last].contiguous())
 
-    def _mixer(self, index: int) -> list[Columns] | None:
+    def _mixer(self, index: int) -> tuple[list[Columns], Columns] | None:
+        """Return a rank's outputs of the first linears, and inputs of the last one."""
         heads, mixer = self.shard.layers[index].heads, self.shard.whole.layers[index].mixer
-        if heads is None:
+        if heads is None or mixer is None:
             return None
-        assert isinstance(mixer, AttentionSpec)
-        return input_ranges(mixer, heads)
+        return input_ranges(mixer, heads), output_columns(mixer, heads)
 
-    def _mlp(self, index: int) -> list[Columns] | None:
+    def _mlp(self, index: int) -> tuple[list[Columns], Columns] | None:
+        """Return the same of an MLP."""
         share, mlp = self.shard.layers[index], self.shard.whole.layers[index].mlp
         if isinstance(mlp, ExpertsSpec):  # adapters change the shared MLP
             mlp, columns = mlp.shared, share.shared
@@ -50,7 +53,7 @@ class FactorCutter:
         if columns is None or mlp is None:
             return None
         width = mlp.intermediate_size
-        return middle_ranges(width, width * (1 + mlp.gated), columns)
+        return middle_ranges(width, width * (1 + mlp.gated), columns), columns
 
 
 def _cut_outputs(expansions: tuple[Expansion, ...], ranges: list[Columns]) -> tuple[Expansion, ...]:

@@ -127,4 +127,4 @@ class JoinedShard:
         """Return what sums a layer's mixer, and its MLP; None: every rank has all of it."""
         share = self.shard.layers[layer]
         mixer = None if share.heads is None else self.joint
-        return mixer, None if share.columns is None else self.joint
+        return mixer, self.joint if share.has_part_of_mlp else None

@@ -1,7 +1,7 @@
 """One rank's part of a model: its own `DecoderSpec`, and its position in the whole.
 
-Parts that do not divide are whole on every rank: recurrent and latent mixers, too few heads,
-experts with their own norms. Each rank computes them, and nothing is summed.
+Parts that do not divide are whole on every rank: too few heads, experts with their own norms. Each
+rank computes them, and nothing is summed.
 """
 
 from __future__ import annotations
@@ -10,34 +10,48 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
-from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.recurrent_spec import ShortConvSpec
+from appliance.model.shard.column_units import COLUMN_UNIT, column_units
+from appliance.model.shard.expert_shares import choose_experts
+from appliance.model.shard.mixer_ranges import own_mixer
 from appliance.model.shard.split import Heads, Split, check_split, cut_heads
 from appliance.model.shard.stage import Stage
-from appliance.model.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec
-from appliance.model.tensors import Role
+from appliance.model.spec import DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from appliance.model.shard.column_units import ColumnUnits
+    from appliance.model.shard.split import Columns
     from appliance.model.source import ModelSource
+    from appliance.model.spec import MixerSpec
 
-COLUMN_UNIT = 32  # inputs of the smallest group that all kernels support
-USUAL_GROUP = 128  # inputs of a block of FP8, and of the largest group
 TOKEN_UNIT = 32
-
-Columns = tuple[int, int]  # first and one after the last
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """A rank's part of a layer; None means all of it, on every rank."""
+    """A rank's part of a layer; None means all of it, on every rank.
 
-    heads: Heads | None
-    columns: Columns | None  # intermediate columns of the MLP, or of every expert
-    shared: Columns | None  # intermediate columns of the shared MLP
+    Attributes:
+        heads: of the mixer.
+        columns: intermediate columns of the MLP, or of every expert.
+        experts: numbers of the experts that it has whole, instead of columns of each.
+        shared: intermediate columns of the shared MLP.
+    """
+
+    heads: Heads | None = None
+    columns: Columns | None = None
+    experts: range | None = None
+    shared: Columns | None = None
+
+    @property
+    def has_part_of_mlp(self) -> bool:
+        """True if the ranks' results of the MLP or the experts add up."""
+        return self.columns is not None or self.experts is not None
 
 
-WHOLE_LAYER = LayerShare(None, None, None)
+WHOLE_LAYER = LayerShare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +89,16 @@ class Shard:
 Part: TypeAlias = Shard | Stage
 
 
-def shard_model(
-    spec: DecoderSpec, split: Split, unit_of: Callable[[int, int], int]
-) -> tuple[Shard, ...]:
+def shard_model(spec: DecoderSpec, split: Split, units: ColumnUnits) -> tuple[Shard, ...]:
     """Divide a model among ranks.
 
     Args:
-        unit_of: returns the number of adjacent MLP columns to keep together, from a layer's index
-            and its number of columns.
+        units: columns that had better stay together.
     """
-    layers = [_shares(layer, split, index, unit_of) for index, layer in enumerate(spec.layers)]
-    units = split.cut(-(-spec.vocab_size // TOKEN_UNIT))
-    assert units is not None, "a vocabulary smaller than the ranks"
-    tokens = (*(TOKEN_UNIT * bound for bound in units[:-1]), spec.vocab_size)
+    layers = [_shares(layer, split, index, units) for index, layer in enumerate(spec.layers)]
+    bounds = split.cut(-(-spec.vocab_size // TOKEN_UNIT))
+    assert bounds is not None, "a vocabulary smaller than the ranks"
+    tokens = (*(TOKEN_UNIT * bound for bound in bounds[:-1]), spec.vocab_size)
     return tuple(
         Shard(
             rank=rank,
@@ -113,25 +124,6 @@ def shard_source(source: ModelSource, split: Split) -> tuple[Shard, ...]:
     return shard_model(source.spec, split, column_units(source))
 
 
-def column_units(source: ModelSource) -> Callable[[int, int], int]:
-    """Return a function for `shard_model` that says which columns had better stay together."""
-    units: dict[tuple[int, int], int] = {}
-    for slot in source.slots():
-        if slot.role is Role.DOWN and slot.layer is not None and len(slot.shape) == 2:
-            at = slot.layer, slot.shape[1]
-            units[at] = max(units.get(at, 0), _unit(source, slot.name))
-    return lambda *at: units.get(at, COLUMN_UNIT)
-
-
-def _unit(source: ModelSource, name: str) -> int:
-    """Return the number of columns to keep together: a block or a usual group."""
-    weights = source.weights
-    if isinstance(weights, GGUFWeights):
-        return max(weights.block_size(name), COLUMN_UNIT)
-    is_packed = weights.packed_bits(name) is not None or weights.float_bits(name) is not None
-    return USUAL_GROUP if is_packed else COLUMN_UNIT
-
-
 def undivided(shards: Sequence[Shard]) -> tuple[str, ...]:
     """Name the parts that every rank has whole."""
     first = shards[0]
@@ -140,38 +132,63 @@ def undivided(shards: Sequence[Shard]) -> tuple[str, ...]:
         for share, layer in zip(first.layers, first.spec.layers, strict=True)
     )
     mlps = sum(
-        share.columns is None and layer.mlp is not None
+        not share.has_part_of_mlp and layer.mlp is not None
         for share, layer in zip(first.layers, first.spec.layers, strict=True)
     )
     found = (f"the mixers of {mixers} layers" if mixers else "", f"{mlps} MLPs" if mlps else "")
     return tuple(filter(None, found))
 
 
-def _shares(
-    layer: LayerSpec, split: Split, index: int, unit_of: Callable[[int, int], int]
-) -> list[LayerShare]:
-    heads: Sequence[Heads | None] | None = None
-    if isinstance(layer.mixer, AttentionSpec):
-        heads = cut_heads(layer.mixer, split)
-    columns = shared = None
+def _shares(layer: LayerSpec, split: Split, index: int, units: ColumnUnits) -> list[LayerShare]:
+    none: list[None] = [None] * split.size
+    columns: Sequence[Columns | None] | None = None
+    experts: Sequence[range] | None = None
+    shared: Sequence[Columns] | None = None
     mlp = layer.mlp
     if isinstance(mlp, MLPSpec):
-        columns = _cut_columns(mlp.intermediate_size, split, index, unit_of)
+        columns = _cut_columns(mlp.intermediate_size, split, index, units)
     elif isinstance(mlp, ExpertsSpec) and not mlp.own_norms:
-        columns = _cut_columns(mlp.intermediate_size, split, index, unit_of)
-        if columns is not None and mlp.shared is not None:
-            shared = _cut_columns(mlp.shared.intermediate_size, split, index, unit_of)
-            columns = None if shared is None else columns
-    none: list[None] = [None] * split.size
-    each = zip(heads or none, columns or none, shared or none, strict=True)
+        if mlp.shared is not None:
+            shared = _cut_columns(mlp.shared.intermediate_size, split, index, units)
+        if mlp.shared is None or shared is not None:
+            exact = _cut_exactly(mlp.intermediate_size, split, index, units)
+            experts = choose_experts(mlp.router, split, exact)
+            if experts is None:
+                columns = exact or _cut_columns(mlp.intermediate_size, split, index, units)
+        if experts is None and columns is None:
+            shared = None
+    heads = None if layer.mixer is None else _cut_mixer(layer.mixer, split, index, units)
+    each = zip(heads or none, columns or none, experts or none, shared or none, strict=True)
     return [LayerShare(*shares) for shares in each]
 
 
-def _cut_columns(
-    width: int, split: Split, index: int, unit_of: Callable[[int, int], int]
-) -> list[Columns] | None:
+def _cut_mixer(
+    mixer: MixerSpec, split: Split, index: int, units: ColumnUnits
+) -> Sequence[Heads] | None:
+    """Divide a mixer's heads, or a short convolution's channels; None if they cannot be divided."""
+    if not isinstance(mixer, ShortConvSpec):
+        return cut_heads(mixer, split)
+    channels = _cut_columns(mixer.width, split, index, units)
+    if channels is None:
+        return None
+    return [Heads(first, last - first, first, last - first) for first, last in channels]
+
+
+def _cut_columns(width: int, split: Split, index: int, units: ColumnUnits) -> list[Columns] | None:
     """Divide columns into whole units, or into `COLUMN_UNIT` if there are too few units."""
-    for unit in (unit_of(index, width), COLUMN_UNIT):
+    return _cut(width, split, (units.usual(index, width), COLUMN_UNIT))
+
+
+def _cut_exactly(width: int, split: Split, index: int, units: ColumnUnits) -> list[Columns] | None:
+    """Divide columns where no weight becomes dense; None if that cannot be."""
+    least = units.least(index, width)
+    wanted = (units.usual(index, width), COLUMN_UNIT)
+    return _cut(width, split, [unit for unit in wanted if unit % least == 0])
+
+
+def _cut(width: int, split: Split, units: Sequence[int]) -> list[Columns] | None:
+    """Divide columns into whole units of the first size of which there are enough."""
+    for unit in units:
         bounds = None if width % unit else split.cut(width // unit)
         if bounds is not None:
             return [(first * unit, last * unit) for first, last in pairwise(bounds)]
@@ -182,13 +199,14 @@ def _own(layer: LayerSpec, share: LayerShare) -> LayerSpec:
     """Return a rank's part of a layer's spec."""
     mixer, mlp = layer.mixer, layer.mlp
     if share.heads is not None:
-        assert isinstance(mixer, AttentionSpec)
-        mixer = replace(mixer, num_heads=share.heads.count, num_kv_heads=share.heads.num_kv)
+        assert mixer is not None
+        mixer = own_mixer(mixer, share.heads)
     if share.columns is not None:
         assert mlp is not None
         mlp = replace(mlp, intermediate_size=share.columns[1] - share.columns[0])
-        if isinstance(mlp, ExpertsSpec) and mlp.shared is not None:
-            assert share.shared is not None
+    if isinstance(mlp, ExpertsSpec):
+        mlp = replace(mlp, held=share.experts)
+        if mlp.shared is not None and share.shared is not None:
             width = share.shared[1] - share.shared[0]
             mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=width))
     return replace(layer, mixer=mixer, mlp=mlp)

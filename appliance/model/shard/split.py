@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import comb, gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from appliance.errors import ConfigError
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.spec import AttentionSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
-    from appliance.model.spec import AttentionSpec, DecoderSpec
+    from appliance.model.spec import DecoderSpec
+
+    # Mixers with heads, some of which may read the same keys.
+    HeadedSpec: TypeAlias = AttentionSpec | LatentAttentionSpec | GatedDeltaSpec | Mamba2Spec
 
 MOST_NAMED = 4  # valid splits in a message
 MOST_SHARE = 64
 MOST_TRIED = 10_000  # splits to check for a message
+
+Columns = tuple[int, int]  # first and one after the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of one rank; another rank may have the same KV heads."""
+    """The heads of one rank, and the KV heads that they read; another rank may have the same ones.
+
+    Of a recurrent mixer, KV heads are the groups that share keys; of a short convolution, each
+    channel is a head.
+    """
 
     first: int
     count: int
@@ -91,21 +102,33 @@ class Heads:
     num_kv: int
 
 
-def head_units(mixer: AttentionSpec, size: int) -> int:
-    """Return the number of pieces that a layer's heads divide into: KV groups or query heads."""
-    return mixer.num_kv_heads if mixer.num_kv_heads >= size else mixer.num_heads
+def head_counts(mixer: HeadedSpec) -> tuple[int, int]:
+    """Return a mixer's number of heads, and of the groups in which they share keys."""
+    if isinstance(mixer, GatedDeltaSpec):
+        return mixer.num_value_heads, mixer.num_key_heads
+    if isinstance(mixer, Mamba2Spec):
+        return mixer.num_heads, mixer.num_groups
+    return mixer.num_heads, mixer.num_kv_heads
 
 
-def cut_heads(mixer: AttentionSpec, split: Split) -> tuple[Heads, ...] | None:
-    """Divide heads by whole KV groups; None if they cannot be divided.
+def head_units(mixer: HeadedSpec, size: int) -> int:
+    """Return the number of pieces that a layer's heads divide into: groups or single heads."""
+    num_heads, num_groups = head_counts(mixer)
+    return num_groups if num_groups >= size else num_heads
 
-    With fewer KV heads than ranks, each rank has the single KV head that its query heads read.
+
+def cut_heads(mixer: HeadedSpec, split: Split) -> tuple[Heads, ...] | None:
+    """Divide heads by whole groups; None if they cannot be divided.
+
+    With fewer groups than ranks, each rank has the keys of the single group that its heads read,
+    except in Mamba-2, which norms a group as one.
     """
-    group = mixer.num_heads // mixer.num_kv_heads
+    num_heads, num_groups = head_counts(mixer)
+    group = num_heads // num_groups
     bounds = split.cut(head_units(mixer, split.size))
-    if bounds is None:
+    if bounds is None or stays_whole(mixer, split.size):
         return None
-    if mixer.num_kv_heads >= split.size:
+    if num_groups >= split.size:
         return tuple(
             Heads(first * group, (last - first) * group, first, last - first)
             for first, last in pairwise(bounds)
@@ -113,6 +136,11 @@ def cut_heads(mixer: AttentionSpec, split: Split) -> tuple[Heads, ...] | None:
     if any(first // group != (last - 1) // group for first, last in pairwise(bounds)):
         return None
     return tuple(Heads(first, last - first, first // group, 1) for first, last in pairwise(bounds))
+
+
+def stays_whole(mixer: HeadedSpec, size: int) -> bool:
+    """Return True if no shares divide a mixer, which each rank then has whole."""
+    return isinstance(mixer, Mamba2Spec) and mixer.num_groups < size
 
 
 def distance(one: Split, other: Split) -> float:
@@ -126,38 +154,56 @@ def check_split(spec: DecoderSpec, split: Split) -> None:
     """Raise ConfigError, with the nearest valid splits, if shares do not divide the heads."""
     if not split.is_exact or _divides(spec, split):
         return
-    mixer = next(
-        mixer for mixer in spec.attention_layers.values() if not _layer_divides(mixer, split)
-    )
+    mixer = next(mixer for mixer in _headed(spec, split) if not _layer_divides(mixer, split))
     valid = valid_splits(spec, split)
     nearest = sorted(valid, key=lambda other: distance(other, split))[:MOST_NAMED]
     advice = ", ".join(map(str, nearest)) if nearest else "none"
     raise ConfigError(
-        f"--gpu-split {split} does not divide the attention of this model,"
-        f" {mixer.num_heads} heads in {mixer.num_kv_heads} groups; the nearest splits that do:"
+        f"--gpu-split {split} does not divide {_in_words(mixer)}; the nearest splits that do:"
         f" {advice}, or auto for the most even one"
     )
 
 
+def _in_words(mixer: HeadedSpec) -> str:
+    if isinstance(mixer, LatentAttentionSpec):
+        return f"the latent attention of this model, {mixer.num_heads} heads"
+    num_heads, num_groups = head_counts(mixer)
+    kinds = {GatedDeltaSpec: "Gated DeltaNet layers", Mamba2Spec: "Mamba-2 layers"}
+    kind = kinds.get(type(mixer), "attention")
+    return f"the {kind} of this model, {num_heads} heads in {num_groups} groups"
+
+
+def _headed(spec: DecoderSpec, split: Split) -> list[HeadedSpec]:
+    """List the mixers whose heads shares have to divide."""
+    mixers = [layer.mixer for layer in spec.layers]
+    return [
+        mixer
+        for mixer in mixers
+        if mixer is not None
+        and not isinstance(mixer, ShortConvSpec)
+        and not stays_whole(mixer, split.size)
+    ]
+
+
 def _divides(spec: DecoderSpec, split: Split) -> bool:
-    return all(_layer_divides(mixer, split) for mixer in spec.attention_layers.values())
+    return all(_layer_divides(mixer, split) for mixer in set(_headed(spec, split)))
 
 
-def _layer_divides(mixer: AttentionSpec, split: Split) -> bool:
+def _layer_divides(mixer: HeadedSpec, split: Split) -> bool:
     return split.fits(head_units(mixer, split.size)) and cut_heads(mixer, split) is not None
 
 
 def valid_splits(spec: DecoderSpec, near: Split) -> list[Split]:
     """List the splits that divide all layers, in lowest terms; only two if there are many."""
     size = near.size
-    units = [head_units(mixer, size) for mixer in spec.attention_layers.values()]
+    units = [head_units(mixer, size) for mixer in _headed(spec, near)]
     if not units:
         return []
-    least = min(units)
-    if comb(least - 1, size - 1) <= MOST_TRIED:
-        tried = _compositions(least, size)
+    most = gcd(*units)  # shares of a valid split divide all of them
+    if comb(most - 1, size - 1) <= MOST_TRIED:
+        tried = _compositions(most, size)
     else:
-        cuts = (near.cut(least), Split((1,) * size).cut(least))
+        cuts = (near.cut(most), Split((1,) * size).cut(most))
         tried = [tuple(last - first for first, last in pairwise(cut)) for cut in cuts if cut]
     found = {
         Split(tuple(count // gcd(*counts) for count in counts), is_exact=True) for counts in tried

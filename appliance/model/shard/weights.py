@@ -8,11 +8,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from appliance.kernels import arrays
+from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.kv_format import LayerPrecision
 from appliance.kernels.weight import cloned, column_unit, dense, some_columns
-from appliance.model.layer_weights import AttentionWeights, ExpertsWeights, MLPWeights
+from appliance.model.layer_weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    GatedDeltaWeights,
+    LatentWeights,
+    Mamba2Weights,
+    MLPWeights,
+    ShortConvWeights,
+)
 from appliance.model.linear import LinearPart
-from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
+from appliance.model.shard.mixer_ranges import (
+    channel_ranges,
+    input_ranges,
+    output_columns,
+    query_range,
+)
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, MLPSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,10 +36,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.weight import Weight
-    from appliance.model.layer_weights import LayerWeights
+    from appliance.model.layer_weights import LayerWeights, MixerWeights
     from appliance.model.reader import ModelReader
-    from appliance.model.shard.shard import Columns, Shard
-    from appliance.model.shard.split import Heads
+    from appliance.model.shard.shard import LayerShare, Shard
+    from appliance.model.shard.split import Columns, Heads
+    from appliance.model.spec import MixerSpec
 
 
 @dataclass(slots=True)
@@ -48,17 +65,15 @@ class WeightCutter:
         spec, share = self.shard.whole.layers[index], self.shard.layers[index]
         mixer, mlp = weights.mixer, weights.mlp
         if share.heads is not None:
-            assert isinstance(mixer, AttentionWeights)
-            assert isinstance(spec.mixer, AttentionSpec)
-            mixer = self._attention(mixer, spec.mixer, share.heads)
-        if share.columns is not None:
-            if isinstance(mlp, ExpertsWeights):
-                assert isinstance(spec.mlp, ExpertsSpec)
-                mlp = self._experts(mlp, spec.mlp, share.columns, share.shared)
-            else:
-                assert mlp is not None
-                assert isinstance(spec.mlp, MLPSpec)
-                mlp = self._mlp(mlp, spec.mlp.intermediate_size, share.columns)
+            assert mixer is not None
+            assert spec.mixer is not None
+            mixer = self._mixer(mixer, spec.mixer, share.heads)
+        if isinstance(mlp, ExpertsWeights) and share.has_part_of_mlp:
+            assert isinstance(spec.mlp, ExpertsSpec)
+            mlp = self._experts(mlp, spec.mlp, share)
+        elif isinstance(mlp, MLPWeights) and share.columns is not None:
+            assert isinstance(spec.mlp, MLPSpec)
+            mlp = self._mlp(mlp, spec.mlp.intermediate_size, share.columns)
         return replace(weights, mixer=mixer, mlp=mlp)
 
     def vocabulary(self, embedding: Weight, head: Weight) -> tuple[Weight, Weight]:
@@ -68,17 +83,46 @@ class WeightCutter:
             return own, own
         return own, self._copied(LinearPart(head, None).rows(self.shard.own_tokens)).weight
 
-    def _attention(
-        self, weights: AttentionWeights, spec: AttentionSpec, heads: Heads
-    ) -> AttentionWeights:
-        width = spec.head_dim
-        queries = (heads.first * width, (heads.first + heads.count) * width)
-        own_heads = slice(heads.first, heads.first + heads.count)
-        return replace(
-            weights,
-            inputs=self._rows(weights.inputs, input_ranges(spec, heads)),
-            output=self._columns(weights.output, queries),
-            sinks=None if weights.sinks is None else weights.sinks[own_heads],
+    def _mixer(self, weights: MixerWeights, spec: MixerSpec, heads: Heads) -> MixerWeights:
+        inputs = self._rows(weights.inputs, input_ranges(spec, heads))
+        output = self._columns(weights.output, output_columns(spec, heads))
+        own = slice(heads.first, heads.first + heads.count)
+        if isinstance(weights, AttentionWeights):
+            sinks = None if weights.sinks is None else weights.sinks[own]
+            return replace(weights, inputs=inputs, output=output, sinks=sinks)
+        if isinstance(weights, LatentWeights):
+            assert isinstance(spec, LatentAttentionSpec)
+            queries = weights.queries
+            if queries is not None:
+                queries = self._copied(queries.rows(slice(*query_range(spec, heads))))
+            return replace(
+                weights,
+                inputs=inputs,
+                queries=queries,
+                keys=weights.keys[own].clone(),
+                values=weights.values[own].clone(),
+                output=output,
+            )
+        assert not isinstance(spec, AttentionSpec | LatentAttentionSpec)
+        channels = channel_ranges(spec, heads)
+        filters = _picked(weights.filters, channels)
+        if isinstance(weights, ShortConvWeights):
+            bias = None if weights.bias is None else _picked(weights.bias, channels)
+            return ShortConvWeights(inputs, output, filters, bias)
+        if isinstance(weights, GatedDeltaWeights):
+            rates, decay_bias = weights.rates[own].clone(), weights.decay_bias[own].clone()
+            return GatedDeltaWeights(inputs, output, filters, rates, decay_bias, weights.norm)
+        values = output_columns(spec, heads)
+        bias = weights.filter_bias
+        return Mamba2Weights(
+            inputs=inputs,
+            output=output,
+            filters=filters,
+            filter_bias=None if bias is None else _picked(bias, channels),
+            step_bias=weights.step_bias[own].clone(),
+            rates=weights.rates[own].clone(),
+            skip=weights.skip[own].clone(),
+            norm=replace(weights.norm, weight=_picked(weights.norm.weight, [values])),
         )
 
     def _mlp(self, weights: MLPWeights, width: int, columns: Columns) -> MLPWeights:
@@ -89,16 +133,20 @@ class WeightCutter:
         )
 
     def _experts(
-        self, weights: ExpertsWeights, spec: ExpertsSpec, columns: Columns, shared: Columns | None
+        self, weights: ExpertsWeights, spec: ExpertsSpec, share: LayerShare
     ) -> ExpertsWeights:
         of_all = weights.shared
-        if of_all is not None:
+        if of_all is not None and share.shared is not None:
             assert spec.shared is not None
-            assert shared is not None
-            of_all = self._mlp(of_all, spec.shared.intermediate_size, shared)
+            of_all = self._mlp(of_all, spec.shared.intermediate_size, share.shared)
 
         def expert(number: int) -> MLPWeights:
-            return self._mlp(weights.expert(number), spec.intermediate_size, columns)
+            whole = weights.expert(number)
+            if share.columns is not None:
+                return self._mlp(whole, spec.intermediate_size, share.columns)
+            return MLPWeights(
+                [self._copied(part) for part in whole.gate_up], self._copied(whole.down)
+            )
 
         return replace(weights, expert=expert, shared=of_all)
 
@@ -122,20 +170,6 @@ class WeightCutter:
         return LinearPart(some_columns(part.weight, *columns), bias)
 
 
-def input_ranges(spec: AttentionSpec, heads: Heads) -> list[Columns]:
-    """Return a rank's rows of queries, keys, values and gates, in this order."""
-    width = spec.head_dim
-    queries = (heads.first * width, (heads.first + heads.count) * width)
-    keys = (heads.first_kv * width, (heads.first_kv + heads.num_kv) * width)
-    ranges, end = [queries], spec.num_heads * width
-    for _ in range(0 if spec.kv_layer is not None else 1 if spec.keys_are_values else 2):
-        ranges.append((end + keys[0], end + keys[1]))
-        end += spec.num_kv_heads * width
-    if spec.output_gate:
-        ranges.append((end + queries[0], end + queries[1]))
-    return ranges
-
-
 def middle_ranges(width: int, rows: int, columns: Columns) -> list[Columns]:
     """Return a rank's rows of gate and up, or of up alone, each of `width`."""
     first, last = columns
@@ -144,14 +178,30 @@ def middle_ranges(width: int, rows: int, columns: Columns) -> list[Columns]:
 
 def rows_of(parts: list[LinearPart], ranges: list[Columns]) -> list[LinearPart]:
     """Take ranges of the rows of concatenated parts, in order."""
-    found = []
+    found: list[tuple[int, LinearPart]] = []
     for first, last in ranges:
         begin = 0
-        for part in parts:
+        for place, part in enumerate(parts):
             end = begin + part.weight.shape[0]
             if first < end and last > begin:
-                found.append(part.rows(slice(max(first, begin) - begin, min(last, end) - begin)))
+                rows = slice(max(first, begin) - begin, min(last, end) - begin)
+                found.append((place, part.rows(rows)))
             begin = end
+    # A part that is cut through blocks becomes dense: all of it, so that its rows still stack.
+    cut = {place for place, own in found if arrays.is_array(own.weight)}
+    return [_in_dense(own) if place in cut else own for place, own in found]
+
+
+def _in_dense(part: LinearPart) -> LinearPart:
+    if arrays.is_array(part.weight):
+        return part
+    assert isinstance(part.weight, Fp8Weight), "other forms can be cut between any rows"
+    return LinearPart(part.weight.dequantize(), part.bias)
+
+
+def _picked(values: Tensor, ranges: list[Columns]) -> Tensor:
+    """Copy ranges of the first dimension, one after another."""
+    found: Tensor = arrays.cat([values[first:last] for first, last in ranges])
     return found
 
 

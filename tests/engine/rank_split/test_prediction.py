@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from appliance.engine.rank_split.prediction import predict
 from appliance.engine.rank_split.work import ModelBytes, token_work
 from appliance.model.names import TensorNames
 from appliance.model.shard.split import Split
+from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import tensor_slots
 
 if TYPE_CHECKING:
@@ -87,6 +89,22 @@ def test_experts_are_read_as_far_as_a_token_chooses_them() -> None:
     spec = MODELS["experts"]
     model = counted(spec)
     assert model.layer_costs()[0].reads < model.layer_costs()[0].holds / 5
+
+
+def test_experts_on_one_rank_each_keep_the_busier_rank_waited_for() -> None:
+    """No block divides their 720 columns; of 8 experts, one of two ranks has 5.1."""
+    layer = MODELS["experts"].layers[0]
+    assert isinstance(layer.mlp, ExpertsSpec)
+    layer = replace(layer, mlp=replace(layer.mlp, intermediate_size=720))
+    spec = replace(MODELS["experts"], layers=(layer,))
+    alone, both = (
+        token_work(counted(spec), shards_of(spec, Split(shares))) for shares in ((1,), (1, 1))
+    )
+    (whole,), (first, second) = alone.sections[2].reads, both.sections[2].reads
+    assert first == second
+    assert first / whole == pytest.approx(1.27 / 2, abs=0.02)
+    assert both.holds[0] == pytest.approx(both.holds[1])
+    assert both.sections[2].gives > 0
 
 
 def test_a_pipeline_gives_a_slow_rank_fewer_layers() -> None:

@@ -34,6 +34,17 @@ from appliance.model.source import open_model
 if TYPE_CHECKING:
     from pathlib import Path
 
+# What makes heads divide by 2:1, and shared MLPs into units of 32 columns.
+IN_THREE: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"linear_num_key_heads": 3},
+    "nemotron_h": {
+        "mamba_num_heads": 6,
+        "n_groups": 3,
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "deepseek_v3": {"num_key_value_heads": 6, "n_shared_experts": 4},
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
@@ -102,21 +113,49 @@ def test_weights_are_rounded_before_they_are_divided(model: tuple[Any, Path], bi
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe"])
 def test_stages_hold_states_and_experts_whole(model_type: str, tmp_path: Path) -> None:
     """Sequences give way and come back, with the states that one stage has."""
-    sizes = THREE_GROUPS | {"num_hidden_layers": 3}
-    table = RECURRENT if model_type in RECURRENT else EXPERTS
-    write_sure_model(model_type, tmp_path, **table[model_type][1] | sizes)
-    settings: dict[str, Any] = {"max_model_len": 160, "kv_cache_dtype": "int8"}
-    with loaded(tmp_path, **settings) as roomy:
-        blocks = CACHED_TOKENS // roomy.info.block_size
-        settings["kv_cache_memory"] = blocks * roomy.info.kv_bytes // roomy.info.num_blocks
-    with loaded(tmp_path, **settings) as alone:
-        expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
+    expected, settings, _ = answers_of_one(model_type, tmp_path)
     with loaded(tmp_path, pipeline_parallel=3, threads=3, **settings) as engine:
         assert [rank.layers for rank in engine.info.ranks] == [(0, 1), (1, 2), (2, 3)]
         assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
         stats = engine.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_hits_total > 0
+
+
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "qwen3_5", "nemotron_h", "deepseek_v3"])
+def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path) -> None:
+    """Sequences give way and come back, and drafts are undone, in the states of all ranks."""
+    expected, settings, state_bytes = answers_of_one(model_type, tmp_path, speculate="suffix")
+    if model_type == "deepseek_v3":
+        settings["kv_cache_memory"] *= 2  # each rank has all latents
+    with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **settings) as engine:
+        assert not any("each has all of" in words for words in engine.info.notes)
+        assert state_bytes <= engine.info.state_bytes <= 1.05 * state_bytes, (
+            "no state is held twice"
+        )
+        assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
+        stats = engine.stats()
+        assert stats.preemptions_total > 0
+        assert stats.prefix_hits_total > 0
+        assert (stats.state_restores_total > 0) is (state_bytes > 0)
+        assert stats.draft_tokens_total > stats.accepted_tokens_total > 0
+
+
+def answers_of_one(
+    model_type: str, folder: Path, **options: Any
+) -> tuple[list[list[list[int]]], dict[str, Any], int]:
+    """Write a model; return one process's answers, its settings, and the bytes of its states."""
+    table = RECURRENT if model_type in RECURRENT else EXPERTS
+    name, own = table[model_type]
+    sizes = THREE_GROUPS | {"num_hidden_layers": 3} | IN_THREE.get(model_type, {})
+    write_sure_model(name, folder, **own | sizes)
+    settings: dict[str, Any] = {"max_model_len": 160, "kv_cache_dtype": "int8", **options}
+    with loaded(folder, **settings) as roomy:
+        blocks = CACHED_TOKENS // roomy.info.block_size
+        settings["kv_cache_memory"] = blocks * roomy.info.kv_bytes // roomy.info.num_blocks
+    with loaded(folder, **settings) as alone:
+        expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
+        return expected, settings, alone.info.state_bytes
 
 
 @pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])

@@ -33,6 +33,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
     "experts": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | {"moe_intermediate_size": 96}),
     "recurrent": (RECURRENT["lfm2"][0], RECURRENT["lfm2"][1] | {"num_hidden_layers": 3}),
+    "delta": (
+        RECURRENT["qwen3_5"][0],
+        RECURRENT["qwen3_5"][1] | {"num_hidden_layers": 3, "linear_num_key_heads": 3},
+    ),
+    # Each expert is on one rank.
+    "latent": (
+        "deepseek_v2",
+        EXPERTS["deepseek_v2"][1]
+        | {"num_attention_heads": 6, "num_key_value_heads": 6, "n_shared_experts": 4},
+    ),
 }
 TORCH: dict[str, Any] = {"kernels": "torch", "max_model_len": 160}
 
@@ -54,6 +64,9 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
         expected = answers(alone, PROMPTS)
         of_block = alone.info.kv_bytes // alone.info.num_blocks
         options["kv_cache_memory"] = CACHED_TOKENS // alone.info.block_size * of_block
+        if family == "latent":
+            options["kv_cache_memory"] *= 2  # each rank has all latents
+        state_bytes = alone.info.state_bytes
         of_one = logits(alone)
     with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **options) as engine:
         assert [rank.share for rank in engine.info.ranks] == [2, 1]
@@ -67,6 +80,9 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
         assert second.link is not None
         assert (second.link.path, second.link.reason) == ("sockets of this machine", "")
         assert any("ms a token predicted at half" in words for words in engine.info.notes)
+        assert state_bytes <= engine.info.state_bytes <= 1.05 * state_bytes, (
+            "no state is held twice"
+        )
         assert answers(engine, PROMPTS) == expected
         assert answers(engine, PROMPTS) == expected
         stats = engine.stats()

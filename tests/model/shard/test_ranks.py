@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WIDE = {"intermediate_size": 160, "head_dim": 16, "vocab_size": 161}
+THREE_KEY_HEADS = RECURRENT["qwen3_5"][1] | {
+    "hidden_size": 64,
+    "num_key_value_heads": 3,
+    "linear_num_key_heads": 3,
+}
 # Each with what no other has; the last number is how many layers' mixers every rank has whole.
 CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True}, "1:1", 0),
@@ -73,17 +78,83 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
         0,
     ),
     "gpt_oss": ("gpt_oss", EXPERTS["gpt_oss"][1] | {"intermediate_size": 96}, "1:1", 0),
+    # Each expert is on one rank: columns of 24 and 40 do not divide into units of 32.
+    "experts by number": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | WIDE, "1:1", 0),
+    "deepseek_v2": (
+        "deepseek_v2",
+        EXPERTS["deepseek_v2"][1]
+        | {"num_attention_heads": 6, "intermediate_size": 160, "n_shared_experts": 4},
+        "2:1",
+        0,
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         EXPERTS["deepseek_v3"][1] | {"moe_intermediate_size": 96, "intermediate_size": 160},
         "1:1",
-        3,
+        0,
     ),
-    "lfm2": ("lfm2", RECURRENT["lfm2"][1] | WIDE | {"hidden_size": 96}, "auto", 2),
+    "lfm2": ("lfm2", RECURRENT["lfm2-bias"][1] | WIDE | {"hidden_size": 96}, "1:1", 0),
+    "lfm2_moe-2:1": (
+        "lfm2_moe",
+        RECURRENT["lfm2_moe"][1] | WIDE | {"hidden_size": 96, "num_key_value_heads": 3},
+        "2:1",
+        0,
+    ),
+    "qwen3_5-2:1": ("qwen3_5_text", THREE_KEY_HEADS | WIDE, "2:1", 0),
+    "one delta key head": (
+        "qwen3_5_text",
+        THREE_KEY_HEADS
+        | WIDE
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 4,
+        },
+        "3:1",
+        0,
+    ),
     "qwen3_next": (
         "qwen3_next",
-        RECURRENT["qwen3_next"][1] | {"hidden_size": 64, "head_dim": 16},
-        "auto",
+        RECURRENT["qwen3_next"][1]
+        | {"hidden_size": 64, "head_dim": 16, "shared_expert_intermediate_size": 96},
+        "1:1",
+        0,
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        RECURRENT["qwen3_5_moe"][1]
+        | {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 96}
+        | {"shared_expert_intermediate_size": 64},
+        "1:1",
+        0,
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        RECURRENT["nemotron_h"][1] | WIDE | {"moe_shared_expert_intermediate_size": 64},
+        "1:1",
+        0,
+    ),
+    "granite4-2:1": (
+        "granitemoehybrid",
+        RECURRENT["granite4"][1]
+        | {
+            "hidden_size": 64,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "mamba_n_groups": 3,
+            "shared_intermediate_size": 96,
+        },
+        "2:1",
+        0,
+    ),
+    "bamba": ("bamba", RECURRENT["bamba"][1] | WIDE | {"hidden_size": 64}, "1:1", 0),
+    # Mamba-2 norms all heads of its only group as one.
+    "one group": (
+        "granitemoehybrid",
+        RECURRENT["granite4-dense"][1]
+        | {"hidden_size": 64, "mamba_n_groups": 1, "shared_intermediate_size": 160},
+        "1:1",
         2,
     ),
 }

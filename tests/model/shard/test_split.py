@@ -9,20 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from appliance.model.shard.split import Heads, Split, check_split, cut_heads
-from appliance.model.spec import AttentionSpec, DecoderSpec, LayerSpec, NormSpec, RopeSpec
+from appliance.model.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MixerSpec,
+    NormSpec,
+    RopeSpec,
+)
 
+NORM, ROPE = NormSpec(1e-5), RopeSpec(1e4, 16)
 shares = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 def attention(num_heads: int, num_kv_heads: int) -> AttentionSpec:
-    return AttentionSpec(num_heads, num_kv_heads, 16, 1.0, RopeSpec(1e4, 16))
+    return AttentionSpec(num_heads, num_kv_heads, 16, 1.0, ROPE)
 
 
-def model(*mixers: AttentionSpec) -> DecoderSpec:
-    norm = NormSpec(1e-5)
-    layers = tuple(LayerSpec(mixer, None, norm) for mixer in mixers)
-    return DecoderSpec("test", 64, 97, 128, layers, norm, tied_head=True)
+def delta(num_value_heads: int, num_key_heads: int) -> GatedDeltaSpec:
+    return GatedDeltaSpec(num_key_heads, num_value_heads, 32, 48, 4, NORM)
+
+
+def mamba2(num_heads: int, num_groups: int) -> Mamba2Spec:
+    return Mamba2Spec(num_heads, num_groups, 32, 16, 4, NORM)
+
+
+def model(*mixers: MixerSpec) -> DecoderSpec:
+    layers = tuple(LayerSpec(mixer, None, NORM) for mixer in mixers)
+    return DecoderSpec("test", 64, 97, 128, layers, NORM, tied_head=True)
 
 
 @given(shares, st.integers(0, 200))
@@ -65,6 +82,13 @@ def test_fewer_key_heads_than_ranks_are_in_several() -> None:
     assert [(heads.count, heads.first_kv) for heads in four] == [(1, 0), (1, 0), (1, 1), (1, 1)]
 
 
+def test_recurrent_heads_go_to_a_rank_with_their_keys() -> None:
+    assert cut_heads(delta(6, 3), Split((2, 1))) == (Heads(0, 4, 0, 2), Heads(4, 2, 2, 1))
+    assert cut_heads(delta(4, 1), Split((3, 1))) == (Heads(0, 3, 0, 1), Heads(3, 1, 0, 1))
+    assert cut_heads(mamba2(8, 4), Split((1, 1))) == (Heads(0, 4, 0, 2), Heads(4, 4, 2, 2))
+    assert cut_heads(mamba2(8, 1), Split((1, 1))) is None, "a group is normed as one"
+
+
 def test_no_rank_reads_two_key_heads_that_others_read_too() -> None:
     assert cut_heads(attention(4, 2), Split((1, 2, 1))) is None
     assert cut_heads(attention(1, 1), Split((1, 1))) is None
@@ -82,6 +106,25 @@ def test_all_layers_must_divide() -> None:
     both = model(attention(8, 8), attention(8, 2))
     with pytest.raises(ConfigError, match=r"8 heads in 2 groups.*: 1:1, or auto"):
         check_split(both, Split((3, 1), is_exact=True))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "match"),
+    [
+        (delta(12, 6), "Gated DeltaNet layers of this model, 12 heads in 6 groups.*: 2:1,"),
+        (mamba2(6, 3), "Mamba-2 layers of this model, 6 heads in 3 groups.*: 2:1, 1:2, or auto"),
+        (
+            LatentAttentionSpec(6, None, 48, 20, 16, 24, 1.0, ROPE, NORM),
+            "latent attention of this model, 6 heads; .*: 2:1,",
+        ),
+    ],
+)
+def test_recurrent_and_latent_heads_must_divide_too(mixer: MixerSpec, match: str) -> None:
+    """Channels of a short convolution, and a Mamba-2 layer that no shares divide, need not."""
+    both = model(attention(12, 12), mixer, mamba2(5, 1), ShortConvSpec(32, 3))
+    with pytest.raises(ConfigError, match=match):
+        check_split(both, Split((3, 1), is_exact=True))
+    check_split(both, Split((2, 1), is_exact=True))
 
 
 def test_a_model_that_no_shares_divide_says_so() -> None:

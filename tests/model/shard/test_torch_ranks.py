@@ -8,6 +8,7 @@ import pytest
 import torch
 from centered_models import CENTERED
 from expert_models import EXPERTS
+from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
 from torch_ranks import CPU, TorchRankThreads
 
@@ -36,6 +37,22 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         EXPERTS["qwen3_moe"][1] | WIDE | {"moe_intermediate_size": 96},
         "1:1",
     ),
+    "experts by number": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | WIDE, "1:1"),
+    "deepseek_v2-2:1": (
+        "deepseek_v2",
+        EXPERTS["deepseek_v2-groups"][1]
+        | {"num_attention_heads": 6, "intermediate_size": 160, "n_shared_experts": 4},
+        "2:1",
+    ),
+    "lfm2": ("lfm2", RECURRENT["lfm2-bias"][1] | WIDE | {"hidden_size": 96}, "1:1"),
+    "qwen3_5-2:1": (
+        "qwen3_5_text",
+        RECURRENT["qwen3_5"][1]
+        | WIDE
+        | {"hidden_size": 64, "num_key_value_heads": 3, "linear_num_key_heads": 3},
+        "2:1",
+    ),
+    "bamba": ("bamba", RECURRENT["bamba"][1] | WIDE | {"hidden_size": 64}, "1:1"),
     # Mixer and MLP beside each other are summed at once.
     "falcon-new": (
         "falcon",
