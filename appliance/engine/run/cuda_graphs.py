@@ -29,6 +29,9 @@ PROMPTS = 4  # sequences that share these rows
 # rows of Qwen3-30B-A3B read 130 MB there in each layer, 3 ms at 40 GB/s, and about twenty launches
 # take 0.1 ms.
 HOST_ROWS = 8
+# A size's rows, of the most that the scheduler gives a step: padding may exceed them, so that a
+# chunk of a long prompt that fills a step has a graph with any number of answers beside it.
+MOST_PADDED = 1.25
 
 
 class StepSize(NamedTuple):
@@ -86,8 +89,13 @@ def step_sizes(
         # Each four times its predecessor; at least one sequence has the prompt.
         most = limits.max_num_seqs - 1
         singles = [*(size for size in (8, 32, 128, 512) if size < most), most]
+        most_rows = limits.max_num_batched_tokens
         mixed = [StepSize(size, rows) for size in singles for rows in PROMPT_ROWS]
-        sizes += [size for size in mixed if size.num_rows <= limits.max_num_batched_tokens]
+        sizes += [
+            size
+            for size in mixed
+            if size.prompt_rows <= most_rows and size.num_rows <= MOST_PADDED * most_rows
+        ]
     adapted = [size._replace(is_adapted=True) for size in sizes] if is_adapted else []
     return (*sizes, *adapted)
 

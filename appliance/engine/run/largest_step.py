@@ -26,7 +26,7 @@ def largest_step(
 
     Args:
         verifies: a sequence may sample in several rows, to verify drafts; otherwise a step may be
-            padded.
+            padded, to more rows than are scheduled at most.
     """
     rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
@@ -38,6 +38,7 @@ def largest_step(
         cut = block_size if is_sealed else None
         pieces = max(pieces, *(size.num_singles + size.num_prompts(cut) for size in sizes))
         num_samples = max(size.num_samples for size in sizes)
+        rows = max(rows, *(size.num_rows for size in sizes))
         tiles = pieces + rows // TILE_ROWS
     return StepShape(rows, pieces, num_samples, width, is_sealed, is_recurrent, is_adapted, tiles)
 
