@@ -60,9 +60,17 @@ class CodeOrder:
         It takes an axis for the dimensions beyond `LOW_BITS`, then one of length 2 for each bit of
         `word` and of `part`.
         """
-        axes = ("high", *self.word, *self.part)
+        return self._axes_of(("high", *self.word, *self.part))
+
+    @property
+    def byte_axes(self) -> tuple[int, ...]:
+        """The same permutation of codes of 8 bits as they lie in memory."""
+        assert self.bits == 8
+        return self._axes_of(("high", *self.word, *reversed(self.part)))
+
+    def _axes_of(self, names: tuple[str, ...]) -> tuple[int, ...]:
         tile = (*_with_high(self.rows), *_with_high(self.columns))
-        return tuple(axes.index(name) for name in tile)
+        return tuple(names.index(name) for name in tile)
 
     def address(self, token: int, dim: int) -> tuple[int, int]:
         """Return the byte and the nibble of one element's code."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.attention_fp8.kernel import fp8_prefill_kernel
 from appliance.kernels.attention_prefill.kernel import prefill_kernel
 from appliance.kernels.attention_spans.kernel import plan_spans_kernel
 from appliance.kernels.kv_cache import KVPages
@@ -115,7 +116,8 @@ def paged_attention(
     """Attend from every row to its own sequence, causally; see `reference.paged_attention`.
 
     Both matrix products use the dtype of the query, or float16 with quantized pages, and sum in
-    float32.
+    float32. From compute capability 8.9 on, prefill over FP8 pages multiplies E4M3, unless the
+    query is float32: each element of a query and each weight is rounded to 4 significant bits.
 
     Args:
         query: (num_tokens, num_heads, head_dim) bfloat16, float16 or float32; the heads of a row
@@ -158,6 +160,7 @@ def paged_attention(
         pages, opened = cache, (None, None, None, None, 0)
     stored = (pages.elements, pages.head_scales, *opened, sinks)
     target = target_of(query.device)
+    capability = None if target.is_interpreted else target.capability
     after_query = (
         batch.query_start,
         batch.context_lens,
@@ -182,7 +185,7 @@ def paged_attention(
             has_sinks=sinks is not None,
         )
         tile = choose_tile(variant, target.capability)
-        fixed = variant.constexprs(tile, None if target.is_interpreted else target.capability)
+        fixed = variant.constexprs(tile, capability)
         fixed |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         return variant, tile, fixed | {"maxnreg": tile.max_registers}
 
@@ -218,14 +221,13 @@ def paged_attention(
             variant, tile, fixed = configure(Phase.PREFILL)
             # A tile has TILE_ROWS query rows; a program takes as many as its group leaves room for.
             parts = TILE_ROWS * variant.group_padded // tile.block_m
-            prefill_kernel[(len(work.tiles), parts, num_kv_heads)](
-                output,
-                query,
-                *stored,
-                work.tiles,
-                *after_query,
-                **fixed,
-            )
+            grid = len(work.tiles), parts, num_kv_heads
+            if variant.multiplies_codes(capability):
+                codes = pages.pages.view(torch.float8_e4m3fn)
+                read = (codes, pages.head_scales, sinks, work.tiles)
+                fp8_prefill_kernel[grid](output, query, *read, *after_query, **fixed)
+            else:
+                prefill_kernel[grid](output, query, *stored, work.tiles, *after_query, **fixed)
     return output
 
 

@@ -74,20 +74,19 @@ class Variant:
         """Rows of a group in a prefill tile."""
         return padded(self.group)
 
+    def multiplies_codes(self, capability: int | None) -> bool:
+        """Return True if tensor cores multiply E4M3 codes as they are, see `attention_fp8`."""
+        has_products = capability is not None and capability >= FP8_CAPABILITY
+        is_fp8 = self.kv_format.value == "fp8" and self.dtype is not torch.float32
+        return self.phase is Phase.PREFILL and is_fp8 and has_products
+
     def constexprs(self, tile: Tile, capability: int | None) -> dict[str, object]:
         """Return the compile-time arguments; capability None is Triton's interpreter."""
         fp8 = capability is not None and capability >= FP8_CAPABILITY
         quantized = self.kv_format.is_quantized
         element = 4 if quantized else self.kv_format.storage_dtype.itemsize
+        size = page_bytes(self.kv_format.value, self.head_dim)
         common: dict[str, object] = {
-            "CODES": CODES.get(self.kv_format.value, "none"),
-            "ASM": "none" if capability is None else "fp8" if fp8 else "ptx",
-            # Codes are integers, exact in float16; in bfloat16 they would cost twice as much.
-            "COMPUTE": "fp16"
-            if quantized and self.dtype is not torch.float32
-            else COMPUTE_NAMES[self.dtype],
-            "PAGE_ELEMENTS": page_bytes(self.kv_format.value, self.head_dim) // element,
-            "OPEN_ELEMENTS": page_bytes("int8", self.head_dim) // 4,
             "HAS_WINDOW": self.has_window,
             "HAS_SOFTCAP": self.has_softcap,
             "HAS_SINKS": self.has_sinks,
@@ -95,10 +94,22 @@ class Variant:
             "HEAD_DIM": self.head_dim,
             "HEAD_DIM_STORED": stored_dims(self.kv_format.value, self.head_dim),
             "HEAD_DIM_PADDED": max(DIM_STEP, padded(self.head_dim)),
-            "FP8_FACTOR": 1.0 if fp8 else FP8_FACTOR,
             "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
             "NUM_STAGES": tile.num_stages,
+        }
+        if self.multiplies_codes(capability):
+            return common | {"PAGE_BYTES": size, "GROUP_PADDED": self.group_padded}
+        common |= {
+            "CODES": CODES.get(self.kv_format.value, "none"),
+            "ASM": "none" if capability is None else "fp8" if fp8 else "ptx",
+            # Codes are integers, exact in float16; in bfloat16 they would cost twice as much.
+            "COMPUTE": "fp16"
+            if quantized and self.dtype is not torch.float32
+            else COMPUTE_NAMES[self.dtype],
+            "PAGE_ELEMENTS": size // element,
+            "OPEN_ELEMENTS": page_bytes("int8", self.head_dim) // 4,
+            "FP8_FACTOR": 1.0 if fp8 else FP8_FACTOR,
+            "BLOCK_N": tile.block_n,
         }
         if self.phase is Phase.PREFILL:
             return common | {"GROUP_PADDED": self.group_padded}

@@ -12,9 +12,10 @@ from ptx_machine.driver import SHARED_LIMIT
 
 from compiled_kernels.decode_gates import LIMITS, Loop, moves_codes, too_many
 from compiled_kernels.signatures.paged_attention import LLAMA
-from compiled_kernels.table import Table
+from compiled_kernels.table import Key, Table
 
 REGISTER_LIMIT = 255
+MOST_RESCALING = 68  # products for the 64 sums of a lane, and a row's maximum and sum
 WIDENING = "packed|grouped"  # matmuls of weights that are widened in registers
 
 Gate = Callable[[Table], Collection[object]]  # what offends
@@ -40,12 +41,37 @@ def too_large(table: Table) -> Collection[object]:
     ]
 
 
+def multiplies_e4m3(key: Key) -> bool:
+    """Whether it is a prefill over FP8 pages on tensor cores that multiply them as they are."""
+    return bool(re.match(r"attention prefill .* [bf]*16 kv fp8$", key[0])) and key[1] >= 89
+
+
 def without_tensor_cores(table: Table) -> Collection[object]:
     return [
         key
         for key, found in attention(table).items()
-        if not found["matrix_products"] or not set(found["matrix_kinds"]) <= {"HMMA", "HGMMA"}
+        if not found["matrix_kinds"]
+        or not set(found["matrix_kinds"])
+        <= ({"QMMA", "QGMMA"} if multiplies_e4m3(key) else {"HMMA", "HGMMA"})
     ]
+
+
+def masking_full_tiles(table: Table) -> Collection[object]:
+    """Prefill that selects by a mask in its hot loop, or scales scores apart from the exponent.
+
+    A window leaves few full tiles, so one loop masks all; codes with scales by token multiply
+    scores by these. All others multiply only what they have summed so far, or nothing where that
+    is part of the sum.
+    """
+    unmasked = re.compile(r"attention prefill (?!gemma|gpt_oss).* [bf]*16 kv")
+    offending = []
+    for key, found in table.items():
+        if unmasked.match(key[0]):
+            loop = found["loop"]
+            by_head = key[0].endswith(("kv bf16", "kv fp16", "kv fp8"))
+            if "FSEL" in loop or (by_head and loop.get("FMUL", 0) > MOST_RESCALING):
+                offending.append(key)
+    return offending
 
 
 def without_wide_loads(table: Table) -> Collection[object]:
@@ -205,6 +231,7 @@ GATES: tuple[Gate, ...] = (
     without_tensor_cores,
     without_wide_loads,
     sharing_rows,
+    masking_full_tiles,
     multiplying_otherwise,
     taking_detours,
     widening_slowly,

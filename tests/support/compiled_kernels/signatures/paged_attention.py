@@ -132,10 +132,16 @@ def attention_signature(
         types |= sealed
     types["open_tables_stride"] = "i32"
     absent = {"head_scales_ptr", "sinks_ptr", *sealed} - types.keys()
+    module, function = MODULES[phase], f"{phase.value}_kernel"
+    if variant.multiplies_codes(capability):
+        module, function = "appliance.kernels.attention_fp8.kernel", "fp8_prefill_kernel"
+        types["pages_ptr"] = "*fp8e4nv"
+        types.pop("open_tables_stride")
+        absent -= sealed.keys()
     return KernelSignature(
         name=f"attention {phase.value} {shape.name} {COMPUTE_NAMES[dtype]} kv {kv_format.value}",
-        module=MODULES[phase],
-        function=f"{phase.value}_kernel",
+        module=module,
+        function=function,
         types=types,
         constexprs=variant.constexprs(tile, capability) | dict.fromkeys(absent),
         multiples_of_16=frozenset({"query_stride"}),

@@ -1,0 +1,1 @@
+"""Prefill attention whose products multiply E4M3 codes."""
