@@ -111,7 +111,9 @@ class NativeDecoder:
             layers = self.part.layers
         elif self.part is not None:
             cut = FactorCutter(self.part).cut
-        return NativeAdapterSlots(self.engine.library, targets, layers, self.dtype, count, cut)
+        return NativeAdapterSlots(
+            *(self.engine.library, self.model, targets, layers, self.dtype, count, cut)
+        )
 
     def forward(
         self,

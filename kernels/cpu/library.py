@@ -57,6 +57,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (c_void_p, POINTER(structs.ModelStruct), _POINTER, c_int32, _POINTER),
     ),
+    "ap_quantized_at": (
+        POINTER(structs.LinearStruct),
+        (POINTER(structs.ModelStruct), c_int32, c_int32),
+    ),
     "ap_run_experts": (
         c_int32,
         (

@@ -56,6 +56,7 @@ class Format(IntEnum):
 class ScaleFormat(IntEnum):
     """ap_scale_format: the values that are no `Format`."""
 
+    NONE = 31
     E8M0 = 32
     Q2_K = 33
     Q3_K = 34

@@ -113,6 +113,21 @@ class WeightPacker:
             struct.bias = self.floats(bias)
         return struct
 
+    def codes(self, codes: Tensor) -> LinearStruct:
+        """Lay out bytes (out_features, in_features) that stand for themselves minus 128."""
+        out_features, in_features = codes.shape
+        struct = LinearStruct(
+            format=Format.INT8,
+            offset_kind=Offset.CENTERED,
+            scale_format=ScaleFormat.NONE,
+            group=LANES,
+            in_features=in_features,
+            out_features=out_features,
+        )
+        struct.codes = self.arena.claim(_codes_bytes(struct))
+        self._pack(struct, codes.contiguous(), None, None, LANES)
+        return struct
+
     def norm(self, weight: Tensor, eps: float, bias: Tensor | None = None) -> NormStruct:
         """Lay out a norm's weight (width,), and the bias that makes it a LayerNorm."""
         return NormStruct(self.floats(weight), eps, None if bias is None else self.floats(bias))

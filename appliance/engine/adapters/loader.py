@@ -113,10 +113,18 @@ def planned_bytes(
         return 0
     from appliance.kernels.adapters.factors import padded_rank
     from appliance.kernels.adapters.variant import MOST_SPLITS
+    from appliance.model.adapters.factor_codes import RANKS_AT_ONCE
     from appliance.model.adapters.targets import adapter_bytes
 
-    rank = padded_rank(config.max_lora_rank) if in_table else config.max_lora_rank
-    each = adapter_bytes(source.spec, source.family.names, rank, element_bytes)
+    rank = config.max_lora_rank
+    rank = padded_rank(rank) if in_table else -(-rank // RANKS_AT_ONCE) * RANKS_AT_ONCE
+    weights = source.weights
+
+    def bytes_beside(weight: str) -> int:
+        is_packed = weights.packed_bits(weight) is not None or weights.float_bits(weight) == 4
+        return 1 if is_packed and not in_table else element_bytes
+
+    each = adapter_bytes(source.spec, source.family.names, rank, bytes_beside)
     shrunk = config.max_num_batched_tokens * MOST_PARTS * rank * 4
     shrunk *= MOST_SPLITS if in_table else 1
     return (config.max_loras + 1) * each + shrunk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from appliance.kernels.cpu.arena import Arena
@@ -15,6 +15,7 @@ from appliance.kernels.cpu.step_structs import (
     LowRankStruct,
 )
 from appliance.kernels.cpu.weights import WeightPacker
+from appliance.model.adapters.factor_codes import coded
 from appliance.model.adapters.targets import place_factors
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from appliance.kernels.cpu.structs import LinearStruct, ModelStruct
     from appliance.model.adapters.adapter import Adapter
     from appliance.model.adapters.targets import AdapterTarget, PlacedFactors
 
@@ -41,7 +43,10 @@ class NativeAdapter:
 class NativeAdapterSlots:
     """Slots for the CPU library; see `AdapterSlots`.
 
+    Factors of places with packed weights are of 8 bits, others of `dtype`.
+
     Args:
+        model: that runs the adapters.
         targets: the linears that adapters may change.
         layers: of the model, first and one after the last that are here.
         cut: takes a rank's part out of factors; None for the whole model.
@@ -53,6 +58,7 @@ class NativeAdapterSlots:
     def __init__(
         self,
         library: ctypes.CDLL,
+        model: ModelStruct,
         targets: Mapping[str, AdapterTarget],
         layers: tuple[int, int],
         dtype: torch.dtype,
@@ -60,6 +66,8 @@ class NativeAdapterSlots:
         cut: Callable[[tuple[int, AdapterPlace], PlacedFactors], PlacedFactors] | None = None,
     ) -> None:
         self.table = (AdapterStruct * count)()
+        self._library = library
+        self._model = model
         self._held: list[NativeAdapter | None] = [None] * count
         self._targets = targets
         self._layers = range(*layers)
@@ -79,13 +87,13 @@ class NativeAdapterSlots:
         if self._cut is not None:
             placed = {at: self._cut(at, factors) for at, factors in placed.items()}
         places = [
-            _low_rank(packer, placed.get((layer, place)))
+            self._low_rank(packer, (layer, place), placed.get((layer, place)))
             for layer in self._layers
             for place in AdapterPlace
         ]
         struct = AdapterStruct(
             places=packer.structs(LowRankStruct, places),
-            most_ranks=max((len(factors.scales) for factors in placed.values()), default=0),
+            most_ranks=max(one.shrink.out_features for one in places),
         )
         return NativeAdapter(struct, arena)
 
@@ -93,17 +101,34 @@ class NativeAdapterSlots:
         self._held[slot] = laid_out
         self.table[slot] = AdapterStruct() if laid_out is None else laid_out.struct
 
+    def _low_rank(
+        self, packer: WeightPacker, at: tuple[int, AdapterPlace], factors: PlacedFactors | None
+    ) -> LowRankStruct:
+        if factors is None or not factors.expansions:
+            return LowRankStruct()
+        pack: Callable[[torch.Tensor], LinearStruct] = packer.linear
+        layer, place = at[0] - self._layers.start, at[1]
+        beside = self._library.ap_quantized_at(ctypes.byref(self._model), layer, place)
+        if beside:
+            factors, pack = coded(_in_order_of(beside.contents, factors)), packer.codes
+        shrink = pack(factors.shrink)
+        if beside:
+            shrink.input_order = beside.contents.input_order
+        expansions = [
+            ExpansionStruct(pack(part.matrix), part.first_output, part.first_rank)
+            for part in factors.expansions
+        ]
+        return LowRankStruct(
+            shrink=shrink,
+            scales=packer.floats(factors.scales),
+            expansions=packer.structs(ExpansionStruct, expansions),
+            num_expansions=len(expansions),
+        )
 
-def _low_rank(packer: WeightPacker, factors: PlacedFactors | None) -> LowRankStruct:
-    if factors is None:
-        return LowRankStruct()
-    expansions = [
-        ExpansionStruct(packer.linear(part.matrix), part.first_output, part.first_rank)
-        for part in factors.expansions
-    ]
-    return LowRankStruct(
-        shrink=packer.linear(factors.shrink),
-        scales=packer.floats(factors.scales),
-        expansions=packer.structs(ExpansionStruct, expansions),
-        num_expansions=len(expansions),
-    )
+
+def _in_order_of(weight: LinearStruct, factors: PlacedFactors) -> PlacedFactors:
+    """Order the columns of A as a weight's columns."""
+    if not weight.input_order:
+        return factors
+    order = (ctypes.c_int32 * weight.in_features).from_address(weight.input_order)
+    return replace(factors, shrink=factors.shrink[:, list(order)])

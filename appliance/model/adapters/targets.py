@@ -17,7 +17,7 @@ from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.tensors import Role, tensor_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -94,6 +94,8 @@ class Expansion:
 @dataclass(frozen=True, slots=True)
 class PlacedFactors:
     """Factors of a place: they add expand(scales * shrink(x)) to its outputs.
+
+    Matrices are floats, or uint8 codes of 8 bits, of which 128 is 0.
 
     Attributes:
         shrink: (ranks, in_features), all parts one after another.
@@ -203,7 +205,15 @@ def _placed(adapter: Adapter, targets: list[AdapterTarget]) -> PlacedFactors:
     )
 
 
-def adapter_bytes(spec: DecoderSpec, names: TensorNames, rank: int, element_bytes: int) -> int:
-    """Return the bytes of an adapter of one rank that changes every target."""
-    widths = (sum(target.slot.shape) for target in adapter_targets(spec, names).values())
-    return rank * element_bytes * sum(widths)
+def adapter_bytes(
+    spec: DecoderSpec, names: TensorNames, rank: int, element_bytes: Callable[[str], int]
+) -> int:
+    """Return the bytes of an adapter of one rank that changes every target.
+
+    Args:
+        element_bytes: of the factors beside a weight, by the weight's name.
+    """
+    return rank * sum(
+        sum(target.slot.shape) * element_bytes(target.slot.name)
+        for target in adapter_targets(spec, names).values()
+    )

@@ -207,6 +207,10 @@ int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, i
     return chosen()->head(engine, model, hidden, rows, logits);
 }
 
+const ap_linear *ap_quantized_at(const ap_model *model, int32_t layer, int32_t place) {
+    return chosen()->quantized_at(model, layer, place);
+}
+
 int32_t ap_run_experts(ap_engine *engine, const ap_experts *experts, const ap_gating *gating,
                        const ap_routed *routed) {
     return chosen()->experts(engine, experts, gating, routed);

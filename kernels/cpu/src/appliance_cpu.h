@@ -179,14 +179,15 @@ typedef enum { AP_INTO_MIXER, AP_OUT_OF_MIXER, AP_INTO_MLP, AP_OUT_OF_MLP, AP_NU
 
 /* A part of a place's outputs, and the shrunk numbers that it is expanded from. */
 typedef struct {
-    ap_linear linear;     /* rank -> some outputs, of a float format */
+    ap_linear linear;     /* ranks -> some outputs, of a float format; or 16 ranks, AP_NO_SCALES */
     int32_t first_output; /* a multiple of 16 from the first output of each linear */
-    int32_t first_rank;
+    int32_t first_rank;   /* with AP_NO_SCALES a multiple of 16 */
 } ap_expansion;
 
-/* Added to a place's outputs: expand(scales * shrink(x)). */
+/* Added to a place's outputs: expand(scales * shrink(x)). All of its linears are of one float
+ * format, or where `ap_quantized_at` allows it AP_INT8 with AP_NO_SCALES. */
 typedef struct {
-    ap_linear shrink;    /* inputs -> ranks of all parts, of a float format; codes NULL: none */
+    ap_linear shrink;    /* inputs -> ranks of all parts; codes NULL: none */
     const float *scales; /* (ranks,) */
     const ap_expansion *expansions;
     int32_t num_expansions;
@@ -330,6 +331,10 @@ int32_t ap_make_room(ap_engine *engine, const ap_model *model, const ap_cache *c
 /* Logits (rows, vocab_size) of hidden states (rows, hidden_size) that a step gave. */
 int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
                 float *logits);
+
+/* The first linear in an ap_place of a layer that makes a step quantize its inputs; NULL: none does.
+ * Factors of adapters may be AP_INT8 there, with the input_order of this linear. */
+const ap_linear *ap_quantized_at(const ap_model *model, int32_t layer, int32_t place);
 
 /* The experts of one layer alone, where the rest of the model is somewhere else. Of `experts` the
  * router's num_experts and top_k count, gate, up and down; no row depends on the others. */

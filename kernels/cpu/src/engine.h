@@ -41,6 +41,7 @@ typedef struct {
                       float *);
     ap_status (*make_room)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *);
     ap_status (*head)(ap_engine *, const ap_model *, const float *, int32_t, float *);
+    const ap_linear *(*quantized_at)(const ap_model *, int32_t, int32_t);
     ap_status (*experts)(ap_engine *, const ap_experts *, const ap_gating *, const ap_routed *);
     ap_status (*attend)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
                         const ap_batch *, const float *, float *);

@@ -17,6 +17,7 @@ const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .step = step,
     .make_room = make_room,
     .head = head,
+    .quantized_at = quantized_at,
     .experts = run_routed,
     .attend = attend_layer,
     .multiply = multiply_rows,

@@ -10,22 +10,8 @@
 #include "linear_planes.h"
 #include "linear_rows.h"
 
-/* Multiply rows [first_row, last_row) by tiles [first_tile, last_tile) into
- * out[row * out_stride + n] and add the bias; with `add`, accumulate. */
-static void linear_tiles(const ap_linear *w, const rows_in *in, int32_t first_row,
-                         int32_t last_row, int32_t first_tile, int32_t last_tile, float *out,
-                         int32_t out_stride, bool add) {
-    multiplication m = {
-        .w = w,
-        .in = in,
-        .row = first_row,
-        .rows = last_row - first_row,
-        .tile = first_tile,
-        .last_tile = last_tile,
-        .out = out,
-        .out_stride = out_stride,
-        .add = add,
-    };
+static void multiply_tiles(multiplication m) {
+    const ap_linear *w = m.w;
     if (has_planes(w)) {
         multiply_in_planes(m);
         return;
@@ -41,7 +27,9 @@ static void linear_tiles(const ap_linear *w, const rows_in *in, int32_t first_ro
             multiply_in_blocks(m, DENSE_ROWS, multiply_bfloats);
             break;
         case AP_INT8:
-            multiply_in_blocks(m, REGISTER_ROWS, multiply_bytes);
+            multiply_in_blocks(m, REGISTER_ROWS,
+                               w->scale_format == AP_NO_SCALES ? multiply_unscaled
+                                                               : multiply_bytes);
             break;
         case AP_INT4:
             multiply_in_blocks(m, REGISTER_ROWS, multiply_nibbles);
@@ -50,6 +38,24 @@ static void linear_tiles(const ap_linear *w, const rows_in *in, int32_t first_ro
             multiply_in_blocks(m, REGISTER_ROWS, multiply_e2m1);
             break;
     }
+}
+
+/* Multiply rows [first_row, last_row) by tiles [first_tile, last_tile) into
+ * out[row * out_stride + n] and add the bias; with `add`, accumulate. */
+static void linear_tiles(const ap_linear *w, const rows_in *in, int32_t first_row,
+                         int32_t last_row, int32_t first_tile, int32_t last_tile, float *out,
+                         int32_t out_stride, bool add) {
+    multiply_tiles((multiplication){
+        .w = w,
+        .in = in,
+        .row = first_row,
+        .rows = last_row - first_row,
+        .tile = first_tile,
+        .last_tile = last_tile,
+        .out = out,
+        .out_stride = out_stride,
+        .add = add,
+    });
 }
 
 #endif

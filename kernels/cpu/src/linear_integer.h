@@ -91,6 +91,7 @@ INLINE void multiply_integer(const multiplication *m, int format, int rows) {
     const ptrdiff_t beside = block_rows(m->in, m->row), code_bytes = format == AP_INT8 ? 256 : 128;
     const uint8_t *codes = tile_codes(w, m->tile);
     int64_t scale_at = (int64_t)m->tile * groups * AP_LANES;
+    fetch_list fetches = m->fetches;
     int64_t scales_ahead = PREFETCH_BYTES / code_bytes / sixteens * AP_LANES;
     for (int32_t tile = m->tile; tile < m->last_tile; tile++) {
         const int8_t *x = row_codes(m->in, m->row, w->in_features);
@@ -106,6 +107,7 @@ INLINE void multiply_integer(const multiplication *m, int format, int rows) {
             }
             for (int32_t i = 0; i < sixteens; i++) {
                 vint dot[REGISTER_ROWS];
+                fetch_next(&fetches);
                 start_dots(w, row, format, rows, dot);
                 if (format == AP_INT8)
                     add_dots_bytes(codes, x, 4 * beside, rows, dot);
@@ -123,12 +125,64 @@ INLINE void multiply_integer(const multiplication *m, int format, int rows) {
         store_outputs(m, tile, sums);
     }
 }
+
+/* Add products of 16 inputs and whole tiles of bytes without scales. */
+INLINE void expand_codes(const multiplication *m, int rows) {
+    const ptrdiff_t beside = block_rows(m->in, m->row), stride = m->out_stride;
+    const uint8_t *codes = tile_codes(m->w, m->tile);
+    const int8_t *x = row_codes(m->in, m->row, INPUTS_PER_SCALE);
+    const row_scale *row = row_scales(m->in, m->row, INPUTS_PER_SCALE);
+    float *out = m->out + m->row * stride + m->tile * AP_LANES;
+    for (int32_t tile = m->tile; tile < m->last_tile; tile++, out += AP_LANES) {
+        vint dot[REGISTER_ROWS];
+        EACH_ROW dot[r] = vi_set(row[r].start_centered_bytes);
+        UNROLL for (int i = 0; i < 4; i++, codes += 64) {
+            vbyte packed = vb_load(codes);
+            EACH_ROW dot[r] = vi_dot_bytes(dot[r], packed, x + 4 * (i * beside + r));
+        }
+        EACH_ROW {
+            vfloat sum = vf_unbias(dot[r], row[r].scale, row[r].lift);
+            vf_store(out + r * stride, vf_add(sum, vf_load(out + r * stride)));
+        }
+    }
+}
+
+/* The same as `multiply_integer` for bytes without scales. */
+INLINE void multiply_codes(const multiplication *m, int rows) {
+    const int32_t inputs = m->w->in_features;
+    bool whole = m->last_tile * AP_LANES <= m->w->out_features;
+    if (inputs == INPUTS_PER_SCALE && whole && m->add && !m->w->bias) {
+        expand_codes(m, rows);
+        return;
+    }
+    const ptrdiff_t beside = block_rows(m->in, m->row);
+    const uint8_t *codes = tile_codes(m->w, m->tile);
+    for (int32_t tile = m->tile; tile < m->last_tile; tile++) {
+        const int8_t *x = row_codes(m->in, m->row, inputs);
+        const row_scale *row = row_scales(m->in, m->row, inputs);
+        vfloat acc[REGISTER_ROWS];
+        EACH_ROW acc[r] = vf_zero();
+        for (int32_t k = 0; k < inputs; k += INPUTS_PER_SCALE) {
+            vint dot[REGISTER_ROWS];
+            EACH_ROW dot[r] = vi_set(row[r].start_centered_bytes);
+            add_dots_bytes(codes, x, 4 * beside, rows, dot);
+            EACH_ROW acc[r] = vf_add(acc[r], vf_unbias(dot[r], row[r].scale, row[r].lift));
+            codes += INPUTS_PER_SCALE * AP_LANES;
+            x += INPUTS_PER_SCALE * beside;
+            row += beside;
+        }
+        float sums[REGISTER_ROWS * AP_LANES];
+        EACH_ROW vf_store(sums + r * AP_LANES, acc[r]);
+        store_outputs(m, tile, sums);
+    }
+}
 #undef EACH_ROW
 
 #define KERNEL(rows)                                                                           \
     static void nibbles_##rows(const multiplication *m) { multiply_integer(m, AP_INT4, rows); } \
     static void e2m1_##rows(const multiplication *m) { multiply_integer(m, AP_E2M1, rows); }    \
-    static void bytes_##rows(const multiplication *m) { multiply_integer(m, AP_INT8, rows); }
+    static void bytes_##rows(const multiplication *m) { multiply_integer(m, AP_INT8, rows); }   \
+    static void codes_##rows(const multiplication *m) { multiply_codes(m, rows); }
 KERNEL(1)
 #define TO_1(codes) codes##_1
 #if REGISTER_ROWS > 1
@@ -151,10 +205,11 @@ KERNEL(12)
 #endif
 #define KERNELS_(codes, rows) {TO_##rows(codes)}
 #define KERNELS(codes, rows) KERNELS_(codes, rows)
-static const block_kernel integer_kernels[3][REGISTER_ROWS] = {
+static const block_kernel integer_kernels[4][REGISTER_ROWS] = {
     KERNELS(bytes, REGISTER_ROWS),
     KERNELS(nibbles, REGISTER_ROWS),
     KERNELS(e2m1, REGISTER_ROWS),
+    KERNELS(codes, REGISTER_ROWS),
 };
 #undef KERNEL
 #undef KERNELS
@@ -163,5 +218,6 @@ static const block_kernel integer_kernels[3][REGISTER_ROWS] = {
 static void multiply_bytes(const multiplication *m) { integer_kernels[0][m->rows - 1](m); }
 static void multiply_nibbles(const multiplication *m) { integer_kernels[1][m->rows - 1](m); }
 static void multiply_e2m1(const multiplication *m) { integer_kernels[2][m->rows - 1](m); }
+static void multiply_unscaled(const multiplication *m) { integer_kernels[3][m->rows - 1](m); }
 
 #endif

@@ -119,7 +119,11 @@ static inline bool superblock_supported(const ap_linear *w) {
 static inline bool linear_supported(const ap_linear *w) {
     if (w->in_features < 1 || w->out_features < 1 || !w->codes) return false;
     if (w->format == AP_F32 || w->format == AP_F16 || w->format == AP_BF16) return true;
-    if (!has_groups(w) || w->format > AP_IQ4 || !w->scales) return false;
+    if (!has_groups(w) || w->format > AP_IQ4) return false;
+    if (w->scale_format == AP_NO_SCALES)
+        return w->format == AP_INT8 && w->offset_kind == AP_CENTERED && w->group == AP_LANES &&
+               w->in_features % AP_LANES == 0;
+    if (!w->scales) return false;
     if (w->scale_format > AP_E8M0) return superblock_supported(w);
     if (w->group != 32 && w->group != 64 && w->group != 128 &&
         (w->group != 16 || w->format != AP_E2M1))

@@ -109,6 +109,7 @@ INLINE void multiply_planes(const multiplication *m, int format, int rows) {
     const int32_t shift = w->group == 16 ? 0 : 1; /* from 16 inputs to groups */
     const ptrdiff_t beside = block_rows(m->in, m->row);
     const uint8_t *codes = tile_codes(w, m->tile);
+    fetch_list fetches = m->fetches;
     const ptrdiff_t piece_bytes = format_bits(format) * (PIECE * AP_LANES / 8);
     for (int32_t tile = m->tile; tile < m->last_tile; tile++) {
         const int8_t *x = row_codes(m->in, m->row, w->in_features);
@@ -128,6 +129,7 @@ INLINE void multiply_planes(const multiplication *m, int format, int rows) {
                         EACH_ROW acc[r] = vf_fma(offset, vf_set(row[r].sum), acc[r]);
                     }
                     vint dot[REGISTER_ROWS];
+                    fetch_next(&fetches);
                     start_plane_dots(row, format, additive, rows, dot);
                     add_dots_planes(codes, x, 4 * beside, half, format, rows, dot);
                     EACH_ROW acc[r] =

@@ -74,7 +74,7 @@ static void run_mixer_inputs(step_state *s, const ap_norm *post_norm) {
         s->joined = NULL;
     } else {
         run_norm(s, post_norm, &s->layer->mixer_norm, linears, count);
-        run_shrink(s, AP_INTO_MIXER, s->normed, s->model->hidden_size);
+        run_shrink(s, AP_INTO_MIXER);
     }
     float *out = s->inputs;
     for (int32_t i = 0; i < count; i++) {
@@ -108,7 +108,7 @@ static void run_from(step_state *s, const ap_linear *linear, ap_place place, con
         .add = add,
     };
     if (place != AP_NUM_PLACES) {
-        run_shrink(s, place, x, linear->in_features);
+        run_shrink(s, place);
         section.adapted = &s->adapted;
         section.place = place;
     }
@@ -134,7 +134,7 @@ static void activate(void *context, int32_t row, int32_t first, int32_t last) {
 static void run_gate_up(step_state *s) {
     const ap_layer *layer = s->layer;
     bool is_gated = has_linear(&layer->up);
-    run_shrink(s, AP_INTO_MLP, s->normed, s->model->hidden_size);
+    run_shrink(s, AP_INTO_MLP);
     linear_section section = {
         .linears = {&layer->gate, is_gated ? &layer->up : NULL},
         .in = {form_of(&s->in, &layer->gate), is_gated ? form_of(&s->in, &layer->up) : NULL},

@@ -2,7 +2,7 @@
 #ifndef AP_SECTION_H
 #define AP_SECTION_H
 
-#include "linear.h"
+#include "adapted.h"
 #include "pointwise.h"
 
 /* Rows are handed out in pieces, some for each thread, so that none waits long for the others. */
@@ -115,29 +115,6 @@ static void prepare_row(input *in, int32_t row) {
         if (in->forms[i].group) quantize_row(&in->forms[i], row, in->width);
 }
 
-/* ---- the rows of adapters ---- */
-
-/* Rows in turn of one adapter, at most so many that they can be shared out. */
-#define ADAPTED_ROWS 48
-
-typedef struct {
-    const ap_adapter *adapter;
-    int32_t first;
-    int32_t rows;
-} adapter_span;
-
-typedef struct {
-    adapter_span *spans;
-    int32_t count;
-    int32_t stride;
-    float *shrunk; /* (rows, stride), of the place whose linears run next */
-    int32_t layer; /* of that place */
-} adapted_rows;
-
-static const ap_low_rank *factors_at(const adapter_span *span, int32_t layer, ap_place place) {
-    return span->adapter->places + (int64_t)layer * AP_NUM_PLACES + place;
-}
-
 /* ---- over the tiles of a linear ---- */
 
 /* What happens to a linear's outputs; `finish` sees columns [first, last) of a row. */
@@ -159,27 +136,31 @@ typedef struct {
     int32_t row_chunks;
 } linear_section;
 
-/* Expand one part of a place into the outputs `first` to `last` of rows of a linear; the part's
- * output 0 is the linear's output `shift`. */
+static place_tiles place_tiles_of(const linear_section *s, int32_t i, int32_t first_tile,
+                                  int32_t last_tile) {
+    int32_t outputs = s->linears[i]->out_features;
+    return (place_tiles){s->place, s->first_output + i * outputs, outputs, first_tile, last_tile};
+}
+
+/* Expand one part of a place into outputs of rows of a linear; the part's output 0 is the linear's
+ * output `shift`. */
 static void expand_part(const linear_section *s, const ap_expansion *part, int32_t first_row,
-                        int32_t last_row, int32_t first, int32_t last, float *out, int32_t shift) {
-    first = first > shift ? first - shift : 0;
-    last = smaller(last - shift, part->linear.out_features);
-    if (first >= last) return;
+                        int32_t last_row, place_tiles own, float *out, int32_t shift) {
+    int32_t rows = s->in[0]->rows;
     rows_in in = {
         .x = s->adapted->shrunk + part->first_rank,
         .stride = s->adapted->stride,
-        .rows = s->in[0]->rows,
+        .rows = rows,
     };
-    linear_tiles(&part->linear, &in, first_row, last_row, first / AP_LANES,
-                 ceil_div(last, AP_LANES), out + shift, s->out_stride, true);
+    if (is_quantized(&part->linear)) in = shrunk_tile(s->adapted, rows, part->first_rank);
+    linear_tiles(&part->linear, &in, first_row, last_row, own.first, own.last, out + shift,
+                 s->out_stride, true);
 }
 
 /* Add what adapters add to the outputs of linear `i` in a chunk. */
 static void expand_chunk(const linear_section *s, int32_t i, int32_t first_row, int32_t last_row,
                          int32_t first_tile, int32_t last_tile) {
-    int32_t outputs = s->linears[0]->out_features, begin = s->first_output + i * outputs;
-    int32_t first = first_tile * AP_LANES, last = smaller(last_tile * AP_LANES, outputs);
+    place_tiles tiles = place_tiles_of(s, i, first_tile, last_tile);
     for (int32_t k = 0; k < s->adapted->count; k++) {
         const adapter_span *span = &s->adapted->spans[k];
         int32_t from = span->first > first_row ? span->first : first_row;
@@ -188,9 +169,34 @@ static void expand_chunk(const linear_section *s, int32_t i, int32_t first_row, 
         const ap_low_rank *factors = factors_at(span, s->adapted->layer, s->place);
         for (int32_t p = 0; p < factors->num_expansions; p++) {
             const ap_expansion *part = &factors->expansions[p];
-            expand_part(s, part, from, to, first, last, s->out[i], part->first_output - begin);
+            place_tiles own = tiles_of_part(part, tiles);
+            if (own.first < own.last)
+                expand_part(s, part, from, to, own, s->out[i], part->first_output - tiles.begin);
         }
     }
+}
+
+/* Multiply rows by tiles of linear `i`; the few rows that registers hold are done before their
+ * factors would come from memory. */
+static void multiply_chunk(const linear_section *s, int32_t i, int32_t first_row, int32_t last_row,
+                           int32_t first_tile, int32_t last_tile) {
+    const char *fetched[MOST_FETCHED];
+    multiplication m = {
+        .w = s->linears[i],
+        .in = s->in[i],
+        .row = first_row,
+        .rows = last_row - first_row,
+        .tile = first_tile,
+        .last_tile = last_tile,
+        .out = s->out[i],
+        .out_stride = s->out_stride,
+        .add = s->add,
+    };
+    if (s->adapted && s->adapted->count && m.rows <= REGISTER_ROWS) {
+        place_tiles tiles = place_tiles_of(s, i, first_tile, last_tile);
+        m.fetches = (fetch_list){fetched, fetched + list_factors(s->adapted, tiles, fetched)};
+    }
+    multiply_tiles(m);
 }
 
 static void linear_chunk(void *context, int32_t chunk, int32_t worker) {
@@ -204,8 +210,7 @@ static void linear_chunk(void *context, int32_t chunk, int32_t worker) {
     if (last_tile > num_tiles) last_tile = num_tiles;
     if (last_row > s->in[0]->rows) last_row = s->in[0]->rows;
     for (int32_t i = 0; i < 2 && s->linears[i]; i++)
-        linear_tiles(s->linears[i], s->in[i], first_row, last_row, first_tile, last_tile,
-                     s->out[i], s->out_stride, s->add);
+        multiply_chunk(s, i, first_row, last_row, first_tile, last_tile);
     for (int32_t i = 0; s->adapted && i < 2 && s->linears[i]; i++)
         expand_chunk(s, i, first_row, last_row, first_tile, last_tile);
     if (!s->finish) return;

@@ -211,6 +211,7 @@ static void widen_for_adapters(step_widths *w, const ap_batch *batch) {
         w->adapted = true;
         w->ranks = larger(w->ranks, batch->adapters[batch->adapter_slots[i]].most_ranks);
     }
+    w->ranks = (w->ranks + AP_LANES - 1) / AP_LANES * AP_LANES;
 }
 
 static step_widths widest(const ap_engine *engine, const ap_model *model, const ap_cache *cache,
@@ -372,6 +373,8 @@ static ap_status claim_buffers(step_state *s) {
         {&s->adapter_of, w.adapted ? rows * whole : 0},
         {&s->adapted.spans, w.adapted ? rows * (int64_t)sizeof(adapter_span) : 0},
         {&s->adapted.shrunk, rows * w.ranks * real},
+        {&s->adapted.codes, rows * w.ranks},
+        {&s->adapted.scales, rows * w.ranks / AP_LANES * (int64_t)sizeof(row_scale)},
         {&s->chosen.shared_gate, w.pairs ? rows * real : 0},
     };
     const int32_t count = sizeof own / sizeof *own;

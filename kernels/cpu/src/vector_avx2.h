@@ -341,3 +341,5 @@ INLINE vint vi_dot_bytes(vint acc, vbyte a, const int8_t *four) {
 }
 #endif
 INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+/* into the second-level cache */
+INLINE void prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }

@@ -176,3 +176,5 @@ INLINE vint vp_end(vpart part, vint acc) { return (void)acc, part; }
 #define BYTE_ZERO 0
 INLINE vint vi_dot_bytes(vint acc, vbyte a, const int8_t *four) { return vi_dot(acc, a, four); }
 INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+/* into the second-level cache */
+INLINE void prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }

@@ -275,3 +275,4 @@ INLINE vbyte vb_bits(vbyte a, int from, int to, int mask) {
 #include "bytes_scalar.h"
 #endif
 INLINE void prefetch(const void *p) { (void)p; }
+INLINE void prefetch_far(const void *p) { (void)p; }

@@ -2,6 +2,7 @@
 
     scripts/benchmark adapters                       # the packaged default model, one thread
     scripts/benchmark adapters --adapters 100 --slots 8 --requests 400
+    scripts/benchmark adapters --shape 1B --adapters 8 --requests 8   # random weights of 4 bits
 
 Steps of answers are compared in alternation, in one process, by the processor's time where one
 thread computes, so that other work on the machine counts little:
@@ -29,33 +30,64 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance import LLM, SamplingParams
 from appliance.bench.figures import spread
+from appliance.config import EngineConfig, cache_dir
+from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
+from appliance.engine.sampling_params import SamplingParams
+from appliance.hub import resolve_model
+from appliance.quant.formats.scheme import WeightScheme
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 from bench.lib.llama_peer import Peer
+from bench.lib.model_shapes import LLAMA_1B, TINY_LLAMA
 from bench.lib.prompts import random_tokens
 from bench.lib.random_adapters import write_adapters, write_gguf_adapters
+from bench.lib.synthetic import Schemes
+from bench.lib.synthetic_checkpoint import write_checkpoint
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
 
-    from appliance.engine.engine import LLMEngine
     from appliance.engine.request import AdapterRef
 
 PROMPT_TOKENS = 32
+VOCABULARY = 1000  # tokens that every model has
+SHAPES = {"1B": LLAMA_1B, "tiny": TINY_LLAMA}
 
 
 def request(name: str, seed: int, tokens: int, adapter: AdapterRef | None) -> Request:
     """Return a request whose prompt no other one has."""
     return Request(
         request_id=name,
-        prompt_token_ids=tuple(random_tokens(PROMPT_TOKENS, random.Random(seed))),
+        prompt_token_ids=tuple(random_tokens(PROMPT_TOKENS, random.Random(seed), VOCABULARY)),
         sampling=SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
         adapter=adapter,
     )
+
+
+def model_at(options: Namespace, folder: Path) -> Path:
+    """Return the model to serve, which is written into `folder` if only its shape is given."""
+    if options.shape is None:
+        return Path(resolve_model(options.model, cache_dir=cache_dir()).path)
+    path = folder / f"llama-{options.shape.lower()}-shape"
+    schemes = Schemes(WeightScheme(4, 32), WeightScheme(8, 32), WeightScheme(8, 32))
+    write_checkpoint(path, SHAPES[options.shape], schemes)
+    return path
+
+
+def load(options: Namespace, model: Path, **settings: Any) -> LLMEngine:
+    config = EngineConfig(
+        model=str(model),
+        threads=options.threads,
+        max_model_len=512,
+        max_num_seqs=max(options.slots, options.open),
+        prefix_caching=False,
+        speculate="off",
+        **settings,
+    )
+    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
 
 
 def decode_seconds(
@@ -151,7 +183,7 @@ def peer_throughput(
     peer = Peer(options.peer, model, options.threads, len(own), adapters=list(map(str, paths)))
     bodies = [
         {
-            "prompt": random_tokens(PROMPT_TOKENS, random.Random(number)),
+            "prompt": random_tokens(PROMPT_TOKENS, random.Random(number), VOCABULARY),
             "n_predict": options.tokens,
             "temperature": 0.0,
             "ignore_eos": True,
@@ -182,6 +214,7 @@ def peer_throughput(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the packaged one")
+    parser.add_argument("--shape", choices=SHAPES, help="of a model of random weights instead")
     parser.add_argument("--adapters", type=int, default=100)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
@@ -193,41 +226,37 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer", type=Path, help="folder with the package xllamacpp")
     options = parser.parse_args()
+    if options.shape is not None and options.peer is not None:
+        parser.error("--peer needs a GGUF file as --model, not --shape")
 
-    common: dict[str, Any] = {
-        "threads": options.threads,
-        "max_model_len": 512,
-        "max_num_seqs": max(options.slots, options.open),
-        "prefix_caching": False,
-        "speculate": "off",
-    }
-    bare = LLM(options.model, **common)
     folder = Path(tempfile.mkdtemp(prefix="adapters-"))
     try:
-        refs = write_adapters(folder, Path(bare.path), options.adapters, options.rank)
-        adapted = LLM(
-            options.model,
-            lora_dir=str(folder),
+        model, adapters = model_at(options, folder), folder / "adapters"
+        bare = load(options, model)
+        refs = write_adapters(adapters, model, options.adapters, options.rank)
+        adapted = load(
+            options,
+            model,
+            lora_dir=str(adapters),
             max_loras=options.slots,
             max_lora_rank=options.rank,
-            **common,
-        ).engine
+        )
         pool = adapted._adapters
         assert pool is not None
         loads: list[float] = []
-        load = pool._loader.load
+        read = pool._loader.load
 
         def timed(ref: AdapterRef) -> Any:
             begin = time.thread_time()
-            loaded = load(ref)
+            loaded = read(ref)
             loads.append(time.thread_time() - begin)
             return loaded
 
         pool._loader.load = timed  # type: ignore[method-assign]
         for ref in refs[: options.slots]:
             pool.install(ref)
-        compared = steps(options, bare.engine, adapted, refs)
-        beside = peer_throughput(options, adapted, refs, Path(bare.path), folder)
+        compared = steps(options, bare, adapted, refs)
+        beside = peer_throughput(options, adapted, refs, model, folder)
         loads.clear()
         shares = [(1 + place) ** -options.zipf for place in range(len(refs))]
         chosen = random.Random(0).choices(refs, shares, k=options.requests)
@@ -240,7 +269,7 @@ def main() -> None:
     result = {
         "benchmark": "adapters",
         "conditions": conditions(),
-        "model": bare.engine.info.model,
+        "model": bare.info.model,
         "rank": options.rank,
         "adapter_mb": round(adapted.info.adapter_bytes / (options.slots + 1) / 1e6, 1),
         "steps": compared,

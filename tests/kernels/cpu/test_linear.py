@@ -100,6 +100,34 @@ def test_4_bit_floats_are_exact_integer_sums_whatever_the_number_of_rows(
             assert np.array_equal(some.view(np.int32), all_rows[-rows:].view(np.int32)), rows
 
 
+def test_bytes_without_scales_are_exact_integer_sums_whatever_the_number_of_rows(
+    library: ctypes.CDLL, engine: int
+) -> None:
+    for width in (16, 48, 576):
+        weight = packed_weight(Format.INT8, Offset.CENTERED, OUTPUTS, width, 16, torch.float32)
+        weight = replace(weight, scale=torch.ones_like(weight.scale))
+        linear = describe(Format.INT8, OUTPUTS, width, group=16)
+        linear.struct.scale_format, linear.struct.scales = ScaleFormat.NONE, None
+        pack(library, engine, linear, weight)
+        row = np.empty(width, np.float32)
+        library.section_embedding(linear.struct, OUTPUTS - 1, row.ctypes.data)
+        assert np.array_equal(row, weight.codes[-1].numpy() - np.float32(128))
+        x = activations(ROW_COUNTS[-1], width)
+        all_rows = forward(library, engine, linear, x)
+        assert_close(all_rows, *exact(weight, x))
+        for rows in ROW_COUNTS:
+            some = forward(library, engine, linear, x[-rows:])
+            assert np.array_equal(some.view(np.int32), all_rows[-rows:].view(np.int32)), rows
+        for wrong in ({"group": 32}, {"offset_kind": Offset.ADDITIVE}, {"format": Format.INT4}):
+            struct = type(linear.struct).from_buffer_copy(linear.struct)
+            for name, value in wrong.items():
+                setattr(struct, name, value)
+            refused = library.ap_linear_pack(
+                engine, struct, weight.codes.data_ptr(), None, None, Format.F32, 16
+            )
+            assert refused == Status.BAD_ARGUMENT, wrong
+
+
 @pytest.mark.parametrize("in_features", [1, 7, 96, 300])
 @pytest.mark.parametrize("fmt", DENSE, ids=lambda f: f.name)
 def test_dense_weights_are_sums_in_order_whatever_the_number_of_rows(

@@ -139,6 +139,19 @@ def test_kld_on_packed_weights_is_that_of_the_model_itself(
     assert 0 < divergence(*adapted) < min(0.002, 1.5 * without)
 
 
+def test_factors_beside_packed_weights_take_a_byte_each(tmp_path: Path) -> None:
+    quantized, dense = write_both(tmp_path, FORMS["awq"])
+    folder = write_adapter(tmp_path / "adapter", ALL, rank=16)
+    taken = []
+    for source in (quantized, dense):
+        targets = adapter_targets(source.spec, source.family.names)
+        slots = native(source.path).adapter_slots(targets, 1, 16)
+        taken.append(slots.lay_out(read_adapter(folder, source, 16)).nbytes)
+    numbers = sum(16 * sum(shape) for shape in ALL.values())
+    structs = taken[1] - 4 * numbers  # scales, too; the same beside packed weights
+    assert taken[0] - structs == numbers
+
+
 @pytest.fixture
 def mixed(tmp_path: Path) -> tuple[ModelSource, list[Path]]:
     quantized, _ = write_both(tmp_path, FORMS["awq"])
