@@ -332,7 +332,7 @@ int32_t ap_make_room(ap_engine *engine, const ap_model *model, const ap_cache *c
 int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
                 float *logits);
 
-/* The first linear in an ap_place of a layer that makes a step quantize its inputs; NULL: none does.
+/* The first linear in an ap_place of a layer whose inputs a step quantizes; NULL: there is none.
  * Factors of adapters may be AP_INT8 there, with the input_order of this linear. */
 const ap_linear *ap_quantized_at(const ap_model *model, int32_t layer, int32_t place);
 
