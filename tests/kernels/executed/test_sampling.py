@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.engine.run.slot_settings import uniform_numbers
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library
 from appliance.kernels.sampling import SamplingRows, launch, reference
+from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.kernels.sampling.launch import DeviceSampling
 
 VOCAB = 5000  # two chunks, and more than all candidates
@@ -72,6 +77,19 @@ def test_what_no_candidates_suffice_for_is_looked_for_in_the_whole_row() -> None
     ]
     assert_right(flat, rows)
     assert_right(deep.expand(4, -1), rows)
+
+
+def test_the_same_seeds_draw_what_the_cpu_library_draws() -> None:
+    """Of the same logits; those of a GPU's model may round differently."""
+    kinds = [(1.0, 0, 1.0, 0.0), (0.8, 50, 0.9, 0.0), (1.2, 0, 1.0, 0.02), (0.7, 0, 0.95, 0.0)]
+    seeds = np.array([7, 2**63 - 1, 0, 12345], dtype=np.uint64)
+    logits = logits_of(6, 4, 3.0)
+    engine = NativeEngine(load_library(), 1)
+    for position in (1, 500):
+        uniform = uniform_numbers(seeds, np.full(4, position)).tolist()
+        rows = rows_of([(*kind, number) for kind, number in zip(kinds, uniform, strict=True)])
+        assert torch.equal(DEVICE_SAMPLING(logits, rows), NativeSampling(engine)(logits, rows))
+    engine.close()
 
 
 def test_greedy_rows_are_the_argmax_to_the_bit_and_ties_go_to_the_lowest_id() -> None:
