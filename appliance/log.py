@@ -49,7 +49,7 @@ class RecentWarnings(logging.Handler):
         return lines
 
 
-class Sparing(logging.Filter):
+class RepeatedWarningFilter(logging.Filter):
     """Passes a warning of each kind once per interval, and counts the suppressed ones.
 
     For loggers that outsiders can trigger: they would otherwise flood the log and push important

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from appliance import log
-from appliance.log import MAX_RECENT, RecentWarnings, Sparing
+from appliance.log import MAX_RECENT, RecentWarnings, RepeatedWarningFilter
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_only_the_latest_are_kept() -> None:
 
 def test_what_strangers_bring_about_is_said_once_in_a_while() -> None:
     now = 100.0
-    sparing = Sparing(60.0, clock=lambda: now)
+    sparing = RepeatedWarningFilter(60.0, clock=lambda: now)
     passed: list[str] = []
 
     def say(text: str, *args: object, level: int = logging.WARNING) -> None:
@@ -100,4 +100,4 @@ def test_what_strangers_bring_about_is_said_once_in_a_while() -> None:
     for number in range(1000):
         say(f"kind {number}")
     assert len(passed) == 6 + 1000
-    assert len(sparing._kinds) <= Sparing._MAX_KINDS
+    assert len(sparing._kinds) <= RepeatedWarningFilter._MAX_KINDS

@@ -54,7 +54,7 @@ class Sort(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PausedPicture:
     """A paused picture.
 
     Attributes:
@@ -82,7 +82,7 @@ class Look:
     mode: ColorMode = ColorMode.OWNER
     focus: SequenceKey | None = None
     ended: SequenceKey | None = None
-    held: Held | None = None
+    held: PausedPicture | None = None
     level: int = 0
     cursor: int | None = None
     sort: Sort = Sort.AGE

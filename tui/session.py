@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.tui.look import Held, Look, SequenceKey
+from appliance.tui.look import Look, PausedPicture, SequenceKey
 from appliance.tui.state import ConnectionPhase, DashboardState, reduce
 from appliance.tui.timeline import Timeline
 from appliance.tui.view import View
@@ -98,7 +98,7 @@ class Session:
         self.changed()
 
     def pause(self) -> None:
-        held = Held(self.state, time.monotonic()) if self.look.held is None else None
+        held = PausedPicture(self.state, time.monotonic()) if self.look.held is None else None
         self.change(held=held)
 
     def rewind(self, seconds: float) -> None:
@@ -111,7 +111,7 @@ class Session:
         when = max(when, self.timeline.begin or now)
         state = self.timeline.state_at(when)
         if state is not None:
-            self.change(held=Held(state, when))
+            self.change(held=PausedPicture(state, when))
 
     def focus_next(self, step: int) -> None:
         keys = [SequenceKey.of(sequence) for sequence in self.view().listed]

@@ -21,7 +21,7 @@ class ChosenReplica:
 
 
 @dataclass(slots=True)
-class Asked:
+class ReplicaRequest:
     """A request that needs a replica.
 
     Attributes:
@@ -36,4 +36,4 @@ class Asked:
 
 
 # Returns None if all replicas were tried; raises TimeoutError if none appears in time.
-Choose = Callable[[Asked], Coroutine[Any, Any, ChosenReplica | None]]
+Choose = Callable[[ReplicaRequest], Coroutine[Any, Any, ChosenReplica | None]]

@@ -13,7 +13,7 @@ import ray
 from ray.serve import ingress
 
 from appliance import log
-from appliance.cluster.chosen_replica import Asked, ChosenReplica
+from appliance.cluster.chosen_replica import ChosenReplica, ReplicaRequest
 from appliance.cluster.front import BLOCK_SIZE, make_front
 from appliance.cluster.node_facts import NodeFacts, check, look
 from appliance.cluster.prefix_router import ASKED, BLOCKS, URL
@@ -162,7 +162,7 @@ class ClusterFront:
         """Build the application (called by Ray)."""
         return make_front(self._config, self._choose)
 
-    async def _choose(self, asked: Asked) -> ChosenReplica | None:
+    async def _choose(self, asked: ReplicaRequest) -> ChosenReplica | None:
         # Reserves nothing: a replica has its own queue.
         wanted = self._replicas.choose_replica(**{ASKED: asked}, _reserve=False)
         async with asyncio.timeout(WAIT_SECONDS), wanted as chosen:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from starlette.requests import Request
 
-from appliance.cluster.chosen_replica import Asked
+from appliance.cluster.chosen_replica import ReplicaRequest
 from appliance.cluster.prompt_text import text_hashes
 from appliance.cluster.reply import STREAMS, Reply
 from appliance.engine.process.quarantine import Quarantine
@@ -29,10 +29,10 @@ from appliance.errors import (
     RequestError,
 )
 from appliance.server.body import read_bytes
-from appliance.server.door import OPEN_PATHS, Door, key_name
 from appliance.server.errors import ENGINE_DIED, error_response, request_id_of
 from appliance.server.key_ring import KeyRing
 from appliance.server.proxies import Proxies
+from appliance.server.request_middleware import OPEN_PATHS, RequestMiddleware, key_name
 from appliance.server.shared_metrics import SharedMetrics
 from appliance.server.stream import ClientGoneError, unless_disconnected
 
@@ -84,8 +84,10 @@ class _Refusal:
 def make_front(config: ServerConfig, choose: Choose) -> ASGIApp:
     """Build the application for a cluster's clients."""
     metrics = SharedMetrics()
-    door = Door(Front(config, choose), config=config, keys=KeyRing(config), metrics=metrics)
-    return Proxies(door, config)
+    admitted = RequestMiddleware(
+        Front(config, choose), config=config, keys=KeyRing(config), metrics=metrics
+    )
+    return Proxies(admitted, config)
 
 
 class Front:
@@ -134,7 +136,7 @@ class Front:
         shared = self._config.share_prefixes_between_keys
         hashes = text_hashes(body, "" if shared else owner, BLOCK_SIZE) if body else []
         mark = hashlib.blake2b(f"{owner} {scope['path']} ".encode() + body, digest_size=16).digest()
-        asked = Asked(hashes, self._num_open)
+        asked = ReplicaRequest(hashes, self._num_open)
         last: _Refusal | None = None
         try:
             while True:
@@ -160,7 +162,7 @@ class Front:
         else:
             await reply.fail(EngineUnavailableError("no replica of the model can be reached"))
 
-    async def _target(self, asked: Asked) -> ChosenReplica | None:
+    async def _target(self, asked: ReplicaRequest) -> ChosenReplica | None:
         try:
             return await self._choose(asked)
         except TimeoutError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from appliance.cluster.chosen_replica import Asked
+from appliance.cluster.chosen_replica import ReplicaRequest
 from appliance.engine.replicas.router import ReplicaLoad, ReplicaRouter
 
 URL, BLOCKS = "url", "blocks"  # keys of a replica's statistics
@@ -34,7 +34,7 @@ class PrefixRouter(RequestRouter):
         Tried ones come again after all were tried.
         """
         asked = None if pending_request is None else pending_request.kwargs.get(ASKED)
-        if not isinstance(asked, Asked):
+        if not isinstance(asked, ReplicaRequest):
             return [candidate_replicas]
         ready = {one.replica_id.unique_id: one for one in candidate_replicas if _is_ready(one)}
         self._tell_policy(ready)

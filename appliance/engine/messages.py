@@ -28,7 +28,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
-    """Answers `Planned`: the engine may take the memory."""
+    """Answers `MemoryPlanned`: the engine may take the memory."""
 
 
 class EndTokens(msgspec.Struct, frozen=True, tag=True):
@@ -151,7 +151,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Planned(msgspec.Struct, frozen=True, tag=True):
+class MemoryPlanned(msgspec.Struct, frozen=True, tag=True):
     """The memory plan; the engine waits for `Proceed` before it takes memory."""
 
     needed_bytes: int
@@ -239,4 +239,4 @@ ToEngine = (
     | UnloadAdapter
     | Shutdown
 )
-FromEngine = Progress | Planned | WeightsRead | Ready | StartFailed | StepReport
+FromEngine = Progress | MemoryPlanned | WeightsRead | Ready | StartFailed | StepReport

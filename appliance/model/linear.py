@@ -57,7 +57,7 @@ class LinearPart:
         return LinearPart(self.weight[index], bias)
 
 
-class SideBySide:
+class ConcatenatedLinear:
     """Linears with one input that could not be fused; concatenates their outputs."""
 
     def __init__(self, parts: list[Linear]) -> None:
@@ -79,7 +79,7 @@ def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype)
     linears = [
         backend.prepare_linear(part.weight, part.bias, dtype) for part in stack_neighbours(parts)
     ]
-    return linears[0] if len(linears) == 1 else SideBySide(linears)
+    return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
 
 
 def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:

@@ -9,8 +9,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from appliance.server.door import key_name
 from appliance.server.errors import request_id_of
+from appliance.server.request_middleware import key_name
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

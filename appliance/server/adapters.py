@@ -15,8 +15,8 @@ from appliance.engine.request import AdapterRef
 from appliance.errors import RequestError
 from appliance.files import stamp_of
 from appliance.server.body import read_json
-from appliance.server.door import key_name
 from appliance.server.openapi import describes
+from appliance.server.request_middleware import key_name
 
 if TYPE_CHECKING:
     from appliance.adapter_names import AdapterRegistry
@@ -40,7 +40,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
     lora_name: str
 
 
-class AdapterDoorError(RequestError):
+class AdapterForbiddenError(RequestError):
     """This key may not manage adapters, or this path is outside the allowed folder."""
 
     status = 403
@@ -109,25 +109,27 @@ def adapters_router(server: ServerState) -> APIRouter:
 
 def _check_key(state: ModelState, request: Request) -> None:
     if state.several_keys and key_name(request.scope) != BARE_NAME:
-        raise AdapterDoorError("only the key without a name loads and unloads adapters")
+        raise AdapterForbiddenError("only the key without a name loads and unloads adapters")
 
 
 def _asked_for(adapters: AdapterRegistry, body: LoadAdapterRequest) -> AdapterRef:
     """Return the adapter to load.
 
     Raises:
-        AdapterDoorError: the path is outside the allowed folder, or no folder is allowed.
+        AdapterForbiddenError: the path is outside the allowed folder, or no folder is allowed.
         RequestError: the path holds no adapter, or the name is invalid.
     """
     if adapters.folder is None:
-        raise AdapterDoorError("no folder of adapters is allowed; start the server with --lora-dir")
+        raise AdapterForbiddenError(
+            "no folder of adapters is allowed; start the server with --lora-dir"
+        )
     if not NAME.fullmatch(body.lora_name):
         raise RequestError(
             "a name has letters, digits, and . _ - inside, at most 128", param="lora_name"
         )
     path = (adapters.folder / body.lora_path).resolve()
     if not path.is_relative_to(adapters.folder) or path == adapters.folder:
-        raise AdapterDoorError(
+        raise AdapterForbiddenError(
             f"adapters are loaded from inside {adapters.folder} only", param="lora_path"
         )
     stamp = stamp_of(path)

@@ -27,9 +27,9 @@ from appliance.events import (
     encode_event,
 )
 from appliance.jobs import read_jobs
-from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.openapi import describes
+from appliance.server.request_middleware import key_name
 from appliance.server.sequence_feed import SequenceFeed
 from appliance.server.stream import EventStream
 from appliance.version import __version__

@@ -56,7 +56,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Whole:
+class FinishedChoice:
     text: str = ""  # complete at the end
     tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
@@ -241,7 +241,7 @@ class Answer:
             self._metrics.count_expired(self._owner, "waiting")
             raise
 
-    async def whole(self) -> list[Whole]:
+    async def whole(self) -> list[FinishedChoice]:
         """Return the requested choices once all have ended; raises like `pieces`.
 
         If the engine dies before that, submits everything again.
@@ -252,8 +252,8 @@ class Answer:
             await self._begin_again()
             return await self._whole()
 
-    async def _whole(self) -> list[Whole]:
-        choices = [Whole() for _ in range(self.num_choices)]
+    async def _whole(self) -> list[FinishedChoice]:
+        choices = [FinishedChoice() for _ in range(self.num_choices)]
         texts: list[list[str]] = [[] for _ in choices]
         async for pieces in self._pieces():
             for piece in pieces:
@@ -291,7 +291,7 @@ class Answer:
         logger.info(
             "%s: %s, %d prompt tokens (%d cached), %d generated",
             self._name,
-            how_ended(self._request_id, complete=complete),
+            describe_outcome(self._request_id, complete=complete),
             self.prompt_tokens,
             self.cached_tokens,
             self.completion_tokens,
@@ -376,6 +376,6 @@ class Answer:
         return logprobs
 
 
-def how_ended(request_id: str, *, complete: bool) -> str:
+def describe_outcome(request_id: str, *, complete: bool) -> str:
     """Describe the end for the log; after a failure, with the request id."""
     return "complete" if complete else f"ended early (x-request-id {request_id or '-'})"

@@ -15,7 +15,6 @@ from appliance.server.access_log import AccessLog
 from appliance.server.adapters import adapters_router
 from appliance.server.admin import admin_router
 from appliance.server.anthropic.routes import anthropic_router
-from appliance.server.door import Door
 from appliance.server.engine_metrics import EngineCollector
 from appliance.server.errors import error_response
 from appliance.server.health import health_router
@@ -27,6 +26,7 @@ from appliance.server.openai_responses.routes import responses_router
 from appliance.server.proxies import Proxies, root_path
 from appliance.server.rank_metrics import RankCollector
 from appliance.server.replica_metrics import ReplicaCollector
+from appliance.server.request_middleware import RequestMiddleware
 from appliance.server.retrieval.routes import retrieval_router
 from appliance.server.stream import ClientGoneError
 from appliance.server.web_page import web_page_router
@@ -71,7 +71,7 @@ def create_app(server: ServerState) -> FastAPI:
         model.metrics.add(RankCollector(model))
     server.metrics.add(MachineCollector(server))
     app.add_middleware(Idempotency, max_body_bytes=config.max_body_bytes)
-    app.add_middleware(Door, config=config, keys=server.keys, metrics=server.metrics)
+    app.add_middleware(RequestMiddleware, config=config, keys=server.keys, metrics=server.metrics)
     if config.access_log:
         app.add_middleware(AccessLog)
     app.add_middleware(Proxies, config=config)  # the last one added is the outermost

@@ -23,7 +23,7 @@ from appliance.server.tools import new_call_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.server.answer import Answer, Piece, Whole
+    from appliance.server.answer import Answer, FinishedChoice, Piece
     from appliance.server.exchange import Exchange
     from appliance.server.stream_usage import StreamUsage
 
@@ -68,7 +68,9 @@ async def chat_frames(
     yield DONE
 
 
-def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> ChatCompletion:
+def whole_chat(
+    exchange: Exchange, answer: Answer, wholes: Sequence[FinishedChoice]
+) -> ChatCompletion:
     """Build the answer as one object from ended choices."""
     choices = []
     for number, whole in enumerate(wholes):
@@ -95,7 +97,7 @@ def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> C
     )
 
 
-def _message(exchange: Exchange, whole: Whole) -> AssistantMessage:
+def _message(exchange: Exchange, whole: FinishedChoice) -> AssistantMessage:
     if not whole.parts:
         return AssistantMessage(whole.text)
     contents = [part.text for part in whole.parts if isinstance(part, Content)]
@@ -108,7 +110,7 @@ def _message(exchange: Exchange, whole: Whole) -> AssistantMessage:
     return message
 
 
-def _calls(exchange: Exchange, whole: Whole) -> list[AnsweredCall]:
+def _calls(exchange: Exchange, whole: FinishedChoice) -> list[AnsweredCall]:
     calls: list[tuple[str, list[str]]] = []  # names and pieces of arguments
     for part in whole.parts:
         if isinstance(part, CallBegin):

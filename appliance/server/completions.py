@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from appliance.engine.messages import TokenLogprobs
-    from appliance.server.answer import Answer, Piece, Whole
+    from appliance.server.answer import Answer, FinishedChoice, Piece
     from appliance.server.exchange import Exchange
     from appliance.server.stream_usage import StreamUsage
     from appliance.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ async def completion_frames(
 
 
 def whole_completion(
-    exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, echo: Sequence[str]
+    exchange: Exchange, answer: Answer, wholes: Sequence[FinishedChoice], *, echo: Sequence[str]
 ) -> Completion:
     """Build the answer as one object from ended choices; see `completion_frames`."""
     per_prompt = len(wholes) // len(answer.prompt_logprobs)

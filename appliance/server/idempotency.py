@@ -18,9 +18,9 @@ from starlette.requests import Request
 
 from appliance.errors import RequestError
 from appliance.server.body import read_body
-from appliance.server.door import WELL_FORMED_ID, key_name
 from appliance.server.errors import error_response
 from appliance.server.repeated import SharedAnswer
+from appliance.server.request_middleware import WELL_FORMED_ID, key_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

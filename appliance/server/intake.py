@@ -17,10 +17,10 @@ from appliance.server.answer_size import (
 from appliance.server.beams import prepare_beams
 from appliance.server.body import note_ignored, read_json
 from appliance.server.chat_grammars import chat_grammar
-from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.exchange import Exchange
 from appliance.server.prompt import chat_prompt
+from appliance.server.request_middleware import key_name
 from appliance.server.sampling import completion_budget, sampling_params
 from appliance.server.stream import SERVER_SENT_EVENTS, EventStream, unless_disconnected
 from appliance.server.terms import Terms, salt_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.thought_budget import ThoughtBudget
     from appliance.grammar import Grammar
-    from appliance.server.answer import Reading, Whole
+    from appliance.server.answer import FinishedChoice, Reading
     from appliance.server.body import StructT
     from appliance.server.conversation import Conversation
     from appliance.server.model_state import ModelState
@@ -199,7 +199,7 @@ async def submit(
 
 
 async def whole_response(
-    request: Request, answer: Answer, build: Callable[[list[Whole]], msgspec.Struct]
+    request: Request, answer: Answer, build: Callable[[list[FinishedChoice]], msgspec.Struct]
 ) -> Response:
     """Build an unstreamed response, unless the client disconnects."""
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from appliance.api_keys import digest_of
 from appliance.errors import AuthError
-from appliance.log import Sparing
+from appliance.log import RepeatedWarningFilter
 from appliance.server.bucket import Bucket
 from appliance.server.errors import TooManyWrongKeysError
 
@@ -27,7 +27,7 @@ _MAX_ADDRESSES = 4096
 _MAX_REMEMBERED = 64  # wrong keys per address
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Sparing(600.0))
+logger.addFilter(RepeatedWarningFilter(600.0))
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Guesser:
     wrong: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # digests, oldest first
 
 
-class GuessLimit:
+class WrongKeyLimit:
     """Limits wrong keys by address.
 
     Counts only different keys: a program with a wrong key repeats it, and must not lock out others
@@ -80,10 +80,10 @@ class KeyCheck:
     """
 
     def __init__(
-        self, known: Callable[[], Mapping[str, ApiKey]], limit: GuessLimit | None = None
+        self, known: Callable[[], Mapping[str, ApiKey]], limit: WrongKeyLimit | None = None
     ) -> None:
         self._known = known
-        self._limit = limit or GuessLimit()
+        self._limit = limit or WrongKeyLimit()
 
     def check(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> str:
         """Compare keys with all known ones in constant time.

@@ -11,7 +11,6 @@ from appliance.errors import RequestError
 from appliance.server import unsupported
 from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
-from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import prepare_grammar
@@ -19,6 +18,7 @@ from appliance.server.intake import once_loaded, submit, take_body, whole_respon
 from appliance.server.openai_chat import answer_chat
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts, prompt_text
+from appliance.server.request_middleware import key_name
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import EchoScoring

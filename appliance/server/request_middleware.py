@@ -41,7 +41,7 @@ def key_name(scope: Scope) -> str:
     return name
 
 
-class Door:
+class RequestMiddleware:
     """Checks every request, counts every response and gives it an id."""
 
     def __init__(

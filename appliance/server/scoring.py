@@ -29,7 +29,7 @@ from appliance.server.terms import Terms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.server.answer import Whole
+    from appliance.server.answer import FinishedChoice
     from appliance.server.model_state import ModelState
     from appliance.server.schema import CompletionRequest
 
@@ -127,7 +127,7 @@ class EchoScoring:
             exchange, Answer(state, requests, request_id=request_id), prompts, texts, generated
         )
 
-    def completion(self, wholes: Sequence[Whole]) -> Completion:
+    def completion(self, wholes: Sequence[FinishedChoice]) -> Completion:
         """Build the answer: prompts with scores, then generated text."""
         choices = [self._choice(number, whole) for number, whole in enumerate(wholes)]
         read, made = sum(map(len, self.prompts)), self.generated * len(self.prompts)
@@ -140,7 +140,7 @@ class EchoScoring:
             system_fingerprint=self.exchange.fingerprint,
         )
 
-    def _choice(self, number: int, whole: Whole) -> CompletionChoice:
+    def _choice(self, number: int, whole: FinishedChoice) -> CompletionChoice:
         prompt, tokenizer = self.prompts[number], self.exchange.tokenizer
         first = tokenizer.token_text(prompt[0])
         tokens = [*self.answer.prompt_logprobs[number], *whole.tokens]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from appliance.log import Sparing
+from appliance.log import RepeatedWarningFilter
 from appliance.server.app import create_app
 from appliance.server.connection import protocol_of
 
@@ -36,7 +36,7 @@ class WebServer(uvicorn.Server):
         log.handlers[:] = logging.getLogger("appliance").handlers
         log.setLevel(logging.WARNING)
         logging.getLogger("uvicorn.error").filters[:] = [
-            Sparing()
+            RepeatedWarningFilter()
         ]  # strangers can trigger its messages
         return cls(
             uvicorn.Config(

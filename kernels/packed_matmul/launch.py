@@ -35,7 +35,7 @@ from appliance.kernels.packed_matmul.tiles import (
     TILE_N,
     WORKSPACE_FLOATS,
     MatmulTile,
-    Place,
+    TileDevice,
     architecture,
     choose_splits,
     choose_tile,
@@ -224,12 +224,12 @@ def place_of(
     device: torch.device,
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
-) -> Place:
+) -> TileDevice:
     """Return the device of a launch and the number of programs that it runs at a time."""
     target = target_of(device)
     card = multiprocessors_of(device, target.capability)
     program = None if target.is_interpreted else footprints.of(device, arguments, options)
-    return Place(target.capability, card, card.resident(program) if program else MOST_PROGRAMS)
+    return TileDevice(target.capability, card, card.resident(program) if program else MOST_PROGRAMS)
 
 
 def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:

@@ -110,7 +110,7 @@ def choose_tile(rows: int, capability: int, group_size: int = 128) -> MatmulTile
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TileDevice:
     """The device that executes a tile's programs.
 
     Attributes:
@@ -126,7 +126,7 @@ class Place:
 
 @lru_cache(maxsize=4096)
 def choose_splits(
-    out_tiles: int, blocks_k: int, block_bytes: int, tile: MatmulTile, place: Place
+    out_tiles: int, blocks_k: int, block_bytes: int, tile: MatmulTile, place: TileDevice
 ) -> int:
     """Choose the number of programs that share an output tile's inputs.
 

@@ -43,7 +43,7 @@ BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"
 
 
 @dataclass(frozen=True, slots=True)
-class What:
+class EvaluationOptions:
     """Measurements to make.
 
     Attributes:
@@ -87,7 +87,7 @@ class Evaluation:
 def evaluate(
     candidate: ModelSource,
     windows: Windows,
-    what: What | None = None,
+    what: EvaluationOptions | None = None,
     on_progress: OnProgress | None = None,
 ) -> Evaluation:
     """Measure a checkpoint.
@@ -101,7 +101,7 @@ def evaluate(
         ModelError: weights or activations are not finite.
         MemoryPlanError: the evaluation exceeds the memory it may use.
     """
-    what = what or What()
+    what = what or EvaluationOptions()
     report = on_progress or (lambda stage, done, total: None)
     highest = int(windows.tokens.max())
     if highest >= candidate.spec.vocab_size:
@@ -154,7 +154,7 @@ def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
             )
 
 
-def _variants(candidate: ModelSource, what: What) -> list[ModelVariant]:
+def _variants(candidate: ModelSource, what: EvaluationOptions) -> list[ModelVariant]:
     """List the variants to run: the base first, KV caches last."""
     stored = StoredWeights(candidate, what.device)
     variants: list[ModelVariant] = []

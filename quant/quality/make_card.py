@@ -35,7 +35,7 @@ from appliance.quant.quality.card import (
 )
 from appliance.quant.quality.card_html import to_html
 from appliance.quant.quality.card_markdown import to_markdown
-from appliance.quant.quality.evaluate import What, check_same_model, evaluate
+from appliance.quant.quality.evaluate import EvaluationOptions, check_same_model, evaluate
 from appliance.quant.quality.kv_caches import KV_FORMATS, bytes_per_token, caches_of
 from appliance.quant.quality.peak_memory import PeakMemory
 from appliance.quant.quality.readers import readers_of
@@ -128,7 +128,7 @@ def make_card(
         for layer in cache
     ):
         notes.append("the checkpoint has no scales for keys and values in FP8: measured with 1")
-    what = What(
+    what = EvaluationOptions(
         base=original,
         rounded=options.rounding and original is not None and _can_be_rounded(candidate, run),
         kv=caches,

@@ -39,7 +39,7 @@ from appliance.quant.run.memory_plan import check_mixed
 from appliance.quant.run.options import QuantizeLibrary, QuantizeOptions
 from appliance.quant.run.plan import make_plan, stored_dtype
 from appliance.quant.run.progress import LAYER, EventLog, UnitLog
-from appliance.quant.run.run import Run, report_of
+from appliance.quant.run.run import QuantizeRun, report_of
 from appliance.quant.run.shard_writer import ShardWriter
 from appliance.quant.run.staging import StagingFolders, check_destination, locked
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
@@ -151,7 +151,7 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> RunPlanned
 
 def _open(
     model_path: Path, staging: StagingFolders, options: QuantizeOptions, started: float
-) -> Run:
+) -> QuantizeRun:
     if options.max_ram is not None:
         return_large_blocks()
     # A run killed after renaming its result only has its staging folder to remove.
@@ -162,7 +162,7 @@ def _open(
     source = open_model(model_path)
     _refuse_uncalibrated(source, options)
     plan = make_plan(source, options, stored_dtype(source))
-    return Run(model_path, options, source, plan, torch.device(options.device), started)
+    return QuantizeRun(model_path, options, source, plan, torch.device(options.device), started)
 
 
 def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
@@ -201,16 +201,16 @@ def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
             )
 
 
-def _with_precisions(run: Run, chosen: Mapping[str, LinearScheme | None]) -> Run:
+def _with_precisions(run: QuantizeRun, chosen: Mapping[str, LinearScheme | None]) -> QuantizeRun:
     return replace(run, plan=make_plan(run.source, run.options, run.plan.dtype, chosen))
 
 
-def _check_mixed(run: Run) -> None:
+def _check_mixed(run: QuantizeRun) -> None:
     use = MemoryUse.now(torch.device("cpu"))  # where sensitivity is measured
     check_mixed(run.source, run.options, PROBE_ROWS * PROBE_TOKENS, use)
 
 
-def _quantize(run: Run, staging: StagingFolders, on_event: OnEvent) -> QuantizeReport:
+def _quantize(run: QuantizeRun, staging: StagingFolders, on_event: OnEvent) -> QuantizeReport:
     with locked(staging):
         journal = Journal(staging.state)
         lost = journal.is_complete and not (staging.result.exists() or staging.out.exists())
@@ -230,7 +230,7 @@ def _quantize(run: Run, staging: StagingFolders, on_event: OnEvent) -> QuantizeR
 
 
 def _go_on(
-    run: Run, staging: StagingFolders, journal: Journal, on_event: OnEvent
+    run: QuantizeRun, staging: StagingFolders, journal: Journal, on_event: OnEvent
 ) -> QuantizeReport:
     resumes = bool(journal.records)
     events = EventLog(staging.state, on_event)
@@ -269,7 +269,7 @@ def _go_on(
     return report
 
 
-def _start(run: Run, out: Path, units: list[WorkUnit], journal: Journal) -> Start:
+def _start(run: QuantizeRun, out: Path, units: list[WorkUnit], journal: Journal) -> Start:
     return Start(
         model=str(run.model_path),
         out=str(out),
@@ -285,7 +285,7 @@ def _start(run: Run, out: Path, units: list[WorkUnit], journal: Journal) -> Star
 
 
 def _fill(
-    run: Run,
+    run: QuantizeRun,
     staging: StagingFolders,
     journal: Journal,
     units: list[WorkUnit],
@@ -324,7 +324,7 @@ def _fill(
     events(Written(weight_bytes=weight_bytes))
 
 
-def _finish(run: Run, result: Path, journal: Journal) -> None:
+def _finish(run: QuantizeRun, result: Path, journal: Journal) -> None:
     model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
     config = json.dumps(model_config, indent=2, ensure_ascii=False)
     if run.kv is not None:
@@ -341,7 +341,9 @@ def _finish(run: Run, result: Path, journal: Journal) -> None:
     flush(result)
 
 
-def _calibration(run: Run, state: Path, on_event: OnEvent, *, resumes: bool) -> Calibration | None:
+def _calibration(
+    run: QuantizeRun, state: Path, on_event: OnEvent, *, resumes: bool
+) -> Calibration | None:
     """Return the calibration rows: from the text if it is available, else from an earlier run."""
     if not run.options.needs_text:
         return None
@@ -367,7 +369,9 @@ def _refuse_quantized(model_path: Path) -> None:
         )
 
 
-def _check_space(run: Run, staging: StagingFolders, calibration: Calibration | None) -> None:
+def _check_space(
+    run: QuantizeRun, staging: StagingFolders, calibration: Calibration | None
+) -> None:
     result = sum(tensor.nbytes for tensor in run.plan.tensors)
     work = 0
     if calibration is not None:

@@ -30,7 +30,7 @@ SHOWN_NOTES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class QuantizeRun:
     model_path: Path
     options: QuantizeOptions
     source: ModelSource
@@ -41,7 +41,7 @@ class Run:
 
 
 def report_of(
-    run: Run, out: Path, journal: Journal, calibration: Calibration | None
+    run: QuantizeRun, out: Path, journal: Journal, calibration: Calibration | None
 ) -> QuantizeReport:
     plan, options = run.plan, run.options
     quantized = [tensor for tensor in plan.tensors if tensor.scheme is not None]
@@ -82,7 +82,7 @@ def _first_of(notes: Iterable[str]) -> Iterator[str]:
         yield f"{len(every) - SHOWN_NOTES} more weights are like these"
 
 
-def _notes(run: Run, calibration: Calibration | None) -> Iterator[str]:
+def _notes(run: QuantizeRun, calibration: Calibration | None) -> Iterator[str]:
     if calibration is not None:
         yield str(calibration)
     if run.model_path.is_file():

@@ -57,7 +57,7 @@ class Moments:
             self._are_means = True
 
 
-class NothingMoreToSee(Exception):  # noqa: N818 - ends a layer early; no error
+class AllInputsSeen(Exception):  # noqa: N818 - ends a layer early; no error
     """The last observed linear got its input."""
 
 
@@ -92,7 +92,7 @@ class ObservedLinear:
         if self.moments is not None:
             self.moments.add(x)
             if self.is_last_watched:
-                raise NothingMoreToSee
+                raise AllInputsSeen
         return functional.linear(x, self.weight, self.bias)
 
     def scale_inputs(self, scales: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.backend import select_backend
-from appliance.quant.walk.block import Moments, NothingMoreToSee, observing
+from appliance.quant.walk.block import AllInputsSeen, Moments, observing
 from appliance.quant.walk.row_layers import RowLayers
 from appliance.quant.walk.stream import ResidualStream
 
@@ -100,7 +100,7 @@ class Walk:
             for rows in self._portions():
                 try:
                     self._run(block, rows)
-                except NothingMoreToSee:
+                except AllInputsSeen:
                     continue
         finally:
             linears[-1].is_last_watched = False

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.cluster.chosen_replica import Asked, ChosenReplica
+from appliance.cluster.chosen_replica import ChosenReplica, ReplicaRequest
 from appliance.cluster.front import BLOCK_SIZE, make_front
 from appliance.cluster.prompt_text import BYTES_A_TOKEN, text_hashes
 from appliance.config import ServerConfig
@@ -28,9 +28,9 @@ class Replicas:
     def __init__(self) -> None:
         self.targets: list[ChosenReplica] = []
         self.asked: list[tuple[str, bytes, bytes]] = []  # replica, head and body
-        self.choices: list[Asked] = []
+        self.choices: list[ReplicaRequest] = []
 
-    async def choose(self, asked: Asked) -> ChosenReplica | None:
+    async def choose(self, asked: ReplicaRequest) -> ChosenReplica | None:
         self.choices.append(asked)
         return next((one for one in self.targets if one.name not in asked.tried), None)
 
@@ -296,7 +296,7 @@ async def test_one_that_cannot_be_reached_counts_against_nobody(
 
 
 async def test_no_replica_for_long_is_an_outage(make: Make) -> None:
-    async def never(asked: Asked) -> ChosenReplica | None:
+    async def never(asked: ReplicaRequest) -> ChosenReplica | None:
         raise TimeoutError
 
     client = make(never)

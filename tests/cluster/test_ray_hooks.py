@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.cluster.chosen_replica import Asked
+from appliance.cluster.chosen_replica import ReplicaRequest
 from appliance.cluster.deployments import wanted_replicas
 from appliance.cluster.prefix_router import ASKED, BLOCKS, URL, PrefixRouter
 from appliance.engine.replicas.router import bound
@@ -28,7 +28,7 @@ def router() -> PrefixRouter:
 async def chosen(
     router: PrefixRouter, replicas: list[Any], hashes: list[bytes], **more: Any
 ) -> list[str]:
-    asked = Asked(hashes, Counter(more.get("num_open", {})), set(more.get("tried", ())))
+    asked = ReplicaRequest(hashes, Counter(more.get("num_open", {})), set(more.get("tried", ())))
     found = await router.choose_replicas(replicas, SimpleNamespace(kwargs={ASKED: asked}))
     return [one.replica_id.unique_id for rank in found for one in rank]
 

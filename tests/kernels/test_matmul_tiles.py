@@ -16,7 +16,7 @@ from appliance.kernels.packed_matmul.tiles import (
     TILE_N,
     WORKSPACE_FLOATS,
     MatmulTile,
-    Place,
+    TileDevice,
     architecture,
     choose_splits,
     choose_tile,
@@ -33,11 +33,11 @@ ODD = (
 BLOCK_BYTES = {4: 128 * TILE_N // 2, 8: 128 * TILE_N}  # of 128 inputs
 
 
-def places(tile: MatmulTile, capability: int) -> list[Place]:
+def places(tile: MatmulTile, capability: int) -> list[TileDevice]:
     """Cards from small to large, and how many programs they may hold."""
     largest = LARGEST[capability]
     return [
-        Place(capability, replace(largest, num_sms=num_sms), resident)
+        TileDevice(capability, replace(largest, num_sms=num_sms), resident)
         for num_sms in (20, largest.num_sms // 3, largest.num_sms)
         for resident in (1, 3, 5, 16)
     ]
@@ -69,14 +69,14 @@ def test_splits_fit_the_workspace_and_their_traffic_a_share(
                 assert moved <= 0.25 * weight * blocks_k * 128 * bits / 8
 
 
-def splits_of(inputs: int, outputs: int, rows: int, place: Place) -> int:
+def splits_of(inputs: int, outputs: int, rows: int, place: TileDevice) -> int:
     tile = choose_tile(rows, place.capability)
     assert tile is not None
     return choose_splits(outputs // TILE_N, inputs // 128, BLOCK_BYTES[4], tile, place)
 
 
 def test_small_weights_are_split_and_large_ones_hardly() -> None:
-    place = Place(90, LARGEST[90], resident=5)
+    place = TileDevice(90, LARGEST[90], resident=5)
     assert splits_of(14336, 4096, 1, place) >= 4
     assert splits_of(4096, 28672, 1, place) <= 2
 
@@ -84,7 +84,7 @@ def test_small_weights_are_split_and_large_ones_hardly() -> None:
 def test_a_small_card_takes_fewer_splits_than_a_large_one() -> None:
     rtx_4090, rtx_4060 = (replace(LARGEST[89], num_sms=num_sms) for num_sms in (128, 24))
     large, small = (
-        [splits_of(4096, 4096, rows, Place(89, card, resident=5)) for rows in (1, 16)]
+        [splits_of(4096, 4096, rows, TileDevice(89, card, resident=5)) for rows in (1, 16)]
         for card in (rtx_4090, rtx_4060)
     )
     assert all(few < many for few, many in zip(small, large, strict=True)), (small, large)

@@ -15,7 +15,7 @@ from appliance.kernels.cpu.library import load_library
 from appliance.kernels.packed import PackedWeight
 from appliance.model.attention import Attention
 from appliance.model.layers import MLP, GatedLinear
-from appliance.model.linear import SideBySide
+from appliance.model.linear import ConcatenatedLinear
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
@@ -52,13 +52,13 @@ def test_orders_of_their_own_stand_side_by_side(tmp_path: Path) -> None:
     mixer = decoder.layers[0].mixer
     assert isinstance(mixer, Attention)
     qkv = mixer.qkv
-    assert isinstance(qkv, SideBySide)
+    assert isinstance(qkv, ConcatenatedLinear)
     assert [part.out_features for part in qkv.parts] == [192, 64]  # the value has another order
     mlp = decoder.layers[0].mlp
     assert isinstance(mlp, MLP)
     gated = mlp.middle
     assert isinstance(gated, GatedLinear)
-    assert not isinstance(gated.gate_up, SideBySide)
+    assert not isinstance(gated.gate_up, ConcatenatedLinear)
     weight = source.weights.load("model.layers.0.self_attn.q_proj.weight")
     assert isinstance(weight, PackedWeight)
     assert weight.input_order is not None

@@ -11,7 +11,7 @@ from appliance.kernels.backend import REFERENCE
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense as dense_of
-from appliance.model.linear import LinearPart, SideBySide, prepare_fused, stack_neighbours
+from appliance.model.linear import ConcatenatedLinear, LinearPart, prepare_fused, stack_neighbours
 
 FLOAT = torch.float32
 
@@ -68,7 +68,7 @@ def test_rows_stand_in_the_order_of_the_parts(
         dim=1,
     )  # fmt: skip
     torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=1e-5)
-    assert (len(linear.parts) if isinstance(linear, SideBySide) else 1) == num_linears
+    assert (len(linear.parts) if isinstance(linear, ConcatenatedLinear) else 1) == num_linears
     assert (linear.in_features, linear.out_features) == (IN_FEATURES, expected.shape[1])
     elements = sum(w.shape[0] * (IN_FEATURES + has_bias) for w in weights)
     assert linear.nbytes == 4 * elements  # the reference keeps everything in float32

@@ -10,10 +10,10 @@ from waiting import LIMIT, until
 from appliance.api_keys import ApiKey, check_keys
 from appliance.config import ServerConfig
 from appliance.errors import AuthError
-from appliance.server.door import OPEN_PATHS
 from appliance.server.errors import ForbiddenError, TooManyWrongKeysError
-from appliance.server.keys import BURST, SECONDS_PER_GUESS, GuessLimit, KeyCheck
+from appliance.server.keys import BURST, SECONDS_PER_GUESS, KeyCheck, WrongKeyLimit
 from appliance.server.origins import Origins, is_loopback
+from appliance.server.request_middleware import OPEN_PATHS
 from appliance.server.web_page import DOCUMENTS, FILES
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ def guess(keys: KeyCheck, key: str, address: str) -> str:
 def test_a_program_with_a_wrong_key_shuts_nobody_out() -> None:
     now = 0.0
     keys = KeyCheck(
-        lambda: check_keys(None, {"anna": "key-of-anna"}), GuessLimit(clock=lambda: now)
+        lambda: check_keys(None, {"anna": "key-of-anna"}), WrongKeyLimit(clock=lambda: now)
     )
     for _ in range(1000):
         assert guess(keys, "an old key", "10.0.0.1") == "wrong"
@@ -379,7 +379,7 @@ def test_a_program_with_a_wrong_key_shuts_nobody_out() -> None:
 
 def test_an_address_of_ipv6_is_as_good_as_its_neighbours() -> None:
     keys = KeyCheck(
-        lambda: check_keys(None, {"anna": "key-of-anna"}), GuessLimit(clock=lambda: 0.0)
+        lambda: check_keys(None, {"anna": "key-of-anna"}), WrongKeyLimit(clock=lambda: 0.0)
     )
     for number in range(BURST):
         assert guess(keys, f"guess {number}", f"2001:db8::{number:x}") == "wrong"
@@ -391,7 +391,7 @@ def test_an_address_of_ipv6_is_as_good_as_its_neighbours() -> None:
 
 
 def test_addresses_are_not_remembered_without_end() -> None:
-    limit = GuessLimit(clock=lambda: 0.0)
+    limit = WrongKeyLimit(clock=lambda: 0.0)
     for number in range(10_000):
         limit.note(str(number), b"digest")
     for number in range(1000):

@@ -8,7 +8,7 @@ import select
 import socket
 from typing import TYPE_CHECKING, TypeVar
 
-from appliance.engine.messages import EndTokens, Planned, Proceed, ToEngine, WeightsRead
+from appliance.engine.messages import EndTokens, MemoryPlanned, Proceed, ToEngine, WeightsRead
 from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.errors import EngineError
 
@@ -72,7 +72,7 @@ class EngineSocket:
 
     def ask_for_memory(self, needed: int, free: int) -> None:
         """Send the memory plan and wait for permission, or raise SupervisorGoneError."""
-        self.send(Planned(needed, free))
+        self.send(MemoryPlanned(needed, free))
         self._answer(Proceed)
 
     def ask_for_end_tokens(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from appliance.engine.process.answers import ReadyWaiters
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from appliance.engine.messages import Planned
+    from appliance.engine.messages import MemoryPlanned
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Residency:
         self.places: list[Resident] = []
         self._turn = asyncio.Lock()
 
-    async def admit(self, place: Resident, planned: Planned) -> None:
+    async def admit(self, place: Resident, planned: MemoryPlanned) -> None:
         """Wait until an engine may take its memory; in the order of requests, one at a time.
 
         If no other model can make room, lets it start; its own plan reports what is missing.
@@ -105,7 +105,7 @@ class Resident:
         """Record that a request begins or ends."""
         self.last_used = time.monotonic()
 
-    async def take(self, planned: Planned) -> None:
+    async def take(self, planned: MemoryPlanned) -> None:
         await self._residency.admit(self, planned)
 
     async def make_room(self) -> None:

@@ -17,7 +17,7 @@ from appliance import stages
 from appliance.engine.messages import (
     EndTokens,
     Load,
-    Planned,
+    MemoryPlanned,
     Proceed,
     Progress,
     Ready,
@@ -81,7 +81,7 @@ class Supervisor:
         on_ready: Callable[[], None],
         on_outage: Callable[[EngineUnavailableError], None],
         on_asleep: Callable[[], None],
-        on_planned: Callable[[Planned], Awaitable[None]],
+        on_planned: Callable[[MemoryPlanned], Awaitable[None]],
         is_busy: Callable[[], bool],
         launched: LaunchedProcess | None = None,
     ) -> None:
@@ -200,7 +200,7 @@ class Supervisor:
             match message:
                 case Progress(stage, done, total):
                     on_progress(stage, done, total)
-                case Planned():
+                case MemoryPlanned():
                     self._waits_for_us = True
                     await self._on_planned(message)
                     self._waits_for_us = False

@@ -135,11 +135,11 @@ class RankGroup:
 
     def lost(self) -> str:
         """Say which rank has ended, and how."""
-        return self.how_ended() or "a rank of the model does not answer"
+        return self.describe_exit() or "a rank of the model does not answer"
 
-    def how_ended(self) -> str | None:
+    def describe_exit(self) -> str | None:
         """Describe the end of a rank that has ended, or does within half a second."""
-        ends = (member.how_ended() for member in self.members)
+        ends = (member.describe_exit() for member in self.members)
         return next((how for how in ends if how is not None), None)
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class RankProcess:
             raise TimeoutError
         return receive_answer(self.connection)
 
-    def how_ended(self) -> str | None:
+    def describe_exit(self) -> str | None:
         """Describe the end of a process that has ended, or does within half a second."""
         try:
             code = self.process.wait(0.5)

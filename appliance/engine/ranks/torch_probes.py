@@ -114,10 +114,10 @@ class _Way:
         except TimeoutError:
             problem = f"did not answer in time: {limit:.0f} s"
         except (EOFError, OSError, EngineError):
-            how = self.group.how_ended()
+            how = self.group.describe_exit()
             problem = f"ended the process that tested it{'' if how is None else f': {how}'}"
         except RuntimeError as error:
-            problem = f"fails: {self.group.how_ended() or error}"
+            problem = f"fails: {self.group.describe_exit() or error}"
         return (LinkTrial(self.path, None, problem),)
 
     def _try_links(self, limit: float, undo: ExitStack) -> tuple[LinkTrial, ...]:

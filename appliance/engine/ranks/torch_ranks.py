@@ -73,7 +73,7 @@ class TorchRanks:
             self.joint.connect()
         except RuntimeError as error:
             raise EngineError(
-                self.group.how_ended() or f"the ranks cannot meet: {error}"
+                self.group.describe_exit() or f"the ranks cannot meet: {error}"
             ) from error
 
     def order(self, message: ToTorchRank) -> None:
@@ -166,7 +166,7 @@ class TorchRanks:
         except BaseException as error:
             # What fails while it is captured has not run, and the other ranks do not wait for it.
             self.group.is_interrupted = not _is_capturing()
-            how = self.group.how_ended() if isinstance(error, RuntimeError) else None
+            how = self.group.describe_exit() if isinstance(error, RuntimeError) else None
             if how is not None:
                 raise EngineError(how) from error
             raise

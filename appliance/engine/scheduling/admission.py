@@ -8,40 +8,40 @@ from appliance.engine.scheduling.policy import may_admit, may_overtake
 from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
-    from appliance.engine.scheduling.draft import Draft
+    from appliance.engine.scheduling.plan_builder import PlanBuilder
     from appliance.engine.scheduling.state import State
     from appliance.engine.scheduling.waiting import Lane
     from appliance.engine.sequence import Sequence
 
 
-def start_next(state: State, draft: Draft, lane: Lane) -> Sequence | None:
+def start_next(state: State, builder: PlanBuilder, lane: Lane) -> Sequence | None:
     """Start one sequence of a lane; return None if there is no room for it.
 
-    Gives it no rows in `draft` yet.
+    Gives it no rows in `builder` yet.
     """
-    if draft.preempted or not (state.slots and lane.sequences):
+    if builder.preempted or not (state.slots and lane.sequences):
         return None  # blocks of preempted sequences are not for newcomers
     sequence = lane.next(lambda one: _num_cached(state, one))
-    if not may_overtake(sequence, draft.blocked):
+    if not may_overtake(sequence, builder.blocked):
         return None
-    if draft.num_promised is None:
+    if builder.num_promised is None:
         growing = [one for one in state.running if not one.is_held]
-        draft.num_promised = sum(map(state.blocks.num_missing, growing)) + len(state.running)
+        builder.num_promised = sum(map(state.blocks.num_missing, growing)) + len(state.running)
     unit = sequence.group.unit(sequence)
-    num_promised = draft.num_promised + sequence.group.num_beside(sequence)
-    if len(unit) > len(state.slots) or not _start_table(state, draft, sequence, num_promised):
-        draft.blocked.append(sequence)
+    num_promised = builder.num_promised + sequence.group.num_beside(sequence)
+    if len(unit) > len(state.slots) or not _start_table(state, builder, sequence, num_promised):
+        builder.blocked.append(sequence)
         return None
-    for other in draft.blocked:
+    for other in builder.blocked:
         other.num_overtaken += 1
     lane.overtake(sequence)
     for member in unit:
         if member is not sequence:
             member.slot = state.slots.pop()
-        if state.run(member, draft.now):
-            draft.started.append(member)
+        if state.run(member, builder.now):
+            builder.started.append(member)
     sequence.group.start()
-    draft.num_promised += len(unit)
+    builder.num_promised += len(unit)
     return sequence
 
 
@@ -64,19 +64,19 @@ def _can_fork(state: State, sequence: Sequence) -> bool:
     )
 
 
-def _start_table(state: State, draft: Draft, sequence: Sequence, num_promised: int) -> bool:
+def _start_table(state: State, builder: PlanBuilder, sequence: Sequence, num_promised: int) -> bool:
     """Share the parent's prompt or a cached prefix, if everything else fits too.
 
     The step loads content from the tiers below.
     """
     blocks = state.blocks
-    num_free = blocks.num_free_blocks - draft.num_owed
+    num_free = blocks.num_free_blocks - builder.num_owed
     if _can_fork(state, sequence):
         # Logits need the last prompt token to run again in a block of its own, copied or new.
         if not may_admit(1, num_free, num_promised):
             return False
         _fork_prompt(state, sequence)
-        draft.num_owed += 1
+        builder.num_owed += 1
         return True
     prefix = state.tiers.choose(sequence, blocks.find_prefix(sequence))
     cost = blocks.cost_of_admission(sequence, prefix)
@@ -89,8 +89,8 @@ def _start_table(state: State, draft: Draft, sequence: Sequence, num_promised: i
     sequence.slot = state.slots.pop()
     num_free = blocks.num_free_blocks
     blocks.attach(sequence, prefix)
-    draft.arrivals[sequence] = state.tiers.bring_back(sequence)
-    draft.num_owed += cost - (num_free - blocks.num_free_blocks)
+    builder.arrivals[sequence] = state.tiers.bring_back(sequence)
+    builder.num_owed += cost - (num_free - blocks.num_free_blocks)
     if sequence.first_scheduled is None:
         sequence.num_cached = sequence.num_computed
         state.counters.prefix_queries += sequence.num_prompt_tokens

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """Collects entries within a budget of rows."""
 
     budget: int  # rows left

@@ -9,7 +9,7 @@ from appliance.engine.scheduling.policy import choose_victim, is_answer
 from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
-    from appliance.engine.scheduling.draft import Draft
+    from appliance.engine.scheduling.plan_builder import PlanBuilder
     from appliance.engine.scheduling.state import State
     from appliance.engine.sequence import Sequence
 
@@ -52,7 +52,7 @@ def rows_of_step(state: State, sequence: Sequence, start: int, num_left: int) ->
 
 def extend(
     state: State,
-    draft: Draft,
+    builder: PlanBuilder,
     sequence: Sequence,
     num_left: int,
     drafts: tuple[int, ...] = (),
@@ -62,10 +62,10 @@ def extend(
     Without a victim it keeps its blocks and waits for the next step. Drafts preempt nobody: without
     free blocks for them, the sequence runs without.
     """
-    num_tokens = min(num_left, draft.budget)
+    num_tokens = min(num_left, builder.budget)
     if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
         return
-    if drafts and _extend_by_drafts(state, draft, sequence, num_tokens, drafts):
+    if drafts and _extend_by_drafts(state, builder, sequence, num_tokens, drafts):
         return
     own = state.in_flight.entries.get(sequence)
     before = own[0] if own else None
@@ -75,16 +75,16 @@ def extend(
         if victim is None:
             state.in_flight.starve(sequence)
             return
-        preempt(state, draft, victim)
-    draft.add(sequence, num_tokens, copies, before)
+        preempt(state, builder, victim)
+    builder.add(sequence, num_tokens, copies, before)
 
 
 def _extend_by_drafts(
-    state: State, draft: Draft, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]
+    state: State, builder: PlanBuilder, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]
 ) -> bool:
     assert sequence not in state.in_flight.entries, "its next token is not known"
     states = state.blocks.states
-    if num_tokens + len(drafts) > draft.budget:
+    if num_tokens + len(drafts) > builder.budget:
         return False
     if states is not None and not states.remember(sequence):
         return False
@@ -93,11 +93,11 @@ def _extend_by_drafts(
         if states is not None:
             states.forget(sequence)
         return False
-    draft.add(sequence, num_tokens, copies, drafts=drafts)
+    builder.add(sequence, num_tokens, copies, drafts=drafts)
     return True
 
 
-def preempt(state: State, draft: Draft, victim: Sequence) -> None:
+def preempt(state: State, builder: PlanBuilder, victim: Sequence) -> None:
     """Take the blocks of a victim's unit, and its rows in this step."""
     members = victim.group.unit(victim)
     for member in members:
@@ -106,7 +106,7 @@ def preempt(state: State, draft: Draft, victim: Sequence) -> None:
         state.tiers.keep(victim)
     state.requeue(victim)
     for member in members:
-        draft.take_back(member)
-        draft.preempted.append(member)
+        builder.take_back(member)
+        builder.preempted.append(member)
         member.num_preemptions += 1
         state.counters.preemptions += 1

@@ -15,9 +15,9 @@ from appliance.engine.limits import Bounds, check_request
 from appliance.engine.limits import SchedulerLimits as SchedulerLimits
 from appliance.engine.plan import Plan, StepLoad, Update
 from appliance.engine.request import FinishReason
-from appliance.engine.scheduling.draft import Draft
 from appliance.engine.scheduling.groups import group_of
 from appliance.engine.scheduling.in_flight import InFlight
+from appliance.engine.scheduling.plan_builder import PlanBuilder
 from appliance.engine.scheduling.policy import may_draft, most_drafts
 from appliance.engine.scheduling.prompt_reading import take_read
 from appliance.engine.scheduling.rows import extend, wanted_rows
@@ -174,7 +174,7 @@ class Scheduler:
         """
         state = self._state
         state.blocks.metadata.begin_step(now)
-        draft = Draft(state.bounds.limits.max_num_batched_tokens, now)
+        builder = PlanBuilder(state.bounds.limits.max_num_batched_tokens, now)
         state.wake()
         decodes, prompts = wanted_rows(state)
         state.in_flight.starved = None
@@ -182,17 +182,17 @@ class Scheduler:
         for place, (sequence, num_left) in enumerate(decodes, 1):
             if num_left > 1:
                 num_later = len(decodes) - place  # each of these gets a row as well
-                num_left = max(1, min(num_left, draft.budget - num_later))
-            extend(state, draft, sequence, num_left, drafts.get(sequence, ()) if drafts else ())
-        state.accounts.charge(draft.entries)
-        if draft.budget and (prompts or state.waiting):
-            plan_prompts(state, draft, prompts)
+                num_left = max(1, min(num_left, builder.budget - num_later))
+            extend(state, builder, sequence, num_left, drafts.get(sequence, ()) if drafts else ())
+        state.accounts.charge(builder.entries)
+        if builder.budget and (prompts or state.waiting):
+            plan_prompts(state, builder, prompts)
         state.blocks.settle()
-        if not draft.entries:
+        if not builder.entries:
             return None
         state.counters.steps += 1
-        state.in_flight.add(draft.entries.values())
-        state.counters.last_plan = plan = draft.finished(state.blocks, state.tiers)
+        state.in_flight.add(builder.entries.values())
+        state.counters.last_plan = plan = builder.finished(state.blocks, state.tiers)
         return plan
 
     def commit(self, plan: Plan, sampled: Ordered[Sampled]) -> list[Update]:

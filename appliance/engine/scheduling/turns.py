@@ -16,74 +16,74 @@ from appliance.engine.scheduling.rows import extend, rows_of_step
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from appliance.engine.scheduling.draft import Draft
     from appliance.engine.scheduling.fairness import Account, Accounts
+    from appliance.engine.scheduling.plan_builder import PlanBuilder
     from appliance.engine.scheduling.state import State
     from appliance.engine.scheduling.waiting import Lane
     from appliance.engine.sequence import Sequence
 
 
-def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> None:
+def plan_prompts(state: State, builder: PlanBuilder, prompts: list[tuple[Sequence, int]]) -> None:
     """Give rows to running prompts and to those that may start.
 
     Args:
-        draft: the step, with all answers' rows.
+        builder: the step, with all answers' rows.
         prompts: running sequences in rank order, each with the rows it wants.
     """
     lanes = state.waiting.lanes() if state.slots else ()
     if not (prompts or lanes):
         return
-    rows = _rows(state, draft, prompts)
+    rows = _rows(state, builder, prompts)
     given = share_rows(
         rows,
         demands_of(prompts, lanes, state.accounts),
-        lambda lane: _start(state, draft, lane),
+        lambda lane: _start(state, builder, lane),
     )
     wanted = dict(prompts)
     for sequence, num_tokens in given.items():
         if sequence not in wanted:
             copies = state.blocks.allocate(sequence, num_tokens)
             assert copies is not None, "started without the blocks for it"
-            draft.add(sequence, num_tokens, copies)
+            builder.add(sequence, num_tokens, copies)
     for sequence in wanted:
         if sequence in given:
-            extend(state, draft, sequence, given[sequence])
+            extend(state, builder, sequence, given[sequence])
     # If one lacked blocks, those that have some must go on, or none would ever be freed.
-    rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
+    rows -= sum(given[sequence] for sequence in given if sequence in builder.entries)
     for sequence, num_left in prompts:
-        if rows and sequence not in draft.entries:
-            extend(state, draft, sequence, min(rows, num_left))
-            rows -= draft.num_rows(sequence)
-    state.accounts.refund(given, draft.entries)
+        if rows and sequence not in builder.entries:
+            extend(state, builder, sequence, min(rows, num_left))
+            rows -= builder.num_rows(sequence)
+    state.accounts.refund(given, builder.entries)
 
 
-def _start(state: State, draft: Draft, lane: Lane) -> tuple[Sequence, int] | None:
-    sequence = start_next(state, draft, lane)
+def _start(state: State, builder: PlanBuilder, lane: Lane) -> tuple[Sequence, int] | None:
+    sequence = start_next(state, builder, lane)
     if sequence is None:
         return None
     num_left = sequence.num_uncomputed
     return sequence, rows_of_step(state, sequence, sequence.num_computed, num_left)
 
 
-def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> int:
-    if not draft.entries:
-        return draft.budget
-    context = sum([entry.start for entry in draft.entries.values()])
+def _rows(state: State, builder: PlanBuilder, prompts: list[tuple[Sequence, int]]) -> int:
+    if not builder.entries:
+        return builder.budget
+    context = sum([entry.start for entry in builder.entries.values()])
     start = max([sequence.num_computed for sequence, _ in prompts], default=0)
-    rows = state.budget.prompt_rows(len(draft.entries), context, start)
-    if rows >= draft.budget:
-        return draft.budget
+    rows = state.budget.prompt_rows(len(builder.entries), context, start)
+    if rows >= builder.budget:
+        return builder.budget
     if not state.stalls.count(state.counters.steps):
         return rows
     # Counts all rows of running prompts: the rest of a long prompt is not a short one.
     wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
     for sequence in islice(state.waiting.queued(), len(state.slots)):
-        if wanted > MAX_STALLS * draft.budget:
+        if wanted > MAX_STALLS * builder.budget:
             break
         wanted += sequence.num_uncomputed
-    if wanted > rows and may_stall(wanted, draft.budget):
+    if wanted > rows and may_stall(wanted, builder.budget):
         state.stalls.spend()
-        return draft.budget
+        return builder.budget
     return rows
 
 

@@ -20,7 +20,7 @@ from appliance.model.fallback.experts import (
 )
 from appliance.model.fallback.experts import register as register_experts
 from appliance.model.fallback.matrices import StoredMatrices
-from appliance.model.fallback.probe import Probed, probe
+from appliance.model.fallback.probe import ProbeResult, probe
 from appliance.model.fallback.renamed import names_in_model, names_of_text
 from appliance.model.families.family import Family
 from appliance.model.families.limits import RANGES, check_spec, in_words, wrong
@@ -198,7 +198,7 @@ def _config_of(config: Mapping[str, Any], origin: str) -> Any:
 
 
 def _described(
-    name: str, config: Any, model: Any, probed: Probed, stored: dict[str, str]
+    name: str, config: Any, model: Any, probed: ProbeResult, stored: dict[str, str]
 ) -> tuple[FallbackModel, DecoderSpec]:
     attention = probed.attention
     num_layers = config.num_hidden_layers

@@ -24,8 +24,8 @@ from appliance.model.fallback.experts import (
     stacked_parts,
 )
 from appliance.model.fallback.matrices import name_of
-from appliance.model.fallback.modules import Given, LaidOutEmbedding, LaidOutLinear
-from appliance.model.linear import LinearPart, SideBySide, stack_neighbours
+from appliance.model.fallback.modules import IdentityModel, LaidOutEmbedding, LaidOutLinear
+from appliance.model.linear import ConcatenatedLinear, LinearPart, stack_neighbours
 from appliance.model.weight_format import FormatCounts, format_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def load_fallback(
     names = zip(source.fallback.attention, itertools.count())
     places = {modules[name]: (i, source.spec.attention_layers[i]) for name, i in names}
     body = getattr(model, model.base_model_prefix)
-    setattr(model, model.base_model_prefix, Given())
+    setattr(model, model.base_model_prefix, IdentityModel())
     return FallbackDecoder(
         spec=source.spec,
         operations=operations,
@@ -219,7 +219,7 @@ class _Layout:
             linear = self._operations.linear(part.weight, part.bias)
             self._count(part.weight, linear)
             linears.append(linear)
-        return linears[0] if len(linears) == 1 else SideBySide(linears)
+        return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
 
     def _count(self, weight: Weight, linear: Linear) -> None:
         format = format_of(weight, self._dtype, self._operations.device, native=False)

@@ -58,7 +58,7 @@ class _Output:
         return None
 
 
-class Given(nn.Module):
+class IdentityModel(nn.Module):
     """Stands where a model's layers were: its output is what it is given."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:

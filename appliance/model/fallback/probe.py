@@ -26,7 +26,7 @@ _HARMLESS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class ProbeResult:
     """Findings of a run without weights.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Recorder:
         return query.transpose(1, 2).contiguous()
 
 
-def probe(model: Any) -> Probed:
+def probe(model: Any) -> ProbeResult:
     """Run a model whose parameters are on the device `meta`.
 
     Raises:
@@ -89,7 +89,7 @@ def probe(model: Any) -> Probed:
     finally:
         model.config._attn_implementation = before
     head = model.get_output_embeddings()
-    return Probed(recorder.found, head.in_features, int(output.logits.shape[-1]))
+    return ProbeResult(recorder.found, head.in_features, int(output.logits.shape[-1]))
 
 
 def _spec_of(

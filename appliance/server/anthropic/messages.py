@@ -36,7 +36,7 @@ from appliance.server.stream import FrameTemplate, Wire, event_frame
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.server.answer import Answer, Piece, Whole
+    from appliance.server.answer import Answer, FinishedChoice, Piece
     from appliance.server.exchange import Exchange
 
 _MARK = FrameTemplate.MARK
@@ -74,7 +74,7 @@ async def message_frames(
 
 
 def whole_message(
-    exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, max_tokens: int
+    exchange: Exchange, answer: Answer, wholes: Sequence[FinishedChoice], *, max_tokens: int
 ) -> AnthropicMessage:
     """Build the answer as one object; see `message_frames`."""
     (whole,) = wholes

@@ -18,12 +18,12 @@ from appliance.server.anthropic.schema import (
 )
 from appliance.server.anthropic.turns import tools_of, turns_of
 from appliance.server.conversation import Conversation
-from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
 from appliance.server.openapi import describes
 from appliance.server.prompt import chat_prompt
+from appliance.server.request_middleware import key_name
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
 from appliance.server.terms import salt_of

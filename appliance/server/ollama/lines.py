@@ -25,7 +25,7 @@ from appliance.server.tools import new_call_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-    from appliance.server.answer import Answer, Whole
+    from appliance.server.answer import Answer, FinishedChoice
     from appliance.server.exchange import Exchange
 
 # Some readers end lines at NEL, LINE and PARAGRAPH SEPARATOR, so escape them.
@@ -52,7 +52,7 @@ WIRE = Wire(media_type="application/x-ndjson", keep_alive=b" ", frame=line_frame
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LineContent:
     """Content of some parts of an answer."""
 
     content: str
@@ -60,14 +60,14 @@ class Found:
     calls: list[OllamaAnsweredCall]
 
 
-def chat_line(model: str, found: Found) -> ChatLine:
+def chat_line(model: str, found: LineContent) -> ChatLine:
     message = OllamaMessage(content=found.content, thinking=found.thought or UNSET)
     if found.calls:
         message.tool_calls = found.calls
     return ChatLine(model=model, created_at=now(), message=message)
 
 
-def generate_line(model: str, found: Found) -> GenerateLine:
+def generate_line(model: str, found: LineContent) -> GenerateLine:
     """Make a line of generated text; it has no calls."""
     return GenerateLine(
         model=model,
@@ -89,11 +89,11 @@ class LineStream(Generic[LineT]):
         self,
         exchange: Exchange,
         answer: Answer,
-        make: Callable[[str, Found], LineT],
+        make: Callable[[str, LineContent], LineT],
         model: str,
     ) -> None:
         self._answer = answer
-        self._make: Callable[[str, Found], LineT] = make
+        self._make: Callable[[str, LineContent], LineT] = make
         self._model = model
         self._short_ids = exchange.tokenizer.dialect.form.short_ids
         self._call: tuple[str, list[str]] | None = None  # the open call: name and arguments
@@ -112,14 +112,14 @@ class LineStream(Generic[LineT]):
                     reason = piece.finish_reason.value
             if frames:
                 yield frames
-        yield line_frame(self._end(self._make(self._model, Found("", "", [])), reason))
+        yield line_frame(self._end(self._make(self._model, LineContent("", "", [])), reason))
 
-    def whole(self, wholes: Sequence[Whole]) -> LineT:
+    def whole(self, wholes: Sequence[FinishedChoice]) -> LineT:
         (whole,) = wholes
         found = self._find(whole.all_parts, ended=True)
         return self._end(self._make(self._model, found), whole.finish_reason)
 
-    def _find(self, parts: Iterable[Part], *, ended: bool) -> Found:
+    def _find(self, parts: Iterable[Part], *, ended: bool) -> LineContent:
         content, thought = "", ""
         calls: list[OllamaAnsweredCall] = []
         for part in parts:
@@ -137,7 +137,7 @@ class LineStream(Generic[LineT]):
                 self._call = (part.name, [])
         if ended:
             content += self._end_call(calls)
-        return Found(content, thought, calls)
+        return LineContent(content, thought, calls)
 
     def _end_call(self, calls: list[OllamaAnsweredCall]) -> str:
         """Add the open call; return its text instead if it is cut off and no object."""

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
-from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.fim import fim_prompts
 from appliance.server.grammars import checked_grammar, schema_form
@@ -45,6 +44,7 @@ from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
 from appliance.server.ollama.vectors import embedded
 from appliance.server.openapi import describes
 from appliance.server.prompt import completion_prompts
+from appliance.server.request_middleware import key_name
 from appliance.server.stream import EventStream
 from appliance.server.thinking import template_options
 from appliance.server.tools import Tools

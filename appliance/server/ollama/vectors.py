@@ -10,7 +10,12 @@ from appliance.server.answer_size import FLOAT_BYTES
 from appliance.server.ollama.answers import Embedded
 from appliance.server.ollama.lines import NANOSECONDS
 from appliance.server.ollama.models import check_name
-from appliance.server.retrieval.embedding import Wanted, embed, embedding_recipe, with_prompt
+from appliance.server.retrieval.embedding import (
+    EmbeddingOptions,
+    embed,
+    embedding_recipe,
+    with_prompt,
+)
 from appliance.server.schema import TermsFields
 
 if TYPE_CHECKING:
@@ -41,7 +46,7 @@ async def embedded(
     recipe = embedding_recipe(state)
     if not texts:
         return Embedded(model=model, embeddings=[])
-    wanted = Wanted(
+    wanted = EmbeddingOptions(
         with_prompt([*texts], recipe, None),
         TermsFields(model=check_name(state, model)),
         request.scope,

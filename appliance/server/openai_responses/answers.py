@@ -96,7 +96,7 @@ class IncompleteDetails(msgspec.Struct):
     reason: str
 
 
-class ReasoningSaid(msgspec.Struct):
+class ReasoningEffort(msgspec.Struct):
     """The requested effort of thinking."""
 
     effort: str | None
@@ -119,7 +119,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: ReasoningSaid
+    reasoning: ReasoningEffort
     store: bool
     temperature: float
     text: TextConfig

@@ -13,7 +13,7 @@ from appliance.server.chat_logprobs import chat_logprobs, tokens_of
 from appliance.server.openai_responses.answers import (
     IncompleteDetails,
     InputTokensDetails,
-    ReasoningSaid,
+    ReasoningEffort,
     ReasoningTokensDetails,
     ResponseObject,
     ResponseUsage,
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from appliance.dialects import Part
     from appliance.engine.messages import TokenLogprobs
-    from appliance.server.answer import Answer, Whole
+    from appliance.server.answer import Answer, FinishedChoice
     from appliance.server.exchange import Exchange
     from appliance.server.model_state import ModelState
     from appliance.server.openai_responses.answers import Status
     from appliance.server.openai_responses.schema import Item, ResponsesRequest
-    from appliance.server.openai_responses.store import KeptResponses
+    from appliance.server.openai_responses.store import ResponseStore
     from appliance.server.responses import TokenLogprob
 
 _encode = msgspec.json.encode
@@ -53,7 +53,7 @@ class Responding:
         body: ResponsesRequest,
         items: Sequence[Item],
         before: bytes,
-        store: KeptResponses,
+        store: ResponseStore,
         owner: str,
     ) -> None:
         short_ids = exchange.tokenizer.dialect.form.short_ids
@@ -69,7 +69,7 @@ class Responding:
         self._store = store
         self._owner = owner
 
-    def whole(self, answer: Answer, wholes: Sequence[Whole]) -> ResponseObject:
+    def whole(self, answer: Answer, wholes: Sequence[FinishedChoice]) -> ResponseObject:
         (whole,) = wholes
         for parts, tokens in whole.reported or [(whole.all_parts, ())]:
             for part, logprobs in self.with_logprobs(parts, tokens):
@@ -138,7 +138,7 @@ def _response(state: ModelState, exchange: Exchange, body: ResponsesRequest) -> 
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
-        reasoning=ReasoningSaid(
+        reasoning=ReasoningEffort(
             None if reasoning is None else reasoning.effort,
             None if reasoning is None else reasoning.summary,
         ),

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.conversation import Conversation
-from appliance.server.door import key_name
 from appliance.server.errors import json_response, request_id_of
 from appliance.server.grammars import schema_form
 from appliance.server.intake import begin_chat, once_loaded, take_body, whole_response
@@ -18,9 +17,10 @@ from appliance.server.openai_responses.answers import DeletedResponse, InputItem
 from appliance.server.openai_responses.frames import response_frames
 from appliance.server.openai_responses.responding import Responding
 from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, Item, ResponsesRequest
-from appliance.server.openai_responses.store import KeptResponses, Named, NotKeptError
+from appliance.server.openai_responses.store import ItemId, ResponseNotFoundError, ResponseStore
 from appliance.server.openai_responses.turns import items_of, tools_of, turns_of
 from appliance.server.openapi import describes
+from appliance.server.request_middleware import key_name
 from appliance.server.schema import SamplingFields
 from appliance.server.stream import EventStream
 from appliance.server.thinking import template_options
@@ -39,7 +39,7 @@ MAX_REFERENCES = 1024
 
 def responses_router(server: ServerState) -> APIRouter:
     router = APIRouter()
-    store = KeptResponses()
+    store = ResponseStore()
 
     @router.post("/v1/responses", **describes(ResponsesRequest, ResponseObject, streams=True))
     async def responses(request: Request) -> Response:
@@ -102,18 +102,18 @@ def _check(body: ResponsesRequest) -> None:
         )
 
 
-def _before(store: KeptResponses, owner: str, previous: str | None) -> bytes:
+def _before(store: ResponseStore, owner: str, previous: str | None) -> bytes:
     if previous is None:
         return b"[]"
     try:
         return store.get(owner, previous).conversation
-    except NotKeptError as error:
+    except ResponseNotFoundError as error:
         raise RequestError(
             error.message, param="previous_response_id", code="previous_response_not_found"
         ) from None
 
 
-def _resolved(store: KeptResponses, owner: str, items: list[Item]) -> list[Item]:
+def _resolved(store: ResponseStore, owner: str, items: list[Item]) -> list[Item]:
     """Replace references with the items that they name."""
     names = [item.id for item in items if item.type == "item_reference" and item.id is not None]
     if not names:
@@ -126,7 +126,7 @@ def _resolved(store: KeptResponses, owner: str, items: list[Item]) -> list[Item]
         )
     try:
         found = store.items(owner, names)
-    except NotKeptError as error:
+    except ResponseNotFoundError as error:
         raise RequestError(error.message, param="input", code="item_not_found") from None
     return [
         msgspec.json.decode(found[item.id or ""], type=Item)
@@ -168,7 +168,7 @@ def _form(text: TextConfig | None) -> tuple[str, Grammar] | None:
 def _page(own: bytes, asked: QueryParams) -> InputItems:
     """Return a page of items, latest first by default."""
     items = msgspec.json.decode(own, type=list[msgspec.Raw])
-    names = [msgspec.json.decode(item, type=Named).id for item in items]
+    names = [msgspec.json.decode(item, type=ItemId).id for item in items]
     limit = asked.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_LISTED):
         raise RequestError(f"limit must be between 1 and {MAX_LISTED}", param="limit")

@@ -23,24 +23,24 @@ KEEP_SECONDS = 24 * 3600.0
 _ID_BYTES = 128  # of an item's id in a set
 
 
-class NotKeptError(RequestError):
+class ResponseNotFoundError(RequestError):
     """The response does not exist, was dropped, or belongs to another key."""
 
     status = 404
 
 
-class Named(msgspec.Struct):
+class ItemId(msgspec.Struct):
     """An item's id."""
 
     id: str
 
 
-_names_of = msgspec.json.Decoder(list[Named]).decode
+_names_of = msgspec.json.Decoder(list[ItemId]).decode
 _items_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """A response and the conversation up to its end, as JSON.
 
     Attributes:
@@ -61,34 +61,34 @@ class Kept:
         return len(self.response) + len(self.conversation) + _ID_BYTES * len(self.names)
 
 
-class KeptResponses:
+class ResponseStore:
     """Stored responses, least recently used first; evicts from the key with the most."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._of: dict[str, OrderedDict[str, Kept]] = {}  # by key name
+        self._of: dict[str, OrderedDict[str, StoredResponse]] = {}  # by key name
 
     def keep(
         self, owner: str, response_id: str, response: bytes, conversation: bytes, own: slice
     ) -> None:
         """Store a response, unless it exceeds the whole store."""
         names = frozenset(item.id for item in _names_of(conversation))
-        kept = Kept(response, conversation, names, own, self._clock() + KEEP_SECONDS)
+        kept = StoredResponse(response, conversation, names, own, self._clock() + KEEP_SECONDS)
         if kept.size > MAX_BYTES:
             return
         self._of.setdefault(owner, OrderedDict())[response_id] = kept
         self._drop()
 
-    def get(self, owner: str, response_id: str) -> Kept:
+    def get(self, owner: str, response_id: str) -> StoredResponse:
         """Return a key's response.
 
         Raises:
-            NotKeptError: it is not stored.
+            ResponseNotFoundError: it is not stored.
         """
         found = self._of.get(owner, OrderedDict())
         kept = found.get(response_id)
         if kept is None or kept.until < self._clock():
-            raise NotKeptError(
+            raise ResponseNotFoundError(
                 f"the response {response_id[:80]!r} is not kept here (any more); the server keeps "
                 f"the latest {MAX_COUNT} for {KEEP_SECONDS / 3600:.0f} h, until it is restarted"
             )
@@ -99,7 +99,7 @@ class KeptResponses:
         """Return items of a key's conversations as JSON, by id.
 
         Raises:
-            NotKeptError: an item is not stored.
+            ResponseNotFoundError: an item is not stored.
         """
         now = self._clock()
         kept = [one for one in self._of.get(owner, {}).values() if one.until >= now]
@@ -109,7 +109,7 @@ class KeptResponses:
                 continue
             holder = next((one for one in reversed(kept) if name in one.names), None)
             if holder is None:
-                raise NotKeptError(f"the item {name[:80]!r} is not kept here (any more)")
+                raise ResponseNotFoundError(f"the item {name[:80]!r} is not kept here (any more)")
             items = _items_of(holder.conversation)
             found |= {
                 named.id: bytes(item)
@@ -118,7 +118,7 @@ class KeptResponses:
         return found
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Delete a response, or raise NotKeptError."""
+        """Delete a response, or raise ResponseNotFoundError."""
         self.get(owner, response_id)
         del self._of[owner][response_id]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.errors import RequestError
-from appliance.log import Sparing
+from appliance.log import RepeatedWarningFilter
 from appliance.server.openai_responses.carried import thought_of
 from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
 from appliance.server.tools import Offer, Tools, allowed
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from appliance.server.openai_responses.schema import ResponsesRequest, ResponsesTool
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Sparing(3600.0))
+logger.addFilter(RepeatedWarningFilter(3600.0))
 
 _decode = msgspec.json.Decoder(list[Item]).decode
 

@@ -11,9 +11,9 @@ import msgspec
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer_size import check_vectors
-from appliance.server.door import key_name
 from appliance.server.errors import request_id_of
 from appliance.server.prompt import completion_prompts
+from appliance.server.request_middleware import key_name
 from appliance.server.retrieval.readings import Readings
 from appliance.server.sampling import completion_budget
 from appliance.server.stream import unless_disconnected
@@ -41,7 +41,7 @@ READ_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EmbeddingOptions:
     """A client's request for vectors.
 
     Attributes:
@@ -75,7 +75,7 @@ def embedding_recipe(state: ModelState) -> EmbeddingRecipe:
 
 
 async def embed(
-    state: ModelState, request: Request, wanted: Wanted
+    state: ModelState, request: Request, wanted: EmbeddingOptions
 ) -> tuple[Callable[[], NDArray[np.float32]], int]:
     """Read texts, unless the client disconnects.
 
@@ -102,7 +102,7 @@ async def embed(
     return vectors, readings.prompt_tokens
 
 
-async def begin_embedding(state: ModelState, wanted: Wanted) -> Readings:
+async def begin_embedding(state: ModelState, wanted: EmbeddingOptions) -> Readings:
     """Check everything and submit; close the result.
 
     Raises:

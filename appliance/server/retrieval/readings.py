@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.request import FinishReason
 from appliance.errors import EngineDiedError, QueueTimeoutError, RequestError
-from appliance.server.answer import how_ended
+from appliance.server.answer import describe_outcome
 from appliance.server.metrics import RequestTimer
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Readings:
         logger.info(
             "%s: %s, %d prompts of %d tokens read",
             self._requests[0].request_id,
-            how_ended(self._request_id, complete=self._complete),
+            describe_outcome(self._request_id, complete=self._complete),
             len(self._requests),
             self.prompt_tokens,
         )

@@ -12,7 +12,7 @@ from appliance.errors import ChatTemplateError, RequestError
 from appliance.server.prompt import off_loop
 from appliance.server.retrieval.embedding import (
     MAX_INPUTS,
-    Wanted,
+    EmbeddingOptions,
     begin_embedding,
     begin_reading,
     embedding_recipe,
@@ -35,7 +35,7 @@ DOCUMENT_PROMPTS = ("document", "passage", "Retrieval-document")
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RelevanceJob:
     """Pairs of query and document, submitted to the engine.
 
     Attributes:
@@ -65,7 +65,7 @@ async def begin_judging(
     pairs: Sequence[tuple[str, str]],
     instruction: str | None,
     param: str,
-) -> Judged:
+) -> RelevanceJob:
     """Submit pairs in the checkpoint's form.
 
     Args:
@@ -92,7 +92,9 @@ async def begin_judging(
         readings = begin_reading(
             *(state, fields, scope, prompts, param, Pooling.CLS), second_texts=second_texts
         )
-        return Judged(readings, f"probability by the model's own head ({recipe.source})", None)
+        return RelevanceJob(
+            readings, f"probability by the model's own head ({recipe.source})", None
+        )
     labels = _labels(tokenizer, recipe)
     wanted = recipe.instruction if instruction is None else instruction
     prompts = await off_loop(
@@ -100,7 +102,7 @@ async def begin_judging(
     )
     readings = begin_reading(state, fields, scope, prompts, param, Pooling.LAST, labels)
     said = " against ".join(repr(tokenizer.token_text(label)) for label in labels)
-    return Judged(readings, f"probability of the next token {said} ({recipe.source})", None)
+    return RelevanceJob(readings, f"probability of the next token {said} ({recipe.source})", None)
 
 
 async def _compare(
@@ -110,7 +112,7 @@ async def _compare(
     pairs: Sequence[tuple[str, str]],
     instruction: str | None,
     param: str,
-) -> Judged:
+) -> RelevanceJob:
     if instruction is not None:
         raise RequestError(
             "this model is no reranker, so vectors are compared, which takes no instruction",
@@ -124,9 +126,9 @@ async def _compare(
         return texts.setdefault(prompted(text, recipe, name), len(texts))
 
     numbers = [(place(query, names[0]), place(document, names[1])) for query, document in pairs]
-    readings = await begin_embedding(state, Wanted([*texts], fields, scope, param))
+    readings = await begin_embedding(state, EmbeddingOptions([*texts], fields, scope, param))
     how = f"{recipe.pooling.value} pooling, {recipe.source or 'the default here'}"
-    return Judged(readings, f"cosine of embeddings ({how})", numbers)
+    return RelevanceJob(readings, f"cosine of embeddings ({how})", numbers)
 
 
 def _first(names: Sequence[str], known: Mapping[str, str]) -> str | None:

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.answer_size import BASE64_BYTES, FLOAT_BYTES
-from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.intake import take_body
 from appliance.server.openapi import describes
+from appliance.server.request_middleware import key_name
 from appliance.server.retrieval.answers import (
     Detokenized,
     EmbeddingList,
@@ -28,7 +28,7 @@ from appliance.server.retrieval.answers import (
     TokenizerInfo,
 )
 from appliance.server.retrieval.embedding import (
-    Wanted,
+    EmbeddingOptions,
     embed,
     embedding_recipe,
     with_prompt,
@@ -50,7 +50,7 @@ from appliance.server.stream import unless_disconnected
 
 if TYPE_CHECKING:
     from appliance.server.retrieval.readings import Readings
-    from appliance.server.retrieval.relevance import Judged
+    from appliance.server.retrieval.relevance import RelevanceJob
     from appliance.server.state import ServerState
 
 
@@ -61,7 +61,7 @@ def retrieval_router(server: ServerState) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         state, body = await take_body(server, request, EmbeddingRequest, EMBEDDINGS, HARMLESS)
         base64 = body.encoding_format == "base64"
-        wanted = Wanted(
+        wanted = EmbeddingOptions(
             with_prompt(body.input, embedding_recipe(state), body.prompt_name),
             body,
             request.scope,
@@ -152,7 +152,7 @@ def retrieval_router(server: ServerState) -> APIRouter:
     return router
 
 
-async def _judge(request: Request, judged: Judged) -> list[float]:
+async def _judge(request: Request, judged: RelevanceJob) -> list[float]:
     try:
         return await unless_disconnected(request.receive, judged.scores())
     finally:

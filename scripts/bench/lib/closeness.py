@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.model.source import open_model
-from appliance.quant.quality.evaluate import What, evaluate
+from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def compare(base: ModelSource, candidate: Path, windows: Windows) -> dict[str, float | int]:
     """Measure a checkpoint beside its base, the weights of both dequantized to float32."""
-    found = evaluate(open_model(candidate), windows, What(base=base, rounded=False)).against
+    found = evaluate(
+        open_model(candidate), windows, EvaluationOptions(base=base, rounded=False)
+    ).against
     assert found is not None
     return figures_of(found)
 

@@ -25,7 +25,7 @@ from appliance.model.executor import heads_of
 from appliance.model.source import open_model
 from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys
-from appliance.quant.quality.evaluate import What, evaluate
+from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.quality.kv_caches import NAMES, bytes_per_token
 from appliance.quant.text.documents import default_documents
 from appliance.quant.text.held_out import SEPARATOR, HeldOutText
@@ -119,8 +119,10 @@ def main() -> None:
         print(f"{len(windows.tokens)} windows of {length} tokens", file=sys.stderr)
         # Factors of keys are in the weights, which then compute the same by other numbers.
         bare = {name: of for name, of in chosen.items() if not name.endswith(CALIBRATED)}
-        found = evaluate(source, windows, What(kv=bare))
-        rest = evaluate(evened, windows, What(kv={n: chosen[n] for n in chosen.keys() - bare}))
+        found = evaluate(source, windows, EvaluationOptions(kv=bare))
+        rest = evaluate(
+            evened, windows, EvaluationOptions(kv={n: chosen[n] for n in chosen.keys() - bare})
+        )
         measured_gaps = found.kv | rest.kv
         result["windows"][length] = {
             "text": windows.source,

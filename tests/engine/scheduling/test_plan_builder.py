@@ -7,7 +7,7 @@ from appliance.engine.moves import BlockCopy
 from appliance.engine.plan import Plan
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.scheduling.draft import Draft
+from appliance.engine.scheduling.plan_builder import PlanBuilder
 from appliance.engine.sequence import Sequence
 from appliance.engine.tiers.host_store import HostBlock
 from appliance.engine.tiers.planned_moves import Arrival
@@ -21,19 +21,19 @@ def sequence(num_tokens: int, num_computed: int) -> Sequence:
     return Sequence(request, num_computed=num_computed)
 
 
-def finished(draft: Draft) -> Plan:
+def finished(builder: PlanBuilder) -> Plan:
     blocks = BlockManager(4, 4)
-    return draft.finished(blocks, Tiers.none(blocks))
+    return builder.finished(blocks, Tiers.none(blocks))
 
 
 def test_single_rows_come_first_and_only_last_rows_sample() -> None:
-    draft = Draft(budget=20)
+    builder = PlanBuilder(budget=20)
     chunk, rest, decode = sequence(9, 2), sequence(9, 2), sequence(9, 8)
-    draft.add(chunk, 3, ())
-    draft.add(rest, 7, ())
-    draft.add(decode, 1, ())
-    plan = finished(draft)
-    assert draft.budget == 9
+    builder.add(chunk, 3, ())
+    builder.add(rest, 7, ())
+    builder.add(decode, 1, ())
+    plan = finished(builder)
+    assert builder.budget == 9
     assert [(e.sequence, e.start, e.num_tokens, e.samples) for e in plan.scheduled] == [
         (decode, 8, 1, True),
         (chunk, 2, 3, False),
@@ -43,11 +43,11 @@ def test_single_rows_come_first_and_only_last_rows_sample() -> None:
 
 
 def test_what_is_taken_back_leaves_nothing() -> None:
-    draft = Draft(budget=8)
+    builder = PlanBuilder(budget=8)
     victim, other = sequence(9, 4), sequence(9, 8)
-    draft.add(victim, 5, (BlockCopy(1, 2),))
-    draft.arrivals[victim] = [Arrival(3, HostBlock(), -1)]
-    draft.take_back(victim)
-    draft.take_back(other)
-    assert draft.budget == 8
-    assert finished(draft) == Plan(())
+    builder.add(victim, 5, (BlockCopy(1, 2),))
+    builder.arrivals[victim] = [Arrival(3, HostBlock(), -1)]
+    builder.take_back(victim)
+    builder.take_back(other)
+    assert builder.budget == 8
+    assert finished(builder) == Plan(())

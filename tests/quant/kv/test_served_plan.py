@@ -21,7 +21,7 @@ from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys
-from appliance.quant.quality.evaluate import What, evaluate
+from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.quality.kv_caches import KV_FORMATS, NAMES
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
@@ -92,7 +92,7 @@ def test_the_caches_of_a_real_model_cost_what_they_may(smollm2_gguf: Path, tmp_p
         for form in KV_FORMATS
     }
     source = with_even_keys(source, [layer.chosen(KVFormat.INT8) for layer in measured])
-    found = evaluate(source, windows, What(kv=caches))
+    found = evaluate(source, windows, EvaluationOptions(kv=caches))
     klds = {name: of.summary().kld_mean.value for name, of in found.kv.items()}
     assert all(klds[name] < bound for name, bound in BOUNDS.items()), klds
     assert klds["bf16"] < klds["int8"] < klds["k8v4"] < klds["int4-sealed"] < klds["int4-rotated"]

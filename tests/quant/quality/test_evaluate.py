@@ -23,7 +23,7 @@ from appliance.model.source import open_model
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.kv.calibrate import calibrate_kv
 from appliance.quant.kv.files import write_kv_plan
-from appliance.quant.quality.evaluate import What, evaluate
+from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.quality.kv_caches import (
     KV_FORMATS,
     bytes_per_token,
@@ -72,7 +72,7 @@ def test_streamed_measures_equal_those_of_whole_models(
     quantized: tuple[Path, Path], windows: Windows
 ) -> None:
     base, candidate = quantized
-    found = evaluate(open_model(candidate), windows, What(open_model(base)))
+    found = evaluate(open_model(candidate), windows, EvaluationOptions(open_model(base)))
     assert found.against is not None
     summary = found.against.summary()
     ours, theirs = whole(candidate, windows), whole(base, windows)
@@ -101,7 +101,7 @@ def test_rounding_on_the_way_is_rounding(
 ) -> None:
     base, candidate = make_llama(), tmp_path / "rounded"
     quantize_model(base, candidate, options)
-    found = evaluate(open_model(candidate), windows, What(open_model(base)))
+    found = evaluate(open_model(candidate), windows, EvaluationOptions(open_model(base)))
     assert found.against is not None
     assert found.rounded is not None
     assert float(found.against.klds.max()) > 1e-5
@@ -113,7 +113,7 @@ def test_fp8_weights_are_measured_as_they_are(
 ) -> None:
     base, candidate = make_llama(), tmp_path / "fp8"
     quantize_model(base, candidate, QuantizeOptions(Fp8Scheme(), Method.FP8))
-    found = evaluate(open_model(candidate), windows, What(open_model(base)))
+    found = evaluate(open_model(candidate), windows, EvaluationOptions(open_model(base)))
     assert found.against is not None
     expected = mean_kld(whole(base, windows), whole(candidate, windows))
     assert found.against.summary().kld_mean.value == pytest.approx(expected, rel=1e-2)
@@ -122,7 +122,7 @@ def test_fp8_weights_are_measured_as_they_are(
 
 def test_a_model_beside_itself_has_lost_nothing(make_llama: MakeFolder, windows: Windows) -> None:
     source = open_model(make_llama())
-    found = evaluate(source, windows, What(open_model(source.path), rounded=False))
+    found = evaluate(source, windows, EvaluationOptions(open_model(source.path), rounded=False))
     assert found.against is not None
     summary = found.against.summary()
     assert summary.kld_max == 0
@@ -150,7 +150,7 @@ def test_layer_errors_are_relative_to_the_base(
     quantized: tuple[Path, Path], windows: Windows
 ) -> None:
     base, candidate = quantized
-    found = evaluate(open_model(candidate), windows, What(open_model(base)))
+    found = evaluate(open_model(candidate), windows, EvaluationOptions(open_model(base)))
     assert len(found.layers) == 2
     streams = []
     for path in (base, candidate):
@@ -172,7 +172,7 @@ def test_kv_caches_cost_what_they_cost_a_whole_model(
     path = make_llama()
     caches, declared = caches_of(open_model(path), [format])
     assert declared is None
-    found = evaluate(open_model(path), windows, What(kv=caches))
+    found = evaluate(open_model(path), windows, EvaluationOptions(kv=caches))
     expected = mean_kld(whole(path, windows), whole(path, windows, format))
     assert found.against is None
     assert found.layers == ()
@@ -184,7 +184,7 @@ def test_kv_caches_cost_what_they_cost_a_whole_model(
 def test_fewer_bits_of_cache_cost_more(make_llama: MakeFolder, windows: Windows) -> None:
     source = open_model(make_llama())
     caches, _ = caches_of(source, KV_FORMATS)
-    found = evaluate(source, windows, What(kv=caches, kv_windows=3))
+    found = evaluate(source, windows, EvaluationOptions(kv=caches, kv_windows=3))
     klds = {name: divergence.summary() for name, divergence in found.kv.items()}
     assert {summary.places for summary in klds.values()} == {3 * (LENGTH - 1)}
     assert len(found.candidate.values) == 5 * (LENGTH - 1)
@@ -199,7 +199,7 @@ def test_an_open_block_is_read_as_it_is_while_open(make_llama: MakeFolder) -> No
     source = open_model(make_llama())
     short = Windows(torch.arange(31).view(1, 31), 31, "less than one block")
     caches, _ = caches_of(source, (KVFormat.INT8, KVFormat.INT4_SEALED))
-    found = evaluate(source, short, What(kv=caches))
+    found = evaluate(source, short, EvaluationOptions(kv=caches))
     sealed, open_ = found.kv["int4-sealed"], found.kv["int8"]
     torch.testing.assert_close(sealed.klds, open_.klds, rtol=0, atol=1e-6)
 
@@ -220,7 +220,7 @@ def test_the_cache_that_a_checkpoint_declares_is_measured_as_it_is_served(
     scales = [layer.head_scales for layer in caches["fp8"]]
     assert scales[0] is not None
     torch.testing.assert_close(in_torch(scales[0]), plan.layers[0].head_scales)
-    found = evaluate(open_model(path), windows, What(kv=caches))
+    found = evaluate(open_model(path), windows, EvaluationOptions(kv=caches))
     decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
     logits = [logits_of(decoder, i.tolist(), format=caches[declared])[:-1] for i in windows.tokens]
     ours = torch.cat(logits).double().log_softmax(-1)
@@ -231,10 +231,10 @@ def test_the_cache_that_a_checkpoint_declares_is_measured_as_it_is_served(
 def test_another_vocabulary_or_depth_is_refused(make_llama: MakeFolder, windows: Windows) -> None:
     ours, other = open_model(make_llama()), open_model(make_llama("b", num_hidden_layers=1))
     with pytest.raises(QuantizeError, match="source has 2 layers and b 1 layers"):
-        evaluate(ours, windows, What(other))
+        evaluate(ours, windows, EvaluationOptions(other))
     other = open_model(make_llama("c", vocab_size=64))
     with pytest.raises(QuantizeError, match="vocabulary of 50 tokens and c a vocabulary of 64"):
-        evaluate(ours, windows, What(other))
+        evaluate(ours, windows, EvaluationOptions(other))
 
 
 def test_activations_that_are_not_finite_name_the_layer(
@@ -243,7 +243,7 @@ def test_activations_that_are_not_finite_name_the_layer(
     weight = torch.full((96, 128), 3e38, dtype=torch.bfloat16)
     path = make_llama(tensors={"model.layers.1.mlp.down_proj.weight": weight})
     with pytest.raises(ModelError, match="source: layer 1 makes NaN or infinity"):
-        evaluate(open_model(path), windows, What())
+        evaluate(open_model(path), windows, EvaluationOptions())
 
 
 def test_nothing_is_left_of_the_streams(
@@ -251,7 +251,7 @@ def test_nothing_is_left_of_the_streams(
 ) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
-    evaluate(open_model(make_llama()), windows, What(folder=folder))
+    evaluate(open_model(make_llama()), windows, EvaluationOptions(folder=folder))
     assert list(folder.iterdir()) == []
 
 
@@ -263,7 +263,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(QuantizeError, match=r"No space left on device; make room there or read"):
-        evaluate(open_model(make_llama()), windows, What(folder=tmp_path))
+        evaluate(open_model(make_llama()), windows, EvaluationOptions(folder=tmp_path))
 
 
 def test_caches_are_named_as_the_server_names_them() -> None:

@@ -15,7 +15,7 @@ from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.quality.evaluate import What, evaluate
+from appliance.quant.quality.evaluate import EvaluationOptions, evaluate
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.text.held_out import Windows
@@ -74,7 +74,7 @@ def test_a_hybrid_loses_what_it_loses_as_a_whole(name: str, tmp_path: Path) -> N
     quantize_model(tmp_path / "base", tmp_path / "out", QuantizeOptions(WeightScheme(4, 32)))
     base, candidate = open_model(tmp_path / "base"), open_model(tmp_path / "out")
     kv = [LayerPrecision(KVFormat.INT8) for _ in candidate.spec.cache_layers]
-    found = evaluate(candidate, WINDOWS, What(base, kv={"int8": tuple(kv)}))
+    found = evaluate(candidate, WINDOWS, EvaluationOptions(base, kv={"int8": tuple(kv)}))
     assert found.against is not None
     exact = whole(tmp_path / "base")
     lost = mean_kld(exact, whole(tmp_path / "out"))

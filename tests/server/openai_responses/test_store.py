@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.server.openai_responses import store
-from appliance.server.openai_responses.store import KeptResponses, NotKeptError
+from appliance.server.openai_responses.store import ResponseNotFoundError, ResponseStore
 
 OWN = slice(1, 3)
 
@@ -16,17 +16,17 @@ class Clock:
         return self.now
 
 
-def has(kept: KeptResponses, owner: str, name: str) -> bool:
+def has(kept: ResponseStore, owner: str, name: str) -> bool:
     try:
         kept.get(owner, name)
-    except NotKeptError:
+    except ResponseNotFoundError:
         return False
     return True
 
 
 def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_COUNT", 2)
-    kept = KeptResponses()
+    kept = ResponseStore()
     for name in ("a", "b"):
         kept.keep("ann", name, b"{}", b"[  ]", OWN)
     assert has(kept, "ann", "a")
@@ -36,7 +36,7 @@ def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_keeps_most_loses_something_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_BYTES", 1000)
-    kept = KeptResponses()
+    kept = ResponseStore()
     kept.keep("bob", "first", b"{}", b"[  ]", OWN)
     for number in range(20):
         kept.keep("ann", str(number), b"x" * 90, b"[" + b" " * 8 + b"]", OWN)
@@ -49,7 +49,7 @@ def test_who_keeps_most_loses_something_first(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    kept = KeptResponses(clock)
+    kept = ResponseStore(clock)
     kept.keep("ann", "a", b"{}", b"[  ]", OWN)
     clock.now = store.KEEP_SECONDS - 1
     assert has(kept, "ann", "a")
