@@ -25,9 +25,10 @@ from appliance.events import (
 )
 from appliance.jobs import JobFile
 from appliance.log import MAX_RECENT, RecentWarnings
-from appliance.server.admin import MAX_WATCHERS, LogFeed, TokenRates, accepts_gzip
+from appliance.server.admin import MAX_WATCHERS, accepts_gzip
 from appliance.server.quality import ServedCard
 from appliance.server.sequence_feed import TokenRate
+from appliance.server.watcher import LogFeed, TokenRates
 from appliance.stats import EngineStats, LogLine
 from tests.server.watching import EVENTS, watch
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import LIMIT
 
-from appliance.server.admin import Watcher
+from appliance.server.watcher import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator

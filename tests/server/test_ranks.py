@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.server.admin import server_info
+from appliance.server.watcher import server_info
 from appliance.stats import RankInfo, RankLink
 
 if TYPE_CHECKING:

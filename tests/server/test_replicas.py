@@ -16,8 +16,8 @@ from appliance.engine.process.engine_state import EngineState
 from appliance.engine.process.restarts import SupervisionLimits
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.events import Info, Stats
-from appliance.server.admin import Watcher
 from appliance.server.replicas import Memories, divided, make_engine
+from appliance.server.watcher import Watcher
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from waiting import until
 
 from appliance.engine.process.engine_state import EngineState
 from appliance.events import Info
-from appliance.server.admin import Watcher, server_info
+from appliance.server.watcher import Watcher, server_info
 
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer

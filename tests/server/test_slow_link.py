@@ -93,7 +93,7 @@ class Churn:
         self._words = np.zeros(NUM_BLOCKS, dtype=np.uint64)
         view = memoryview(self._words.data)
         monkeypatch.setattr(EngineClient, "metadata", property(lambda client: view))
-        monkeypatch.setattr("appliance.server.admin.TICK_SECONDS", 0.005)
+        monkeypatch.setattr("appliance.server.watcher.TICK_SECONDS", 0.005)
 
     @property
     def truth(self) -> NDArray[np.uint32]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.bench.figures import spread
-from appliance.commands.serve import banner
+from appliance.commands.serve_banner import banner
 from appliance.config import cache_dir, load_settings
 from appliance.hub import resolve_model
 from bench.lib.command import parser_of, write_result

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from appliance.commands.serve import banner
+from appliance.commands.serve_banner import banner
 from appliance.config import EngineConfig
 from appliance.engine import memory_request
 from appliance.engine.engine import LLMEngine
