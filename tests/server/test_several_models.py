@@ -13,7 +13,7 @@ from appliance.engine.process.engine_state import EngineState
 from appliance.errors import ConfigError
 from appliance.events import Info
 from appliance.server import stream
-from appliance.server.admin import Watcher
+from appliance.server.watcher import Watcher
 
 if TYPE_CHECKING:
     from pathlib import Path
