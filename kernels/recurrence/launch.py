@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,7 +51,8 @@ def run_rows(
         decay: with `corrects` (num_tokens, num_heads) float32, logarithms; otherwise (num_heads,),
             rates, which decay by exp(-rate * share).
         share: (num_tokens, num_heads) float32, of the error or the value that is taken up.
-        state: (num_slots, num_heads, key_dim, value_dim) float32, updated.
+        state: (num_slots, num_heads, key_dim, value_dim) float32, updated; slots may be part of
+            wider ones, and then the spans' states are copied, before and after.
         spans: the rows of each sequence.
         corrects: True for the gated delta rule, False for the selective scan.
 
@@ -61,7 +63,13 @@ def run_rows(
     out = value.new_empty(num_tokens, num_heads, value_dim)
     if not num_tokens:
         return out
-    assert state.is_contiguous(), state.stride()
+    if not state.is_contiguous():
+        # The state of one layer of several: brought together, and back at the end.
+        held = state.index_select(0, spans.slots)
+        together = replace(spans, slots=torch.arange(len(held), device=held.device))
+        out = run_rows(query, key, value, decay, share, held, together, corrects=corrects)
+        state.index_copy_(0, spans.slots, held)
+        return out
     query, key, value = (x if x[0].is_contiguous() else x.contiguous() for x in (query, key, value))
     decay, share = decay.contiguous(), share.contiguous()
     rows = spans.rows, spans.lens, spans.slots, spans.goes_on, spans.rows.stride(0)

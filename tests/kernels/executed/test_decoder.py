@@ -3,10 +3,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import model_families
 import pytest
 import torch
+from causal_models import random_model
 from expert_models import save_experts
 from packed_weights import random_packed
+from recurrent_models import RECURRENT, SIZES, logits_in_steps
 from teacher_forcing import logits_of
 
 from appliance.kernels.activation import Activation
@@ -63,6 +66,28 @@ def test_a_model_with_experts_says_what_it_says_one_expert_after_another(
         atol=2e-4,
         rtol=0,
     )
+
+
+# Convolutions alone; gated deltas; Mamba-2. Slots hold the states of several layers.
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "nemotron_h"])
+def test_a_hybrid_model_says_what_it_says_on_the_reference(family: str, tmp_path: Path) -> None:
+    model_type, settings = RECURRENT[family]
+    torch.manual_seed(0)
+    sizes = model_families.SIZES | {"num_hidden_layers": 3} | SIZES
+    model = random_model(model_type, **sizes | settings)
+    model.save_pretrained(tmp_path)
+    found, expected = (
+        logits_in_steps(
+            load_decoder(open_model(tmp_path), backend, torch.device("cpu"), torch.float32),
+            [token % 50 for token in TOKEN_IDS],
+            chunks,
+        )
+        for backend, chunks in (
+            (select_backend(torch.device("cuda")), [17, 1, 1, 21]),
+            (REFERENCE, [40]),
+        )
+    )
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

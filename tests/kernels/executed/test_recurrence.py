@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import pytest
 import torch
@@ -36,9 +37,12 @@ class Shape:
         )
 
     def states(self, num_slots: int) -> torch.Tensor:
+        """States as parts of wider slots, as several layers have them."""
         random = torch.Generator().manual_seed(1)
-        shape = (num_slots, self.heads, self.key_dim, self.value_dim)
-        return torch.randn(shape, generator=random)
+        shape = (self.heads, self.key_dim, self.value_dim)
+        slots = torch.randn(num_slots, prod(shape) + 32, generator=random)
+        found: torch.Tensor = slots[:, 16:-16].unflatten(1, shape)
+        return found
 
 
 @dataclass(frozen=True)
