@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 from functools import cache
@@ -16,6 +17,7 @@ from expert_models import EXPERTS
 from lora import write_adapter
 from rank_engines import CACHED_TOKENS, PROMPTS, answers, loaded
 from recurrent_models import RECURRENT
+from replaying import ReplayingSpeculator
 from sure_models import THREE_GROUPS, write_sure_model
 from waiting import wait_until
 
@@ -129,6 +131,12 @@ def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path
     if model_type == "deepseek_v3":
         settings["kv_cache_memory"] *= 2  # each rank has all latents
     with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **settings) as engine:
+        engine._scheduler._speculator = ReplayingSpeculator(
+            {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(expected[0])},
+            0.8,
+            engine._grammars._matchers,
+            random.Random(5),
+        )
         assert not any("each has all of" in words for words in engine.info.notes)
         assert state_bytes <= engine.info.state_bytes <= 1.05 * state_bytes, (
             "no state is held twice"

@@ -139,9 +139,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
         "granitemoehybrid",
         RECURRENT["granite4"][1]
         | {
-            "hidden_size": 64,
+            "hidden_size": 96,
             "num_attention_heads": 6,
             "num_key_value_heads": 3,
+            "mamba_expand": 2,
             "mamba_n_groups": 3,
             "shared_intermediate_size": 96,
         },
