@@ -23,6 +23,7 @@ RANKS = (
         kv_bytes=8 << 20,
         bytes_per_second=12e9,
         busy=0.75,
+        reason="the link is slow",
     ),
     RankInfo(
         pid=8, share=1, threads=1, weight_bytes=32 << 20, bytes_per_second=6e9, busy=0.7, link=LINK
@@ -40,7 +41,7 @@ async def test_ranks_are_in_health_metrics_and_the_feed(serve: Serve) -> None:
         assert (await running.http.get("/health")).json()["ranks"] == {
             "echo": [
                 "share 2, 1 thread, 64 MiB of weights and 8 of KV cache, copies 12.0 GB/s,"
-                " busy 75%",
+                " busy 75%, whole layers, since the link is slow",
                 "share 1, 1 thread, 32 MiB of weights, copies 6.0 GB/s, busy 70%, through host"
                 " memory of 25.0 us and 9.0 GB/s, since peer to peer changes data",
                 "share 1, 2 threads, 32 MiB of weights",

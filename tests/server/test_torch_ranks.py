@@ -1,0 +1,72 @@
+"""A model that ranks of torch divide, behind the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import psutil
+from sure_models import THREE_GROUPS, write_sure_model
+from waiting import until
+
+from appliance.engine.process.engine_state import EngineState
+from appliance.engine.process.launch import ENGINE_COMMAND
+from appliance.engine.process.restarts import SupervisionLimits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.server.conftest import Serve
+
+
+async def test_a_rank_that_dies_takes_the_engine_down_and_back(
+    serve: Serve, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 272, "max_position_embeddings": 4096}
+    write_sure_model("llama", tmp_path, **THREE_GROUPS | sizes)
+    async with serve(
+        str(tmp_path),
+        command=ENGINE_COMMAND,
+        limits=SupervisionLimits(backoff=0.01),
+        device="cpu",
+        dtype="float32",
+        kernels="torch",
+        tensor_parallel=2,
+        threads=1,
+        kv_disk="off",
+        kv_cache_memory=1 << 24,
+    ) as running:
+        engine = running.engine
+
+        async def answer() -> str:
+            found = (await running.complete("abc", max_tokens=8, temperature=0)).json()
+            text: str = found["choices"][0]["text"]
+            return text
+
+        expected = await answer()
+        assert engine.info is not None
+        rank = psutil.Process(engine.info.ranks[1].pid)
+        begun = asyncio.Event()
+
+        async def stream() -> list[str]:
+            body = {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            found = []
+            async with running.http.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        found.append(line.removeprefix("data: "))
+                        begun.set()
+            return found
+
+        streaming = asyncio.create_task(stream())
+        await begun.wait()
+        os.kill(rank.pid, signal.SIGKILL)
+        lines = await streaming
+        assert "[DONE]" not in lines
+        assert json.loads(lines[-1])["error"]["code"] == "engine_unavailable"
+        await until(lambda: engine.restarts == 1 and engine.state is EngineState.READY)
+        assert engine.info.ranks[1].pid != rank.pid
+        assert await answer() == expected
