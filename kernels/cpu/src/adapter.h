@@ -128,7 +128,7 @@ static const ap_linear *quantized_at(const ap_model *model, int32_t layer, int32
 
 /* True if a step makes the codes of its rows that these factors multiply. */
 static bool codes_fit(const ap_linear *shrink, const ap_linear *quantized) {
-    return shrink->scale_format == AP_NO_SCALES && quantized &&
+    return shrink->scale_format == AP_SCALES_NONE && quantized &&
            shrink->input_order == quantized->input_order;
 }
 

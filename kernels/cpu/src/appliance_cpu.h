@@ -179,13 +179,13 @@ typedef enum { AP_INTO_MIXER, AP_OUT_OF_MIXER, AP_INTO_MLP, AP_OUT_OF_MLP, AP_NU
 
 /* A part of a place's outputs, and the shrunk numbers that it is expanded from. */
 typedef struct {
-    ap_linear linear;     /* ranks -> some outputs, of a float format; or 16 ranks, AP_NO_SCALES */
+    ap_linear linear;     /* ranks -> some outputs, of a float format; 16 with AP_SCALES_NONE */
     int32_t first_output; /* a multiple of 16 from the first output of each linear */
-    int32_t first_rank;   /* with AP_NO_SCALES a multiple of 16 */
+    int32_t first_rank;   /* with AP_SCALES_NONE a multiple of 16 */
 } ap_expansion;
 
 /* Added to a place's outputs: expand(scales * shrink(x)). All of its linears are of one float
- * format, or where `ap_quantized_at` allows it AP_INT8 with AP_NO_SCALES. */
+ * format, or where `ap_quantized_at` allows it AP_INT8 with AP_SCALES_NONE. */
 typedef struct {
     ap_linear shrink;    /* inputs -> ranks of all parts; codes NULL: none */
     const float *scales; /* (ranks,) */

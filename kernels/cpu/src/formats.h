@@ -26,7 +26,7 @@ typedef enum {
 /* Formats of scales besides AP_F16 and AP_F32. Those of a GGML type are as in its blocks of 256
  * inputs: integers of a few bits, times one or two halves of the block. */
 typedef enum {
-    AP_NO_SCALES = 31, /* all are 1: AP_INT8 and AP_CENTERED only, as in factors of adapters */
+    AP_SCALES_NONE = 31, /* all are 1: AP_INT8 and AP_CENTERED only, as in factors of adapters */
     AP_E8M0 = 32,      /* a byte: a power of two */
     AP_SCALES_Q2_K = 33,
     AP_SCALES_Q3_K = 34,
@@ -80,12 +80,12 @@ typedef struct {
     int32_t format;       /* ap_format of the codes */
     int32_t offset_kind;  /* ap_offset_kind */
     int32_t scale_format; /* of scales and offsets: AP_F16, AP_F32 or an ap_scale_format */
-    int32_t group;        /* inputs that share a scale: 32, 64 or 128; of AP_E2M1, AP_NO_SCALES and
-                           * some GGML types 16; divides in_features */
+    int32_t group;        /* inputs that share a scale: 32, 64 or 128; of AP_E2M1, AP_SCALES_NONE
+                           * and some GGML types 16; divides in_features */
     int32_t in_features;
     int32_t out_features;
     const void *codes;   /* 64-byte aligned */
-    const void *scales;  /* 64-byte aligned; NULL for float formats and AP_NO_SCALES */
+    const void *scales;  /* 64-byte aligned; NULL for float formats and AP_SCALES_NONE */
     const void *offsets; /* the same; NULL for AP_CENTERED and where scales are of a GGML type */
     const float *bias;   /* (out_features,), or NULL */
     /* (in_features,), the input of each column of the codes; NULL: in order. Integer formats

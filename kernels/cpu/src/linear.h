@@ -28,7 +28,7 @@ static void multiply_tiles(multiplication m) {
             break;
         case AP_INT8:
             multiply_in_blocks(m, REGISTER_ROWS,
-                               w->scale_format == AP_NO_SCALES ? multiply_unscaled
+                               w->scale_format == AP_SCALES_NONE ? multiply_unscaled
                                                                : multiply_bytes);
             break;
         case AP_INT4:

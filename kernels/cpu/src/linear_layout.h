@@ -120,7 +120,7 @@ static inline bool linear_supported(const ap_linear *w) {
     if (w->in_features < 1 || w->out_features < 1 || !w->codes) return false;
     if (w->format == AP_F32 || w->format == AP_F16 || w->format == AP_BF16) return true;
     if (!has_groups(w) || w->format > AP_IQ4) return false;
-    if (w->scale_format == AP_NO_SCALES)
+    if (w->scale_format == AP_SCALES_NONE)
         return w->format == AP_INT8 && w->offset_kind == AP_CENTERED && w->group == AP_LANES &&
                w->in_features % AP_LANES == 0;
     if (!w->scales) return false;

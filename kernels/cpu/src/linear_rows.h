@@ -29,7 +29,7 @@ static void integer_row(const ap_linear *w, int32_t tile, int32_t lane, float *o
     const uint8_t *codes = tile_codes(w, tile) + lane * 4;
     int64_t index = tile * tile_scales(w) + lane;
     for (int32_t first = 0; first < w->in_features; first += w->group, index += AP_LANES) {
-        bool scaled = w->scale_format != AP_NO_SCALES;
+        bool scaled = w->scale_format != AP_SCALES_NONE;
         float scale = scaled ? element_at(w->scales, index, w->scale_format) : 1.0f;
         float offset = w->format == AP_E2M1 ? 0.0f : (float)middle_code(w->format);
         if (w->offset_kind != AP_CENTERED) offset = element_at(w->offsets, index, w->scale_format);

@@ -70,7 +70,7 @@ static void pack_tile(void *context, int32_t tile, int32_t worker) {
     const packing *p = context;
     (void)worker;
     pack_codes(p, tile);
-    if (!has_groups(p->w) || p->w->scale_format == AP_NO_SCALES) return;
+    if (!has_groups(p->w) || p->w->scale_format == AP_SCALES_NONE) return;
     pack_scales(p, tile, p->scales, p->w->scales);
     if (p->w->offset_kind != AP_CENTERED) pack_scales(p, tile, p->offsets, p->w->offsets);
 }
@@ -79,7 +79,7 @@ int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *c
                        const void *scales, const void *offsets, int32_t source_scale_format,
                        int32_t source_group) {
     if (!linear_supported(linear) || !codes || has_planes(linear)) return AP_BAD_ARGUMENT;
-    if (has_groups(linear) && linear->scale_format != AP_NO_SCALES) {
+    if (has_groups(linear) && linear->scale_format != AP_SCALES_NONE) {
         if ((source_scale_format == AP_E8M0) != (linear->scale_format == AP_E8M0))
             return AP_BAD_ARGUMENT;
         if (source_scale_format != AP_E8M0 && source_scale_format != AP_F32 &&

@@ -201,7 +201,7 @@ def answers_of(deltas: Iterable[SequenceDelta], answers: dict[tuple[str, int], l
 def test_graphs_are_told_while_they_are_made(tiny_llama: Path) -> None:
     told: list[tuple[str, int, int]] = []
     load_telling(lambda *now: told.append(now), tiny_llama, LateDevice(), {"max_num_seqs": 3})
-    assert [now for now in told if now[0] == "graphs"] == [("graphs", i, 4) for i in range(5)]
+    assert [now for now in told if now[0] == "graphs"] == [("graphs", i, 5) for i in range(6)]
 
 
 def test_graphs_can_be_turned_off(tiny_llama: Path) -> None:
