@@ -46,7 +46,9 @@ def short_conv_kernel(
             # By the threads that write them below, so that none is overwritten before.
             b_before = tl.load(p_state + place * width, mask=b_kept, other=0.0)
             b_x += tl.where((o_row == place - tap)[:, None], b_before[None, :], 0.0)
-        b_total += b_x * tl.load(filters_ptr + o_column * TAPS + tap, mask=b_mask, other=0.0)
+        b_filter = tl.load(filters_ptr + o_column * TAPS + tap, mask=b_mask, other=0.0)
+        # Contracted in every variant, so that no bit depends on how a prompt is cut.
+        b_total = tl.fma(b_x, tl.broadcast_to(b_filter[None, :], BLOCK_T, BLOCK_W), b_total)
     if bias_ptr is not None:
         b_total += tl.load(bias_ptr + o_column, mask=b_mask, other=0.0)
     p_out = out_ptr + (first + o_row)[:, None] * width + o_column[None, :]

@@ -63,8 +63,7 @@ def test_outputs_and_kept_inputs_are_those_of_torch(
     assert torch.equal(state[others], untouched[others]), "slots of others stay as they are"
 
 
-def test_a_prompt_may_be_cut_anywhere() -> None:
-    """Products of one row and of many are contracted in unlike ways on some architectures."""
+def test_no_bit_depends_on_where_a_prompt_is_cut() -> None:
     width, taps, last = 32, 4, 23
     x, filters, bias = parts(last, width, taps, torch.float32)
     whole, kept = states(3, taps - 1, width), states(3, taps - 1, width)
@@ -74,5 +73,5 @@ def test_a_prompt_may_be_cut_anywhere() -> None:
     for begin, end in pairwise(cuts):
         spans = spans_of([end - begin], [end], [1])
         found.append(short_conv(x[begin:end], filters, bias, kept, spans))
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(torch.cat(found), expected)
     assert torch.equal(kept[1], whole[1])
