@@ -10,23 +10,13 @@ import torch
 from centered_models import CENTERED
 from expert_models import EXPERTS
 from greedy_answers import by_transformers, run
-from sure_models import write_sure_model
+from sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.errors import ConfigError
 
 TOKENS = 50
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 _seeded = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(3, 97, (40 + 7 * i,), generator=_seeded).tolist() for i in range(4)]
 
@@ -57,7 +47,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The folder of a model, and what transformers answers with it."""
     model_type, settings = MODELS[request.param]
     folder, kinds = tmp_path_factory.mktemp(request.param), settings.get("layer_types", [1, 2])
-    sizes = SIZES | settings | {"num_hidden_layers": len(kinds)}
+    sizes = TWO_LAYERS | settings | {"num_hidden_layers": len(kinds)}
     if model_type == "falcon":
         del sizes["head_dim"]  # it takes none
     made = write_sure_model(model_type, folder, **sizes)
@@ -123,7 +113,7 @@ def test_greedy_answers_equal_transformers_preempted_and_with_a_cached_prefix(
 def test_kv_formats_that_do_not_hold_latents_are_refused_by_name(tmp_path: Path) -> None:
     """Latents are held where a block has elements; 8 bits of them answer nearly as 32."""
     model_type, settings = MODELS["deepseek_v3"]
-    made = write_sure_model(model_type, tmp_path, **SIZES | settings)
+    made = write_sure_model(model_type, tmp_path, **TWO_LAYERS | settings)
     expected = by_transformers(made, PROMPTS[0], 8)
     engine = load(tmp_path, kv_cache_dtype="int8")
     width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]

@@ -10,7 +10,7 @@ import torch
 from expert_models import EXPERTS
 from greedy_answers import by_transformers, run
 from late_device import LateDevice
-from sure_models import write_sure_model
+from sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -19,16 +19,6 @@ from appliance.engine.loading import load_parts
 from appliance.model import expert_stream
 
 TOKENS = 20
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -37,7 +27,7 @@ def test_prompts_stream_experts_and_small_decode_steps_are_graphs(
 ) -> None:
     """The first of two layers has experts; by the plan's model the host is slower than any bus."""
     model_type, settings = EXPERTS["qwen3_moe"]
-    made = write_sure_model(model_type, tmp_path, **SIZES | settings)
+    made = write_sure_model(model_type, tmp_path, **TWO_LAYERS | settings)
     random = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 97, (40 + 7 * i,), generator=random).tolist() for i in range(4)]
     expected = [by_transformers(made, prompt, TOKENS) for prompt in prompts]

@@ -19,6 +19,16 @@ THREE_GROUPS = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
+TWO_LAYERS = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
 
 
 def write_sure_model(model_type: str, folder: Path, **settings: Any) -> Any:
