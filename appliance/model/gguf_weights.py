@@ -11,6 +11,7 @@ from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
 from appliance.model.linear import LinearPart, halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
+from appliance.model.row_orders import attention_rows
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 
@@ -182,6 +183,9 @@ class GGUFWeights:
         """Return each row's stored row; None if the order is the same."""
         if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
             return halves_from_pairs(slot.shape[0], self._head_dim(slot))
+        if slot.role is Role.QKV and self._names.qkv_by_key_head:
+            assert slot.layer is not None
+            return attention_rows(self._spec.attention_layers[slot.layer]).argsort()
         delta, part = self._delta(slot)
         return None if delta is None else stored_rows(part, self._names.gated_delta, delta)
 

@@ -17,6 +17,7 @@ from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.targets import adapter_targets, unserved_linears
 from appliance.model.linear import halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
+from appliance.model.row_orders import attention_rows
 from appliance.model.tensors import Role
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ def _read(
             " the folder that PEFT saved"
         )
     _check_metadata(path, file, mapping)
+    if base.family.names != (mapping.own_names or base.family.names):
+        raise AdapterError(
+            f"{path}: GGUF files split linears that {base.path.name} has whole; use the folder that"
+            " PEFT saved"
+        )
     alpha = float(file.metadata.get("adapter.lora.alpha") or 0.0)
     stored_targets = adapter_targets(base.spec, mapping.names)
     renamed = dict(zip(stored_targets, targets.values(), strict=True))
@@ -110,6 +116,8 @@ def _stored_rows(
             f"{path}: {target.name} is a recurrent linear, whose heads GGUF files order"
             " differently; use the folder that PEFT saved"
         )
+    if target.slot.role is Role.QKV and base.family.names.qkv_by_key_head:
+        return attention_rows(base.spec.attention_layers[target.layer]).argsort()
     if target.slot.role not in (Role.QUERY, Role.KEY) or not mapping.interleaved_rope:
         return None
     head_dim = base.spec.attention_layers[target.layer].head_dim

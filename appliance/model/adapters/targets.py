@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
-from appliance.model.recurrent_spec import Mamba2Spec
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
+from appliance.model.row_orders import attention_rows, delta_rows
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.tensors import Role, tensor_slots
 
@@ -119,7 +120,7 @@ def adapter_targets(spec: DecoderSpec, names: TensorNames) -> dict[str, AdapterT
         if _why_not(spec.layers[slot.layer], place):
             continue
         begin = taken.get((slot.layer, place), 0)
-        pieces = _pieces(spec, slot, begin)
+        pieces = _pieces(spec, names, slot, begin)
         taken[slot.layer, place] = begin + _own_outputs(spec, slot)
         target = AdapterTarget(slot, place, pieces)
         found[target.name] = target
@@ -162,15 +163,22 @@ def _has_gates(spec: DecoderSpec, slot: TensorSlot) -> bool:
     return spec.attention_layers[slot.layer].output_gate
 
 
-def _pieces(spec: DecoderSpec, slot: TensorSlot, begin: int) -> tuple[TargetRows, ...]:
+def _pieces(
+    spec: DecoderSpec, names: TensorNames, slot: TensorSlot, begin: int
+) -> tuple[TargetRows, ...]:
     rows = slot.shape[0]
     if slot.role is Role.GATE_UP:
         half = rows // 2
         return TargetRows(slice(0, half), 0), TargetRows(slice(half, rows), half)
-    if not _has_gates(spec, slot):
-        return (TargetRows(slice(0, rows), begin),)
     assert slot.layer is not None
     mixer = spec.layers[slot.layer].mixer
+    if slot.role is Role.QKV and names.qkv_by_key_head:
+        assert isinstance(mixer, AttentionSpec)
+        return (TargetRows(torch.from_numpy(attention_rows(mixer)), begin),)
+    if slot.role is Role.INPUT and names.gated_delta.joined and isinstance(mixer, GatedDeltaSpec):
+        return (TargetRows(torch.from_numpy(delta_rows(mixer)), begin),)
+    if not _has_gates(spec, slot):
+        return (TargetRows(slice(0, rows), begin),)
     assert isinstance(mixer, AttentionSpec)
     heads = torch.arange(rows).view(mixer.num_heads, 2, mixer.head_dim)
     last = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim

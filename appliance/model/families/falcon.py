@@ -119,6 +119,5 @@ FALCON = Family(
         _gguf,
         _GGUF_NAMES,
         other_names=replace(_GGUF_NAMES, mixer_norm="attn_norm_2", mlp_norm="attn_norm"),
-        own_names=replace(_NAMES, qkv_by_key_head=False),
     ),
 )

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from centered_models import CENTERED
 from checkpoint_forms import FORMS, SHAPES, write_both
 from gguf_models import gguf_factors, write_gguf, write_gguf_adapter
 from lora import write_adapter
 from native_models import native
+from recurrent_models import RECURRENT
 from teacher_forcing import BLOCK_SIZE, logits_of, with_adapters
 
 from appliance.kernels.backend import REFERENCE
@@ -60,6 +62,17 @@ def of_peft(model: Path, adapter: Path, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
+def write_for(source: ModelSource, folder: Path, left_out: str = "-") -> Path:
+    """Write an adapter of all linears that it may change, but those that have a word in names."""
+    targets = adapter_targets(source.spec, source.family.names)
+    shapes = {
+        name: (one.slot.shape[0], one.slot.shape[1])
+        for name, one in targets.items()
+        if left_out not in name
+    }
+    return write_adapter(folder, shapes, rank=5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_an_adapter_on_each_form_of_weights_is_that_of_peft(
     form: str, tmp_path: Path, token_ids: list[int]
@@ -89,9 +102,7 @@ def test_a_gguf_model_takes_adapters_of_peft_and_of_llama_cpp(
     source = open_model(write_gguf(tmp_path / "m.gguf", model, "llama", metadata, quantize=True))
     stored = {slot.name: source.weights.load(slot.name) for slot in source.slots()}
     model.load_state_dict({name: dense(weight, torch.float32) for name, weight in stored.items()})
-    targets = adapter_targets(source.spec, source.family.names)
-    shapes = {name: (one.slot.shape[0], one.slot.shape[1]) for name, one in targets.items()}
-    folder = write_adapter(tmp_path / "adapter", shapes, rank=5)
+    folder = write_for(source, tmp_path / "adapter")
     expected = of_peft(save(model), folder, token_ids)
     factors = gguf_factors(source, read_adapter(folder, source, 64).parts)
     file = write_gguf_adapter(tmp_path / "adapter.gguf", factors, alpha=10.0)
@@ -103,6 +114,39 @@ def test_a_gguf_model_takes_adapters_of_peft_and_of_llama_cpp(
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
         found = logits_of(held, token_ids, adapters=slots_with(held, source, [path]))
         assert float((found - expected).norm() / expected.norm()) < 0.04  # inputs of 8 bits
+
+
+@pytest.mark.parametrize(
+    ("model", "linear"),
+    [
+        (RECURRENT["qwen3_next"], "in_proj_qkvz"),
+        (RECURRENT["qwen3_5"], "in_proj_qkv"),
+        (("falcon", CENTERED["falcon-new"][1] | {"hidden_size": 96}), "query_key_value"),
+    ],
+    ids=["qwen3_next", "qwen3_5", "falcon-new"],
+)
+def test_rows_of_an_adapter_go_where_those_of_its_linear_go(
+    model: tuple[str, dict[str, Any]],
+    linear: str,
+    make_model: Any,
+    save: Any,
+    tmp_path: Path,
+    token_ids: list[int],
+) -> None:
+    """Checkpoints have some linears by key head, which executors have by kind."""
+    model_type, settings = model
+    source = open_model(save(make_model(model_type, **settings)))
+    # PEFT takes a shared MLP of a model with experts for experts.
+    folder = write_for(source, tmp_path / "adapter", left_out=".mlp.")
+    assert linear in (folder / "adapter_config.json").read_text()
+    expected = of_peft(source.path, folder, token_ids)
+    executors: list[Executor[Any]] = [
+        load_decoder(source, REFERENCE, CPU_DEVICE, torch.float32),
+        native(source.path),
+    ]
+    for executor in executors:
+        found = logits_of(executor, token_ids, adapters=slots_with(executor, source, [folder]))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_kld_against_merged_weights(tmp_path: Path, token_ids: list[int]) -> None:

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import family_settings
 import pytest
 import torch
+from centered_models import CENTERED
 from gguf_models import gguf_factors, write_gguf_adapter
 from lora import ALL, with_adapter, write_adapter
+from recurrent_models import RECURRENT
 
 from appliance.errors import AdapterError
+from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.model.adapters.factors import Factors
 from appliance.model.adapters.peft_settings import read_settings
 from appliance.model.adapters.reader import read_adapter
@@ -277,3 +280,35 @@ def test_a_gguf_adapter_has_its_rows_in_order_again(
     ):
         with pytest.raises(AdapterError, match=words):
             read_adapter(write_gguf_adapter(tmp_path / "d.gguf", tensors | extra), source, 16)
+
+
+def test_a_gguf_adapter_has_rows_by_key_head_again(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], tmp_path: Path
+) -> None:
+    """llama.cpp stores queries, then keys, then values; Falcon's checkpoints by key head."""
+    source = open_model(save(make_model("falcon", **CENTERED["falcon-new"][1])))
+    targets = adapter_targets(source.spec, source.family.names)
+    shapes = {name: (one.slot.shape[0], one.slot.shape[1]) for name, one in targets.items()}
+    expected = read_adapter(write_adapter(tmp_path / "adapter", shapes), source, 16).parts
+    heads = torch.arange(100).view(2, 5, 10)  # three queries, a key and a value
+    by_kind = torch.cat([part.flatten() for part in heads.split([3, 1, 1], dim=1)])
+    tensors = {}
+    for (name, part), target in zip(expected.items(), targets.values(), strict=True):
+        is_first = target.place is AdapterPlace.INTO_MIXER
+        stored = f"blk.{target.layer}.{'attn_qkv' if is_first else 'attn_output'}.weight"
+        tensors[f"{stored}.lora_a"] = part.a
+        tensors[f"{stored}.lora_b"] = part.b[by_kind] if is_first else part.b
+        assert name.endswith("query_key_value") == is_first
+    path = write_gguf_adapter(tmp_path / "a.gguf", tensors, alpha=8.0, architecture="falcon")
+    found = read_adapter(path, source, 16).parts
+    assert all(torch.equal(found[name].b, part.b) for name, part in expected.items())
+
+
+def test_a_gguf_adapter_of_linears_that_files_split_is_refused(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], tmp_path: Path
+) -> None:
+    source = open_model(save(make_model("qwen3_next", **RECURRENT["qwen3_next"][1])))
+    tensors = {"blk.0.attn_qkv.weight.lora_a": torch.ones(4, 60)}
+    path = write_gguf_adapter(tmp_path / "a.gguf", tensors, architecture="qwen3next")
+    with pytest.raises(AdapterError, match=r"split linears .* use the folder that PEFT saved"):
+        read_adapter(path, source, 16)
