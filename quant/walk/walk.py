@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.packed import PackedWeight
     from appliance.model.source import ModelSource
-    from appliance.quant.kv.calibrate import AttentionWatch
+    from appliance.quant.kv.attention_watch import AttentionWatch
     from appliance.quant.walk.block import ObservedLinear, TransformerBlock
 
 TOKENS_AT_ONCE = 512  # in whole rows; a longer row passes alone
