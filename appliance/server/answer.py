@@ -1,4 +1,4 @@
-"""Combines the engine's deltas for all choices of an API request into pieces of text.
+"""Sends an API request's prompts to the engine and returns the pieces of all choices.
 
 Knows no wire format.
 """
@@ -6,90 +6,34 @@ Knows no wire format.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
-from appliance.best_of import Likelihood, best
-from appliance.dialects import Content, Part
-from appliance.engine.messages import TokenLogprobs
+from appliance.best_of import best
 from appliance.engine.request import FinishReason
 from appliance.errors import ApplianceError, EngineDiedError, QueueTimeoutError
 from appliance.output import ChoiceText
+from appliance.server.answer_choice import AnswerChoice
 from appliance.server.merged import merged
 from appliance.server.metrics import RequestTimer, Seconds
+from appliance.server.pieces import FinishedChoice, Piece
 from appliance.server.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
-    from appliance.dialects import Reader
-    from appliance.engine.messages import SequenceDelta
+    from collections.abc import AsyncGenerator, Sequence
+
+    from appliance.engine.messages import SequenceDelta, TokenLogprobs
     from appliance.engine.process.generation import Generation
     from appliance.engine.request import Request
     from appliance.server.model_state import ModelState
+    from appliance.server.pieces import Reading
     from appliance.tokenizer import Tokenizer
 
 MAX_TURN = 64  # pieces per batch
 
 logger = logging.getLogger(__name__)
-
-
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A final piece of one choice: text or parts, their tokens, the end."""
-
-    choice: int
-    text: str
-    tokens: tuple[TokenLogprobs, ...]  # empty unless requested
-    finish_reason: FinishReason | None
-    parts: tuple[Part, ...] | None = None  # replaces the text if a reader splits it
-    stopped_by: str = ""  # the stop string, at the end
-    completion_tokens: int = 0  # of all choices, up to this piece
-
-    @property
-    def all_parts(self) -> tuple[Part, ...]:
-        if self.parts is not None:
-            return self.parts
-        return (Content(self.text),) if self.text else ()
-
-
-@dataclass(slots=True)
-class FinishedChoice:
-    text: str = ""  # complete at the end
-    tokens: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str = ""
-    cumulative_logprob: float | UnsetType = UNSET  # with beam search and best_of
-    parts: list[Part] = field(default_factory=list)  # in order, if a reader splits the text
-    stopped_by: str = ""  # the stop string at its end
-    # Parts with their tokens, in order, if log probabilities are reported.
-    reported: list[tuple[Sequence[Part], Sequence[TokenLogprobs]]] = field(default_factory=list)
-
-    @property
-    def all_parts(self) -> list[Part]:
-        return self.parts or ([Content(self.text)] if self.text else [])
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Makes readers that split choices into thoughts, content and calls.
-
-    Attributes:
-        shown: control tokens that the reader needs to see.
-    """
-
-    make: Callable[[], Reader]
-    shown: frozenset[int]
-
-
-@dataclass(slots=True)
-class _Choice:
-    text: ChoiceText
-    reader: Reader | None
-    held: list[TokenLogprobs] = field(default_factory=list)  # of text that is not final
-    likelihood: Likelihood = field(default_factory=Likelihood)
-    ended: bool = False
 
 
 class Answer:
@@ -140,17 +84,17 @@ class Answer:
     def _begin(self, tokenizer: Tokenizer) -> None:
         sampling, reading = self._sampling, self._reading
         self.completion_tokens = 0
-        self.reasoning_tokens = 0
         self._cached_tokens = [0] * len(self._requests)
-        self._drafts = [(0, 0)] * self.num_choices  # drafted and accepted tokens per choice
         self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
         shown = frozenset() if reading is None else reading.shown
         self._choices = [
-            _Choice(
+            AnswerChoice(
+                number,
                 ChoiceText(tokenizer, sampling.stop, shown),
                 None if reading is None else reading.make(),
+                self._ends,
             )
-            for _ in range(self.num_choices)
+            for number in range(self.num_choices)
         ]
         self._generations.clear()
         try:
@@ -170,7 +114,8 @@ class Answer:
 
     def usage(self) -> Usage:
         usage = self.usage_at(self.completion_tokens)
-        proposed, accepted = map(sum, zip(*self._drafts, strict=True))
+        proposed = sum(choice.num_draft_tokens for choice in self._choices)
+        accepted = sum(choice.num_accepted_tokens for choice in self._choices)
         if self._reading is not None or proposed:
             usage.completion_tokens_details = CompletionTokensDetails(
                 UNSET if self._reading is None else self.reasoning_tokens,
@@ -188,6 +133,10 @@ class Answer:
             prompt + completion_tokens,
             PromptTokensDetails(self.cached_tokens),
         )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self._choices)
 
     @property
     def cached_tokens(self) -> int:
@@ -306,74 +255,37 @@ class Answer:
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self.prompt_logprobs[prompt] += delta.prompt_logprobs or ()
-        _, accepted = self._drafts[number]
-        self._drafts[number] = delta.num_draft_tokens, delta.num_accepted_tokens
+        accepted = choice.num_accepted_tokens
+        choice.num_draft_tokens = delta.num_draft_tokens
+        choice.num_accepted_tokens = delta.num_accepted_tokens
         if delta.token_ids:
             self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
         if delta.queue_seconds is not None:
             self._metrics.observe_wait(self._owner, delta.queue_seconds)
-        if len(delta.token_ids) < 2 or not (self._sampling.stop or choice.reader):
-            return self._push(prompt, number, delta)
+        if len(delta.token_ids) < 2 or not (self._sampling.stop or self._reading):
+            return self._push(prompt, choice, delta)
         # Drop tokens of the same step after its end.
         pieces: list[Piece] = []
         for kept, one in enumerate(delta.one_by_one(), 1):
-            pieces += self._push(prompt, number, one)
+            pieces += self._push(prompt, choice, one)
             if choice.ended:
-                used = min(delta.num_accepted_tokens, accepted + kept)
-                self._drafts[number] = delta.num_draft_tokens, used
+                choice.num_accepted_tokens = min(delta.num_accepted_tokens, accepted + kept)
                 break
         return pieces
 
-    def _push(self, prompt: int, number: int, delta: SequenceDelta) -> list[Piece]:
-        choice = self._choices[number]
+    def _push(self, prompt: int, choice: AnswerChoice, delta: SequenceDelta) -> list[Piece]:
         self.completion_tokens += len(delta.token_ids)
         self._use.take(len(delta.token_ids))
-        text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
-        parts: tuple[Part, ...] | None = None
-        if choice.reader is not None:
-            parts, reason = self._read(choice.reader, text, len(delta.token_ids), reason)
-            text = ""
-        choice.likelihood.add(delta)
-        if delta.logprobs is not None:
-            choice.held += self._shown(delta, delta.logprobs)
-        if reason is not None:
-            choice.ended = True
-            self._metrics.count_choice(reason.value)
-            if reason is FinishReason.TIMEOUT:
+        piece = choice.push(delta, self.completion_tokens)
+        if piece is None:
+            return []
+        if piece.finish_reason is not None:
+            self._metrics.count_choice(piece.finish_reason.value)
+            if piece.finish_reason is FinishReason.TIMEOUT:
                 self._metrics.count_expired(self._owner, "running")
             if delta.finish_reason is None:
                 self._generations[prompt].close_choice(delta.index)
-        elif not (parts or text):
-            return []
-        tokens: tuple[TokenLogprobs, ...] = ()
-        if choice.held:
-            tokens, choice.held = tuple(choice.held), []
-        stopped_by = "" if reason is None else choice.text.stopped_by
-        return [Piece(number, text, tokens, reason, parts, stopped_by, self.completion_tokens)]
-
-    def _read(
-        self, reader: Reader, text: str, num_tokens: int, reason: FinishReason | None
-    ) -> tuple[tuple[Part, ...], FinishReason | None]:
-        """Return a text's parts and the finish reason: STOP if nothing may follow."""
-        thought = reader.thinking
-        parts = reader.push(text)
-        if thought or reader.thinking:
-            self.reasoning_tokens += num_tokens
-        if reason is not None:
-            parts += reader.finish(cut=reason is not FinishReason.STOP)
-        return tuple(parts), FinishReason.STOP if reader.ended else reason
-
-    def _shown(
-        self, delta: SequenceDelta, logprobs: tuple[TokenLogprobs, ...]
-    ) -> tuple[TokenLogprobs, ...]:
-        """Return a delta's log probabilities, without an end token's."""
-        if (
-            delta.finish_reason is FinishReason.STOP
-            and delta.token_ids
-            and delta.token_ids[-1] in self._ends
-        ):
-            return logprobs[:-1]
-        return logprobs
+        return [piece]
 
 
 def describe_outcome(request_id: str, *, complete: bool) -> str:

@@ -23,8 +23,9 @@ from appliance.server.tools import new_call_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.server.answer import Answer, FinishedChoice, Piece
+    from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
+    from appliance.server.pieces import FinishedChoice, Piece
     from appliance.server.stream_usage import StreamUsage
 
 

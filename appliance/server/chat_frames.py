@@ -14,7 +14,7 @@ from appliance.server.tools import new_call_id
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.server.answer import Piece
+    from appliance.server.pieces import Piece
     from appliance.server.responses import ChatLogprobs
     from appliance.tokenizer import Tokenizer
 

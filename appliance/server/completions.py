@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from appliance.engine.messages import TokenLogprobs
-    from appliance.server.answer import Answer, FinishedChoice, Piece
+    from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
+    from appliance.server.pieces import FinishedChoice, Piece
     from appliance.server.stream_usage import StreamUsage
     from appliance.tokenizer import Tokenizer
 

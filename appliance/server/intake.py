@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from appliance.engine.thought_budget import ThoughtBudget
     from appliance.grammar import Grammar
-    from appliance.server.answer import FinishedChoice, Reading
     from appliance.server.body import StructT
     from appliance.server.conversation import Conversation
     from appliance.server.model_state import ModelState
+    from appliance.server.pieces import FinishedChoice, Reading
     from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
     from appliance.server.stream import Wire

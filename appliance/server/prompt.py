@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
-from appliance.server.answer import Reading
+from appliance.server.pieces import Reading
 from appliance.server.thinking import thought_budget
 from appliance.tokenizer import DecodeStream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from appliance.engine.messages import EngineInfo
     from appliance.engine.thought_budget import ThoughtBudget
     from appliance.server.conversation import Conversation

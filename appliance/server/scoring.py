@@ -29,8 +29,8 @@ from appliance.server.terms import Terms
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.server.answer import FinishedChoice
     from appliance.server.model_state import ModelState
+    from appliance.server.pieces import FinishedChoice
     from appliance.server.schema import CompletionRequest
 
 

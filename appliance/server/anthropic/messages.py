@@ -36,8 +36,9 @@ from appliance.server.stream import FrameTemplate, Wire, event_frame
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.server.answer import Answer, FinishedChoice, Piece
+    from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
+    from appliance.server.pieces import FinishedChoice, Piece
 
 _MARK = FrameTemplate.MARK
 

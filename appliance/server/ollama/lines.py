@@ -25,8 +25,9 @@ from appliance.server.tools import new_call_id
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-    from appliance.server.answer import Answer, FinishedChoice
+    from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
+    from appliance.server.pieces import FinishedChoice
 
 # Some readers end lines at NEL, LINE and PARAGRAPH SEPARATOR, so escape them.
 _LINE_ENDS = (

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
     from appliance.dialects import Part
     from appliance.engine.messages import TokenLogprobs
-    from appliance.server.answer import Answer, FinishedChoice
+    from appliance.server.answer import Answer
     from appliance.server.exchange import Exchange
     from appliance.server.model_state import ModelState
     from appliance.server.openai_responses.answers import Status
     from appliance.server.openai_responses.schema import Item, ResponsesRequest
     from appliance.server.openai_responses.store import ResponseStore
+    from appliance.server.pieces import FinishedChoice
     from appliance.server.responses import TokenLogprob
 
 _encode = msgspec.json.encode
