@@ -18,7 +18,7 @@ from appliance.model.draft_head import HeadSource, open_head
 from appliance.model.eagle_head import open_eagle
 from appliance.model.executor import heads_of
 from appliance.model.narrowed import narrowed
-from appliance.model.native_loader import why_unsupported
+from appliance.model.native_support import why_unsupported
 from appliance.model.size import estimate_native_bytes
 from appliance.model.source import open_model
 from appliance.wording import counted

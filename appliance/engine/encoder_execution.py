@@ -11,12 +11,9 @@ from appliance.engine.memory_request import choose_device
 from appliance.errors import ConfigError
 from appliance.kernels.arrays import dtype_name, numpy_dtype
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
-from appliance.model.encoder.native_loader import (
-    load_native_encoder,
-    native_bytes,
-    why_unsupported,
-    workspace_bytes,
-)
+from appliance.model.encoder.native_loader import load_native_encoder
+from appliance.model.encoder.native_size import native_bytes, workspace_bytes
+from appliance.model.encoder.native_support import why_unsupported
 from appliance.model.encoder.spec import num_parameters
 from appliance.model.weight_format import DTYPE_NAMES
 
@@ -171,7 +168,7 @@ class _TorchExecution:
         return max_tokens * (_STREAMS * spec.hidden_size + inner) * int(self.dtype.itemsize)
 
     def load(self, on_progress: Callable[[str, int, int], None], beacon: Beacon) -> LoadedEncoder:
-        from appliance.model.encoder.encoder import load_encoder
+        from appliance.model.encoder.loader import load_encoder
 
         return cast(
             "LoadedEncoder",

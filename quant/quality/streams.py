@@ -20,8 +20,8 @@ from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.model.attention import Attention
 from appliance.model.latent_attention import LatentAttention
+from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layers import MLP
-from appliance.model.loader import LayerBuilder
 from appliance.quant.quality.card import LayerError
 from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
 

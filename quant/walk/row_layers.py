@@ -10,7 +10,7 @@ import torch
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.attention import Attention
 from appliance.model.latent_attention import LatentAttention
-from appliance.model.loader import LayerBuilder
+from appliance.model.layer_builder import LayerBuilder
 from appliance.quant.walk.block import TransformerBlock
 from appliance.quant.walk.overlay import OverlaidWeights
 from appliance.quant.walk.pieces import FloatReader

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from appliance.model.encoder.source import EncoderSource
     from appliance.model.encoder.spec import EncoderLayerSpec, EncoderSpec
     from appliance.model.encoder.texts import Texts
 
@@ -38,7 +37,7 @@ _HEAD_ACTIVATIONS: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
+class BiasedLinear:
     weight: Tensor  # (rows, columns)
     bias: Tensor | None
 
@@ -47,7 +46,7 @@ class _Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
+class LayerNorm:
     weight: Tensor  # (hidden_size,)
     bias: Tensor | None
     eps: float
@@ -57,21 +56,21 @@ class _Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class EncoderLayer:
     spec: EncoderLayerSpec
-    qkv: _Linear
-    attention_out: _Linear
-    attention_norm: _Norm | None
-    up: _Linear
-    down: _Linear
-    mlp_norm: _Norm
+    qkv: BiasedLinear
+    attention_out: BiasedLinear
+    attention_norm: LayerNorm | None
+    up: BiasedLinear
+    down: BiasedLinear
+    mlp_norm: LayerNorm
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    dense: _Linear
-    norm: _Norm | None
-    classifier: _Linear
+class EncoderHead:
+    dense: BiasedLinear
+    norm: LayerNorm | None
+    classifier: BiasedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +85,10 @@ class TextEncoder:
     tokens: Tensor  # (vocab_size, hidden_size)
     positions: Tensor | None  # (positions, hidden_size)
     token_types: Tensor | None  # (token_types, hidden_size)
-    embedding_norm: _Norm
-    layers: tuple[_Layer, ...]
-    final_norm: _Norm | None
-    head: _Head | None
+    embedding_norm: LayerNorm
+    layers: tuple[EncoderLayer, ...]
+    final_norm: LayerNorm | None
+    head: EncoderHead | None
     on_layer: Callable[[], None]
 
     @property
@@ -141,7 +140,7 @@ class TextEncoder:
     def _put(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+    def _mlp(self, layer: EncoderLayer, x: Tensor) -> Tensor:
         act = _ACTIVATIONS[self.spec.activation]
         up = layer.up(x)
         if not self.spec.gated:
@@ -150,7 +149,7 @@ class TextEncoder:
         return layer.down(act(value) * gate)
 
     def _attend(
-        self, layer: _Layer, x: Tensor, texts: Texts, turns: tuple[Tensor, Tensor] | None
+        self, layer: EncoderLayer, x: Tensor, texts: Texts, turns: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         shape = (len(x), 3, self.spec.num_heads, self.spec.head_dim)
         qkv = layer.qkv(x).view(shape)
@@ -203,70 +202,3 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, reach: int | None) -> Tensor:
         own = (q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last])
         parts.append(functional.scaled_dot_product_attention(*own, attn_mask=near))
     return torch.cat(parts, 2)
-
-
-def load_encoder(
-    source: EncoderSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    on_progress: Callable[[str, int, int], None],
-    on_layer: Callable[[], None] = lambda: None,
-) -> TextEncoder:
-    """Read the weights.
-
-    Args:
-        dtype: of weights and activations.
-        on_progress: called with stage, done, total.
-        on_layer: called after each layer of a step.
-
-    Raises:
-        CheckpointError: a file changed since it was opened.
-    """
-    spec, names, prefix = source.spec, source.names, source.prefix
-
-    def tensor(name: str) -> Tensor:
-        return arrays.in_torch(source.load(name)).to(device, dtype)  # type: ignore[no-any-return]
-
-    def linear(*parts: str, bias: bool) -> _Linear:
-        rows = [tensor(f"{part}.weight") for part in parts]
-        biases = [tensor(f"{part}.bias") for part in parts] if bias else []
-        return _Linear(torch.cat(rows), torch.cat(biases) if bias else None)
-
-    def norm(name: str) -> _Norm:
-        bias = tensor(f"{name}.bias") if spec.norm_bias else None
-        return _Norm(tensor(f"{name}.weight"), bias, spec.norm_eps)
-
-    layers = []
-    for index, layer in enumerate(spec.layers):
-        on_progress("weights", index, len(spec.layers))
-        own = f"{prefix}{names.layer.format(index)}."
-        layers.append(
-            _Layer(
-                layer,
-                qkv=linear(*(own + name for name in names.qkv), bias=spec.attention_bias),
-                attention_out=linear(own + names.attention_out, bias=spec.attention_bias),
-                attention_norm=norm(own + names.attention_norm) if layer.attention_norm else None,
-                up=linear(own + names.up, bias=spec.mlp_bias),
-                down=linear(own + names.down, bias=spec.mlp_bias),
-                mlp_norm=norm(own + names.mlp_norm),
-            )
-        )
-    on_progress("weights", len(spec.layers), len(spec.layers))
-    head = None
-    if spec.ranking is not None:
-        head = _Head(
-            dense=linear(names.dense.format(prefix), bias=spec.ranking.bias),
-            norm=norm(names.head_norm) if spec.ranking.normed else None,
-            classifier=linear(names.classifier, bias=True),
-        )
-    return TextEncoder(
-        spec,
-        tokens=tensor(f"{prefix}{names.tokens}.weight"),
-        positions=tensor(f"{prefix}{names.positions}.weight") if spec.positions else None,
-        token_types=tensor(f"{prefix}{names.token_types}.weight") if spec.token_types else None,
-        embedding_norm=norm(prefix + names.embedding_norm),
-        layers=tuple(layers),
-        final_norm=None if spec.norms_follow else norm(prefix + names.final_norm),
-        head=head,
-        on_layer=on_layer,
-    )

@@ -1,15 +1,13 @@
-"""Lays an encoder out for the C library, and counts before. Imports no torch."""
+"""Lays an encoder out for the C library. Imports no torch."""
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from appliance.kernels import arrays
 from appliance.kernels.cpu.arena import Arena
-from appliance.kernels.cpu.cache import PAGE_TOKENS
 from appliance.kernels.cpu.parts import LibraryLinear
 from appliance.kernels.cpu.structs import (
     AttentionStruct,
@@ -22,9 +20,8 @@ from appliance.kernels.cpu.structs import (
 )
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.model.encoder.native import NativeEncoder, RankingHead
-from appliance.model.encoder.spec import encoder_slots
+from appliance.model.encoder.native_size import TABLE_BITS, thetas
 from appliance.model.narrowed import narrowed_matrix
-from appliance.model.native_loader import HEAD_WIDTH_STEP, MOST_HEAD_WIDTH
 from appliance.model.native_mlp import ACTIVATIONS
 from appliance.model.weight_format import FormatCounts, format_of
 
@@ -34,56 +31,9 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.weight import Weight
     from appliance.model.encoder.source import EncoderSource
-    from appliance.model.encoder.spec import EncoderSpec
 
-_TABLE_BITS = 8
-# The library's workspace: streams of hidden states (before and after a norm, QKV, heads' output,
-# forms in 8 bits), and what attention keeps for a thread.
-_STREAMS, _THREAD_BYTES = 8, 1 << 20
 # Of the norms whose output takes the place of the stream.
 _ALL_NORMS, _FIRST_NORM = 1, 2
-
-
-def why_unsupported(spec: EncoderSpec) -> str | None:
-    """Say why the C library does not cover an encoder; None if it does."""
-    if spec.head_dim % HEAD_WIDTH_STEP or spec.head_dim > MOST_HEAD_WIDTH:
-        return (
-            f"its heads have {spec.head_dim} elements; the CPU library covers multiples of"
-            f" {HEAD_WIDTH_STEP} up to {MOST_HEAD_WIDTH}"
-        )
-    if not spec.norms_follow and spec.layers[0].attention_norm:
-        return "its first layer norms the embedding twice"
-    if spec.token_types and not spec.positions:
-        return "it tells texts of a pair apart without learned positions"
-    return None
-
-
-def native_bytes(source: EncoderSource, dtype: Any, bits: int | None) -> int:
-    """Return the bytes of the weights, rounded up: matrices in `dtype`, or in 8 or 4 bits."""
-    spec, names, prefix = source.spec, source.names, source.prefix
-    own = {f"{prefix}{names.positions}.weight", f"{prefix}{names.token_types}.weight"}
-    total = max(1, spec.token_types) * spec.positions * spec.hidden_size * dtype.itemsize
-    head = (names.dense.format(prefix), names.classifier) if spec.ranking else ()
-    for name, shape in encoder_slots(spec, names, prefix).items():
-        if name in own:
-            continue
-        each: float = 4 if len(shape) == 1 or name.startswith(head) else dtype.itemsize
-        if bits and len(shape) == 2 and not shape[1] % 32 and not name.startswith(head):
-            # codes, and scales of groups of 32 at most
-            each = (_TABLE_BITS if name == f"{prefix}{names.tokens}.weight" else bits) / 8 + 1 / 8
-        rows = -(-shape[0] // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP  # of whole tiles
-        total += int(rows * prod(shape[1:]) * each) + 64
-    return int(total)
-
-
-def workspace_bytes(spec: EncoderSpec, max_tokens: int, max_texts: int, threads: int) -> int:
-    """Return the bytes that the largest step needs beside the weights."""
-    inner = spec.intermediate_size * (2 if spec.gated else 1)
-    angles = len(_thetas(spec)) * spec.head_dim
-    codes = max(spec.intermediate_size, spec.hidden_size)  # two bytes and scales of an input
-    row = (_STREAMS * spec.hidden_size + inner + angles + codes) * 4
-    slots = max_tokens + max_texts * PAGE_TOKENS
-    return max_tokens * row + slots * 2 * spec.hidden_size * 4 + threads * _THREAD_BYTES
 
 
 def load_native_encoder(
@@ -127,16 +77,16 @@ class _Loader:
             on_progress("weights", index, count)
             layers[index] = self._layer(index)
         on_progress("weights", count, count)
-        thetas = _thetas(spec)
-        embedding = self._packer.linear(self._matrix(f"{prefix}{names.tokens}.weight", _TABLE_BITS))
+        bases = thetas(spec)
+        embedding = self._packer.linear(self._matrix(f"{prefix}{names.tokens}.weight", TABLE_BITS))
         positions = self._positions()
         model = ModelStruct(
             hidden_size=spec.hidden_size,
             vocab_size=spec.vocab_size,
             num_layers=count,
-            num_ropes=len(thetas),
+            num_ropes=len(bases),
             layers=layers,
-            ropes=(RopeStruct * len(thetas))(*(self._rope(theta) for theta in thetas)),
+            ropes=(RopeStruct * len(bases))(*(self._rope(theta) for theta in bases)),
             final_norm=self._norm(self._final_norm()),
             embedding=embedding,
             head=embedding,  # multiplies nothing; without one a step ends before the last norm
@@ -171,7 +121,7 @@ class _Loader:
             head_dim=spec.head_dim,
             window=0 if layer.reach is None else layer.reach + 1,
             scale=spec.head_dim**-0.5,
-            rope=_thetas(spec).index(layer.rope_theta),
+            rope=thetas(spec).index(layer.rope_theta),
             num_qkv=len(parts),
             qkv=(LinearStruct * 4)(*parts),
             output=self._linear(own + names.attention_out, bias=spec.attention_bias),
@@ -266,8 +216,3 @@ class _Loader:
 
     def _floats(self, name: str) -> Any:
         return self._source.load(name).float()
-
-
-def _thetas(spec: EncoderSpec) -> list[float | None]:
-    """Return the bases of rotary frequencies, each once; None stands for no rotation."""
-    return list(dict.fromkeys(layer.rope_theta for layer in spec.layers))

@@ -18,10 +18,11 @@ from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.routing import Router
 from appliance.kernels.weight import Weight
+from appliance.model.layer_builder import LayerBuilder
 from appliance.model.layer_weights import MLPWeights
 from appliance.model.layers import GatedLinear
 from appliance.model.linear import LinearPart
-from appliance.model.loader import LayerBuilder, load_decoder
+from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.spec import DecoderSpec, ExpertsSpec, NormSpec
 from appliance.model.stacked_experts import stack_experts

@@ -15,14 +15,12 @@ from appliance.engine.beacon import Beacon
 from appliance.errors import ApplianceError
 from appliance.files import read_json, write_json
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.model.encoder.encoder import TextEncoder, load_encoder
+from appliance.model.encoder.encoder import TextEncoder
+from appliance.model.encoder.loader import load_encoder
 from appliance.model.encoder.native import NativeEncoder
-from appliance.model.encoder.native_loader import (
-    load_native_encoder,
-    native_bytes,
-    why_unsupported,
-    workspace_bytes,
-)
+from appliance.model.encoder.native_loader import load_native_encoder
+from appliance.model.encoder.native_size import native_bytes, workspace_bytes
+from appliance.model.encoder.native_support import why_unsupported
 from appliance.model.encoder.source import is_encoder, open_encoder
 from appliance.model.encoder.texts import Texts
 from appliance.model.source import open_model

@@ -1,0 +1,88 @@
+"""Reads an encoder's weights for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.kernels import arrays
+from appliance.model.encoder.encoder import (
+    BiasedLinear,
+    EncoderHead,
+    EncoderLayer,
+    LayerNorm,
+    TextEncoder,
+)
+
+if TYPE_CHECKING:
+    from appliance.model.encoder.source import EncoderSource
+
+
+def load_encoder(
+    source: EncoderSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[str, int, int], None],
+    on_layer: Callable[[], None] = lambda: None,
+) -> TextEncoder:
+    """Read the weights.
+
+    Args:
+        dtype: of weights and activations.
+        on_progress: called with stage, done, total.
+        on_layer: called after each layer of a step.
+
+    Raises:
+        CheckpointError: a file changed since it was opened.
+    """
+    spec, names, prefix = source.spec, source.names, source.prefix
+
+    def tensor(name: str) -> Tensor:
+        return arrays.in_torch(source.load(name)).to(device, dtype)  # type: ignore[no-any-return]
+
+    def linear(*parts: str, bias: bool) -> BiasedLinear:
+        rows = [tensor(f"{part}.weight") for part in parts]
+        biases = [tensor(f"{part}.bias") for part in parts] if bias else []
+        return BiasedLinear(torch.cat(rows), torch.cat(biases) if bias else None)
+
+    def norm(name: str) -> LayerNorm:
+        bias = tensor(f"{name}.bias") if spec.norm_bias else None
+        return LayerNorm(tensor(f"{name}.weight"), bias, spec.norm_eps)
+
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        on_progress("weights", index, len(spec.layers))
+        own = f"{prefix}{names.layer.format(index)}."
+        layers.append(
+            EncoderLayer(
+                layer,
+                qkv=linear(*(own + name for name in names.qkv), bias=spec.attention_bias),
+                attention_out=linear(own + names.attention_out, bias=spec.attention_bias),
+                attention_norm=norm(own + names.attention_norm) if layer.attention_norm else None,
+                up=linear(own + names.up, bias=spec.mlp_bias),
+                down=linear(own + names.down, bias=spec.mlp_bias),
+                mlp_norm=norm(own + names.mlp_norm),
+            )
+        )
+    on_progress("weights", len(spec.layers), len(spec.layers))
+    head = None
+    if spec.ranking is not None:
+        head = EncoderHead(
+            dense=linear(names.dense.format(prefix), bias=spec.ranking.bias),
+            norm=norm(names.head_norm) if spec.ranking.normed else None,
+            classifier=linear(names.classifier, bias=True),
+        )
+    return TextEncoder(
+        spec,
+        tokens=tensor(f"{prefix}{names.tokens}.weight"),
+        positions=tensor(f"{prefix}{names.positions}.weight") if spec.positions else None,
+        token_types=tensor(f"{prefix}{names.token_types}.weight") if spec.token_types else None,
+        embedding_norm=norm(prefix + names.embedding_norm),
+        layers=tuple(layers),
+        final_norm=None if spec.norms_follow else norm(prefix + names.final_norm),
+        head=head,
+        on_layer=on_layer,
+    )

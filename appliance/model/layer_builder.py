@@ -1,0 +1,294 @@
+"""Builds decoder layers from their weights, for one backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.kernels.activation import Activation
+from appliance.model.attention import Attention
+from appliance.model.embedding import Embedding
+from appliance.model.experts import Experts
+from appliance.model.gated_delta import GatedDelta
+from appliance.model.latent_attention import LatentAttention
+from appliance.model.layer_weights import (
+    AttentionWeights,
+    GatedDeltaWeights,
+    LatentWeights,
+    MLPWeights,
+    ShortConvWeights,
+)
+from appliance.model.layers import MLP, ActivatedLinear, DecoderLayer, GatedLinear
+from appliance.model.linear import prepare_fused, stack_neighbours
+from appliance.model.mamba2 import Mamba2
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.rope import distinct_ropes
+from appliance.model.short_conv import ShortConv
+from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
+from appliance.model.stacked_experts import group_experts
+from appliance.model.token_input import LayerInput, TokenInputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from appliance.kernels.activation import Gating
+    from appliance.kernels.backend import Backend, Linear, RoutedMLPs
+    from appliance.kernels.weight import Weight
+    from appliance.model.host_experts import HostExperts
+    from appliance.model.layer_weights import (
+        ExpertsWeights,
+        LayerInputWeights,
+        LayerWeights,
+        Mamba2Weights,
+        MixerWeights,
+        TokenInputWeights,
+    )
+    from appliance.model.layers import Mixer
+    from appliance.model.linear import LinearPart
+    from appliance.model.norm import Norm
+    from appliance.model.shard.joint import JoinedShard
+    from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec
+
+
+class LayerBuilder:
+    """Lays weights out for one backend and counts their bytes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        dtype: torch.dtype,
+        spec: DecoderSpec,
+        part: JoinedShard | None = None,
+    ) -> None:
+        self.nbytes = 0
+        self._backend = backend
+        self._dtype = dtype
+        self._spec = spec
+        self._part = part
+        self._ropes = distinct_ropes(spec)
+        self._places = spec.cache_places
+
+    def layer(
+        self,
+        index: int,
+        weights: LayerWeights,
+        spec: LayerSpec,
+        next_norm: Norm,
+        in_host: HostExperts | None = None,
+    ) -> DecoderLayer:
+        mixer_joint, mlp_joint = (None, None) if self._part is None else self._part.joints(index)
+        return DecoderLayer(
+            backend=self._backend,
+            mixer=None
+            if weights.mixer is None or spec.mixer is None
+            else self._mixer(weights.mixer, spec.mixer),
+            mlp=None
+            if weights.mlp is None or spec.mlp is None
+            else self._mlp_or_experts(weights.mlp, spec.mlp, in_host),
+            mlp_norm=self.optional(weights.mlp_norm),
+            next_norm=next_norm,
+            mixer_post_norm=self.optional(weights.mixer_post_norm),
+            mlp_post_norm=self.optional(weights.mlp_post_norm),
+            index=index,
+            cache_place=self._places.get(index),
+            token_input=self._layer_input(weights.token_input),
+            output_scale=weights.output_scale,
+            is_parallel=spec.parallel,
+            replaces=self._spec.norms_replace,
+            mixer_joint=mixer_joint,
+            mlp_joint=mlp_joint,
+        )
+
+    def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:
+        spec = self._spec.token_input
+        if weights is None or spec is None:
+            return None
+        embedding = Embedding.of(weights.embedding, spec.width**0.5, self._dtype)
+        self.nbytes += embedding.nbytes
+        return TokenInputs(
+            backend=self._backend,
+            embedding=embedding,
+            projection=self._linear([weights.projection]),
+            norm=self.counted(weights.norm),
+        )
+
+    def positions(self, table: Weight | None) -> Embedding | None:
+        if table is None:
+            return None
+        embedding = Embedding.of(table, 1.0, self._dtype)
+        self.nbytes += embedding.nbytes
+        return embedding
+
+    def _layer_input(self, weights: LayerInputWeights | None) -> LayerInput | None:
+        spec = self._spec.token_input
+        if weights is None or spec is None:
+            return None
+        return LayerInput(
+            backend=self._backend,
+            activation=spec.activation,
+            gate=self._linear([weights.gate]),
+            up=self._linear([weights.up]),
+            norm=self.counted(weights.norm),
+        )
+
+    def gated(self, parts: list[LinearPart], activation: Gating) -> Linear:
+        """Build act(gate(x)) * up(x), fused if backend and packing allow it."""
+        stacked = stack_neighbours(parts)
+        if len(stacked) == 1:
+            (part,) = stacked
+            linear = self._backend.prepare_gated(part.weight, part.bias, self._dtype, activation)
+            if linear is not None:
+                self.nbytes += linear.nbytes
+                return linear
+        return GatedLinear(self._backend, activation, self._linear(stacked))
+
+    def _mixer(self, weights: MixerWeights, spec: MixerSpec) -> Mixer:
+        if isinstance(weights, AttentionWeights):
+            assert isinstance(spec, AttentionSpec)
+            return self._attention(weights, spec)
+        if isinstance(weights, LatentWeights):
+            assert isinstance(spec, LatentAttentionSpec)
+            return self._latent(weights, spec)
+        if isinstance(weights, ShortConvWeights):
+            assert isinstance(spec, ShortConvSpec)
+            return self._short_conv(weights, spec)
+        if isinstance(weights, GatedDeltaWeights):
+            assert isinstance(spec, GatedDeltaSpec)
+            return self._gated_delta(weights, spec)
+        assert isinstance(spec, Mamba2Spec)
+        return self._mamba2(weights, spec)
+
+    def _short_conv(self, weights: ShortConvWeights, spec: ShortConvSpec) -> ShortConv:
+        own = (weights.filters, weights.bias)
+        self.nbytes += sum(tensor.nbytes for tensor in own if tensor is not None)
+        return ShortConv(
+            spec=spec,
+            backend=self._backend,
+            inputs=self._linear(weights.inputs),
+            filters=weights.filters,
+            bias=weights.bias,
+            output=self._linear([weights.output]),
+        )
+
+    def _gated_delta(self, weights: GatedDeltaWeights, spec: GatedDeltaSpec) -> GatedDelta:
+        own = (weights.filters, weights.rates, weights.decay_bias)
+        self.nbytes += sum(tensor.nbytes for tensor in own)
+        return GatedDelta(
+            spec=spec,
+            backend=self._backend,
+            inputs=self._linear(weights.inputs),
+            filters=weights.filters,
+            rates=weights.rates,
+            decay_bias=weights.decay_bias,
+            norm=self.counted(weights.norm),
+            output=self._linear([weights.output]),
+        )
+
+    def _latent(self, weights: LatentWeights, spec: LatentAttentionSpec) -> LatentAttention:
+        self.nbytes += weights.keys.nbytes + weights.values.nbytes
+        return LatentAttention(
+            spec=spec,
+            backend=self._backend,
+            rope=self._ropes.index(spec.rope),
+            inputs=self._linear(weights.inputs),
+            queries=None if weights.queries is None else self._linear([weights.queries]),
+            query_norm=self.optional(weights.query_norm),
+            norm=self.counted(weights.norm),
+            keys=weights.keys,
+            values=weights.values,
+            output=self._linear([weights.output]),
+        )
+
+    def _mamba2(self, weights: Mamba2Weights, spec: Mamba2Spec) -> Mamba2:
+        own = (weights.filters, weights.filter_bias, weights.step_bias, weights.rates, weights.skip)
+        self.nbytes += sum(tensor.nbytes for tensor in own if tensor is not None)
+        return Mamba2(
+            spec=spec,
+            backend=self._backend,
+            inputs=self._linear(weights.inputs),
+            filters=weights.filters,
+            filter_bias=weights.filter_bias,
+            step_bias=weights.step_bias,
+            rates=weights.rates,
+            skip=weights.skip,
+            norm=self.counted(weights.norm),
+            output=self._linear([weights.output]),
+        )
+
+    def _attention(self, weights: AttentionWeights, spec: AttentionSpec) -> Attention:
+        return Attention(
+            spec=spec,
+            backend=self._backend,
+            rope=self._ropes.index(spec.rope),
+            qkv=self._linear(weights.inputs),
+            output=self._linear([weights.output]),
+            query_norm=self.optional(weights.query_norm),
+            key_norm=self.optional(weights.key_norm),
+            value_norm=weights.value_norm,
+            sinks=weights.sinks,
+        )
+
+    def _mlp_or_experts(
+        self,
+        weights: MLPWeights | ExpertsWeights,
+        spec: MLPSpec | ExpertsSpec,
+        in_host: HostExperts | None,
+    ) -> MLP | Experts:
+        if isinstance(weights, MLPWeights):
+            return self._mlp(weights, spec)
+        assert isinstance(spec, ExpertsSpec)
+        return self._experts(weights, spec, in_host)
+
+    def _mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
+        """Build an MLP or one expert."""
+        down = self._linear([weights.down])
+        if spec.gated:
+            return MLP(self.gated(weights.gate_up, spec.activation), down)
+        assert isinstance(spec.activation, Activation), "a clamp has a gate"
+        return MLP(ActivatedLinear(spec.activation, self._linear(weights.gate_up)), down)
+
+    def _experts(
+        self, weights: ExpertsWeights, spec: ExpertsSpec, in_host: HostExperts | None
+    ) -> Experts:
+        shared = None
+        if weights.shared is not None:
+            assert spec.shared is not None
+            shared = self._mlp(weights.shared, spec.shared)
+        others = (
+            weights.router,
+            weights.router_bias,
+            weights.selection_bias,
+            weights.shared_gate,
+        )
+        self.nbytes += sum(tensor.nbytes for tensor in others if tensor is not None)
+        grouped: RoutedMLPs | HostExperts | None = in_host
+        if in_host is None:
+            grouped = group_experts(weights.expert, spec, self._backend, self._dtype)
+            self.nbytes += 0 if grouped is None else grouped.nbytes
+        return Experts(
+            router=spec.router,
+            held=spec.experts,
+            router_weight=weights.router,
+            router_bias=weights.router_bias,
+            selection_bias=weights.selection_bias,
+            grouped=grouped,
+            experts=tuple(self._mlp(weights.expert(number), spec) for number in spec.experts)
+            if grouped is None
+            else (),
+            shared=shared,
+            shared_gate=weights.shared_gate,
+            expert_scale=weights.expert_scale,
+            norms=weights.norms,
+            backend=self._backend,
+        )
+
+    def counted(self, norm: Norm) -> Norm:
+        self.nbytes += norm.nbytes
+        return norm
+
+    def optional(self, norm: Norm | None) -> Norm | None:
+        return None if norm is None else self.counted(norm)
+
+    def _linear(self, parts: list[LinearPart]) -> Linear:
+        linear = prepare_fused(parts, self._backend, self._dtype)
+        self.nbytes += linear.nbytes
+        return linear
