@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
     from starlette.types import ASGIApp
 
-    from appliance.server.serve import RunningServer
+    from appliance.server.api_server import RunningServer
 
 WAIT_SECONDS = 30.0  # a request's wait while there is no replica
 _SEQUENCES = "sequences"  # the metric that replicas send to the autoscaler

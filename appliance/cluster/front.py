@@ -29,12 +29,12 @@ from appliance.errors import (
     RequestError,
 )
 from appliance.server.body import read_bytes
+from appliance.server.client_gone import ClientGoneError, unless_disconnected
 from appliance.server.errors import ENGINE_DIED, error_response, request_id_of
 from appliance.server.key_ring import KeyRing
 from appliance.server.proxies import Proxies
 from appliance.server.request_middleware import OPEN_PATHS, RequestMiddleware, key_name
 from appliance.server.shared_metrics import SharedMetrics
-from appliance.server.stream import ClientGoneError, unless_disconnected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ import msgspec
 from appliance.server.anthropic import errors as anthropic
 from appliance.server.anthropic.messages import WIRE as ANTHROPIC_WIRE
 from appliance.server.errors import error_body, error_response
+from appliance.server.frames import SERVER_SENT_EVENTS
 from appliance.server.ollama.lines import WIRE as OLLAMA_WIRE
-from appliance.server.stream import SERVER_SENT_EVENTS
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.launch import LaunchedProcess
     from appliance.log import RecentWarnings
     from appliance.quant.quality.min_quality import Condition
-    from appliance.server.serve import RunningServer
+    from appliance.server.api_server import RunningServer
 
 logger = logging.getLogger(__name__)
 

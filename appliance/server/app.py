@@ -15,6 +15,7 @@ from appliance.server.access_log import AccessLog
 from appliance.server.adapters import adapters_router
 from appliance.server.admin import admin_router
 from appliance.server.anthropic.routes import anthropic_router
+from appliance.server.client_gone import ClientGoneError
 from appliance.server.engine_metrics import EngineCollector
 from appliance.server.errors import error_response
 from appliance.server.health import health_router
@@ -28,7 +29,6 @@ from appliance.server.rank_metrics import RankCollector
 from appliance.server.replica_metrics import ReplicaCollector
 from appliance.server.request_middleware import RequestMiddleware
 from appliance.server.retrieval.routes import retrieval_router
-from appliance.server.stream import ClientGoneError
 from appliance.server.web_page import web_page_router
 from appliance.version import __version__
 

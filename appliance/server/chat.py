@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from appliance.dialects import CallArguments, CallBegin, Content, Thought
 from appliance.server.chat_frames import ChoiceFrames, reason_of
 from appliance.server.chat_logprobs import chat_logprobs
+from appliance.server.frames import DONE, data_frame
 from appliance.server.prompt_logprobs import prompt_logprobs
 from appliance.server.responses import (
     AnsweredCall,
@@ -17,7 +18,6 @@ from appliance.server.responses import (
     ChatChunkChoice,
     ChatCompletion,
 )
-from appliance.server.stream import DONE, data_frame
 from appliance.server.tools import new_call_id
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
 from appliance.engine.request import FinishReason
 from appliance.server.chat_logprobs import chat_logprobs
+from appliance.server.frames import FrameTemplate
 from appliance.server.responses import CallDelta, CalledFunctionText, ChatChunkChoice, ChatDelta
-from appliance.server.stream import FrameTemplate
 from appliance.server.tools import new_call_id
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.server.frames import DONE, FrameTemplate, data_frame
 from appliance.server.prompt_logprobs import prompt_logprobs
 from appliance.server.responses import Completion, CompletionChoice, CompletionLogprobs
-from appliance.server.stream import DONE, FrameTemplate, data_frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

@@ -17,12 +17,14 @@ from appliance.server.answer_size import (
 from appliance.server.beams import prepare_beams
 from appliance.server.body import note_ignored, read_json
 from appliance.server.chat_grammars import chat_grammar
+from appliance.server.client_gone import unless_disconnected
 from appliance.server.errors import json_response
 from appliance.server.exchange import Exchange
+from appliance.server.frames import SERVER_SENT_EVENTS
 from appliance.server.prompt import chat_prompt
 from appliance.server.request_middleware import key_name
 from appliance.server.sampling import completion_budget, sampling_params
-from appliance.server.stream import SERVER_SENT_EVENTS, EventStream, unless_disconnected
+from appliance.server.stream import EventStream
 from appliance.server.terms import Terms, salt_of
 
 if TYPE_CHECKING:
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
     from appliance.grammar import Grammar
     from appliance.server.body import StructT
     from appliance.server.conversation import Conversation
+    from appliance.server.frames import Wire
     from appliance.server.model_state import ModelState
     from appliance.server.pieces import FinishedChoice, Reading
     from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
-    from appliance.server.stream import Wire
 
 
 async def take_body(

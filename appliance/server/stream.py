@@ -1,4 +1,4 @@
-"""Server-sent events with keep-alive, and a watch for clients that disconnect.
+"""Streams frames to a client, with keep-alive.
 
 Sends nothing before the first frame or keep-alive, so an earlier error has its own status; a later
 one is a frame with `error`, which ends the stream.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
 from starlette.responses import Response
 
 from appliance.errors import ApplianceError
+from appliance.server.client_gone import ClientGoneError, disconnect, guarded
 from appliance.server.connection import CHUNKS
 from appliance.server.errors import error_body, error_response
+from appliance.server.frames import SERVER_SENT_EVENTS, Wire
 from appliance.server.repeated import FAILED
 
 if TYPE_CHECKING:
@@ -28,67 +27,12 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_SECONDS = 10.0  # of silence before a comment
 STALL_SECONDS = 60.0  # for a client that stops reading
-DONE = b"data: [DONE]\n\n"
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _GZIP = zlib.MAX_WBITS | 16  # the gzip format
 
-_encode = msgspec.json.Encoder().encode
-
-ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection."""
-
-
-def data_frame(content: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-def event_frame(kind: str, content: Any) -> bytes:
-    """Encode one frame of a stream with named events."""
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
-
-
-class FrameTemplate:
-    """Frames that differ in one text; encodes the rest once.
-
-    Args:
-        frame: one such frame, with `MARK` in place of the text.
-    """
-
-    MARK = secrets.token_hex(16)  # unguessable for clients and models
-
-    def __init__(self, frame: bytes) -> None:
-        self._around = frame.split(msgspec.json.encode(self.MARK))
-
-    def fill(self, text: str) -> bytes:
-        return _encode(text).join(self._around)
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run work for a waiting client; cancel it and raise ClientGoneError if the client leaves."""
-    return await _guarded(work, _disconnect(receive))
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """A protocol's form of a stream.
-
-    Attributes:
-        keep_alive: bytes that clients ignore.
-        frame: encodes a body, for an error in mid-stream.
-    """
-
-    media_type: str = "text/event-stream"
-    keep_alive: bytes = b": keep-alive\n\n"
-    frame: Callable[[Any], bytes] = data_frame
-
-
-SERVER_SENT_EVENTS = Wire()
 
 
 class EventStream(Response):
@@ -129,7 +73,7 @@ class EventStream(Response):
         packer = zlib.compressobj(level=1, wbits=_GZIP) if self._gzip else None
         stream = _Stream(scope, receive, send, self, packer)
         try:
-            await _guarded(stream.send_all(self._frames), stream.watch(), _disconnect(receive))
+            await guarded(stream.send_all(self._frames), stream.watch(), disconnect(receive))
         except ClientGoneError as error:
             logger.debug("the client of a stream went away: %s", error)
         finally:
@@ -245,24 +189,3 @@ class _Stream:
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
             self._ended = last
             self._last = time.monotonic()
-
-
-async def _guarded(
-    work: Coroutine[Any, Any, ResultT], *guards: Coroutine[Any, Any, NoReturn]
-) -> ResultT:
-    """Return the result of work, unless a guard raises first."""
-    task = asyncio.ensure_future(work)
-    watches = [asyncio.ensure_future(guard) for guard in guards]
-    try:
-        done, _ = await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task in done else await done.pop()
-    finally:
-        for one in (task, *watches):
-            one.cancel()
-        await asyncio.gather(task, *watches, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> NoReturn:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientGoneError

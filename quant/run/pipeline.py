@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ApplianceError, QuantizeError
-from appliance.files import flush, read_json
-from appliance.model.source import open_model
+from appliance.files import flush
 from appliance.quant.engines import quantize_by_engine
 from appliance.quant.kv.even_keys import with_even_keys
 from appliance.quant.kv.files import (
@@ -28,33 +24,31 @@ from appliance.quant.kv.files import (
     write_kv_plan,
     write_kv_scales,
 )
-from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
 from appliance.quant.methods.precisions import kept_schemes, mixed_schemes
 from appliance.quant.run.adapter_factors import write_adapter_factors
 from appliance.quant.run.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.run.fingerprint import fingerprint_of
 from appliance.quant.run.journal import Journal
-from appliance.quant.run.memory import MemoryUse, return_large_blocks
-from appliance.quant.run.memory_plan import check_mixed
+from appliance.quant.run.opening import (
+    calibration_of,
+    check_mixed_memory,
+    open_run,
+    with_precisions,
+)
 from appliance.quant.run.options import QuantizeLibrary, QuantizeOptions
-from appliance.quant.run.plan import make_plan, stored_dtype
 from appliance.quant.run.progress import LAYER, EventLog, UnitLog
+from appliance.quant.run.refusals import check_space
 from appliance.quant.run.run import QuantizeRun, report_of
 from appliance.quant.run.shard_writer import ShardWriter
-from appliance.quant.run.staging import StagingFolders, check_destination, locked
+from appliance.quant.run.staging import StagingFolders, locked
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
-from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows, save_rows
-from appliance.quant.walk.places import check_walked, is_plain
-from appliance.quant.walk.stream import stream_bytes
+from appliance.quant.text.calibration import Calibration, save_rows
 from appliance.quantize_events import Done, RunFailed, Start, StepStarted, Written, ignore_event
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
-    from appliance.model.source import ModelSource
-    from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.run.report import QuantizeReport
     from appliance.quant.run.writing import WorkUnit
     from appliance.quantize_events import OnEvent, RunPlanned
@@ -94,7 +88,7 @@ def quantize_model(
     staging = StagingFolders(out.resolve())
     try:
         with out_of_memory_is_one_line("this run"):
-            run = _open(model_path, staging, options, started)
+            run = open_run(model_path, staging, options, started)
             report = _quantize(run, staging, on_event)
     except OSError as error:
         message = f"cannot write {staging.out}: {error.strerror}; {what_is_kept(out)}"
@@ -141,73 +135,12 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> RunPlanned
         The run's resources, and each tensor's planned form.
     """
     staging = StagingFolders(out.resolve())
-    run = _open(model_path, staging, options, time.monotonic())
-    calibration = _calibration(run, staging.state, ignore_event, resumes=False)
+    run = open_run(model_path, staging, options, time.monotonic())
+    calibration = calibration_of(run, staging.state, ignore_event, resumes=False)
     if options.mixed is not None and calibration is not None:
-        _check_mixed(run)
-        run = _with_precisions(run, mixed_schemes(run.source, options, calibration, run.plan.dtype))
+        check_mixed_memory(run)
+        run = with_precisions(run, mixed_schemes(run.source, options, calibration, run.plan.dtype))
     return plan_run(run.source, run.plan, options, calibration, is_tried=True)[1]
-
-
-def _open(
-    model_path: Path, staging: StagingFolders, options: QuantizeOptions, started: float
-) -> QuantizeRun:
-    if options.max_ram is not None:
-        return_large_blocks()
-    # A run killed after renaming its result only has its staging folder to remove.
-    is_published = Journal(staging.state).is_complete and not staging.result.exists()
-    if options.restart or not is_published:
-        check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
-    _refuse_quantized(model_path)
-    source = open_model(model_path)
-    _refuse_uncalibrated(source, options)
-    plan = make_plan(source, options, stored_dtype(source))
-    return QuantizeRun(model_path, options, source, plan, torch.device(options.device), started)
-
-
-def _refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
-    """Refuse options that read text but do not support a kind of layer of the model."""
-    asked = {
-        f"--method {options.method.value}": options.method.needs_text,
-        "--mixed": options.mixed is not None,
-        "--kv-bits": options.kv_bits is not None,
-    }
-    spec, attention = source.spec, source.spec.attention_layers.values()
-    kinds = {
-        "embeddings of each layer or of positions, or layers that share keys": (
-            not spec.goes_layer_by_layer
-        ),
-    }
-    of_heads = {
-        "recurrent layers": spec.state_bytes > 0,
-        "latent attention": bool(spec.latent_layers),
-        "norms of values": any(a.value_norm for a in attention),
-    }
-    of_linears = {
-        "experts": spec.has_experts,
-        "layers that are not attention and an MLP with gates": not all(map(is_plain, spec.layers)),
-    }
-    for what in (what for what, is_asked in asked.items() if is_asked):
-        check_walked(source, f"no {what} of it: use --method rtn, int8 or fp8, with --no-card")
-    if options.card_tokens:
-        check_walked(source, "no quality card of it: add --no-card")
-    lacks = {"--mixed": kinds | of_heads | of_linears, "--kv-bits": kinds | of_heads}
-    for what, is_asked in asked.items():
-        found = [kind for kind, is_there in lacks.get(what, kinds).items() if is_there]
-        if is_asked and found:
-            raise QuantizeError(
-                f"{source.path.name} has {found[0]}, which {what} does not calibrate; use --method "
-                "rtn, int8 or fp8 without it, which need no text"
-            )
-
-
-def _with_precisions(run: QuantizeRun, chosen: Mapping[str, LinearScheme | None]) -> QuantizeRun:
-    return replace(run, plan=make_plan(run.source, run.options, run.plan.dtype, chosen))
-
-
-def _check_mixed(run: QuantizeRun) -> None:
-    use = MemoryUse.now(torch.device("cpu"))  # where sensitivity is measured
-    check_mixed(run.source, run.options, PROBE_ROWS * PROBE_TOKENS, use)
 
 
 def _quantize(run: QuantizeRun, staging: StagingFolders, on_event: OnEvent) -> QuantizeReport:
@@ -234,15 +167,15 @@ def _go_on(
 ) -> QuantizeReport:
     resumes = bool(journal.records)
     events = EventLog(staging.state, on_event)
-    calibration = _calibration(run, staging.state, events, resumes=resumes)
+    calibration = calibration_of(run, staging.state, events, resumes=resumes)
     fingerprint = fingerprint_of(run.model_path, run.options, calibration, run.device)
     if resumes:
         journal.check(fingerprint, staging.folder)
     if run.options.mixed is not None and calibration is not None:
         events(StepStarted(what="finding where bits matter most"))
-        _check_mixed(run)
+        check_mixed_memory(run)
         chosen = kept_schemes(run.source, run.options, calibration, run.plan.dtype, staging.state)
-        run = _with_precisions(run, chosen)
+        run = with_precisions(run, chosen)
     if run.options.kv_bits is not None and calibration is not None:
         events(StepStarted(what="choosing the precision of the KV cache"))
         kv = kept_kv_plan(run.source, calibration, staging.state, run.device, run.options.kv_bits)
@@ -250,7 +183,7 @@ def _go_on(
     if not journal.is_complete:
         units = units_of(run.plan)
         events(_start(run, staging.out, units, journal))
-        _check_space(run, staging, calibration)
+        check_space(run, staging, calibration)
         if not resumes:  # first: the memory plan counts its memory, and a bad text fails early
             write_tokenizer_files(run.model_path, staging.result)
         # Finished layers show that the others fit; only a first run tries one.
@@ -339,49 +272,3 @@ def _finish(run: QuantizeRun, result: Path, journal: Journal) -> None:
     for path in result.iterdir():
         flush(path)
     flush(result)
-
-
-def _calibration(
-    run: QuantizeRun, state: Path, on_event: OnEvent, *, resumes: bool
-) -> Calibration | None:
-    """Return the calibration rows: from the text if it is available, else from an earlier run."""
-    if not run.options.needs_text:
-        return None
-    text = run.options.text or CalibrationText()
-    if resumes and not text.is_at_hand:
-        return load_rows(state)
-    if text.path is None and text.dataset is None:
-        on_event(StepStarted(what="letting the model write text to calibrate with"))
-    # A model that writes text takes the whole GPU: with a ceiling there it runs on the CPU.
-    device = run.options.device if run.options.max_vram is None else "cpu"
-    return text.rows_of(run.model_path, device=device, max_ram=run.options.max_ram)
-
-
-def _refuse_quantized(model_path: Path) -> None:
-    if not model_path.is_dir():
-        return
-    config = read_json(model_path / CONFIG_NAME).get("quantization_config")
-    if config is not None:
-        method = config.get("quant_method") if isinstance(config, dict) else config
-        raise QuantizeError(
-            f"{model_path} is quantized already, with {method!r}; quantize the 16-bit model that"
-            " it was made from"
-        )
-
-
-def _check_space(
-    run: QuantizeRun, staging: StagingFolders, calibration: Calibration | None
-) -> None:
-    result = sum(tensor.nbytes for tensor in run.plan.tensors)
-    work = 0
-    if calibration is not None:
-        work = 2 * stream_bytes(calibration.rows, run.source.spec.hidden_size)
-    there = sum(path.stat().st_blocks * 512 for path in staging.folder.rglob("*"))
-    free = shutil.disk_usage(staging.out.parent).free
-    if result + work > there + free:
-        raise QuantizeError(
-            f"the result needs {result / 2**20:,.0f} MiB"
-            + (f" and the work on it {work / 2**20:,.0f} MiB" * bool(work))
-            + f", but {staging.out.parent} has {(there + free) / 2**20:,.0f} MiB free; make room or"
-            " choose another --out"
-        )

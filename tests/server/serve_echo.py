@@ -17,7 +17,7 @@ from appliance.server.serve import ModelToServe, run_server
 from appliance.service.notice import ServiceNotice
 
 if TYPE_CHECKING:
-    from appliance.server.serve import RunningServer
+    from appliance.server.api_server import RunningServer
 
 
 @dataclass

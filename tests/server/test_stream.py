@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from waiting import LIMIT, until
 
 from appliance.server.connection import CHUNKS
+from appliance.server.frames import FrameTemplate, data_frame
 from appliance.server.responses import ChatChunk, ChatChunkChoice, ChatDelta
-from appliance.server.stream import EventStream, FrameTemplate, data_frame
+from appliance.server.stream import EventStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

@@ -31,7 +31,7 @@ from appliance.server.anthropic.answers import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from appliance.server.stream import FrameTemplate, Wire, event_frame
+from appliance.server.frames import FrameTemplate, Wire, event_frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
 from appliance.engine.request import FinishReason
+from appliance.server.frames import Wire
 from appliance.server.ollama.answers import (
     AnsweredFunction,
     ChatLine,
@@ -19,7 +20,6 @@ from appliance.server.ollama.answers import (
     OllamaAnsweredCall,
     OllamaMessage,
 )
-from appliance.server.stream import Wire
 from appliance.server.tools import new_call_id
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import msgspec
 from appliance.dialects import CallBegin
 from appliance.errors import ApplianceError
 from appliance.server.errors import describe
+from appliance.server.frames import FrameTemplate, event_frame
 from appliance.server.openai_responses.answers import (
     CallItem,
     MessageItem,
@@ -29,7 +30,6 @@ from appliance.server.openai_responses.events import (
     TextDelta,
     TextDone,
 )
-from appliance.server.stream import FrameTemplate, event_frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -11,12 +11,12 @@ import msgspec
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer_size import check_vectors
+from appliance.server.client_gone import unless_disconnected
 from appliance.server.errors import request_id_of
 from appliance.server.prompt import completion_prompts
 from appliance.server.request_middleware import key_name
 from appliance.server.retrieval.readings import Readings
 from appliance.server.sampling import completion_budget
-from appliance.server.stream import unless_disconnected
 from appliance.server.terms import Terms
 
 if TYPE_CHECKING:

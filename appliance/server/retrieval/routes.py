@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from appliance.errors import RequestError
 from appliance.server.answer_size import BASE64_BYTES, FLOAT_BYTES
+from appliance.server.client_gone import unless_disconnected
 from appliance.server.errors import json_response
 from appliance.server.intake import take_body
 from appliance.server.openapi import describes
@@ -46,7 +47,6 @@ from appliance.server.retrieval.schema import (
     TokenizeRequest,
 )
 from appliance.server.retrieval.tokens import detokenized, tokenized, tokenizer_info
-from appliance.server.stream import unless_disconnected
 
 if TYPE_CHECKING:
     from appliance.server.retrieval.readings import Readings

@@ -31,7 +31,7 @@ from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import ROOT, conditions
 
 if TYPE_CHECKING:
-    from appliance.server.serve import RunningServer
+    from appliance.server.api_server import RunningServer
 
 # Larger than that of any tokenizer.
 VOCABULARY = 2**20
