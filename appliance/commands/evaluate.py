@@ -74,8 +74,9 @@ def evaluate(
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
     from appliance.quant.quality.card import to_json
+    from appliance.quant.quality.card_files import write_card
     from appliance.quant.quality.kv_caches import parse_kv_formats
-    from appliance.quant.quality.make_card import CardOptions, make_card, write_card
+    from appliance.quant.quality.make_card import CardOptions, make_card
     from appliance.quant.run.options import choose_device
     from appliance.quant.text.held_out import HeldOutText
 

@@ -29,7 +29,8 @@ def make_card_of_run(
         max_ram: limit of the process's memory in bytes; None takes the free memory.
     """
     from appliance.progress import ProgressLine
-    from appliance.quant.quality.make_card import CardOptions, make_card, write_card
+    from appliance.quant.quality.card_files import write_card
+    from appliance.quant.quality.make_card import CardOptions, make_card
     from appliance.quant.quality.run_facts import keep_facts
     from appliance.quant.run.evaluation_memory import CARD_WINDOW
     from appliance.quant.text.held_out import HeldOutText

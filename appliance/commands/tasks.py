@@ -36,8 +36,8 @@ def evaluate_tasks(
     from appliance.progress import ProgressLine
     from appliance.quant.quality import card_rows
     from appliance.quant.quality.card import card_of
+    from appliance.quant.quality.card_files import write_card
     from appliance.quant.quality.harness import run_tasks
-    from appliance.quant.quality.make_card import write_card
 
     url, key = server_to_watch(load_section(TopConfig, {"url": url}).url)
     with ProgressLine() as progress:

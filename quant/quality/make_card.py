@@ -1,4 +1,4 @@
-"""Measures a checkpoint and writes its quality card beside the weights."""
+"""Measures a checkpoint and makes its quality card."""
 
 from __future__ import annotations
 
@@ -13,48 +13,35 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
-from appliance.files import replace_atomically
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
 from appliance.model.layer_weights import ExpertsWeights
 from appliance.model.reader import ModelReader
 from appliance.model.source import open_model
+from appliance.quant.quality.alternatives import compared_cards, rounded_alternative
 from appliance.quant.quality.card import (
-    HTML_NAME,
-    MARKDOWN_NAME,
-    Alternative,
     Card,
     Cost,
     KVRow,
-    ModelFacts,
     TextFacts,
-    card_of,
-    card_path,
-    to_json,
-    weights_fingerprint,
 )
-from appliance.quant.quality.card_html import to_html
-from appliance.quant.quality.card_markdown import to_markdown
 from appliance.quant.quality.evaluate import EvaluationOptions, check_same_model, evaluate
 from appliance.quant.quality.kv_caches import KV_FORMATS, bytes_per_token, caches_of
+from appliance.quant.quality.model_facts import facts_of, quantizes_inputs
 from appliance.quant.quality.peak_memory import PeakMemory
-from appliance.quant.quality.readers import readers_of
 from appliance.quant.quality.run_facts import facts_of_run
-from appliance.quant.quality.stored_size import stored_size
 from appliance.quant.quality.weight_sets import scheme_of
-from appliance.quant.run.plan import stored_dtype
 from appliance.quant.text.held_out import HeldOutText
 from appliance.quant.walk.places import check_walked
 from appliance.tokenizer import Tokenizer
 from appliance.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from appliance.model.source import ModelSource
-    from appliance.quant.quality.card import Comparison, QuantizeFacts
-    from appliance.quant.quality.evaluate import Evaluation, OnProgress
+    from appliance.quant.quality.card import QuantizeFacts
+    from appliance.quant.quality.evaluate import Evaluation
     from appliance.quant.quality.kv_caches import Caches
+    from appliance.quant.quality.predict import OnProgress
     from appliance.quant.text.held_out import Windows
 
 KV_TOKENS = 1024
@@ -115,7 +102,7 @@ def make_card(
             f"measured on {windows.source}, which it was calibrated with too: these figures"
             " flatter it; give another --text"
         )
-    if _quantizes_inputs(candidate):
+    if quantizes_inputs(candidate):
         notes.append(
             "made for inputs of fewer bits, too, on hardware that multiplies them; only its"
             " weights are measured"
@@ -137,7 +124,7 @@ def make_card(
         max_ram=options.max_ram,
         device=options.device,
     )
-    compared = _compared(options.compare, windows)  # fails before the work
+    compared = compared_cards(options.compare, windows)  # fails before the work
     found = evaluate(candidate, windows, what, on_progress)
     facts = facts_of(candidate)
     card = Card(
@@ -157,7 +144,7 @@ def make_card(
         histogram=None if found.against is None else found.against.histogram(),
         layers=found.layers,
         kv=_kv_rows(candidate, caches, declared, found),
-        alternatives=(*_rounded(found, facts), *compared),
+        alternatives=(*rounded_alternative(found, facts), *compared),
         quantize=run,
         notes=tuple(notes),
         cost=Cost(0, 0, 0, 0, ""),
@@ -167,48 +154,6 @@ def make_card(
         time.monotonic() - started, _cpu_seconds() - cpu_started, ram, vram, options.device.type
     )
     return replace(card, cost=cost)
-
-
-def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
-    """Write JSON, Markdown and HTML atomically; return the path of the JSON.
-
-    Raises:
-        QuantizeError: the files cannot be written.
-    """
-    path = card_path(model) if out is None else out / card_path(model).name
-    prefix = "" if model.is_dir() else f"{model.stem}."
-    contents = {
-        path: to_json(card),
-        path.with_name(prefix + MARKDOWN_NAME): to_markdown(card).encode(),
-        path.with_name(prefix + HTML_NAME): to_html(card).encode(),
-    }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for file, content in contents.items():
-            with replace_atomically(file) as temporary:
-                temporary.write_bytes(content)
-    except OSError as error:
-        raise QuantizeError(
-            f"cannot write the card to {path.parent}: {error.strerror}; name another folder"
-            " with --out"
-        ) from error
-    return path
-
-
-def facts_of(source: ModelSource) -> ModelFacts:
-    """Collect a checkpoint's facts that need no computation."""
-    size = stored_size(source)
-    return ModelFacts(
-        name=source.path.name,
-        architecture=source.spec.architecture,
-        weights=_weights_in_words(source),
-        parameters=size.parameters,
-        stored_bytes=size.stored_bytes,
-        linear_parameters=size.linear_parameters,
-        linear_bytes=size.linear_bytes,
-        fingerprint=weights_fingerprint(source.path),
-        readers=readers_of(source),
-    )
 
 
 def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_path: Path) -> None:
@@ -240,26 +185,6 @@ def _was_calibrated_with(run: QuantizeFacts, windows: Windows) -> bool:
     return same_name or run.calibration_fingerprint == windows.fingerprint
 
 
-def _quantizes_inputs(candidate: ModelSource) -> bool:
-    config = candidate.config.get("quantization_config")
-    if not isinstance(config, dict):
-        return False
-    groups = config.get("config_groups") or {}
-    return config.get("activation_scheme") is not None or any(
-        group.get("input_activations") is not None for group in groups.values()
-    )
-
-
-def _weights_in_words(source: ModelSource) -> str:
-    # In the C library's types: GGUF's and FP4 stay as stored.
-    reader = ModelReader(source, torch.device("cpu"), stored_dtype(source), native=True)
-    is_packed = any(source.weights.packed_bits(slot.name) for slot in source.slots())
-    for index in range(len(source.spec.layers) if is_packed else 1):  # packed layers may be mixed
-        reader.layer(index)
-    reader.embedding_and_head()
-    return reader.weight_format()
-
-
 def _kv_rows(
     source: ModelSource, caches: Caches, declared: str | None, found: Evaluation
 ) -> tuple[KVRow, ...]:
@@ -270,45 +195,6 @@ def _kv_rows(
         is_declared = name == declared
         rows.append(KVRow(name, size, 8 * size / values, divergence.summary(), is_declared))
     return tuple(rows)
-
-
-def _rounded(found: Evaluation, facts: ModelFacts) -> tuple[Alternative, ...]:
-    if found.rounded is None:
-        return ()
-    summary = found.rounded.summary()
-    name = "rounding to nearest, same form"
-    return (_alternative(name, facts.bits_per_weight, summary),)
-
-
-def _compared(folders: Sequence[Path], windows: Windows) -> list[Alternative]:
-    found = []
-    for folder in folders:
-        card = card_of(folder)
-        if card is None or card.comparison is None:
-            raise QuantizeError(
-                f"{folder} has no card to compare with; make one with:"
-                f" appliance evaluate {folder} --against BASE"
-            )
-        if card.text.fingerprint != windows.fingerprint:
-            raise QuantizeError(
-                f"the card of {folder} was measured on another text ({card.text.source}); make it"
-                " again with the same --text and --tokens"
-            )
-        name = card.model.name
-        if card.quantize is not None:
-            name += f" ({card.quantize.method})"
-        found.append(_alternative(name, card.model.bits_per_weight, card.comparison))
-    return found
-
-
-def _alternative(name: str, bits: float, comparison: Comparison) -> Alternative:
-    return Alternative(
-        name=name,
-        bits_per_weight=bits,
-        kld_mean=comparison.kld_mean.value,
-        same_top_percent=comparison.same_top_percent.value,
-        perplexity=comparison.perplexity.value,
-    )
 
 
 def _is_writable(folder: Path) -> bool:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from appliance.quant.quality.weight_sets import WeightSet
 
 FLOAT = torch.float32
+BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"  # names of variants
 
 
 @dataclass(frozen=True, slots=True)

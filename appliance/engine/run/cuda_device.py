@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.engine.run.cuda_capture import OpenCapture
 from appliance.engine.run.device import CaptureError, in_torch
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class CudaDevice:
         self._pool: Any = None
         self._copies: torch.cuda.Stream | None = None
         self._captures: torch.cuda.Stream | None = None
-        self._open: _OpenCapture | None = None
+        self._open: OpenCapture | None = None
         torch.cuda.empty_cache()  # also return unused reserves to the driver
         self._bytes_before = torch.cuda.memory_reserved(device)  # of other users in this process
         self._other_bytes = self._beside_torch()
@@ -116,7 +117,7 @@ class CudaDevice:
             finally:
                 current.wait_stream(side)
             try:
-                with _OpenCapture(self._pool, side) as self._open:
+                with OpenCapture(self._pool, side) as self._open:
                     function()
                 return self._open.whole
             except RuntimeError as error:
@@ -161,57 +162,6 @@ class CudaDevice:
     def peak(self) -> int:
         self.synchronize()
         return torch.cuda.max_memory_reserved(self.torch_device) - self._bytes_before
-
-
-class _OpenCapture:
-    """A capture under way, in parts between calls of the host."""
-
-    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        self._pool = pool
-        self._stream = stream
-        self._parts: list[Graph] = []
-        self._part = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        self._begin()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._part.__exit__(*error)
-
-    @property
-    def whole(self) -> Graph:
-        return self._parts[0] if len(self._parts) == 1 else _Parts(tuple(self._parts))
-
-    def cut(self, call: Callable[[], None]) -> None:
-        self._part.close()
-        self._parts.append(_HostCall(call))
-        self._begin()
-
-    def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        self._part.enter_context(
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            )
-        )
-        self._parts.append(graph)
-
-
-@dataclass(frozen=True, slots=True)
-class _HostCall:
-    """A part of captured work that the host does itself."""
-
-    replay: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    parts: tuple[Graph, ...]
-
-    def replay(self) -> None:
-        for part in self.parts:
-            part.replay()
 
 
 @dataclass(frozen=True, slots=True)

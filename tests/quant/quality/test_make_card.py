@@ -23,7 +23,8 @@ from appliance.errors import ConfigError, QualityError, QuantizeError
 from appliance.kernels.kv_format import KVFormat
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.quality.card import card_of, card_path
-from appliance.quant.quality.make_card import CardOptions, make_card, write_card
+from appliance.quant.quality.card_files import write_card
+from appliance.quant.quality.make_card import CardOptions, make_card
 from appliance.quant.quality.min_quality import parse_min_quality
 from appliance.quant.quality.run_facts import keep_facts
 from appliance.quant.run.options import Method, QuantizeOptions
