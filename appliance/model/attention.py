@@ -15,8 +15,8 @@ from appliance.model.adapters.torch_slots import run_adapted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.operations import Backend, Linear
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.norm import Norm

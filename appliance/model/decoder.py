@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.operations import Backend, Linear
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.targets import AdapterTarget
     from appliance.model.embedding import Embedding

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
     from appliance.kernels.cpu.arena import Arena
     from appliance.kernels.cpu.structs import LinearStruct
+    from appliance.kernels.operations import Backend
     from appliance.model.spec import ExpertsSpec
 
 logger = logging.getLogger(__name__)

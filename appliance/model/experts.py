@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, RoutedMLPs
+    from appliance.kernels.operations import Backend, RoutedMLPs
     from appliance.kernels.routing import Router
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.host_calls import HostCalls

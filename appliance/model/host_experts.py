@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
     from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.operations import Backend
     from appliance.model.expert_stream import StreamedExperts
     from appliance.model.layer_weights import MLPWeights
     from appliance.model.spec import ExpertsSpec

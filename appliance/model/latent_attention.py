@@ -13,8 +13,8 @@ from appliance.kernels.sealed_blocks import SealedBlocks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.operations import Backend, Linear
     from appliance.model.norm import Norm
     from appliance.model.spec import LatentAttentionSpec
     from appliance.model.step import Step

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.kernels.activation import Gating
-    from appliance.kernels.backend import Backend, Linear, RoutedMLPs
+    from appliance.kernels.operations import Backend, Linear, RoutedMLPs
     from appliance.kernels.weight import Weight
     from appliance.model.host_experts import HostExperts
     from appliance.model.layer_weights import (

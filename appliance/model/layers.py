@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.activation import Activation, Gating
-    from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.operations import Backend, Linear
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.experts import Experts
     from appliance.model.gated_delta import GatedDelta

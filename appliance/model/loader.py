@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from appliance.kernels.backend import Backend
+    from appliance.kernels.operations import Backend
     from appliance.model.host_experts import HostSide
     from appliance.model.layers import DecoderLayer
     from appliance.model.shard.joint import JoinedShard

@@ -11,7 +11,7 @@ from torch.nn.functional import silu, softplus
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.operations import Backend, Linear
     from appliance.model.norm import Norm
     from appliance.model.recurrent_spec import Mamba2Spec
     from appliance.model.step import Step

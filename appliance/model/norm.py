@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
+    from appliance.kernels.operations import Backend
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from appliance.model.adapters.torch_slots import run_adapted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.operations import Backend, Linear
     from appliance.model.adapters.torch_slots import LayerAdapters
     from appliance.model.recurrent_spec import ShortConvSpec
     from appliance.model.step import Step

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, RoutedMLPs
+    from appliance.kernels.operations import Backend, RoutedMLPs
     from appliance.model.layer_weights import MLPWeights
     from appliance.model.spec import ExpertsSpec
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.activation import Activation
-    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.operations import Backend, Linear
     from appliance.model.embedding import Embedding
     from appliance.model.norm import Norm
 

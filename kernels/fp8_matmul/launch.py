@@ -30,7 +30,7 @@ from appliance.kernels.residency import Footprints
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.operations import Linear
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
 logger = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from appliance.kernels.activation import Gating
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.operations import Linear
     from appliance.kernels.weight import Weight
 
 GROUP_MULTIPLE = 32

@@ -12,8 +12,8 @@ from appliance.kernels.ragged import RaggedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
     from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.operations import Backend
 
 
 class AttentionWatch:

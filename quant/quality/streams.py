@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.operations import Backend, Linear
     from appliance.kernels.weight import Weight
     from appliance.model.layers import DecoderLayer, MixerCache
     from appliance.model.norm import Norm
@@ -61,7 +61,7 @@ class ModelVariant:
 
 
 class TappedLinear:
-    """A `kernels.backend.Linear` that keeps its last result."""
+    """A `kernels.operations.Linear` that keeps its last result."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear

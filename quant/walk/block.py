@@ -15,7 +15,7 @@ from appliance.model.layers import MLP, GatedLinear
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from appliance.kernels.backend import Backend
+    from appliance.kernels.operations import Backend
     from appliance.kernels.weight import Weight
     from appliance.model.layers import DecoderLayer
     from appliance.model.norm import Norm
@@ -62,7 +62,7 @@ class AllInputsSeen(Exception):  # noqa: N818 - ends a layer early; no error
 
 
 class ObservedLinear:
-    """A `kernels.backend.Linear` in dense float32 that can be observed and changed.
+    """A `kernels.operations.Linear` in dense float32 that can be observed and changed.
 
     Args:
         weight: (out_features, in_features) float32; owned by this linear.

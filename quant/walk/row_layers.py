@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
+    from appliance.kernels.operations import Backend
     from appliance.kernels.packed import PackedWeight
     from appliance.model.layers import MixerCache
     from appliance.model.source import ModelSource

@@ -13,7 +13,7 @@ from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
-    from appliance.kernels.backend import Backend
+    from appliance.kernels.operations import Backend
     from appliance.model.spec import DecoderSpec
 
 BLOCK_SIZE = 32  # supported by every backend and every KV format

@@ -6,12 +6,13 @@ import pytest
 import torch
 from cpu_sections import load_sections, use_isa
 
-from appliance.kernels.backend import CPU, REFERENCE, Backend
+from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.engine import NativeEngine, check
 from appliance.kernels.cpu.library import supported_isas
 from appliance.kernels.cpu.structs import Isa
 from appliance.kernels.cpu.weights import WeightPacker
+from appliance.kernels.operations import Backend
 from appliance.kernels.packed import OffsetKind, PackedWeight
 
 LIBRARY = load_sections()

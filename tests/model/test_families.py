@@ -8,7 +8,8 @@ import pytest
 import torch
 from teacher_forcing import logits_of
 
-from appliance.kernels.backend import CPU, REFERENCE, Backend
+from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.operations import Backend
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 

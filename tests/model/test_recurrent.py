@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
     from appliance.kernels.cpu.structs import Isa
+    from appliance.kernels.operations import Backend
     from appliance.model.decoder import Decoder
 
 CPU_DEVICE = torch.device("cpu")

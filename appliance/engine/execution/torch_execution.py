@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from appliance.engine.expert_placement.split import ExpertsOnHost
     from appliance.engine.ranks.ranks import Ranks
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.kernels.backend import Backend
     from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.operations import Backend
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.interface import MaskTokens
     from appliance.kernels.token_scores.interface import ScoreTokens

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.cpu.step_structs import AdapterPlace
+    from appliance.kernels.operations import Backend, Linear
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.adapters.adapter import Adapter
     from appliance.model.adapters.targets import AdapterTarget

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.operations import Linear
 
 IMPLEMENTATION = "appliance"
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.operations import Linear
     from appliance.kernels.weight import Weight
     from appliance.model.fallback.operations import Operations
     from appliance.model.source import ModelSource

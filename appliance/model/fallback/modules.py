@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.operations import Linear
 
 
 class LaidOutLinear(nn.Module):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.operations import Backend, Linear
     from appliance.kernels.ragged import RaggedBatch
     from appliance.kernels.weight import Weight
     from appliance.model.spec import AttentionSpec, DecoderSpec

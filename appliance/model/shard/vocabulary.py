@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.operations import Linear
     from appliance.model.embedding import Embedding
     from appliance.model.shard.joint import JoinedShard
 

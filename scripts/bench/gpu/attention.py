@@ -18,8 +18,8 @@ from bench.gpu.rows import Contender, Rows, Work, relative_error
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Backend
     from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.operations import Backend
     from bench.gpu.attention_peers import Peer
     from bench.gpu.plan import Wanted
     from bench.gpu.timing import Bench, Call

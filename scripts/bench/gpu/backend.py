@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from appliance.kernels.backend import select_backend
 
 if TYPE_CHECKING:
-    from appliance.kernels.backend import Backend
+    from appliance.kernels.operations import Backend
     from bench.gpu.timing import Bench
 
 

@@ -24,7 +24,7 @@ from bench.gpu.rows import Contender, Rows, Work, relative_error
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.backend import Linear
+    from appliance.kernels.operations import Linear
     from bench.gpu.plan import Wanted
     from bench.gpu.timing import Bench, Call
 

@@ -32,8 +32,9 @@ from appliance.engine.run.sampler import Sampler
 from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
-from appliance.kernels.backend import REFERENCE, Backend, select_backend
+from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.operations import Backend
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 

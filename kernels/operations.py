@@ -1,0 +1,191 @@
+"""The types of a decoder step's operations, and the table that a backend fills with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from appliance.kernels.activation import Gating
+    from appliance.kernels.adapters.factors import StackedFactors
+    from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.grouped_matmul.weights import StackedExperts
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.kv_write.head_norms import HeadNorms
+    from appliance.kernels.library_tiles.tiles import LinearTiles
+    from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.sealed_blocks import SealedBlocks
+    from appliance.kernels.state_spans import StateSpans
+    from appliance.kernels.weight import Weight
+
+
+class Linear(Protocol):
+    """A weight in one backend's layout: x (num_tokens, in) -> (num_tokens, out), dtype of x."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight and bias take."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply: (num_tokens, in_features) -> (num_tokens, out_features)."""
+        ...
+
+
+class RoutedMLPs(Protocol):
+    """The MLPs of one layer that a router chooses from, as one operation."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weights and biases take."""
+        ...
+
+    def __call__(
+        self,
+        hidden: Tensor,  # (num_tokens, hidden_size)
+        ids: Tensor,  # (num_tokens, top_k) int64
+        weights: Tensor,  # (num_tokens, top_k) float32
+    ) -> Tensor:  # (num_tokens, hidden_size) float32
+        """Sum each token's weighted expert outputs, without waiting for the device.
+
+        Of a part of the experts, other numbers add nothing; see `StackedExperts`.
+        """
+        ...
+
+
+class GatedDeltaRule(Protocol):
+    """Corrects a sequence's state by each row and reads it."""
+
+    def __call__(
+        self,
+        query: Tensor,  # (num_tokens, num_key_heads, key_dim) float32
+        key: Tensor,
+        value: Tensor,  # (num_tokens, num_value_heads, value_dim) float32
+        log_decay: Tensor,  # (num_tokens, num_value_heads) float32
+        beta: Tensor,
+        state: Tensor,  # (num_slots, num_value_heads, key_dim, value_dim) float32, updated
+        spans: StateSpans,
+    ) -> Tensor:  # (num_tokens, num_value_heads, value_dim) float32
+        """Run the rule; the arguments are described at `gated_delta.reference`."""
+        ...
+
+
+class SelectiveScan(Protocol):
+    """Decays a sequence's state by each row, adds to it and reads it."""
+
+    def __call__(
+        self,
+        value: Tensor,  # (num_tokens, num_heads, head_dim) float32
+        key: Tensor,  # (num_tokens, num_groups, state_dim) float32
+        query: Tensor,
+        size: Tensor,  # (num_tokens, num_heads) float32
+        rates: Tensor,  # (num_heads,) float32
+        state: Tensor,  # (num_slots, num_heads, state_dim, head_dim) float32, updated
+        spans: StateSpans,
+    ) -> Tensor:  # (num_tokens, num_heads, head_dim) float32
+        """Scan; the arguments are described at `selective_scan.reference`."""
+        ...
+
+
+class ShortConvolution(Protocol):
+    """Convolves each channel of a sequence over its latest rows, and keeps those."""
+
+    def __call__(
+        self,
+        x: Tensor,  # (num_tokens, width)
+        filters: Tensor,  # (width, taps) float32
+        bias: Tensor | None,  # (width,) float32
+        state: Tensor,  # (num_slots, taps - 1, width) float32, updated
+        spans: StateSpans,
+    ) -> Tensor:  # (num_tokens, width) float32
+        """Convolve; the arguments are described at `short_conv.reference`."""
+        ...
+
+
+class PagedAttention(Protocol):
+    """Attends from every row to its own sequence's blocks."""
+
+    def __call__(
+        self,
+        query: Tensor,  # (num_tokens, num_heads, head_dim)
+        cache: AnyLayerCache,  # this step's keys and values are already written
+        work: object,  # what this backend's plan_attention returned for the step
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # (num_tokens, num_heads, head_dim), dtype of query
+        """Attend; see `paged_attention.reference` for the arguments."""
+        ...
+
+
+class RotateAndWrite(Protocol):
+    """Brings a step's queries and keys into their final form, and writes keys and values."""
+
+    def __call__(
+        self,
+        qkv: Tensor,  # (num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+        cos: Tensor,  # (num_tokens, rotary_dim / 2) float32
+        sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,  # (num_tokens,) int64
+        norms: HeadNorms | None = None,
+    ) -> Tensor:  # queries, (num_tokens, num_heads, head_dim)
+        """Norm, rotate and write; see `kv_write.reference.rotate_and_write_with`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The operations of a decoder step."""
+
+    name: str
+    # weight (out, in) in any form, bias (out,) or None, activation dtype -> Linear
+    prepare_linear: Callable[[Weight, Tensor | None, torch.dtype], Linear]
+    # x (num_tokens, dim), weight (dim,) float32, eps -> (num_tokens, dim)
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    # x, residual, weight, eps -> (rms_norm(x + residual), x + residual)
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # x (num_tokens, heads, head_dim), cos and sin (num_tokens, rotary_dim / 2) float32 -> like x
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    # gate and up side by side (num_tokens, 2 * intermediate) -> (num_tokens, intermediate)
+    gated_activation: Callable[[Tensor, Gating], Tensor]
+    # logits (num_rows, vocab_size), cap -> float32
+    soft_cap: Callable[[Tensor, float], Tensor]
+    # key, value (num_tokens, num_kv_heads, head_dim), cache, slot_mapping (num_tokens,)
+    write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None]
+    rotate_and_write: RotateAndWrite
+    # cache, (n, 2) int64: full open blocks, and the blocks to seal them into
+    seal_kv: Callable[[SealedBlocks, Tensor], None]
+    # format, num_blocks, block_size, num_kv_heads, head_dim, device -> one layer's cache
+    allocate_cache: Callable[..., LayerCache]
+    # once per step, shared by all layers; the second argument is the block size
+    plan_attention: Callable[[RaggedBatch, int], object]
+    paged_attention: PagedAttention
+    gated_delta: GatedDeltaRule
+    selective_scan: SelectiveScan
+    short_conv: ShortConvolution
+    # slots of the rows (num_tokens,) int32, number of slots -> once per step, for all layers
+    plan_adapters: Callable[[Tensor, int], Any]
+    # outputs, added to in place; inputs; factors of the place; what plan_adapters returned
+    add_adapters: Callable[[Tensor, Tensor, StackedFactors, Any], None]
+    # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
+    # one operation, or None if there is none for such a weight
+    prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
+    # a weight as the CPU library holds it, on the device; dtype -> (out_features, in_features)
+    widen_tiles: Callable[[LinearTiles, torch.dtype], Tensor]
+    # all experts of a layer, activation dtype -> one operation, or None if none covers such
+    # weights: then experts run one after another
+    prepare_experts: Callable[[StackedExperts, torch.dtype], RoutedMLPs | None] | None = None
