@@ -212,6 +212,7 @@ class LayerBuilder:
             skip=weights.skip,
             norm=self.counted(weights.norm),
             output=self._linear([weights.output]),
+            joint=None if self._part is None else self._part.joint,
         )
 
     def _attention(self, weights: AttentionWeights, spec: AttentionSpec) -> Attention:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.operations import Backend, Linear
     from appliance.model.norm import Norm
-    from appliance.model.recurrent_spec import Mamba2Spec
+    from appliance.model.recurrent_spec import Mamba2Spec, SplitGroup
+    from appliance.model.shard.joint import Joint
     from appliance.model.step import Step
 
 
@@ -29,6 +30,7 @@ class Mamba2:
         rates: (num_heads,) float32, of the states' decay.
         skip: (num_heads,) float32, factor of values added to the output (the paper's D).
         norm: of each group's gated output; its weight is (num_heads * head_dim,).
+        joint: sums what ranks have of a group's squares; needed if groups are split.
     """
 
     spec: Mamba2Spec
@@ -41,6 +43,7 @@ class Mamba2:
     skip: Tensor
     norm: Norm
     output: Linear
+    joint: Joint | None = None
 
     def __call__(self, hidden: Tensor, step: Step, state: tuple[Tensor, ...]) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape; the scan runs in float32.
@@ -73,8 +76,17 @@ class Mamba2:
         """Norm each group of (num_tokens, num_heads * head_dim) float32."""
         groups = x.unflatten(-1, (self.spec.num_groups, -1))
         mean_square = groups.square().mean(dim=-1, keepdim=True)
+        if self.spec.split is not None:
+            mean_square = self._of_all_ranks(groups.square().sum(dim=-1), self.spec.split)
         normed: Tensor = groups * torch.rsqrt(mean_square + self.norm.eps)
         return normed.flatten(1) * self.norm.weight
+
+    def _of_all_ranks(self, squares: Tensor, split: SplitGroup) -> Tensor:
+        """Return the mean square of a split group from (num_tokens, 1) sums of a rank's squares."""
+        assert self.joint is not None
+        placed = pad(squares, (split.index, split.count - split.index - 1))
+        summed = self.joint.sum(placed)[:, split.index]
+        return summed.view(-1, 1, 1) / split.width
 
     def fresh_state(self, num_slots: int, device: torch.device) -> tuple[Tensor, ...]:
         """Allocate state slots of this layer alone."""

@@ -13,7 +13,7 @@ from appliance.kernels.cpu.structs import (
 )
 from appliance.model.layer_weights import GatedDeltaWeights, Mamba2Weights, ShortConvWeights
 from appliance.model.linear import stack_neighbours
-from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, SplitGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,11 +89,15 @@ def _lay_out_mamba2(
     """Lay out Mamba-2, as `_lay_out_short_conv` does."""
     (inputs,) = stack_neighbours(weights.inputs)
     tail, maps = state
+    split = spec.split or SplitGroup(0, 0, 0)
     struct = Mamba2Struct(
         num_heads=spec.num_heads,
         num_groups=spec.num_groups,
         head_dim=spec.head_dim,
         state_dim=spec.state_dim,
+        split_groups=split.count,
+        split_group=split.index,
+        split_width=split.width,
         filters=_filters(packer, weights.filters, weights.filter_bias, tail),
         input=packer.linear(inputs.weight, inputs.bias),
         output=packer.linear(weights.output.weight, weights.output.bias),

@@ -67,6 +67,21 @@ class GatedDeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitGroup:
+    """A group of heads of which ranks have parts, and whose norm is of all of them.
+
+    Attributes:
+        index: among the model's groups.
+        count: of the model's groups, all of which are split.
+        width: values of the whole group.
+    """
+
+    index: int
+    count: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2Spec:
     """Mamba-2 of one layer (arXiv 2405.21060): a state per head; groups of heads share keys.
 
@@ -77,6 +92,7 @@ class Mamba2Spec:
         state_dim: elements of a key or query.
         taps: positions that the convolution of values, keys and queries reads.
         norm: of each group's gated output.
+        split: of which group these heads are a part, if other ranks have others of it.
     """
 
     num_heads: int
@@ -87,6 +103,7 @@ class Mamba2Spec:
     norm: NormSpec
     bias: bool = False
     filter_bias: bool = True
+    split: SplitGroup | None = None
 
     @property
     def values(self) -> int:

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 17  # AP_ABI
+ABI = 18  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -196,6 +196,9 @@ class Mamba2Struct(Structure):
         ("num_groups", c_int32),
         ("head_dim", c_int32),
         ("state_dim", c_int32),
+        ("split_groups", c_int32),
+        ("split_group", c_int32),
+        ("split_width", c_int32),
         ("filters", FiltersStruct),
         ("input", LinearStruct),
         ("output", LinearStruct),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.rank_split.pipeline import LayerCost
+from appliance.model.recurrent_spec import Mamba2Spec
 from appliance.model.shard.expert_shares import expected_load
 from appliance.model.shard.portion import OF_MLP, kept_portion, layer_portion
 from appliance.model.spec import ExpertsSpec
@@ -138,6 +139,8 @@ def token_work(model: ModelBytes, shards: Sequence[Shard]) -> TokenWork:
                 holds[rank] += cost.holds
             of_mixer, of_mlp = shares[0].heads is not None, shares[0].has_part_of_mlp
             is_divided = of_mixer if is_mixer else of_mlp
+            if is_mixer:
+                sections += _before_norm(shards[0].spec.layers[index], size)
             sections.append(Section(tuple(reads), row if is_divided else 0.0))
     tokens = shards[0].tokens
     counts = [tokens[rank + 1] - tokens[rank] for rank in range(size)]
@@ -148,6 +151,12 @@ def token_work(model: ModelBytes, shards: Sequence[Shard]) -> TokenWork:
         for held, count in zip(holds, counts, strict=True)
     ]
     return TokenWork(tuple(sections), tuple(holds))
+
+
+def _before_norm(layer: LayerSpec, size: int) -> list[Section]:
+    """Return the exchange of a norm of which ranks have parts."""
+    split = layer.mixer.split if isinstance(layer.mixer, Mamba2Spec) else None
+    return [] if split is None else [Section((0.0,) * size, 4.0 * split.count)]
 
 
 def _nothing() -> LayerCost:

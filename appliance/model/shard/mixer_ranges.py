@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, SplitGroup
 from appliance.model.spec import AttentionSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from appliance.model.spec import MixerSpec
 
 
-def own_mixer(mixer: MixerSpec, heads: Heads) -> MixerSpec:
-    """Return the spec of a rank's heads, as a mixer of its own."""
+def own_mixer(mixer: MixerSpec, heads: Heads, size: int) -> MixerSpec:
+    """Return the spec of a rank's heads, as a mixer of its own.
+
+    Args:
+        size: number of ranks.
+    """
     match mixer:
         case AttentionSpec():
             return replace(mixer, num_heads=heads.count, num_kv_heads=heads.num_kv)
@@ -29,7 +33,12 @@ def own_mixer(mixer: MixerSpec, heads: Heads) -> MixerSpec:
         case GatedDeltaSpec():
             return replace(mixer, num_value_heads=heads.count, num_key_heads=heads.num_kv)
         case Mamba2Spec():
-            return replace(mixer, num_heads=heads.count, num_groups=heads.num_kv)
+            split = None
+            if mixer.num_groups < size:
+                split = SplitGroup(
+                    heads.first_kv, mixer.num_groups, mixer.values // mixer.num_groups
+                )
+            return replace(mixer, num_heads=heads.count, num_groups=heads.num_kv, split=split)
 
 
 def input_ranges(mixer: MixerSpec, heads: Heads) -> list[Columns]:

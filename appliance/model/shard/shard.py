@@ -107,7 +107,7 @@ def shard_model(spec: DecoderSpec, split: Split, units: ColumnUnits) -> tuple[Sh
             spec=replace(
                 spec,
                 layers=tuple(
-                    _own(layer, shares[rank])
+                    _own(layer, shares[rank], split.size)
                     for layer, shares in zip(spec.layers, layers, strict=True)
                 ),
             ),
@@ -195,12 +195,12 @@ def _cut(width: int, split: Split, units: Sequence[int]) -> list[Columns] | None
     return None
 
 
-def _own(layer: LayerSpec, share: LayerShare) -> LayerSpec:
+def _own(layer: LayerSpec, share: LayerShare, size: int) -> LayerSpec:
     """Return a rank's part of a layer's spec."""
     mixer, mlp = layer.mixer, layer.mlp
     if share.heads is not None:
         assert mixer is not None
-        mixer = own_mixer(mixer, share.heads)
+        mixer = own_mixer(mixer, share.heads, size)
     if share.columns is not None:
         assert mlp is not None
         mlp = replace(mlp, intermediate_size=share.columns[1] - share.columns[0])

@@ -120,13 +120,12 @@ def head_units(mixer: HeadedSpec, size: int) -> int:
 def cut_heads(mixer: HeadedSpec, split: Split) -> tuple[Heads, ...] | None:
     """Divide heads by whole groups; None if they cannot be divided.
 
-    With fewer groups than ranks, each rank has the keys of the single group that its heads read,
-    except in Mamba-2, which norms a group as one.
+    With fewer groups than ranks, each rank has the keys of the single group that its heads read.
     """
     num_heads, num_groups = head_counts(mixer)
     group = num_heads // num_groups
     bounds = split.cut(head_units(mixer, split.size))
-    if bounds is None or stays_whole(mixer, split.size):
+    if bounds is None:
         return None
     if num_groups >= split.size:
         return tuple(
@@ -136,11 +135,6 @@ def cut_heads(mixer: HeadedSpec, split: Split) -> tuple[Heads, ...] | None:
     if any(first // group != (last - 1) // group for first, last in pairwise(bounds)):
         return None
     return tuple(Heads(first, last - first, first // group, 1) for first, last in pairwise(bounds))
-
-
-def stays_whole(mixer: HeadedSpec, size: int) -> bool:
-    """Return True if no shares divide a mixer, which each rank then has whole."""
-    return isinstance(mixer, Mamba2Spec) and mixer.num_groups < size
 
 
 def distance(one: Split, other: Split) -> float:
@@ -154,7 +148,7 @@ def check_split(spec: DecoderSpec, split: Split) -> None:
     """Raise ConfigError, with the nearest valid splits, if shares do not divide the heads."""
     if not split.is_exact or _divides(spec, split):
         return
-    mixer = next(mixer for mixer in _headed(spec, split) if not _layer_divides(mixer, split))
+    mixer = next(mixer for mixer in _headed(spec) if not _layer_divides(mixer, split))
     valid = valid_splits(spec, split)
     nearest = sorted(valid, key=lambda other: distance(other, split))[:MOST_NAMED]
     advice = ", ".join(map(str, nearest)) if nearest else "none"
@@ -173,20 +167,14 @@ def _in_words(mixer: HeadedSpec) -> str:
     return f"the {kind} of this model, {num_heads} heads in {num_groups} groups"
 
 
-def _headed(spec: DecoderSpec, split: Split) -> list[HeadedSpec]:
+def _headed(spec: DecoderSpec) -> list[HeadedSpec]:
     """List the mixers whose heads shares have to divide."""
     mixers = [layer.mixer for layer in spec.layers]
-    return [
-        mixer
-        for mixer in mixers
-        if mixer is not None
-        and not isinstance(mixer, ShortConvSpec)
-        and not stays_whole(mixer, split.size)
-    ]
+    return [mixer for mixer in mixers if mixer is not None and not isinstance(mixer, ShortConvSpec)]
 
 
 def _divides(spec: DecoderSpec, split: Split) -> bool:
-    return all(_layer_divides(mixer, split) for mixer in set(_headed(spec, split)))
+    return all(_layer_divides(mixer, split) for mixer in set(_headed(spec)))
 
 
 def _layer_divides(mixer: HeadedSpec, split: Split) -> bool:
@@ -196,7 +184,7 @@ def _layer_divides(mixer: HeadedSpec, split: Split) -> bool:
 def valid_splits(spec: DecoderSpec, near: Split) -> list[Split]:
     """List the splits that divide all layers, in lowest terms; only two if there are many."""
     size = near.size
-    units = [head_units(mixer, size) for mixer in _headed(spec, near)]
+    units = [head_units(mixer, size) for mixer in _headed(spec)]
     if not units:
         return []
     most = gcd(*units)  # shares of a valid split divide all of them

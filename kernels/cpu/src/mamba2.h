@@ -6,6 +6,9 @@
 #ifndef AP_MAMBA2_H
 #define AP_MAMBA2_H
 
+#include <string.h>
+
+#include "group.h"
 #include "state_columns.h"
 
 /* Update the state by some columns of one row; the state has `stride` columns, and `size`
@@ -76,17 +79,60 @@ static void scan_sizes_row(void *context, int32_t row) {
     for (int32_t i = 0; i < m->num_heads; i++) sizes[i] = softplus(sizes[i] + m->step_bias[i]);
 }
 
+/* Gate all heads of a row, and return them. */
+static float *gate_heads(step_state *s, int32_t row) {
+    const ap_mamba2 *m = s->layer->mamba2;
+    int32_t values = m->num_heads * m->head_dim;
+    float *out = s->mixed + (int64_t)row * values;
+    gate_with(s->inputs + row * (int64_t)inputs_width(s->layer), out, AP_SILU, values, out);
+    return out;
+}
+
 /* Gate all heads and norm each group of them. */
 static void scan_outputs_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_mamba2 *m = s->layer->mamba2;
-    int32_t values = m->num_heads * m->head_dim, width = values / m->num_groups;
-    float *out = s->mixed + (int64_t)row * values;
-    gate_with(s->inputs + row * (int64_t)inputs_width(s->layer), out, AP_SILU, values, out);
+    int32_t width = m->num_heads * m->head_dim / m->num_groups;
+    float *out = gate_heads(s, row);
     for (int32_t i = 0; i < m->num_groups; i++) {
         ap_norm norm = {.weight = m->norm.weight + i * width, .eps = m->norm.eps};
         rms_norm_row(out + i * width, &norm, width, out + i * width);
     }
+}
+
+/* Gate the heads of a part of a group, and give the ranks the sum of their squares. */
+static void scan_part_outputs_row(void *context, int32_t row) {
+    step_state *s = context;
+    const ap_mamba2 *m = s->layer->mamba2;
+    const ap_group *group = s->engine->group;
+    float *sums = group_slot(group, group_rank(group)) + (int64_t)row * m->split_groups;
+    memset(sums, 0, (size_t)m->split_groups * sizeof(float));
+    sums[m->split_group] = sum_of_squares(gate_heads(s, row), m->num_heads * m->head_dim);
+}
+
+/* Norm the heads of a part of a group by the sum of all parts; ranks add in the same order. */
+static void norm_part_row(void *context, int32_t row) {
+    step_state *s = context;
+    const ap_mamba2 *m = s->layer->mamba2;
+    const ap_group *group = s->engine->group;
+    int64_t place = (int64_t)row * m->split_groups + m->split_group;
+    int32_t values = m->num_heads * m->head_dim;
+    float *out = s->mixed + (int64_t)row * values, squares = group_slot(group, 0)[place];
+    for (int32_t rank = 1; rank < group_size(group); rank++)
+        squares += group_slot(group, rank)[place];
+    norm_row_by(out, &m->norm, squares / (float)m->split_width, values, out);
+}
+
+static void run_scan_outputs(step_state *s) {
+    ap_group *group = s->engine->group;
+    if (!s->layer->mamba2->split_groups || !group) {
+        for_rows(s->engine, scan_outputs_row, s, s->rows);
+        return;
+    }
+    for_rows(s->engine, scan_part_outputs_row, s, s->rows);
+    if (!group_meet(group)) return; /* the step fails at its end */
+    for_rows(s->engine, norm_part_row, s, s->rows);
+    group_turn(group);
 }
 
 static void run_mamba2(step_state *s, const ap_norm *post_norm) {
@@ -100,7 +146,14 @@ static void run_mamba2(step_state *s, const ap_norm *post_norm) {
     for_rows(s->engine, scan_sizes_row, s, s->rows);
     for_states(s, scan_part, s, m->num_heads * state_parts(m->head_dim),
                3 * m->state_dim * STATE_COLUMNS);
-    for_rows(s->engine, scan_outputs_row, s, s->rows);
+    run_scan_outputs(s);
+}
+
+/* True if a part of a group is one of all ranks'. */
+static bool split_fits(const ap_mamba2 *m) {
+    if (!m->split_groups) return true;
+    return m->num_groups == 1 && m->split_group >= 0 && m->split_group < m->split_groups &&
+           m->split_width >= m->num_heads * m->head_dim;
 }
 
 /* True if a state slot has room for a layer's state. */
@@ -108,6 +161,7 @@ static bool mamba2_fits(const ap_cache *cache, const ap_mamba2 *m) {
     if (m->num_groups < 1 || m->num_heads < 1 || m->num_heads % m->num_groups) return false;
     if (m->head_dim < AP_LANES || m->head_dim % AP_LANES || m->state < 0) return false;
     if (m->state_dim < AP_LANES || m->state_dim % AP_LANES || m->state % 64) return false;
+    if (!split_fits(m)) return false;
     int32_t values = m->num_heads * m->head_dim, keys = m->num_groups * m->state_dim;
     int64_t floats = (int64_t)m->num_heads * m->state_dim * m->head_dim;
     return m->filters.width == values + 2 * keys &&

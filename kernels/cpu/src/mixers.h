@@ -54,12 +54,16 @@ typedef struct {
 } ap_gated_delta;
 
 /* Mamba-2: out(norm((S^T q + skip * v) * silu(gate))), S = exp(-rate * step) S + k (step * v)^T,
- * where step = softplus(x + step_bias). Norms are of groups of heads. */
+ * where step = softplus(x + step_bias). Norms are of groups of heads. A rank may have some heads of
+ * a group that others have too; the ranks then sum the squares that the norm is of. */
 typedef struct {
     int32_t num_heads;
     int32_t num_groups;  /* divides num_heads; adjacent heads share a group's key and query */
     int32_t head_dim;    /* a multiple of 16 */
     int32_t state_dim;   /* of a key, the same */
+    int32_t split_groups; /* of all ranks, which have parts of them; 0: groups are whole */
+    int32_t split_group; /* the one of which this rank has a part */
+    int32_t split_width; /* values of a whole group */
     ap_filters filters;  /* of values, keys and queries */
     ap_linear input;     /* hidden -> gates; values, keys and queries; steps */
     ap_linear output;    /* heads -> hidden */

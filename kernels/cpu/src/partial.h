@@ -45,6 +45,10 @@ static void sum_parts(step_state *s, float *out, bool add) {
 static bool parts_fit(const ap_engine *engine, const ap_model *model, int32_t rows) {
     if (!engine->group) return true;
     int64_t floats = group_floats(engine->group);
+    for (int32_t i = 0; i < model->num_layers; i++) {
+        const ap_mamba2 *m = model->layers[i].mamba2;
+        if (m && (int64_t)rows * m->split_groups > floats) return false;
+    }
     return (int64_t)rows * model->hidden_size <= floats && model->widest_vocab > 0 &&
            model->widest_vocab <= floats && model->first_token >= 0 &&
            model->first_token + model->embedding.out_features <= model->vocab_size;

@@ -35,15 +35,20 @@ static float sum_of_squares(const float *x, int32_t width) {
     return vf_sum(vf_add(vf_add(sums[0], sums[1]), vf_add(sums[2], sums[3])));
 }
 
-/* x / sqrt(mean(x^2) + eps) * weight; out may be x */
-static void rms_norm_row(const float *x, const ap_norm *norm, int32_t width, float *out) {
-    float mean_square = sum_of_squares(x, width) / (float)width;
+/* x / sqrt(mean_square + eps) * weight; out may be x */
+static void norm_row_by(const float *x, const ap_norm *norm, float mean_square, int32_t width,
+                        float *out) {
     vfloat factor = vf_set(1.0f / sqrtf(mean_square + norm->eps));
     for (int32_t i = 0; i < width; i += AP_LANES) {
         int32_t left = width - i;
         vfloat normed = vf_mul(load_next(x + i, left), factor);
         store_next(out + i, vf_mul(normed, load_next(norm->weight + i, left)), left);
     }
+}
+
+/* x / sqrt(mean(x^2) + eps) * weight; out may be x */
+static void rms_norm_row(const float *x, const ap_norm *norm, int32_t width, float *out) {
+    norm_row_by(x, norm, sum_of_squares(x, width) / (float)width, width, out);
 }
 
 static float sum_of(const float *x, int32_t width) {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import pytest
 from rank_models import DENSE, MODELS, shards_of
@@ -15,12 +14,10 @@ from appliance.engine.rank_split.pipeline import LayerCost, RankFacts, cut_evenl
 from appliance.engine.rank_split.prediction import predict
 from appliance.engine.rank_split.work import ModelBytes, token_work
 from appliance.model.names import TensorNames
+from appliance.model.recurrent_spec import Mamba2Spec
 from appliance.model.shard.split import Split
-from appliance.model.spec import ExpertsSpec
+from appliance.model.spec import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec
 from appliance.model.tensors import tensor_slots
-
-if TYPE_CHECKING:
-    from appliance.model.spec import DecoderSpec
 
 WEIGHT_BYTES, KV_BYTES, GIVEN = 0.625, 1.0, 2  # 4 bits and scales, 8 bits, bfloat16
 CONTEXT = 8192
@@ -105,6 +102,17 @@ def test_experts_on_one_rank_each_keep_the_busier_rank_waited_for() -> None:
     assert first / whole == pytest.approx(1.27 / 2, abs=0.02)
     assert both.holds[0] == pytest.approx(both.holds[1])
     assert both.sections[2].gives > 0
+
+
+def test_a_norm_of_which_ranks_have_parts_is_an_exchange_more() -> None:
+    """A group's sum of squares, before the row that each mixer gives."""
+    norm = NormSpec(1e-5)
+    layers = (LayerSpec(Mamba2Spec(8, 1, 32, 16, 4, norm), None, norm),)
+    spec = DecoderSpec("test", 64, 97, 128, layers, norm, tied_head=True)
+    work = token_work(counted(spec), shards_of(spec, Split((1, 1))))
+    gives = [section.gives for section in work.sections if section.gives]
+    row = float(spec.hidden_size * GIVEN)
+    assert gives[:-1] == [row, 4.0, row]
 
 
 def test_a_pipeline_gives_a_slow_rank_fewer_layers() -> None:

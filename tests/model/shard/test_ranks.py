@@ -16,6 +16,7 @@ from teacher_forcing import logits_of
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.native_loader import load_native
+from appliance.model.shard.shard import undivided
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model
 
@@ -29,26 +30,24 @@ THREE_KEY_HEADS = RECURRENT["qwen3_5"][1] | {
     "num_key_value_heads": 3,
     "linear_num_key_heads": 3,
 }
-# Each with what no other has; the last number is how many layers' mixers every rank has whole.
-CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
-    "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True}, "1:1", 0),
-    "llama-2:1": ("llama", WIDE | {"num_key_value_heads": 3}, "2:1", 0),
+# Each with what no other has.
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True}, "1:1"),
+    "llama-2:1": ("llama", WIDE | {"num_key_value_heads": 3}, "2:1"),
     "llama-3:1": (
         "llama",
         WIDE | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
         "3:1",
-        0,
     ),
-    "llama-three": ("llama", WIDE | {"num_key_value_heads": 6}, "1:1:1", 0),
+    "llama-three": ("llama", WIDE | {"num_key_value_heads": 6}, "1:1:1"),
     "one key head": (
         "llama",
         WIDE | {"num_attention_heads": 4, "num_key_value_heads": 1},
         "3:1",
-        0,
     ),
-    "qwen2": ("qwen2", WIDE | {"hidden_size": 96}, "1:1", 0),
-    "qwen3-tied": ("qwen3", WIDE | {"tie_word_embeddings": True}, "1:1", 0),
-    "gemma3": ("gemma3_text", WIDE | {"final_logit_softcapping": 3.0}, "1:1", 0),
+    "qwen2": ("qwen2", WIDE | {"hidden_size": 96}, "1:1"),
+    "qwen3-tied": ("qwen3", WIDE | {"tie_word_embeddings": True}, "1:1"),
+    "gemma3": ("gemma3_text", WIDE | {"final_logit_softcapping": 3.0}, "1:1"),
     "gemma4": (
         "gemma4_text",
         WIDE
@@ -61,46 +60,40 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
             "vocab_size_per_layer_input": 161,
         },
         "1:1",
-        0,
     ),
-    "phi3": ("phi3", {"hidden_size": 96, "intermediate_size": 160}, "1:1", 0),
+    "phi3": ("phi3", {"hidden_size": 96, "intermediate_size": 160}, "1:1"),
     "falcon-new": (
         "falcon",
         CENTERED["falcon-new"][1] | {"hidden_size": 96, "ffn_hidden_size": 160},
         "1:1",
-        0,
     ),
-    "opt": ("opt", CENTERED["opt"][1] | {"hidden_size": 96, "ffn_dim": 160}, "1:1", 0),
+    "opt": ("opt", CENTERED["opt"][1] | {"hidden_size": 96, "ffn_dim": 160}, "1:1"),
     "qwen3_moe": (
         "qwen3_moe",
         EXPERTS["qwen3_moe"][1] | WIDE | {"moe_intermediate_size": 96},
         "1:1",
-        0,
     ),
-    "gpt_oss": ("gpt_oss", EXPERTS["gpt_oss"][1] | {"intermediate_size": 96}, "1:1", 0),
+    "gpt_oss": ("gpt_oss", EXPERTS["gpt_oss"][1] | {"intermediate_size": 96}, "1:1"),
     # Each expert is on one rank: columns of 24 and 40 do not divide into units of 32.
-    "experts by number": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | WIDE, "1:1", 0),
+    "experts by number": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | WIDE, "1:1"),
     "deepseek_v2": (
         "deepseek_v2",
         EXPERTS["deepseek_v2"][1]
         | {"num_attention_heads": 6, "intermediate_size": 160, "n_shared_experts": 4},
         "2:1",
-        0,
     ),
     "deepseek_v3": (
         "deepseek_v3",
         EXPERTS["deepseek_v3"][1] | {"moe_intermediate_size": 96, "intermediate_size": 160},
         "1:1",
-        0,
     ),
-    "lfm2": ("lfm2", RECURRENT["lfm2-bias"][1] | WIDE | {"hidden_size": 96}, "1:1", 0),
+    "lfm2": ("lfm2", RECURRENT["lfm2-bias"][1] | WIDE | {"hidden_size": 96}, "1:1"),
     "lfm2_moe-2:1": (
         "lfm2_moe",
         RECURRENT["lfm2_moe"][1] | WIDE | {"hidden_size": 96, "num_key_value_heads": 3},
         "2:1",
-        0,
     ),
-    "qwen3_5-2:1": ("qwen3_5_text", THREE_KEY_HEADS | WIDE, "2:1", 0),
+    "qwen3_5-2:1": ("qwen3_5_text", THREE_KEY_HEADS | WIDE, "2:1"),
     "one delta key head": (
         "qwen3_5_text",
         THREE_KEY_HEADS
@@ -112,14 +105,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
             "linear_num_value_heads": 4,
         },
         "3:1",
-        0,
     ),
     "qwen3_next": (
         "qwen3_next",
         RECURRENT["qwen3_next"][1]
         | {"hidden_size": 64, "head_dim": 16, "shared_expert_intermediate_size": 96},
         "1:1",
-        0,
     ),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
@@ -127,13 +118,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
         | {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 96}
         | {"shared_expert_intermediate_size": 64},
         "1:1",
-        0,
     ),
     "nemotron_h": (
         "nemotron_h",
         RECURRENT["nemotron_h"][1] | WIDE | {"moe_shared_expert_intermediate_size": 64},
         "1:1",
-        0,
     ),
     "granite4-2:1": (
         "granitemoehybrid",
@@ -147,16 +136,28 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
             "shared_intermediate_size": 96,
         },
         "2:1",
-        0,
     ),
-    "bamba": ("bamba", RECURRENT["bamba"][1] | WIDE | {"hidden_size": 64}, "1:1", 0),
-    # Mamba-2 norms all heads of its only group as one.
+    "bamba": ("bamba", RECURRENT["bamba"][1] | WIDE | {"hidden_size": 64}, "1:1"),
+    # The ranks have parts of a group, which Mamba-2 norms as one.
     "one group": (
         "granitemoehybrid",
         RECURRENT["granite4-dense"][1]
         | {"hidden_size": 64, "mamba_n_groups": 1, "shared_intermediate_size": 160},
         "1:1",
-        2,
+    ),
+    "one group of nemotron_h": (
+        "nemotron_h",
+        RECURRENT["nemotron_h"][1]
+        | WIDE
+        | {"n_groups": 1, "moe_shared_expert_intermediate_size": 64},
+        "1:1",
+    ),
+    "two groups of four ranks": (
+        "granitemoehybrid",
+        RECURRENT["granite4-dense"][1]
+        | {"hidden_size": 64, "mamba_n_heads": 8, "mamba_expand": 4}
+        | {"shared_intermediate_size": 160},
+        "1:1:1:1",
     ),
 }
 
@@ -164,30 +165,29 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
 @pytest.fixture(params=CASES)
 def case(
     request: pytest.FixtureRequest, make_model: Callable[..., Any], save: Callable[[Any], Path]
-) -> tuple[Path, RankThreads, int]:
-    model_type, settings, text, num_whole = CASES[request.param]
+) -> tuple[Path, RankThreads]:
+    model_type, settings, text = CASES[request.param]
     folder = save(make_model(model_type, **settings))
     size = max(2, len(text.split(":")))
     ranks = RankThreads(open_model(folder), Split.parse(size, text), max_rows=64)
-    return folder, ranks, num_whole
+    return folder, ranks
 
 
-def test_the_parts_add_up(case: tuple[Path, RankThreads, int], token_ids: list[int]) -> None:
-    folder, ranks, num_whole = case
-    spec = ranks.shards[0].whole
-    shares = zip(ranks.shards[0].layers, spec.layers, strict=True)
-    whole = [share.heads is None for share, layer in shares if layer.mixer is not None]
-    assert sum(whole) == num_whole
+def test_the_parts_add_up(case: tuple[Path, RankThreads], token_ids: list[int]) -> None:
+    folder, ranks = case
+    assert not undivided(ranks.shards)
     expected = logits_of(native(folder), token_ids)
     found = ranks.logits_of(token_ids)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
     assert torch.equal(ranks.logits_of(token_ids, chunks=[7, 1, 9, 28]), found)
 
 
-def test_each_part_is_smaller(case: tuple[Path, RankThreads, int]) -> None:
-    folder, ranks, _ = case
+def test_each_part_is_smaller(case: tuple[Path, RankThreads]) -> None:
+    folder, ranks = case
     alone = load_native(open_model(folder), NativeEngine(LIBRARY, 1), torch.float32)
     assert all(rank.weight_bytes < alone.weight_bytes for rank in ranks.decoders)
+    states = alone.spec.state_bytes
+    assert all(rank.spec.state_bytes < states or not states for rank in ranks.decoders)
 
 
 @pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.INT4_SEALED])

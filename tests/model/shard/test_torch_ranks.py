@@ -52,6 +52,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"hidden_size": 64, "num_key_value_heads": 3, "linear_num_key_heads": 3},
         "2:1",
     ),
+    "one group": (
+        "granitemoehybrid",
+        RECURRENT["granite4-dense"][1]
+        | {"hidden_size": 64, "mamba_n_groups": 1, "shared_intermediate_size": 160},
+        "1:1",
+    ),
     "bamba": ("bamba", RECURRENT["bamba"][1] | WIDE | {"hidden_size": 64}, "1:1"),
     # Mixer and MLP beside each other are summed at once.
     "falcon-new": (
