@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.cpu.arena import ALIGNMENT
-from appliance.kernels.cpu.weights import memory_of
+from appliance.kernels.cpu.weight_bytes import memory_of
 from appliance.kernels.gated_activation.reference import activated
 from appliance.kernels.library_tiles.tiles import LinearTiles
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from appliance.kernels import arrays
 from appliance.kernels.cpu.engine import check
-from appliance.kernels.cpu.weights import linear_bytes
+from appliance.kernels.cpu.weight_bytes import linear_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

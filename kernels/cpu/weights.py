@@ -16,9 +16,9 @@ from appliance.kernels.cpu.structs import (
     Offset,
     ScaleFormat,
 )
+from appliance.kernels.cpu.weight_bytes import codes_bytes, scales_bytes
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.ggml import GgmlWeight
-from appliance.kernels.ggml_types import SUPERBLOCK
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense
 
@@ -37,19 +37,6 @@ FORMATS = {
     "bfloat16": Format.BF16,
 }
 _SCALE_FORMATS = FORMATS | {"uint8": ScaleFormat.E8M0}
-_BITS = {
-    Format.F32: 32,
-    Format.F16: 16,
-    Format.BF16: 16,
-    Format.INT8: 8,
-    Format.INT4: 4,
-    Format.E2M1: 4,
-    Format.INT2: 2,
-    Format.INT3: 3,
-    Format.INT5: 5,
-    Format.INT6: 6,
-    Format.IQ4: 4,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +59,6 @@ GGML_FORMS = {
     "Q6_K": GgmlForm(Format.INT6, Offset.CENTERED, ScaleFormat.Q6_K, 16),
     "IQ4_NL": GgmlForm(Format.IQ4, Offset.CENTERED, Format.F16, 32),
     "IQ4_XS": GgmlForm(Format.IQ4, Offset.CENTERED, ScaleFormat.IQ4_XS, 32),
-}
-# Bytes of integers and halves of an output, beside 256 codes; see record_bytes in linear_layout.h.
-_RECORD_BYTES = {
-    ScaleFormat.Q2_K: 20,
-    ScaleFormat.Q3_K: 14,
-    ScaleFormat.Q4_K: 16,
-    ScaleFormat.Q6_K: 18,
-    ScaleFormat.IQ4_XS: 8,
 }
 
 
@@ -124,7 +103,7 @@ class WeightPacker:
             in_features=in_features,
             out_features=out_features,
         )
-        struct.codes = self.arena.claim(_codes_bytes(struct))
+        struct.codes = self.arena.claim(codes_bytes(struct))
         self._pack(struct, codes.contiguous(), None, None, LANES)
         return struct
 
@@ -161,7 +140,7 @@ class WeightPacker:
             in_features=in_features,
             out_features=out_features,
         )
-        struct.codes = self.arena.claim(_codes_bytes(struct))
+        struct.codes = self.arena.claim(codes_bytes(struct))
         self._pack(struct, weight, None, None, 0)
         return struct
 
@@ -181,10 +160,10 @@ class WeightPacker:
             in_features=in_features,
             out_features=out_features,
         )
-        struct.codes = self.arena.claim(_codes_bytes(struct))
-        struct.scales = self.arena.claim(_scales_bytes(struct))
+        struct.codes = self.arena.claim(codes_bytes(struct))
+        struct.scales = self.arena.claim(scales_bytes(struct))
         if offset is not None:
-            struct.offsets = self.arena.claim(_scales_bytes(struct))
+            struct.offsets = self.arena.claim(scales_bytes(struct))
         self._pack(struct, weight.codes.contiguous(), scale, offset, weight.group_size)
         if weight.input_order is not None:
             struct.input_order = self._order(weight.input_order)
@@ -202,10 +181,10 @@ class WeightPacker:
             in_features=in_features,
             out_features=out_features,
         )
-        struct.codes = self.arena.claim(_codes_bytes(struct))
-        struct.scales = self.arena.claim(_scales_bytes(struct))
+        struct.codes = self.arena.claim(codes_bytes(struct))
+        struct.scales = self.arena.claim(scales_bytes(struct))
         if form.offset_kind is Offset.ADDITIVE and form.scale_format is Format.F16:
-            struct.offsets = self.arena.claim(_scales_bytes(struct))
+            struct.offsets = self.arena.claim(scales_bytes(struct))
         blocks = weight.blocks.contiguous()
         check(
             self.engine.library.ap_linear_pack_ggml(
@@ -238,8 +217,8 @@ class WeightPacker:
             in_features=in_features,
             out_features=out_features,
         )
-        struct.codes = self.arena.claim(_codes_bytes(struct))
-        struct.scales = self.arena.claim(_scales_bytes(struct))
+        struct.codes = self.arena.claim(codes_bytes(struct))
+        struct.scales = self.arena.claim(scales_bytes(struct))
         self._pack(struct, weight.codes.contiguous(), scale.contiguous(), None, weight.group_size)
         return struct
 
@@ -296,38 +275,3 @@ def fits_half(values: Tensor) -> bool:
     """Return True if float16 represents every value exactly."""
     is_half = arrays.dtype_name(values.dtype) == "float16"
     return is_half or bool((values.half().float() == values.float()).all())
-
-
-def linear_bytes(struct: LinearStruct) -> int:
-    """Return the bytes of a weight's tiles, without its bias."""
-    scales = sum(_scales_bytes(struct) for values in (struct.scales, struct.offsets) if values)
-    return _codes_bytes(struct) + scales
-
-
-def memory_of(struct: LinearStruct) -> dict[str, tuple[int, int]]:
-    """Return address and bytes of each part of a weight, by the struct's fields."""
-    sizes = {
-        "codes": _codes_bytes(struct),
-        "scales": _scales_bytes(struct) if struct.scales else 0,
-        "offsets": _scales_bytes(struct) if struct.offsets else 0,
-        "bias": 4 * int(struct.out_features),
-        "input_order": 4 * int(struct.in_features),
-    }
-    pointers = {name: getattr(struct, name) for name in sizes}
-    return {name: (address, sizes[name]) for name, address in pointers.items() if address}
-
-
-def _tiles(struct: LinearStruct) -> int:
-    return -(-int(struct.out_features) // LANES)
-
-
-def _codes_bytes(struct: LinearStruct) -> int:
-    return _tiles(struct) * LANES * int(struct.in_features) * _BITS[Format(struct.format)] // 8
-
-
-def _scales_bytes(struct: LinearStruct) -> int:
-    lanes, width = _tiles(struct) * LANES, int(struct.in_features)
-    if struct.scale_format in _RECORD_BYTES:
-        return lanes * (width // SUPERBLOCK) * _RECORD_BYTES[ScaleFormat(struct.scale_format)]
-    one = 8 if struct.scale_format == ScaleFormat.E8M0 else _BITS[Format(struct.scale_format)]
-    return lanes * (width // int(struct.group)) * one // 8

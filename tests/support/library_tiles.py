@@ -10,7 +10,8 @@ from native_models import LIBRARY
 
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.engine import NativeEngine
-from appliance.kernels.cpu.weights import WeightPacker, memory_of
+from appliance.kernels.cpu.weight_bytes import memory_of
+from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.library_tiles.tiles import LinearTiles
 
 

@@ -11,22 +11,24 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import (
-    POINTER,
-    Structure,
     byref,
-    c_bool,
     c_char_p,
-    c_int32,
-    c_size_t,
     c_uint32,
-    c_uint64,
-    c_void_p,
 )
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from llguidance import LLParserLimits, _lib
+from llguidance import _lib
 
+from appliance.engine.grammars.c_abi import (
+    GrammarFields,
+    LimitFields,
+    Spell,
+    VocabularyFields,
+    in_text,
+    names_of,
+    open_functions,
+)
 from appliance.engine.grammars.library import MASK_THREADS
 from appliance.grammar.source import limits
 
@@ -37,86 +39,8 @@ if TYPE_CHECKING:
 
     from appliance.engine.grammars.library import GrammarState, WordList
 
-VERSION = b"llguidance@1."
 MAX_FORCED = 512  # tokens asked for at once
 _MAX_ERROR = 400  # bytes of a message
-
-_Spell = ctypes.CFUNCTYPE(
-    c_size_t, c_void_p, POINTER(ctypes.c_char), c_size_t, POINTER(c_uint32), c_size_t
-)
-
-
-class _VocabularyFields(Structure):
-    """`LlgTokenizerInitV2`: by its size the library knows which fields there are."""
-
-    _fields_ = (
-        ("struct_size", c_size_t),
-        ("vocab_size", c_uint32),
-        ("tok_eos", c_uint32),
-        ("token_lens", c_void_p),
-        ("token_bytes", c_char_p),
-        ("tokenizer_json", c_char_p),
-        ("tokenize_assumes_string", c_bool),
-        ("tokenize_fn", _Spell),
-        ("use_approximate_greedy_tokenize_fn", c_bool),
-        ("tokenize_user_data", c_void_p),
-        ("slices", POINTER(c_char_p)),
-        ("tok_eos_extra", c_void_p),
-        ("tok_eos_extra_count", c_uint32),
-    )
-
-
-class _LimitFields(Structure):
-    """`LlgParserLimits`, by the names of `LLParserLimits`."""
-
-    _fields_ = (
-        ("max_items_in_row", c_size_t),
-        ("initial_lexer_fuel", c_uint64),
-        ("step_lexer_fuel", c_uint64),
-        ("step_max_items", c_size_t),
-        ("max_lexer_states", c_size_t),
-        ("max_grammar_size", c_size_t),
-        ("precompute_large_lexemes", c_bool),
-        ("verbose_errors", c_bool),
-    )
-
-
-class _GrammarFields(Structure):
-    """`LlgConstraintInit`."""
-
-    _fields_ = (
-        ("tokenizer", c_void_p),
-        ("log_buffer_level", c_uint32),
-        ("log_stderr_level", c_uint32),
-        ("ff_tokens_ok", c_bool),
-        ("backtrack_ok", c_bool),
-        ("limits", _LimitFields),
-    )
-
-
-_POINTERS, _SIZE = POINTER(c_uint32), c_size_t
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # what it returns, and takes
-    "llg_get_version": (c_char_p, ()),
-    "llg_constraint_init_set_defaults": (None, (c_void_p, c_void_p)),
-    "llg_new_tokenizer_v2": (c_void_p, (POINTER(_VocabularyFields), c_char_p, c_size_t)),
-    "llg_free_tokenizer": (None, (c_void_p,)),
-    "llg_new_matcher": (c_void_p, (POINTER(_GrammarFields), c_char_p, c_char_p)),
-    "llg_clone_matcher": (c_void_p, (c_void_p,)),
-    "llg_free_matcher": (None, (c_void_p,)),
-    "llg_matcher_get_error": (c_char_p, (c_void_p,)),
-    "llg_matcher_is_error": (c_bool, (c_void_p,)),
-    "llg_matcher_is_accepting": (c_bool, (c_void_p,)),
-    "llg_matcher_is_stopped": (c_bool, (c_void_p,)),
-    "llg_matcher_compute_mask_into": (c_int32, (c_void_p, c_void_p, c_size_t)),
-    "llg_matcher_consume_tokens": (c_int32, (c_void_p, _POINTERS, c_size_t)),
-    "llg_matcher_validate_tokens": (c_int32, (c_void_p, _POINTERS, c_size_t)),
-    "llg_matcher_compute_ff_tokens": (c_int32, (c_void_p, _POINTERS, c_size_t)),
-    "llg_matcher_rollback": (c_int32, (c_void_p, c_size_t)),
-}
-
-
-class MismatchError(Exception):
-    """The installed llguidance has other C functions than are called here."""
 
 
 class CLibrary:
@@ -130,7 +54,7 @@ class CLibrary:
     """
 
     def __init__(self, path: str | None = None) -> None:
-        self._functions = _functions(path or _lib.__file__)
+        self._functions = open_functions(path or _lib.__file__)
         self._helpers: ThreadPoolExecutor | None = None
 
     def read(self, words: WordList) -> CVocabulary:
@@ -166,12 +90,12 @@ class CVocabulary:
     def __init__(self, functions: ctypes.CDLL, words: WordList) -> None:
         self.functions = functions
         self.ends = frozenset(words.ends)
-        self._spell = _Spell(_spelling(words.spell))  # the library calls it while this is here
+        self._spell = Spell(_spelling(words.spell))  # the library calls it while this is here
         lengths = np.fromiter(map(len, words.tokens), np.uint32, len(words.tokens))
         more = np.array(words.ends[1:], np.uint32)
         slices = (c_char_p * (len(words.slices) + 1))(*map(str.encode, words.slices))
-        fields = _VocabularyFields(
-            struct_size=ctypes.sizeof(_VocabularyFields),
+        fields = VocabularyFields(
+            struct_size=ctypes.sizeof(VocabularyFields),
             vocab_size=len(words.tokens),
             tok_eos=words.ends[0],
             token_lens=lengths.ctypes.data,
@@ -185,16 +109,16 @@ class CVocabulary:
         error = ctypes.create_string_buffer(_MAX_ERROR)
         self._pointer = functions.llg_new_tokenizer_v2(byref(fields), error, _MAX_ERROR)
         if not self._pointer:
-            raise ValueError(f"llguidance cannot read the vocabulary: {_text(error.value)}")
+            raise ValueError(f"llguidance cannot read the vocabulary: {in_text(error.value)}")
 
     def __del__(self) -> None:
         self.functions.llg_free_tokenizer(self._pointer)
 
     def compile(self, source: str) -> CState:
         chosen = limits()
-        fields = _GrammarFields(
+        fields = GrammarFields(
             tokenizer=self._pointer,
-            limits=_LimitFields(*(getattr(chosen, name) for name in _names(_LimitFields))),
+            limits=LimitFields(*(getattr(chosen, name) for name in names_of(LimitFields))),
         )
         matcher = self.functions.llg_new_matcher(byref(fields), b"lark", source.encode())
         return CState(self, matcher)
@@ -223,7 +147,7 @@ class CState:
         return bool(self._functions.llg_matcher_is_error(self._pointer))
 
     def get_error(self) -> str:
-        return _text(self._functions.llg_matcher_get_error(self._pointer) or b"")
+        return in_text(self._functions.llg_matcher_get_error(self._pointer) or b"")
 
     def is_accepting(self) -> bool:
         return bool(self._functions.llg_matcher_is_accepting(self._pointer))
@@ -263,40 +187,6 @@ class CState:
         return found
 
 
-def _functions(path: str) -> ctypes.CDLL:
-    """Open the library and declare its functions, if they are those that are called here."""
-    try:
-        functions = ctypes.CDLL(path)
-        for name, (returns, takes) in _FUNCTIONS.items():
-            function = getattr(functions, name)
-            function.restype, function.argtypes = returns, takes
-    except (OSError, AttributeError) as error:
-        raise MismatchError(f"llguidance has no C functions ({error})") from error
-    version = functions.llg_get_version()
-    if not version.startswith(VERSION):
-        raise MismatchError(f"llguidance is {_text(version)}, not of version 1")
-    if not _layout_fits(functions):
-        raise MismatchError(f"the parameters of {_text(version)} are not laid out as known")
-    return functions
-
-
-def _layout_fits(functions: ctypes.CDLL) -> bool:
-    """Compare the defaults that the library writes to our fields with those of its Python class."""
-    size, defaults = ctypes.sizeof(_GrammarFields), LLParserLimits()
-    for byte in (0x00, 0xFF):
-        memory = bytearray([byte]) * (2 * size)
-        room = (ctypes.c_char * len(memory)).from_buffer(memory)
-        functions.llg_constraint_init_set_defaults(room, None)
-        found = _GrammarFields.from_buffer(memory)
-        same = all(
-            getattr(found.limits, name) == getattr(defaults, name) for name in _names(_LimitFields)
-        )
-        flags = (found.tokenizer, found.ff_tokens_ok, found.backtrack_ok)
-        if not same or any(flags) or memory[size:] != bytes([byte]) * size:
-            return False
-    return True
-
-
 def _spelling(spell: Callable[[bytes], list[int]]) -> Callable[..., int]:
     """Return the library's callback: it writes as many tokens as fit, and returns their number."""
 
@@ -307,11 +197,3 @@ def _spelling(spell: Callable[[bytes], list[int]]) -> Callable[..., int]:
         return len(token_ids)
 
     return write
-
-
-def _names(fields: type[Structure]) -> list[str]:
-    return [name for name, *_ in fields._fields_]
-
-
-def _text(message: bytes) -> str:
-    return message.decode(errors="replace")

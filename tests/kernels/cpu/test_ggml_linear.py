@@ -25,7 +25,8 @@ from cpu_sections import use_isa
 from ggml_weights import random_ggml
 
 from appliance.kernels.cpu.structs import Format, Isa, ScaleFormat, Status
-from appliance.kernels.cpu.weights import WeightPacker, linear_bytes
+from appliance.kernels.cpu.weight_bytes import linear_bytes
+from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.ggml_types import GGML_TYPES, Decoded
 
