@@ -114,7 +114,6 @@ class NoDevice(DriverBase):  # type: ignore[misc]
         raise NotImplementedError
 
     def get_current_target(self) -> GPUTarget:
-        """Return the target of the compilation."""
         return self._target
 
     def get_current_device(self) -> int | str:

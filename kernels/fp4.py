@@ -65,7 +65,6 @@ class Fp4Weight:
         return self.codes.nbytes + self.scale.nbytes + self.row_scale.nbytes
 
     def to(self, device: torch.device) -> Fp4Weight:
-        """Return the same weight on a device."""
         return Fp4Weight(self.codes.to(device), self.scale.to(device), self.row_scale.to(device))
 
     def rows(self, index: arrays.Rows) -> Fp4Weight:

@@ -56,7 +56,6 @@ class Fp8Weight:
         return self.codes.nbytes + self.scale.nbytes
 
     def to(self, device: torch.device) -> Fp8Weight:
-        """Return the same weight on a device."""
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device))
 
     def padded(self, index: Tensor) -> Fp8Weight:

@@ -57,7 +57,6 @@ class GgmlWeight:
         return self.blocks.nbytes + order
 
     def to(self, device: torch.device) -> GgmlWeight:
-        """Return the same weight on a device."""
         order = None if self.input_order is None else self.input_order.to(device)
         return replace(self, blocks=self.blocks.to(device), input_order=order)
 

@@ -75,7 +75,6 @@ class PackedWeight:
         return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes + order
 
     def to(self, device: torch.device) -> PackedWeight:
-        """Return the same weight on a device."""
         return replace(
             self,
             codes=self.codes.to(device),

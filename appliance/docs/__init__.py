@@ -31,8 +31,6 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One topic."""
-
     name: str  # as in `appliance docs NAME`
     title: str
     text: str  # Markdown; links to other topics name their files

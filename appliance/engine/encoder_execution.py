@@ -35,8 +35,6 @@ _STREAMS = 6  # of hidden states that live at once in a layer: the stream, QKV, 
 
 
 class LoadedEncoder(Protocol):
-    """A loaded encoder."""
-
     @property
     def spec(self) -> EncoderSpec: ...
     @property

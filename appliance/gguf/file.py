@@ -54,7 +54,6 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def type(self, name: str) -> TensorType:
-        """Storage type."""
         return self._header.tensors[name].type
 
     def type_name(self, name: str) -> str:

@@ -247,7 +247,6 @@ class Answer:
         )
 
     def _take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
-        """Return the pieces that a delta completes."""
         number = prompt * self._sampling.num_choices + delta.index
         choice = self._choices[number]
         if choice.ended:  # by a stop string, with more deltas queued

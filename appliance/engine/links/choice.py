@@ -16,8 +16,8 @@ class LinkChoice:
     """The way that steps take.
 
     Attributes:
-        trial: of it; None if none may be used.
-        reason: why it is not the way that usually is the fastest; empty if it is.
+        trial: its test; None if no way is sound.
+        reason: why it is not the usually fastest way; empty if it is.
     """
 
     trial: LinkTrial | None
@@ -28,8 +28,8 @@ def choose_link(trials: Sequence[LinkTrial], num_bytes: float) -> LinkChoice:
     """Choose the sound way that is the fastest for one exchange.
 
     Args:
-        trials: that which usually is the fastest first.
-        num_bytes: that a rank gives in an exchange.
+        trials: of each way, the usually fastest first.
+        num_bytes: what a rank sends in one exchange.
     """
     chosen = min(trials, key=lambda trial: trial.time_of(num_bytes))
     if chosen.problem:

@@ -20,9 +20,9 @@ class DeviceLink:
     """Copies from one device to another and back.
 
     Args:
-        first: where data begin.
-        second: where they turn.
-        path: straight, or through pinned memory of the host.
+        first: sends the data and gets them back.
+        second: receives them and sends them back.
+        path: direct, or through pinned memory of the host.
     """
 
     def __init__(self, first: torch.device, second: torch.device, path: LinkPath) -> None:
@@ -64,7 +64,7 @@ class DeviceLink:
 
 
 def device_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of a copy on a device, read and written, the best of some."""
+    """Return bytes per second of the fastest copy on a device; counts reads and writes."""
     source = torch.ones(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     best = float("inf")

@@ -25,9 +25,9 @@ class ProbeOrder(msgspec.Struct, frozen=True):
     """The only argument of the process, as JSON.
 
     Attributes:
-        devices: names that torch knows.
+        devices: torch's names.
         measures: measure their memory first.
-        limit: seconds of a test.
+        limit: seconds per test.
     """
 
     devices: tuple[str, ...]
@@ -37,10 +37,10 @@ class ProbeOrder(msgspec.Struct, frozen=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, tag=True):
-    """A device's memory: bytes per second of a copy, and bytes that are free.
+    """A device's memory bandwidth, bytes per second of a copy, and its free bytes.
 
     Attributes:
-        free_bytes: None where that is the host's.
+        free_bytes: None if the memory is the host's.
     """
 
     place: int

@@ -46,7 +46,7 @@ class DeviceProbe:
 
     Attributes:
         memory: of each device.
-        links: of each pair of places, the first one lower.
+        links: by pair of places, the lower one first.
     """
 
     memory: tuple[DeviceMemory, ...]
@@ -62,13 +62,13 @@ def probe_devices(
 ) -> DeviceProbe:
     """Measure devices, test all links between them, and choose each pair's path.
 
-    A test that hangs ends the process; another one runs what is left.
+    A test that hangs ends the process; a new process runs the remaining tests.
 
     Args:
-        devices: names that torch knows, such as cuda:0.
-        num_bytes: that a rank gives in an exchange.
-        limit: seconds of a test.
-        command: the process, without its argument.
+        devices: torch's names, such as cuda:0.
+        num_bytes: what a rank sends in one exchange.
+        limit: seconds per test.
+        command: starts the process; the order is appended.
 
     Raises:
         EngineError: the process cannot open the devices.

@@ -1,4 +1,4 @@
-"""The links between ranks that torch executes: they are tried by sums, as steps make them."""
+"""Links between ranks that torch executes, tested by sums like those of a step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class JointLink:
     """Rank 0's end of the way to another rank; all ranks take part in each sum.
 
     Args:
-        joint: connected, and gives up after about as long as the test may take.
-        path: that its sums take.
+        joint: connected; its operations time out after about the test's limit.
+        path: of its sums.
         other: the rank that sends back.
     """
 
@@ -59,7 +59,7 @@ class JointLink:
 
 
 def try_joint(joint: Joint, path: LinkPath, limit: float) -> tuple[LinkTrial, ...]:
-    """Test the links to all other ranks, up to the first that may not be used.
+    """Test the links to the other ranks; stop at the first unsound one.
 
     Args:
         limit: seconds for each.

@@ -1,4 +1,4 @@
-"""The way between two ranks as its test sees it, and what a test found. Imports no torch."""
+"""Interface of a link between two ranks, and the result of its test. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LinkPath(Enum):
-    """The memory that data of one rank passes on its way to another."""
+    """The memory through which data pass from rank to rank."""
 
     PEER = "peer to peer"
     HOST = "through host memory"
@@ -24,7 +24,7 @@ class LinkTimeoutError(Exception):
 
 
 class Link(Protocol):
-    """One way to another rank, whose other end sends back all that it gets."""
+    """One way to another rank; the other end echoes everything it receives."""
 
     @property
     def path(self) -> LinkPath:
@@ -32,15 +32,15 @@ class Link(Protocol):
         ...
 
     def echo(self, data: NDArray[Any], rounds: int, limit: float) -> tuple[NDArray[Any], float]:
-        """Send float32 numbers there and back, then what came back, and so on.
+        """Send float32 numbers there and back, and repeat with the received ones.
 
         Args:
             data: (count,) whole numbers below 2^24, which no sum rounds.
-            rounds: how often they go there and back.
-            limit: seconds for all of it.
+            rounds: number of round trips.
+            limit: seconds for all rounds.
 
         Returns:
-            What came back last, and the seconds that it took.
+            The last numbers received, and the seconds of all rounds.
 
         Raises:
             LinkTimeoutError: it takes longer than the limit.
@@ -79,7 +79,7 @@ class LinkTrial:
 
     Attributes:
         speed: None if there is a problem.
-        problem: why the link may not be used; empty if it may.
+        problem: why the link is unsound; empty if it is sound.
     """
 
     path: LinkPath
@@ -92,7 +92,7 @@ class LinkTrial:
         return self.speed is not None and self.speed.seconds > SLOW_SECONDS
 
     def time_of(self, num_bytes: float = 0.0) -> float:
-        """Return the seconds of one message; none arrives over a link that may not be used."""
+        """Return the seconds of one message, infinite over an unsound link."""
         return float("inf") if self.speed is None else self.speed.time_of(num_bytes)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Both ends of the memory that two ranks on a CPU share, as a link. Imports no torch.
+"""The memory that two ranks on a CPU share, as a link, with both ends. Imports no torch.
 
-The data go as they do in a step: by sums to which all but one give zeros.
+Data pass as in a step: by sums in which all ranks but one add zeros.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryLink:
-    """The end that begins.
+    """The end that starts a test.
 
     Args:
         group: of this rank and the other.
         begin: tells the other to run `send_back` with a count and rounds.
-        give_up: ends the other's process, for which this one may be waiting.
+        give_up: ends the other process, in case this one waits for it.
     """
 
     path = LinkPath.SHARED
@@ -46,8 +46,8 @@ class SharedMemoryLink:
         """Send data there and back; see `Link`.
 
         Raises:
-            LinkTimeoutError: it takes longer than the limit. The other's process is ended.
-            RankLostError: that has ended by itself.
+            LinkTimeoutError: it takes longer than the limit; ends the other process.
+            RankLostError: the other process has ended by itself.
         """
         values = arrays.of_numpy(data.copy())
         found: list[float] = []
@@ -83,7 +83,7 @@ def _send(group: NativeGroup, values: Any, rounds: int) -> float:
 
 
 def send_back(group: NativeGroup, count: int, rounds: int) -> None:
-    """Be the other end: take numbers, and send them back, so many times.
+    """Serve as the other end: receive numbers and send them back, `rounds` times.
 
     Raises:
         RankLostError: the rank that began has ended.

@@ -1,4 +1,4 @@
-"""Tests a link with random data that must come back as it was. Imports no torch."""
+"""Tests a link with random data, which must return unchanged. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MOST = 1 << 24  # a float32 holds all whole numbers below
 
 
 def new_seed() -> int:
-    """Return a seed that no test before had."""
+    """Return a seed that no earlier test used."""
     return int.from_bytes(os.urandom(4), "little")
 
 
 def try_link(link: Link, seed: int, limit: float = TRIAL_SECONDS) -> LinkTrial:
-    """Measure latency and bandwidth, and compare all that comes back.
+    """Measure latency and bandwidth, and compare all received data.
 
-    The fastest message counts: other work of the machine makes a link slower, nothing faster.
+    Takes the fastest message: other work on the machine only slows a link.
 
     Args:
         seed: of the data.
-        limit: seconds for all of it.
+        limit: seconds for the whole test.
     """
     noise, left = np.random.default_rng(seed), limit
     one_way: list[float] = []  # of each size

@@ -1,1 +1,1 @@
-"""Predicts what a token costs a divided model, and chooses the ranks' shares by it."""
+"""Predicts a token's time on a divided model, and chooses the ranks' shares by it."""

@@ -1,4 +1,4 @@
-"""Chooses the ranks' shares: those that fit, by the predicted time of a token. Imports no torch."""
+"""Chooses the shares that fit and predict the fastest token. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_PLANNED = 64  # for a message
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """Shares, and what they are predicted to cost."""
+    """Shares, and their predicted costs."""
 
     split: Split
     work: TokenWork
@@ -56,7 +56,7 @@ def choose_split(
     ranks: Sequence[RankFacts],
     link: LinkSpeed,
 ) -> SplitPlan:
-    """Return the asked shares if they fit, or those that fit and are predicted to be the fastest.
+    """Return the requested shares if they fit, or the fastest predicted ones that fit.
 
     Args:
         asked: None chooses; even shares unless others gain at least `LEAST_GAIN`.
@@ -90,7 +90,7 @@ def choose_split(
 
 
 def candidates(ranks: Sequence[RankFacts]) -> list[Split]:
-    """List even shares, then those nearest to what ranks read per second, and to their memory."""
+    """List even shares, then shares by the ranks' bandwidth, then by their memory."""
     size = len(ranks)
     found = [(1,) * size]
     scales = [[rank.bytes_per_second for rank in ranks]]
@@ -117,7 +117,7 @@ def compare(
     """Compare a split with a pipeline; None if whole layers do not fit.
 
     Args:
-        asked: shares of the pipeline; None: each rank takes about as long.
+        asked: shares of the pipeline; None balances the ranks' times.
     """
     layers, last, size = model.layer_costs(), model.vocabulary, len(ranks)
     bounds = cut_evenly(layers, last, ranks)

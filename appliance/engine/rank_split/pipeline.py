@@ -1,4 +1,4 @@
-"""Compares tensor with pipeline parallelism from figures alone: no model, no device, no torch.
+"""Compares tensor and pipeline parallelism by arithmetic alone: no model, device or torch.
 
 Tensor parallel: all ranks read their part of each layer at the same time, and wait for each other
 after each section. Pipeline parallel: each rank has whole layers, and a token passes one rank after
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from appliance.engine.links.link import LinkSpeed
 
-
 # What is not the usual must be faster by this much: a few percent are noise of a measurement, and
 # would change from start to start, and with them the last bits of seeded answers.
 LEAST_GAIN = 0.10
@@ -28,21 +27,21 @@ class RankFacts:
     """A rank's memory.
 
     Attributes:
-        bytes_per_second: that it reads.
-        memory_bytes: that its part may take; None where ranks share what a plan divides.
+        bytes_per_second: read bandwidth.
+        memory_bytes: limit of its part; None if the ranks share one memory.
     """
 
     bytes_per_second: float
     memory_bytes: int | None = None
 
     def holds(self, num_bytes: float) -> bool:
-        """Return True if so many bytes fit."""
+        """Return True if this many bytes fit."""
         return self.memory_bytes is None or num_bytes <= self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Bytes of one layer: that a token reads, and that are held."""
+    """Bytes of one layer: read per token, and held."""
 
     reads: float
     holds: float
@@ -53,8 +52,8 @@ class PipelineCost:
     """The cost of a token in a pipeline.
 
     Attributes:
-        bounds: (size + 1,) the first layer of each rank, and one after the last.
-        seconds: of a token.
+        bounds: (size + 1,) first layer of each rank, then the number of layers.
+        seconds: per token.
     """
 
     bounds: tuple[int, ...]
@@ -66,8 +65,8 @@ class ParallelChoice:
     """The faster of two ways to divide a model.
 
     Attributes:
-        tensor_seconds: of a token where layers are divided.
-        pipeline: where ranks have whole layers.
+        tensor_seconds: per token with divided layers.
+        pipeline: cost with whole layers.
     """
 
     tensor_seconds: float
@@ -75,7 +74,7 @@ class ParallelChoice:
 
     @property
     def is_tensor(self) -> bool:
-        """True if dividing each layer is predicted to be about as fast, or faster."""
+        """True if dividing each layer is predicted to be at least about as fast."""
         return self.pipeline.seconds > (1 - LEAST_GAIN) * self.tensor_seconds
 
     def __str__(self) -> str:
@@ -89,7 +88,7 @@ class ParallelChoice:
 def cut_evenly(
     layers: Sequence[LayerCost], last: LayerCost, ranks: Sequence[RankFacts]
 ) -> tuple[int, ...] | None:
-    """Divide layers so that the slowest rank takes as little time as can be.
+    """Divide layers so that the slowest rank is as fast as possible.
 
     Args:
         layers: in order.
@@ -97,7 +96,7 @@ def cut_evenly(
         ranks: in the order in which a token passes them.
 
     Returns:
-        (size + 1,) bounds, or None if the layers do not fit, or are fewer than the ranks.
+        (size + 1,) bounds; None if layers do not fit, or ranks outnumber them.
     """
     count = len(layers)
     reads = list(accumulate((layer.reads for layer in layers), initial=0.0))
@@ -131,7 +130,7 @@ def pipeline_cost(
     row_bytes: float,
     bounds: tuple[int, ...],
 ) -> PipelineCost:
-    """Return what a token costs in a pipeline.
+    """Return the cost of a token in a pipeline.
 
     Args:
         layers: in order.

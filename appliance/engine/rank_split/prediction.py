@@ -1,4 +1,4 @@
-"""Predicts the time of a token on ranks of unlike memory, joined by a link. Imports no torch."""
+"""Predicts the time of a token on ranks with different memory and one link. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrediction:
-    """Seconds of a token of one stream, where memory and the link limit it.
+    """Seconds per token of one stream, limited by memory and link.
 
     Attributes:
         seconds: of the whole step.
-        exchanges: of these, between ranks.
-        busy: (size,) share of the step in which each rank reads.
+        exchanges: the part spent between ranks.
+        busy: (size,) share of the step during which each rank reads.
     """
 
     seconds: float
@@ -29,9 +29,9 @@ class TokenPrediction:
 
 
 def predict(work: TokenWork, ranks: Sequence[RankFacts], link: LinkSpeed) -> TokenPrediction:
-    """Add up the step's description, the slowest rank of each section, and the exchanges.
+    """Add up the step's description, each section's slowest rank, and the exchanges.
 
-    Each rank gives its part to one rank after another, all ranks at the same time.
+    All ranks send at the same time, each to one rank after another.
     """
     size = len(ranks)
     reading, exchanges = 0.0, link.seconds

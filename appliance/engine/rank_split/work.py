@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from appliance.model.shard.shard import LayerShare, Shard
     from appliance.model.spec import DecoderSpec, LayerSpec
 
-
 # By kind of tensor: a slot that stands for all of a layer's that ranks divide alike.
 Amounts = dict[TensorSlot, LayerCost]
 
@@ -31,10 +30,10 @@ class ModelBytes:
     Attributes:
         layers: of each layer.
         vocabulary: of embedding and head.
-        beside: that every rank holds whole, and a token reads before the first layer.
-        kv_reads: bytes of keys and values in a layer that caches some, which a token reads.
-        kv_holds: the same of the longest sequence.
-        given: bytes of a number in an exchange.
+        beside: held whole by every rank, and read by a token before the first layer.
+        kv_reads: bytes of keys and values that a token reads in a layer with a cache.
+        kv_holds: bytes of the longest sequence's keys and values in such a layer.
+        given: bytes per number in an exchange.
     """
 
     spec: DecoderSpec
@@ -55,7 +54,7 @@ class ModelBytes:
         context_length: int,
         given: int,
     ) -> ModelBytes:
-        """Count a model; a token is at half of its context.
+        """Count a model's bytes, for a token at half of the context.
 
         Args:
             slots: all tensors of the model.
@@ -78,7 +77,7 @@ class ModelBytes:
         return cls(spec, tuple(map(dict, layers)), vocabulary, beside, each / 2, each, given)
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return what each layer costs a rank that has all of it, with its keys and values."""
+        """Return each layer's cost on a rank that has all of it, keys and values included."""
         return [
             _sum(*amounts.values(), LayerCost(self.kv_reads, self.kv_holds))
             if index in self.spec.cache_layers
@@ -89,11 +88,11 @@ class ModelBytes:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The part of a step that ranks compute without each other.
+    """The part of a step between two exchanges.
 
     Attributes:
         reads: (size,) bytes of each rank.
-        gives: bytes that a rank gives the others at its end; 0: none waits.
+        gives: bytes that a rank sends at its end; 0 if no rank waits.
     """
 
     reads: tuple[float, ...]
@@ -102,11 +101,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class TokenWork:
-    """One token of one stream on all ranks.
+    """The work of one token of one stream, by rank.
 
     Attributes:
         sections: in their order.
-        holds: (size,) bytes of weights and of the longest sequence's keys and values.
+        holds: (size,) bytes of weights and the longest sequence's keys and values.
     """
 
     sections: tuple[Section, ...]
@@ -114,7 +113,7 @@ class TokenWork:
 
 
 def token_work(model: ModelBytes, shards: Sequence[Shard]) -> TokenWork:
-    """Divide a model's bytes as its shards are divided."""
+    """Divide a model's bytes among ranks as its shards are."""
     spec, size = model.spec, len(shards)
     row = spec.hidden_size * model.given
     sections = [Section((model.beside.reads,) * size, row)]
@@ -172,12 +171,12 @@ def _kind_of(slot: TensorSlot) -> TensorSlot:
 
 
 def _is_mixer(kind: TensorSlot) -> bool:
-    """Return True for what is read before the exchange of the mixer."""
+    """Return True for tensors read before the mixer's exchange."""
     return kind.role not in (*OF_MLP, Role.ROUTER)
 
 
 def _busiest(layer: LayerSpec, shares: Sequence[LayerShare]) -> float:
-    """Return what the busiest rank reads of experts, in terms of its even part."""
+    """Return the busiest rank's reads of experts, relative to its even part."""
     counts = tuple(len(share.experts) for share in shares if share.experts is not None)
     if not counts:
         return 1.0
@@ -188,7 +187,7 @@ def _busiest(layer: LayerSpec, shares: Sequence[LayerShare]) -> float:
 def _part_of(
     layer: LayerSpec, share: LayerShare, kind: TensorSlot, cost: LayerCost, busiest: float
 ) -> LayerCost:
-    """Return what a rank reads and holds of all tensors of a kind."""
+    """Return the bytes that a rank reads and holds of all tensors of a kind."""
     if kind.expert is None or share.experts is None:
         own = layer_portion(layer, share, kind)
         return LayerCost(cost.reads * own, cost.holds * own)

@@ -1,4 +1,4 @@
-"""Measures what a rank on a CPU copies per second with its threads. Imports no torch."""
+"""Measures the memory bandwidth of a rank's threads on a CPU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PASSES = 3
 
 
 def copy_bandwidth(threads: int) -> float:
-    """Return the bytes that are read and written per second, in the best of some passes.
+    """Return bytes read and written per second in the fastest pass.
 
-    Meanwhile it takes twice `COPY_BYTES` of memory.
+    Takes twice `COPY_BYTES` of memory meanwhile.
     """
     each = -(-COPY_BYTES // threads)
     source, target = (np.frombuffer(Mapping.of(each * threads).memory, np.uint8) for _ in range(2))

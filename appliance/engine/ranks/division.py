@@ -30,7 +30,7 @@ class Division(Protocol):
 
     Attributes:
         split: the ranks' shares.
-        bounds: (size + 1,) of runs of whole layers; none where each layer is divided.
+        bounds: (size + 1,) of runs of whole layers; empty if each layer is divided.
     """
 
     @property
@@ -45,25 +45,25 @@ class Division(Protocol):
         ...
 
     def notes(self) -> tuple[str, ...]:
-        """Say how the model is divided, and what is not."""
+        """Describe the division, and name the undivided parts."""
         ...
 
     def copies(self, slot: TensorSlot) -> float:
-        """Return how often all ranks together hold a tensor."""
+        """Return the number of copies of a tensor over all ranks."""
         ...
 
     def cached(self, spec: DecoderSpec) -> tuple[DecoderSpec, ...]:
-        """Return what caches keys and values, each in all the model's cache layers, and states."""
+        """Return the specs whose caches and states together are the model's."""
         ...
 
     def room(self, config: EngineConfig, payload_bytes: int) -> Room:
-        """Return the memory of exchanges."""
+        """Return the sizes of the shared memory."""
         ...
 
     def work(
         self, rank: int, own: NativeDecoder, group: NativeGroup, at: SharedStep
     ) -> RankWork[NativeCache]:
-        """Return what a rank does with steps."""
+        """Return a rank's part of the steps."""
         ...
 
 
@@ -117,7 +117,7 @@ class DividedLayers:
         return tuple(shard.spec for shard in self.parts)
 
     def room(self, config: EngineConfig, payload_bytes: int) -> Room:
-        """A rank gives all rows of the largest step at once, or a row of its logits."""
+        """An exchange holds all rows of the largest step, or one row of logits."""
         shard = self.parts[0]
         rows = config.max_num_batched_tokens * shard.whole.hidden_size
         return Room(max(rows, shard.widest_tokens), payload_bytes)

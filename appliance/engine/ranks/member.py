@@ -1,4 +1,4 @@
-"""The process of another rank: takes rank 0's order to load a part of the model, and serves it."""
+"""The process of another rank: loads its part of the model on rank 0's order, and serves it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_member(arguments: Sequence[str]) -> int:
 def _member(
     join: Join, connection: Connection, exchange: int, cache: int
 ) -> NativeMember | TorchMember:
-    """Load a rank's part with what executes it."""
+    """Load a rank's part for the CPU library or torch."""
     if join.device is None:
         from appliance.engine.ranks.native_member import NativeMember
 

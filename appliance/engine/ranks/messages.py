@@ -1,4 +1,4 @@
-"""Messages of rank 0 to the other ranks beside steps, and their answers. Carries no code."""
+"""Rank 0's messages to the other ranks, except steps, and their answers. Carries no code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Room(msgspec.Struct, frozen=True):
-    """The memory that ranks share for steps; it is taken only where it is written.
+    """Sizes of the memory that ranks share for steps; only written pages take memory.
 
     Attributes:
-        floats: numbers that a rank gives in one exchange.
+        floats: numbers that a rank sends in one exchange.
         payload_bytes: for the description of a step.
-        answer_bytes: for what the last stage says; 0 without stages.
+        answer_bytes: for the last stage's results; 0 without stages.
     """
 
     floats: int
@@ -28,7 +28,7 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class OpenLink(msgspec.Struct, frozen=True, tag=True):
-    """Map a part of the exchange's memory, and be one of two ranks there."""
+    """Map a part of the exchange's memory, and join one other rank there."""
 
     offset: int
     num_bytes: int
@@ -36,7 +36,7 @@ class OpenLink(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendBack(msgspec.Struct, frozen=True, tag=True):
-    """Send so many numbers back that come over the link, so many times."""
+    """Send received numbers back over the link: how many, and how often."""
 
     count: int
     rounds: int
@@ -52,10 +52,10 @@ class TryLinks(msgspec.Struct, frozen=True, tag=True):
     """Take part in the test of the links between ranks of torch, on the opened device.
 
     Attributes:
-        rank: 0 answers with what it found.
-        size: of all ranks.
-        path: that the links take.
-        limit: seconds for each.
+        rank: rank 0 answers with its results.
+        size: number of ranks.
+        path: of the links.
+        limit: seconds per link.
     """
 
     rank: int
@@ -65,13 +65,13 @@ class TryLinks(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyMemory(msgspec.Struct, frozen=True, tag=True):
-    """Measure what so many threads copy."""
+    """Measure the copy bandwidth of this many threads."""
 
     threads: int
 
 
 class MeasureGPU(msgspec.Struct, frozen=True, tag=True):
-    """Measure the opened GPU, of whose memory such a share may be taken."""
+    """Measure the opened GPU, of whose memory the model may take this share."""
 
     utilization: float
 
@@ -83,8 +83,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
         shares: of all ranks.
         is_exact: as in `Split`.
         dtype: of weights that are not packed, by name.
-        bounds: of the stages' layers; empty where each layer is divided.
-        device: kind of what torch executes the part on; None: the CPU library executes it.
+        bounds: of the stages' layers; empty if each layer is divided.
+        device: torch's kind of device; None for the CPU library.
     """
 
     config: EngineConfig
@@ -104,7 +104,7 @@ class CacheLayer(msgspec.Struct, frozen=True):
 
     Attributes:
         head_scales: (2, num_kv_heads) of the whole model, or None.
-        key_mean: (num_kv_heads, head_dim), the same.
+        key_mean: (num_kv_heads, head_dim) of the whole model, or None.
     """
 
     format: str
@@ -117,8 +117,8 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         layers: in the order of `cache_layers`.
-        strides: bytes of a block, an open block and a state with all ranks' parts, where they lie
-            in memory that all share.
+        strides: bytes of a block, an open block and a state with all ranks' parts, in memory
+            that all ranks share.
         offsets: of this rank's part in each.
     """
 
@@ -132,7 +132,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeSlots(msgspec.Struct, frozen=True, tag=True):
-    """Make room for so many adapters."""
+    """Make room for this many adapters."""
 
     count: int
 
@@ -146,13 +146,13 @@ class PutAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
-    """Run a step of torch; its tensors come by a broadcast from device to device.
+    """Run a step in torch; its tensors follow in a broadcast between devices.
 
     Attributes:
-        counts: elements of each tensor, in the order of `step_tensors`; negative: none.
+        counts: elements of each tensor, in the order of `step_tensors`; negative if absent.
         wants_logits: run the head too.
 
-    The others are the host's numbers of a `RaggedBatch`.
+    The other fields are the host's numbers of a `RaggedBatch`.
     """
 
     counts: tuple[int, ...]
@@ -168,33 +168,31 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunHead(msgspec.Struct, frozen=True, tag=True):
-    """Run the head on so many rows, which come by a broadcast."""
+    """Run the head on this many rows, which follow in a broadcast."""
 
     num_rows: int
 
 
 class CaptureStep(msgspec.Struct, frozen=True, tag=True):
-    """Run a step, and capture it as a graph of a number."""
+    """Run a step, and capture it as the graph with this number."""
 
     number: int
     step: RunStep
 
 
 class ReplayStep(msgspec.Struct, frozen=True, tag=True):
-    """Replay a captured step."""
-
     number: int
 
 
 class SaveBlock(msgspec.Struct, frozen=True, tag=True):
-    """Write a block's part, and that of an open block if given, to the rank's window."""
+    """Write a block's part, and an open block's if given, to the rank's window."""
 
     block: int
     open_block: int
 
 
 class LoadBlock(msgspec.Struct, frozen=True, tag=True):
-    """Fill a block's part, and that of an open block if given, from the rank's window."""
+    """Fill a block's part, and an open block's if given, from the rank's window."""
 
     block: int
     open_block: int
@@ -227,7 +225,7 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinksTried(msgspec.Struct, frozen=True, tag=True):
-    """The links from rank 0 to the others, up to the first that may not be used."""
+    """The tests of rank 0's links to the others, up to the first unsound one."""
 
     trials: tuple[LinkTrial, ...]
 
@@ -236,8 +234,8 @@ class MemoryCopied(msgspec.Struct, frozen=True, tag=True):
     """A rank's memory.
 
     Attributes:
-        bytes_per_second: that were read and written.
-        budget_bytes: that the rank may take of its GPU; None on the CPU.
+        bytes_per_second: read and written.
+        budget_bytes: the rank's limit on its GPU; None on the CPU.
     """
 
     bytes_per_second: float
@@ -252,7 +250,7 @@ class RankJoined(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankAllocated(msgspec.Struct, frozen=True, tag=True):
-    """Torch's cache is allocated: bytes of the rank's part of a block, and of an open one."""
+    """Torch's cache is allocated; bytes of the rank's part of a block and of an open one."""
 
     block_bytes: int
     open_bytes: int

@@ -1,7 +1,7 @@
-"""Cuts a step into micro-batches, which the stages of a pipeline run one behind the other.
+"""Cuts a step into micro-batches, which pass the stages of a pipeline in turn.
 
-A row's result depends neither on the rows beside it nor on how its prompt is cut, so any cut will
-do. The micro-batches run in their order in every stage, so a row finds what those before it wrote.
+A row's result depends neither on the rows beside it nor on how its prompt is cut, so any cut is
+valid. Every stage runs the micro-batches in order, so a row reads what earlier rows wrote.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MicroBatch:
 
     Attributes:
         step: of these rows alone.
-        places: of its answers among those of the step.
-        begin: its first answer among those of all micro-batches in turn.
+        places: of its results among the step's.
+        begin: its first result among those of all micro-batches in turn.
     """
 
     step: RankStep
@@ -45,7 +45,7 @@ class MicroBatch:
 
 
 def micro_batch_bounds(num_rows: int, size: int) -> tuple[int, ...]:
-    """Return first rows of micro-batches, and one after the last row.
+    """Return the first row of each micro-batch, then the number of rows.
 
     Of m micro-batches a stage idles (size - 1) / (m + size - 1) of the turns, but each reads all
     of a stage's weights. m is what makes m + size - 1 turns of 1 + ROW_COST * num_rows / m the
@@ -57,7 +57,7 @@ def micro_batch_bounds(num_rows: int, size: int) -> tuple[int, ...]:
 
 
 def turns(count: int, size: int) -> list[tuple[int | None, ...]]:
-    """Return the number of the micro-batch that each stage runs, turn by turn; None: it idles."""
+    """Return the micro-batch that each stage runs in each turn; None if it idles."""
     return [
         tuple(turn - rank if 0 <= turn - rank < count else None for rank in range(size))
         for turn in range(count + size - 1)
@@ -87,7 +87,7 @@ def _cut(step: RankStep, first: int, last: int, rows: NDArray[np.int64]) -> Rank
 
 
 def _cut_batch(batch: RaggedBatch, first: int, last: int) -> RaggedBatch:
-    """Return the sequences that have rows there; the last one's context ends with its last row."""
+    """Return the sequences with rows in a range; the last context ends with its last row."""
     starts = np.asarray(batch.query_start.numpy())
     begin = int(np.searchsorted(starts, first, side="right")) - 1
     end = int(np.searchsorted(starts, last, side="left"))

@@ -1,4 +1,4 @@
-"""Another rank of the CPU library: runs the steps that rank 0 writes down in shared memory.
+"""Another rank of the CPU library: runs the steps that rank 0 writes to shared memory.
 
 It plans nothing, samples nothing and moves no block.
 """
@@ -76,7 +76,7 @@ class NativeMember:
         send(connection, RankJoined(self._decoder.weight_bytes, self._decoder.num_dense))
 
     def run(self) -> None:
-        """Run what rank 0 writes down, until rank 0 kills this process or ends."""
+        """Run the orders that rank 0 writes, until it ends this process or ends itself."""
         while True:
             self._group.meet()
             match self._exchange.order:

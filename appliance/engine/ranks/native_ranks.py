@@ -1,4 +1,4 @@
-"""Ranks of the CPU library, which meet in memory that all of them share; this is rank 0's side."""
+"""Rank 0's side of the CPU library's ranks, which meet in shared memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NativeRanks:
 
     Args:
         group: their processes.
-        room: of the memory for steps.
+        room: sizes of the memory for steps.
 
     Attributes:
         native: rank 0's place among the ranks.
@@ -81,9 +81,9 @@ class NativeRanks:
         num_open: int,
         num_states: int,
     ) -> NativeCache:
-        """Allocate a cache of all ranks' parts, a block's one after another.
+        """Allocate a cache in which a block holds one rank's part after another.
 
-        So rank 0 alone saves, loads and copies blocks and states, between steps.
+        So rank 0 saves, loads and copies blocks and states alone, between steps.
 
         Args:
             own: rank 0's part.
@@ -126,7 +126,7 @@ class NativeRanks:
         self._call([MakeSlots(count)] * (self.group.size - 1))
 
     def call(self, message: PutAdapter) -> None:
-        """Tell all ranks the same, and wait until they have done it."""
+        """Send all ranks one order, and wait until they have carried it out."""
         self._call([message] * (self.group.size - 1))
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A stage's part of steps: whole layers, through which micro-batches go from rank to rank."""
+"""A stage's part of a step: whole layers, which pass micro-batches on to the next rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class PipelineWork:
     """One stage; see `RankWork`.
 
-    While a stage runs one micro-batch, the stage before it runs the next. After each turn all
-    meet: what a stage has written to its slot, the next one reads in the turn after.
+    While a stage runs one micro-batch, the stage before it runs the next. All stages meet after
+    each turn; in the next one, a stage reads the slot that the stage before it wrote.
 
     Args:
         decoder: its layers.
-        shared: where the last stage writes the answers.
+        shared: the last stage writes its results here.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class PipelineWork:
         self._shared = shared
 
     def run(self, step: RankStep, cache: NativeCache) -> Tensor | None:
-        """Run this stage's part of a step; the first stage returns what the last one says.
+        """Run this stage's part of a step; the first stage returns the last one's results.
 
         Raises:
-            MemoryError: a stage lacks workspace; in all of them, and before any begins, so that
-                the step can be repeated.
+            MemoryError: a stage lacks workspace; all stages raise it before any of them begins,
+                so the step can be repeated.
             RankLostError: a rank has ended.
         """
         parts = cut_step(step, micro_batch_bounds(len(step.token_ids), self._stage.size))
@@ -64,7 +64,7 @@ class PipelineWork:
         return answers
 
     def head(self, hidden: Tensor) -> Tensor | None:
-        """Run the head in the last stage; the first one returns what it says.
+        """Run the head in the last stage; the first one returns its results.
 
         Raises:
             MemoryError: the last stage lacks workspace.
@@ -84,7 +84,7 @@ class PipelineWork:
         return logits
 
     def _make_room(self, parts: list[MicroBatch], cache: NativeCache) -> None:
-        """Take the workspace of all micro-batches, in all stages, or in none."""
+        """Allocate the workspace of all micro-batches in all stages, or in none."""
         status = Status.OK
         try:
             for part in parts:

@@ -1,6 +1,6 @@
-"""Ranks before they load anything: their links are tested, and their memory is measured.
+"""Tests the links of ranks and measures their memory, before they load anything.
 
-Links are those of the CPU library's ranks; `serve_probes` is the other rank's side of all tests.
+The links are those of the CPU library; `serve_probes` is the other ranks' side of all tests.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ LINK_SECONDS = 20.0
 
 
 def try_links(ranks: RankGroup, limit: float = LINK_SECONDS) -> tuple[LinkTrial, ...]:
-    """Test the way to each other rank, once it is up; those that do not answer are ended.
+    """Test the link to each other rank once it is up; end those that do not answer.
 
     Args:
-        limit: seconds for each.
+        limit: seconds per link.
 
     Raises:
         EngineError: a rank has ended.
@@ -80,8 +80,8 @@ def try_links(ranks: RankGroup, limit: float = LINK_SECONDS) -> tuple[LinkTrial,
 def copy_rates(ranks: RankGroup, threads: Sequence[int]) -> tuple[float, ...]:
     """Let all ranks copy memory at the same time; return bytes per second.
 
-    Ranks with as many threads count as alike, since the system chooses their processors anew
-    all the time: each gets what these copied on average.
+    Ranks with as many threads get the average of their results: the system moves them between
+    processors all the time.
 
     Raises:
         EngineError: a rank has ended.
@@ -99,10 +99,10 @@ def copy_rates(ranks: RankGroup, threads: Sequence[int]) -> tuple[float, ...]:
 
 
 def serve_probes(connection: Connection, exchange: int) -> Join:
-    """Do what rank 0 asks for until it tells what to load.
+    """Serve rank 0's tests until it orders a part to be loaded.
 
     Args:
-        exchange: file of the memory that ranks share.
+        exchange: file of the ranks' shared memory.
 
     Raises:
         EOFError: rank 0 has ended.

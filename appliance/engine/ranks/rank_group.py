@@ -1,4 +1,4 @@
-"""The other ranks of a model: starts their processes, and speaks with them."""
+"""Starts the processes of the other ranks, and sends them orders."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 class RankGroup:
     """The other ranks of a model, each a process that ends with this one.
 
-    One that ends takes all of them along: whatever is asked next fails.
+    If one ends, every later order fails.
 
     Args:
-        asked: the setting that asks for it.
+        asked: the setting that requests ranks, for messages.
         size: ranks, this one included.
-        environment: variables of the processes beside those of this one.
+        environment: variables for the processes, added to this one's.
 
     Attributes:
         members: the others, in order.
-        exchange: descriptor of a file in memory where they meet; it is empty yet.
-        cache: of another, for the KV cache or for blocks on their way.
-        joined: what the others have loaded, in order.
-        kv_bytes: of all ranks' parts of the cache, once there is one.
-        is_interrupted: a step was begun and not ended, so that the ranks are at unlike places.
+        exchange: descriptor of a file in memory, still empty, in which they meet.
+        cache: descriptor of another, for the KV cache or for blocks in transit.
+        joined: the others' answers after loading, in order.
+        kv_bytes: of all ranks' parts of the cache; empty before it is allocated.
+        is_interrupted: a step began and did not end, so the ranks are out of step.
 
     Raises:
         EngineError: the system is out of processes, descriptors or memory.
@@ -124,7 +124,7 @@ class RankGroup:
         """Wait for the answer of each rank.
 
         Raises:
-            EngineError: one has ended, or could not do what it was told.
+            EngineError: one has ended, or failed to carry out an order.
         """
         return [self._answer(member) for member in self.members]
 
@@ -134,11 +134,11 @@ class RankGroup:
             raise EngineError("a step of several ranks was interrupted; load the model again")
 
     def lost(self) -> str:
-        """Say which rank has ended, and how."""
+        """Describe the loss of a rank, with its exit if it has ended."""
         return self.describe_exit() or "a rank of the model does not answer"
 
     def describe_exit(self) -> str | None:
-        """Describe the end of a rank that has ended, or does within half a second."""
+        """Describe the exit of the first rank that ends within half a second; None if none does."""
         ends = (member.describe_exit() for member in self.members)
         return next((how for how in ends if how is not None), None)
 

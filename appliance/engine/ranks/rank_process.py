@@ -29,7 +29,7 @@ class RankProcess:
         rank: above 0.
         exchange: file of the memory for steps.
         cache: file of the KV cache.
-        environment: variables of the process beside those of this one.
+        environment: variables for the process, added to this one's.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class RankProcess:
         self.watched = os.pidfd_open(self.process.pid)
 
     def send_back(self, count: int, rounds: int) -> None:
-        """Tell the rank to be the other end of its link."""
+        """Order the rank to serve as the other end of its link."""
         send(self.connection, SendBack(count, rounds))
 
     def answer(self, limit: float | None = None) -> FromRank:
         """Wait for its answer.
 
         Args:
-            limit: seconds; None waits as long as the process lives.
+            limit: seconds; None waits until the process ends.
 
         Raises:
             TimeoutError: it takes longer than the limit.
@@ -73,7 +73,7 @@ class RankProcess:
         return receive_answer(self.connection)
 
     def describe_exit(self) -> str | None:
-        """Describe the end of a process that has ended, or does within half a second."""
+        """Describe the process's exit; None unless it ends within half a second."""
         try:
             code = self.process.wait(0.5)
         except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ _A, _B = ".a", ".b"
 
 @dataclass(frozen=True, slots=True)
 class RankedAdapter:
-    """An adapter laid out in rank 0, and what the other ranks need to do the same."""
+    """An adapter laid out in rank 0, with its message to the other ranks."""
 
     own: NativeAdapter
     content: bytes

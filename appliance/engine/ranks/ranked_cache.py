@@ -1,7 +1,7 @@
-"""The KV cache of several devices: each has its heads' part of every block and every state.
+"""The KV cache of several devices: each holds its heads' part of every block and state.
 
-A block or state in host memory or on the disk has one rank's part after another. On its way each
-rank writes its part to a window of its own in a file in memory.
+A block or state in host memory or on disk holds one rank's part after another. In transit each
+rank writes its part to its own window of a file in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RankedCache:
         own: rank 0's.
         ranks: the others.
         sizes: bytes of each rank's part of a block, and of an open block.
-        state_sizes: of each rank's part of a row of recurrent state.
+        state_sizes: bytes of each rank's part of a row of recurrent state.
     """
 
     own: KVCache
@@ -74,7 +74,7 @@ class RankedCache:
         return sum(opened for _, opened in self.sizes)
 
     def read_block(self, block: int, open_block: int = -1) -> bytes:
-        """Return the parts of a block, each with that of its open block if given."""
+        """Return a block's parts, each followed by the open block's part if given."""
         self.ranks.order(SaveBlock(block, open_block))
         own = self.own.read_block(block, open_block)
         return own + self._read_others(self._parts(open_block))
@@ -115,7 +115,7 @@ class RankedCache:
             self.own.copy_open(sources, destinations)
 
     def _read_others(self, sizes: Sequence[int]) -> bytes:
-        """Return what the other ranks were ordered to write to their windows."""
+        """Return the parts that the other ranks write to their windows."""
         self.ranks.group.answers()
         file = self.ranks.group.cache
         return b"".join(read_window(file, rank, sizes[rank]) for rank in range(1, len(sizes)))
@@ -137,7 +137,7 @@ class RankedCache:
 
 
 class RankedStateRows(StateRows):
-    """Rows of recurrent state, of which each rank has its heads' part."""
+    """Rows of recurrent state; each rank holds its heads' part."""
 
     def __init__(self, cache: RankedCache, device: Device, rates: Rates) -> None:
         super().__init__(cache.states, device, rates)
@@ -168,14 +168,13 @@ class RankedStateRows(StateRows):
 
 
 def write_window(file: int, rank: int, content: bytes | bytearray | memoryview) -> None:
-    """Write to a rank's window."""
     view, done = memoryview(content), 0
     while done < len(view):
         done += os.pwrite(file, view[done:], rank * WINDOW + done)
 
 
 def read_window(file: int, rank: int, num_bytes: int) -> bytes:
-    """Read from a rank's window what has been written to it."""
+    """Read a part from a rank's window."""
     found = os.pread(file, num_bytes, rank * WINDOW)
     assert len(found) == num_bytes, (len(found), num_bytes)
     return found

@@ -1,4 +1,4 @@
-"""The executor of a model whose parts lie in several processes; this one is rank 0."""
+"""The executor of a model in several processes, of which this one is rank 0."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class RankedDecoder:
         spec: of the whole model.
         division: the parts of all ranks.
         threads: of each rank.
-        own: rank 0's part, and
-        work: what it does with steps.
+        own: rank 0's part.
+        work: rank 0's part of the steps.
         link: to the other ranks.
-        started: what was measured before they loaded.
+        started: measurements from before they loaded.
     """
 
     spec: DecoderSpec
@@ -87,13 +87,13 @@ class RankedDecoder:
         return self.own.weight_format
 
     def device_of_ranks(self, device: Device) -> Device:
-        """Return rank 0's device, which looks at the other ranks where torch waits for them."""
+        """Return rank 0's device, which watches the other ranks if torch waits for them."""
         if isinstance(self.link, NativeRanks):
             return device
         return cast("Device", RankedDevice(device, self.link))
 
     def ranks(self) -> tuple[RankInfo, ...]:
-        """Describe the processes, this one first, once there is a cache."""
+        """Describe the processes, this one first; call it once the cache is allocated."""
         group, parts, started = self.link.group, self.division.parts, self.started
         pids, links = (os.getpid(), *group.pids), (None, *started.links)
         plan = started.plan
@@ -115,7 +115,7 @@ class RankedDecoder:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Say which weights take more memory than in the file."""
+        """Name weights that take more memory than in the file."""
         others = sum(joined.num_dense for joined in self.link.group.joined)
         if not (count := self.own.num_dense + others):
             return ()

@@ -1,4 +1,4 @@
-"""Rank 0's device, whose work does not end if another rank has, and whose graphs all ranks have."""
+"""Rank 0's device: watches the other ranks while it waits, and captures graphs in all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankedDevice:
-    """A device of which all else is as without other ranks; see `Device`."""
+    """Wraps the device of a single rank; see `Device`."""
 
     device: Device
     ranks: TorchRanks
@@ -30,7 +30,7 @@ class RankedDevice:
         self.device.synchronize()
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """See `Device`; the CPU's graphs call the function, which gives the step to all ranks."""
+        """See `Device`; a CPU's graph calls the function, which sends the step to all ranks."""
         if self.device.torch_device.type == "cpu":
             return self.device.capture(function)
         return self.ranks.capture(self.device, function)
@@ -46,7 +46,7 @@ class _WatchedEvent:
         return self.event.is_over
 
     def wait(self) -> None:
-        """Look at the other ranks meanwhile; raise EngineError if one has ended."""
+        """Watch the other ranks meanwhile; raise EngineError if one has ended."""
         while not self.event.is_over:
             self.ranks.look()
         self.event.wait()

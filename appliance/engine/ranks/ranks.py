@@ -1,4 +1,4 @@
-"""Divides a model among ranks, and starts the processes that hold the parts."""
+"""Divides a model among ranks, and starts their processes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Ranks:
     Attributes:
         config: the settings, which every rank reads.
         threads: of each rank.
-        division: what each rank has.
-        started: the other processes, and what was measured; None: there is only this one yet.
+        division: the parts.
+        started: the other processes and their measurements; None before they start.
     """
 
     config: EngineConfig
@@ -61,13 +61,13 @@ class Ranks:
     def of(
         cls, config: EngineConfig, source: ModelSource, precision: Precision, threads: int
     ) -> Ranks | None:
-        """Divide a model as the settings say; None if one process has all of it.
+        """Divide a model by the settings; None if one process holds all of it.
 
         Args:
             threads: of all ranks together, at least one each.
 
         Raises:
-            ConfigError: these are no shares, or the model does not divide so.
+            ConfigError: the shares are invalid, or the model does not divide by them.
         """
         if not config.is_divided:
             return None
@@ -93,7 +93,7 @@ class Ranks:
         return self.division.split.size
 
     def notes(self) -> tuple[str, ...]:
-        """Say how the model is divided, and what was measured."""
+        """Describe the division and the measurements."""
         notes, started = self.division.notes(), self.started
         if started is None:
             return notes
@@ -102,12 +102,12 @@ class Ranks:
         return notes + started.notes()
 
     def taken_bytes(self, *, in_torch: bool) -> int:
-        """Return the memory that processes take already, as a plan counts it."""
+        """Return the memory that the processes already take, as a plan counts it."""
         each = MEMBER_BYTES + in_torch * TORCH_BYTES
         return 0 if self.started is None else (self.size - 1) * each
 
     def process_bytes(self, source: ModelSource, *, in_torch: bool) -> int:
-        """Return the host memory of the other processes beside their parts, and of exchanges."""
+        """Return the host memory of exchanges, and of the other processes without their parts."""
         if in_torch:
             return (self.size - 1) * (MEMBER_BYTES + TORCH_BYTES)
         rows, room = self.config.max_num_batched_tokens, self.division.room(self.config, 0)
@@ -125,10 +125,10 @@ class Ranks:
         on_progress: Callable[[str, int, int], None],
         context_length: int,
     ) -> RankedDecoder:
-        """Load all parts at the same time; the other ranks have been started.
+        """Load all parts at the same time, with the other ranks started.
 
         Raises:
-            EngineError: a rank could not load its part, or memory to share is lacking.
+            EngineError: a rank could not load its part, or shared memory is lacking.
         """
         assert self.started is not None
         rows, width = self.config.max_num_batched_tokens, source.spec.hidden_size
@@ -158,14 +158,14 @@ class Ranks:
         context_length: int,
         load_own: Callable[[JoinedShard], Decoder],
     ) -> RankedDecoder:
-        """Load all parts of the torch decoder at the same time; the other ranks have been started.
+        """Load all parts of the torch decoder at the same time, with the other ranks started.
 
         Args:
             device: rank 0's.
             load_own: loads rank 0's part.
 
         Raises:
-            EngineError: a rank could not load its part, or not meet the others.
+            EngineError: a rank could not load its part, or could not reach the others.
         """
         from appliance.engine.ranks.torch_ranks import TorchRanks, TorchWork
         from appliance.model.shard.joint import JoinedShard
@@ -186,7 +186,7 @@ class Ranks:
     def _given(
         self, dtype: Any, context_length: int
     ) -> tuple[EngineConfig, Split, Any, tuple[int, ...], tuple[int, ...], int]:
-        """Return what `RankGroup.load` is given for any rank."""
+        """Return the message of `RankGroup.load`, without the rank's number."""
         division = self.division
         return self.config, division.split, dtype, self.threads, division.bounds, context_length
 
@@ -201,7 +201,7 @@ def _closed_if_it_fails(group: RankGroup) -> Iterator[RankGroup]:
 
 
 def told_division(split: Split, source: ModelSource, bounds: tuple[int, ...]) -> Division:
-    """Return the division that rank 0 has made; `bounds` are those of its stages, if any."""
+    """Return rank 0's division; `bounds` are those of its stages, if any."""
     if not bounds:
         return DividedLayers.of(source, split)
     stages = tuple(Stage.of(source.spec, bounds, rank) for rank in range(split.size))

@@ -1,4 +1,4 @@
-"""Starts the ranks of a model, and settles by what they measure which part each one gets."""
+"""Starts a model's ranks, and settles their parts by what they measure."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def start_native(
     """Start the other ranks of the CPU library.
 
     Args:
-        ranks: as the settings divide the model.
+        ranks: divided by the settings.
         measure: returns the bytes of a tensor as laid out.
         kv_bytes_per_token: of all layers of the whole model.
 
     Raises:
-        EngineError: a rank could not be started, or its link may not be used.
+        EngineError: a rank could not be started, or its link is unsound.
     """
     started = StartedRanks.begin(ranks.config.ranks_setting, ranks.threads)
     if ranks.division.bounds:
@@ -77,8 +77,8 @@ def start_torch(
     """Start the other ranks of the torch decoder; see `start_native`.
 
     Args:
-        device: rank 0's; each of the others has the next one of its kind.
-        dtype: of what they exchange.
+        device: rank 0's; each other rank gets the next device of its kind.
+        dtype: of exchanged numbers.
     """
     config = ranks.config
     model = _model_bytes(ranks, source, measure, kv_bytes_per_token, dtype.itemsize)
@@ -96,7 +96,7 @@ def _model_bytes(
     kv_bytes_per_token: float,
     given: int,
 ) -> ModelBytes:
-    """Count a model; `given` bytes are of a number in an exchange."""
+    """Count a model's bytes; `given` is the size of a number in an exchange."""
     spec = source.spec
     context = ranks.config.max_model_len or spec.context_length
     return ModelBytes.of(spec, source.slots(), measure, kv_bytes_per_token, context, given)
@@ -125,7 +125,7 @@ def _with_shares(
 
 
 def _why_whole(ranks: Ranks, started: StartedRanks) -> str:
-    """Say why ranks get whole layers; empty if each gets a share of every layer."""
+    """Return the reason for whole layers; empty if each rank gets a share of every layer."""
     other, link = started.other, started.slowest
     if other is None or other.is_tensor:
         return ""

@@ -1,4 +1,4 @@
-"""Maps the KV cache that all ranks share: a block holds one rank's part after another's."""
+"""Maps the KV cache that all ranks share, in which a block holds one rank's part after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def describe_layers(layers: Sequence[LayerPrecision]) -> tuple[CacheLayer, ...]:
-    """Return precisions as a message holds them."""
+    """Convert precisions for a message."""
     return tuple(
         CacheLayer(layer.format.value, _numbers(layer.head_scales), _numbers(layer.key_mean))
         for layer in layers
@@ -30,7 +30,7 @@ def describe_layers(layers: Sequence[LayerPrecision]) -> tuple[CacheLayer, ...]:
 def read_layers(
     layers: Sequence[CacheLayer], *, in_torch: bool = False
 ) -> tuple[LayerPrecision, ...]:
-    """Return the precisions of a message, with arrays of NumPy or of torch."""
+    """Convert a message's precisions, to arrays of NumPy or torch."""
 
     def array(rows: tuple[tuple[float, ...], ...] | None) -> Tensor | None:
         found = _array(rows)
@@ -51,7 +51,7 @@ def _array(rows: tuple[tuple[float, ...], ...] | None) -> Tensor | None:
 
 
 def cache_bytes(strides: Sequence[int], counts: Sequence[int]) -> int:
-    """Return the bytes of rows of several kinds, each beginning at a page of memory."""
+    """Return the bytes of rows of several kinds, each kind page-aligned."""
     return sum(map(_kind_bytes, strides, counts))
 
 
@@ -61,13 +61,13 @@ def map_cache(
     """Map blocks, open blocks and states, and find a rank's part in each.
 
     Args:
-        descriptor: of a file in memory of `cache_bytes`.
+        descriptor: file in memory of `cache_bytes`.
         strides: bytes of a row with all ranks' parts.
         offsets: of the rank's part.
         counts: of rows.
 
     Raises:
-        MemoryError: the system refuses.
+        MemoryError: the system refuses the mapping.
     """
     found, begin = [], 0
     for stride, offset, count in zip(strides, offsets, counts, strict=True):

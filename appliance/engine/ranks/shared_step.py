@@ -1,6 +1,6 @@
-"""The description of a step in shared memory: rank 0 writes it down, the other ranks read it.
+"""The description of a step in shared memory: rank 0 writes it, the other ranks read it.
 
-It is what the CPU library reads of a step: some 100 bytes a sequence, and 4 a block.
+It holds what the CPU library reads of a step: about 100 bytes per sequence and 4 per block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NONE = -1
 
 
 class RankOrder(IntEnum):
-    """The next thing that all ranks do."""
+    """The next order for all ranks."""
 
     STEP = 1
     HEAD = 2
@@ -53,8 +53,8 @@ class SharedStep:
 
     Args:
         mapping: shared by all ranks.
-        begin: where the description of a step lies in it, and behind that the answers.
-        room: the bytes of both.
+        begin: offset of the step's description, which the results follow.
+        room: sizes of both.
     """
 
     def __init__(self, mapping: Mapping, begin: int, room: Room) -> None:
@@ -72,7 +72,7 @@ class SharedStep:
         self._header[0] = order
 
     def write_step(self, step: RankStep) -> int:
-        """Write down a step; return its bytes."""
+        """Write a step's description; return its bytes."""
         batch = step.batch
         parts = (
             step.token_ids,
@@ -127,7 +127,7 @@ class SharedStep:
         return RankStep(tokens, positions, batch, rows, bool(wants_logits))
 
     def write_hidden(self, hidden: Tensor) -> None:
-        """Write down rows (num_rows, hidden_size) float32 for the head."""
+        """Write rows (num_rows, hidden_size) float32 for the head."""
         self._header[:3] = RankOrder.HEAD, *hidden.shape
         end = 8 * _HEADER + hidden.nbytes
         self._bytes[8 * _HEADER : end] = hidden.contiguous().view(-1).numpy().view(np.uint8)
@@ -140,7 +140,7 @@ class SharedStep:
         return found
 
     def answers(self, first: int, count: int, width: int) -> Tensor:
-        """View rows of what the last stage says, (count, width) float32."""
+        """View rows of the last stage's results, (count, width) float32."""
         begin, end = 4 * first * width, 4 * (first + count) * width
         assert end <= len(self._answers), (first, count, width)
         values = self._answers[begin:end].view(np.float32)
@@ -154,7 +154,7 @@ _TYPES = tuple(
 
 
 def _places(counts: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first byte of each part and the one after its last."""
+    """Yield the first byte of each part, and one after its last."""
     end = 8 * _HEADER
     for count, dtype in zip(counts, _TYPES, strict=True):
         begin = -(-end // ALIGNMENT) * ALIGNMENT
@@ -163,9 +163,9 @@ def _places(counts: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def payload_bytes(num_rows: int, table_width: int, hidden_size: int) -> int:
-    """Return room for any step of so many rows; memory is taken only where it is written.
+    """Return the bytes of the longest description with this many rows.
 
-    A row may be a sequence of its own, with a whole table.
+    Each row may be a sequence of its own, with a whole table. Only written pages take memory.
     """
     sizes = (*(8,) * 4, *(4,) * 5, 4 * table_width)
     step = sum(sizes) * (num_rows + 1) + len(_TYPES) * ALIGNMENT

@@ -56,7 +56,7 @@ class Stages:
             bounds: (size + 1,) of the ranks' layers; None divides their bytes by the shares.
 
         Raises:
-            ConfigError: it has too few layers, or layers that need others' inputs.
+            ConfigError: it has too few layers, or layers that need other layers' inputs.
         """
         spec = source.spec
         check_stages(spec, split.size)
@@ -90,7 +90,7 @@ class Stages:
         return (spec,)
 
     def room(self, config: EngineConfig, payload_bytes: int) -> Room:
-        """A rank gives all rows of the largest step at once, and the last one all answers."""
+        """An exchange holds all rows of the largest step, and the last rank's results."""
         rows, spec = config.max_num_batched_tokens, self.parts[0].whole
         answers = 4 * rows * max(spec.hidden_size, spec.vocab_size)
         return Room(rows * spec.hidden_size, payload_bytes, answers)
@@ -104,10 +104,10 @@ class Stages:
 def _layer_bytes(
     config: EngineConfig, source: ModelSource, precision: Precision, library: ctypes.CDLL
 ) -> tuple[list[float], float, float]:
-    """Return the bytes of each layer, of the first rank besides, and of the last rank.
+    """Return the bytes of each layer, and the extra bytes of the first and the last rank.
 
-    A layer's are its weights, the keys and values of one whole context, and the states of all
-    sequences.
+    A layer holds its weights, the keys and values of one whole context, and all sequences'
+    states.
     """
     spec, dtype = source.spec, precision.dtype
     sizes, first, last = [0.0] * len(spec.layers), 0.0, 0.0

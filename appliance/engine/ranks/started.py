@@ -1,4 +1,4 @@
-"""The processes of other ranks before they load anything, measured, and the plan for them."""
+"""The other ranks' processes before they load anything: measurements, and the plan from them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class StartedRanks:
         group: the other ranks.
         links: to each of them.
         facts: of all ranks.
-        reason: why the links take no other path; empty if it usually is the fastest.
-        plan: what a split of each layer is predicted to cost; None for whole layers.
-        other: the same beside a pipeline; None if there cannot be one.
-        why_shares: why there cannot be one; empty if there can.
-        why_whole: why ranks have whole layers that could have a share of each; empty otherwise.
+        reason: why the links do not take the usually fastest path; empty if they do.
+        plan: predicted cost of divided layers; None for whole layers.
+        other: comparison with a pipeline; None if there cannot be one.
+        why_shares: why there cannot be a pipeline; empty if there can.
+        why_whole: why ranks have whole layers although shares are possible; empty otherwise.
     """
 
     group: RankGroup
@@ -56,11 +56,11 @@ class StartedRanks:
         """Start the other processes, test their links, and measure the memory of all ranks.
 
         Args:
-            setting: asks for them, with its value.
+            setting: the one that requests ranks, with its value.
             threads: of each rank.
 
         Raises:
-            EngineError: a rank could not be started, or its link may not be used.
+            EngineError: a rank could not be started, or its link is unsound.
         """
         group = RankGroup(setting, len(threads))
         try:
@@ -89,12 +89,12 @@ class StartedRanks:
         """Start the other processes of ranks that torch executes; see `begin`.
 
         Args:
-            device: rank 0's; each of the others has the next one of its kind.
-            row_bytes: that a rank gives in an exchange of a token.
-            gpu_utilization: share of a GPU's memory that a rank may take.
+            device: rank 0's; each other rank gets the next device of its kind.
+            row_bytes: what a rank sends per token in an exchange.
+            gpu_utilization: limit of a rank's share of GPU memory.
 
         Raises:
-            EngineError: a rank could not be started, or no way between ranks may be used.
+            EngineError: a rank could not be started, or no link is sound.
         """
         from appliance.engine.ranks.torch_probes import gpu_facts, start_tested
 
@@ -144,11 +144,11 @@ class StartedRanks:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Bytes per second that each rank copied."""
+        """Copy bandwidth of each rank, bytes per second."""
         return tuple(one.bytes_per_second for one in self.facts)
 
     def notes(self) -> tuple[str, ...]:
-        """Say what was measured, and what a token is predicted to take, also in a pipeline."""
+        """Describe the measurements and the predicted times per token, a pipeline's included."""
         rates = ", ".join(f"{rate / 1e9:,.1f}" for rate in self.rates)
         measured = f"ranks copy {rates} GB/s, {self.slowest}"
         measured += f", since {self.reason}" if self.reason else ""
@@ -168,5 +168,4 @@ class StartedRanks:
 
     @property
     def slowest(self) -> LinkTrial:
-        """The slowest link."""
         return max(self.links, key=lambda trial: trial.time_of())

@@ -1,6 +1,6 @@
-"""Another rank of the torch decoder: has a device of its own, and does what rank 0 orders.
+"""Another rank of the torch decoder: carries out rank 0's orders on its own device.
 
-It plans nothing and samples nothing. What fails here ends the process, which rank 0 notices.
+It plans nothing and samples nothing. A failure ends the process, which rank 0 notices.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TorchMember:
         self._joint.connect()
 
     def run(self) -> None:
-        """Do what rank 0 orders, until rank 0 kills this process or ends."""
+        """Carry out rank 0's orders, until it ends this process or ends itself."""
         while True:
             try:
                 order = receive_order(self._connection)

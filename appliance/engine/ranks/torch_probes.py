@@ -1,8 +1,8 @@
-"""Ranks of torch before they load anything: the ways between them are tested, and their GPUs.
+"""Tests the links between torch's ranks and measures their GPUs, before they load anything.
 
-GPUs exchange data by NCCL, peer to peer or through the host's memory. Each way is tested by
-processes of its own: a GPU's sum that hangs ends with its process only, and NCCL chooses a way once
-in a process. On a CPU gloo has one way, whose sums end in time by themselves.
+GPUs exchange data by NCCL, peer to peer or through the host's memory. Each path is tested by
+processes of its own: a GPU's sum that hangs only ends with its process, and NCCL chooses its path
+once. On a CPU gloo has one path, and its sums time out by themselves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WITHOUT_PEERS = "NCCL_P2P_DISABLE"
 
 
 def ways_of(kind: str) -> tuple[LinkPath, ...]:
-    """List the ways between devices of a kind, that which usually is the fastest first."""
+    """List the paths between devices of a kind, the usually fastest first."""
     if kind == "cpu":
         return (LinkPath.SOCKET,)
     if os.environ.get(WITHOUT_PEERS, "0") != "0":
@@ -58,18 +58,18 @@ def ways_of(kind: str) -> tuple[LinkPath, ...]:
 def start_tested(
     asked: str, size: int, kind: str, row_bytes: float
 ) -> tuple[RankGroup, tuple[LinkTrial, ...], str]:
-    """Start the other ranks so that they take the fastest sound way, as this process then does.
+    """Start the other ranks on the fastest sound path, which this process then takes too.
 
     Args:
-        asked: the setting that asks for them.
+        asked: the setting that requests ranks, for messages.
         kind: of their devices.
-        row_bytes: that a rank gives in an exchange of a token.
+        row_bytes: what a rank sends per token in an exchange.
 
     Returns:
-        The ranks, the links to them, and why these take no other way; empty if it is the usual one.
+        The ranks, the links to them, and why they do not take the usual path; empty if they do.
 
     Raises:
-        EngineError: no rank can be started, or no way may be used.
+        EngineError: no rank can be started, or no path is sound.
     """
     with ExitStack() as unused:
         ways: list[_Way] = []
@@ -93,7 +93,7 @@ def start_tested(
 
 
 class _Way:
-    """Other ranks that take one path to each other."""
+    """The other ranks, started for one path."""
 
     def __init__(self, asked: str, size: int, kind: str, path: LinkPath) -> None:
         self.path, self.size = path, size
@@ -106,7 +106,7 @@ class _Way:
         self._kind = kind
 
     def try_links(self) -> tuple[LinkTrial, ...]:
-        """Test the links of rank 0, up to the first that may not be used."""
+        """Test rank 0's links; stop at the first unsound one."""
         limit = LINK_SECONDS if self.path is LinkPath.SOCKET else TRIAL_SECONDS
         try:
             with ExitStack() as undo:
@@ -146,7 +146,7 @@ class _Way:
 
 
 def take_part(order: TryLinks, exchange: int, device: torch.device) -> tuple[LinkTrial, ...]:
-    """Test links as rank 0, or be another rank in the test, which finds nothing.
+    """Test links as rank 0; as another rank, serve the test and return nothing.
 
     Args:
         exchange: file in which the ranks find each other.
@@ -170,7 +170,7 @@ def serve_device(
     exchange: int,
     device: torch.device | None,
 ) -> torch.device:
-    """Do what rank 0 asks of a rank of torch, on a device; return that."""
+    """Carry out rank 0's tests on a device; return the device."""
     match order:
         case OpenDevice(name):
             device = torch.device(name)
@@ -191,11 +191,11 @@ def serve_device(
 
 
 def gpu_facts(group: RankGroup, own: torch.device, utilization: float) -> tuple[RankFacts, ...]:
-    """Let all ranks copy on their GPUs at the same time; return what each has.
+    """Let all ranks copy on their GPUs at the same time; return each one's facts.
 
     Args:
         own: rank 0's.
-        utilization: share of a GPU's memory that may be taken.
+        utilization: usable share of a GPU's memory.
 
     Raises:
         EngineError: a rank has ended.

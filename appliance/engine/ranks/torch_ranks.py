@@ -1,7 +1,7 @@
-"""Ranks of the torch decoder, each on a device of its own; this is rank 0's side.
+"""Rank 0's side of the torch decoder's ranks, each on its own device.
 
-Rank 0 sends orders without waiting; the devices meet in the sums of a step. Where a rank answers,
-this says so.
+Rank 0 sends orders and does not wait, except where a function says so; the devices meet in the
+sums of a step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TorchRanks:
         """Let the ranks meet, once all have loaded.
 
         Raises:
-            EngineError: they cannot.
+            EngineError: one does not come.
         """
         try:
             self.joint.connect()
@@ -77,7 +77,7 @@ class TorchRanks:
             ) from error
 
     def order(self, message: ToTorchRank) -> None:
-        """Tell all other ranks the same."""
+        """Send all other ranks one order."""
         self.group.check()
         self.group.send([message] * (self.group.size - 1))
 
@@ -92,7 +92,7 @@ class TorchRanks:
         num_open: int,
         num_states: int,
     ) -> RankedCache:
-        """Allocate each rank's cache on its device, all of the same blocks; the ranks answer."""
+        """Allocate a cache of the same blocks on each rank's device; wait for the answers."""
         described = describe_layers(layers)
         self.order(Allocate(described, num_blocks, block_size, num_open, num_states))
         cache = own.allocate_cache(
@@ -133,7 +133,7 @@ class TorchRanks:
             yield
 
     def capture(self, device: Device, function: Callable[[], None]) -> Graph:
-        """Capture a step in all ranks, which answer; see `Device.capture`."""
+        """Capture a step in all ranks, and wait for their answers; see `Device.capture`."""
         capture = self._capture = _Capture(next(self._numbers))
         try:
             graph = device.capture(function)

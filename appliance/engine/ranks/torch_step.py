@@ -1,7 +1,7 @@
-"""A step of torch's ranks as two things: the host's numbers in a message, the device's in bytes.
+"""A step for torch's ranks: the host's numbers as a message, the device's tensors as bytes.
 
-Rank 0's device gives the bytes to the others', so tokens that are known to it alone come along, and
-a captured step has them where it reads them.
+Rank 0's device broadcasts the bytes, so they include tokens that only the device knows, and a
+captured step finds them at fixed addresses.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def describe_step(tensors: Sequence[Tensor | None], step: RankStep) -> RunStep:
 
 
 def pack(tensors: Sequence[Tensor | None], gap: Tensor) -> Tensor:
-    """Lay a step's tensors side by side in bytes; `gap` (ALIGNMENT,) uint8 fills up between."""
+    """Lay a step's tensors side by side in bytes, padded with `gap` (ALIGNMENT,) uint8."""
     pieces = []
     for tensor, dtype in zip(tensors, _TYPES, strict=True):
         if tensor is None:
@@ -81,7 +81,7 @@ def pack(tensors: Sequence[Tensor | None], gap: Tensor) -> Tensor:
 
 
 def packed_bytes(step: RunStep) -> int:
-    """Return the bytes that `pack` makes of a step's tensors."""
+    """Return the number of bytes that `pack` makes of a step's tensors."""
     return sum(
         -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         for count, dtype in zip(step.counts, _TYPES, strict=True)
@@ -90,7 +90,7 @@ def packed_bytes(step: RunStep) -> int:
 
 
 def unpack(step: RunStep, packed: Tensor) -> RankStep:
-    """Return a step whose tensors lie in the bytes that `pack` made."""
+    """Rebuild a step whose tensors are views of packed bytes."""
     found: list[Tensor | None] = []
     begin = 0
     for count, dtype in zip(step.counts, _TYPES, strict=True):

@@ -1,4 +1,4 @@
-"""The work of a rank in a step, the same in rank 0 and the others."""
+"""A rank's part of a step, alike in rank 0 and the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankWork(Protocol[Held]):
     """One rank's part of each step."""
 
     def run(self, step: RankStep, cache: Held) -> Tensor | None:
-        """Run its part; rank 0 returns the logits or hidden states, as the step wants."""
+        """Run its part; rank 0 returns the step's logits or hidden states."""
         ...
 
     def head(self, hidden: Tensor) -> Tensor | None:
@@ -33,7 +33,7 @@ class RankWork(Protocol[Held]):
 class SharedLayers:
     """A share of every layer, whose results the ranks sum; see `RankWork`.
 
-    Between two steps rank 0 may run other models, which it has alone.
+    Between two steps rank 0 may run models that only it has.
     """
 
     def __init__(self, decoder: NativeDecoder, group: NativeGroup) -> None:

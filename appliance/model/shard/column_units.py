@@ -1,4 +1,4 @@
-"""Says where the columns of a model's last linears can be cut, and where that costs nothing."""
+"""Finds where the columns of a layer's last linears can be cut, and where a cut costs nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ColumnUnits:
     """Numbers of adjacent columns, by a layer's index and its number of columns.
 
     Attributes:
-        together: columns that had better stay together: a block, or a usual group.
-        uncut: columns that must stay together lest a weight becomes dense.
+        together: columns that should stay together: a block, or a usual group.
+        uncut: columns that must stay together, or a weight becomes dense.
     """
 
     together: dict[tuple[int, int], int] = field(default_factory=dict)

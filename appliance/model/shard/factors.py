@@ -44,7 +44,6 @@ class FactorCutter:
         return input_ranges(mixer, heads), output_columns(mixer, heads)
 
     def _mlp(self, index: int) -> tuple[list[Columns], Columns] | None:
-        """Return the same of an MLP."""
         share, mlp = self.shard.layers[index], self.shard.whole.layers[index].mlp
         if isinstance(mlp, ExpertsSpec):  # adapters change the shared MLP
             mlp, columns = mlp.shared, share.shared
@@ -57,7 +56,7 @@ class FactorCutter:
 
 
 def _cut_outputs(expansions: tuple[Expansion, ...], ranges: list[Columns]) -> tuple[Expansion, ...]:
-    """Return the expansions into some ranges of a place's outputs, which become adjacent."""
+    """Return the expansions into ranges of a place's outputs, made adjacent."""
     found, begin = [], 0
     for first, last in ranges:
         for part in expansions:

@@ -1,7 +1,6 @@
 """Sums, gathers and broadcasts among the devices of ranks that torch executes.
 
-NCCL on GPUs, where all of it is enqueued like a kernel, and inside a graph captured like one; gloo
-on the CPU.
+NCCL on GPUs, where operations are enqueued and captured like kernels; gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Joint:
     """One rank's place among all ranks of a model.
 
     Args:
-        store: where the ranks find each other, the same for all of them.
+        store: shared by all ranks, in which they find each other.
         device: of this rank's tensors.
     """
 
@@ -45,10 +44,10 @@ class Joint:
         """Wait for all ranks, and sum once, so that no step waits for that.
 
         Args:
-            patience: for this and for whatever gloo does later.
+            patience: time limit of this and of gloo's later operations.
 
         Raises:
-            RuntimeError: a rank does not come, or the devices cannot reach each other.
+            RuntimeError: a rank is missing, or the devices cannot reach each other.
         """
         if self.device.type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this machine
@@ -74,7 +73,7 @@ class Joint:
         return x
 
     def broadcast(self, x: Tensor) -> None:
-        """Write rank 0's contiguous tensor to those of all ranks."""
+        """Copy rank 0's contiguous tensor to all ranks' tensors."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
         _finish(self._group.broadcast([x], options))
@@ -102,13 +101,13 @@ class Joint:
 
 
 def _finish(work: Any) -> None:
-    """Wait for the result; on a GPU later work waits for it, the host does not."""
+    """Wait for the result; on a GPU, later work waits for it instead of the host."""
     if work is not None:
         work.wait()
 
 
 def store_in(descriptor: int, size: int, name: str) -> Store:
-    """Return a store in a file that all ranks have open, where they find each other.
+    """Return a store in a file that all ranks have open.
 
     A file holds stores of several names. It stays open as long as the process: the store writes to
     it again when it ends, and by then its number must not be another file's.
@@ -124,7 +123,7 @@ class JoinedShard:
     joint: Joint
 
     def joints(self, layer: int) -> tuple[Joint | None, Joint | None]:
-        """Return what sums a layer's mixer, and its MLP; None: every rank has all of it."""
+        """Return the joints of a layer's mixer and MLP; None if every rank has all of it."""
         share = self.shard.layers[layer]
         mixer = None if share.heads is None else self.joint
         return mixer, self.joint if share.has_part_of_mlp else None

@@ -1,4 +1,4 @@
-"""Finds what a rank's heads have of a mixer: rows of its inputs, channels, columns of its output.
+"""Finds the parts of a mixer that a rank's heads use: input rows, channels, output columns.
 
 Imports no torch.
 """
@@ -42,7 +42,7 @@ def own_mixer(mixer: MixerSpec, heads: Heads, size: int) -> MixerSpec:
 
 
 def input_ranges(mixer: MixerSpec, heads: Heads) -> list[Columns]:
-    """Return a rank's rows of the first linears' outputs, which lie one after another."""
+    """Return a rank's rows of the first linears' concatenated outputs."""
     match mixer:
         case AttentionSpec():
             return _placed(_attention_parts(mixer, heads))
@@ -93,14 +93,14 @@ def _attention_parts(mixer: AttentionSpec, heads: Heads) -> list[_Part]:
 
 
 def _latent_queries(mixer: LatentAttentionSpec, heads: Heads) -> _Part:
-    """Return the part of the queries, or of their latents, which all heads read."""
+    """Return the part of the queries, or all of their latents."""
     if mixer.query_rank is not None:
         return _whole(mixer.query_rank)
     return mixer.num_heads * mixer.query_dim, query_range(mixer, heads)
 
 
 def _channel_parts(mixer: RecurrentSpec, heads: Heads) -> list[_Part]:
-    """Return the parts of what a convolution reads, in its order."""
+    """Return the parts of a convolution's input, in order."""
     match mixer:
         case ShortConvSpec():
             return [(mixer.width, _of(heads, 1))]
@@ -125,7 +125,7 @@ def _of_groups(heads: Heads, width: int) -> Columns:
 
 
 def _placed(parts: list[_Part]) -> list[Columns]:
-    """Return the ranges of parts that lie one after another."""
+    """Return the ranges of concatenated parts."""
     found, begin = [], 0
     for width, (first, last) in parts:
         found.append((begin + first, begin + last))

@@ -29,7 +29,7 @@ def portion(shard: Shard, slot: TensorSlot) -> float:
 
 
 def layer_portion(layer: LayerSpec, share: LayerShare, slot: TensorSlot) -> float:
-    """Return the same of a layer's tensor."""
+    """Return the part of a layer's tensor that a rank holds, at most 1."""
     if slot.role in OF_MLP:
         return _mlp_portion(layer, share, slot)
     if share.heads is None or layer.mixer is None:

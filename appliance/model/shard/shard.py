@@ -36,7 +36,7 @@ class LayerShare:
     Attributes:
         heads: of the mixer.
         columns: intermediate columns of the MLP, or of every expert.
-        experts: numbers of the experts that it has whole, instead of columns of each.
+        experts: whole experts by number, instead of columns of each.
         shared: intermediate columns of the shared MLP.
     """
 
@@ -47,7 +47,7 @@ class LayerShare:
 
     @property
     def has_part_of_mlp(self) -> bool:
-        """True if the ranks' results of the MLP or the experts add up."""
+        """True if the ranks' results of the MLP or experts have to be summed."""
         return self.columns is not None or self.experts is not None
 
 
@@ -59,7 +59,7 @@ class Shard:
     """A rank's part of a model.
 
     Attributes:
-        spec: of the part as a model of its own, with the whole vocabulary.
+        spec: the part as a model of its own, with the whole vocabulary.
         tokens: (size + 1,) bounds of the ranks' rows of embedding and head.
     """
 
@@ -72,7 +72,7 @@ class Shard:
 
     @property
     def cache_layers(self) -> slice:
-        """The places of its layers among the model's `cache_layers`: all of them."""
+        """The places of its layers among the model's `cache_layers`, which are all of them."""
         return slice(None)
 
     @property
@@ -93,7 +93,7 @@ def shard_model(spec: DecoderSpec, split: Split, units: ColumnUnits) -> tuple[Sh
     """Divide a model among ranks.
 
     Args:
-        units: columns that had better stay together.
+        units: columns that should stay together.
     """
     layers = [_shares(layer, split, index, units) for index, layer in enumerate(spec.layers)]
     bounds = split.cut(-(-spec.vocab_size // TOKEN_UNIT))
@@ -180,14 +180,14 @@ def _cut_columns(width: int, split: Split, index: int, units: ColumnUnits) -> li
 
 
 def _cut_exactly(width: int, split: Split, index: int, units: ColumnUnits) -> list[Columns] | None:
-    """Divide columns where no weight becomes dense; None if that cannot be."""
+    """Divide columns so that no weight becomes dense; None if that is impossible."""
     least = units.least(index, width)
     wanted = (units.usual(index, width), COLUMN_UNIT)
     return _cut(width, split, [unit for unit in wanted if unit % least == 0])
 
 
 def _cut(width: int, split: Split, units: Sequence[int]) -> list[Columns] | None:
-    """Divide columns into whole units of the first size of which there are enough."""
+    """Divide columns into whole units, of the first size that gives enough of them."""
     for unit in units:
         bounds = None if width % unit else split.cut(width // unit)
         if bounds is not None:

@@ -90,10 +90,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of one rank, and the KV heads that they read; another rank may have the same ones.
+    """The heads of one rank, and the KV heads that they read, which ranks may share.
 
-    Of a recurrent mixer, KV heads are the groups that share keys; of a short convolution, each
-    channel is a head.
+    A recurrent mixer's KV heads are the groups that share keys; a short convolution's heads are
+    its channels.
     """
 
     first: int
@@ -138,7 +138,7 @@ def cut_heads(mixer: HeadedSpec, split: Split) -> tuple[Heads, ...] | None:
 
 
 def distance(one: Split, other: Split) -> float:
-    """Return how much of a model two splits of as many ranks place elsewhere, 0 to 2."""
+    """Return the share of a model that two splits of as many ranks place differently, 0 to 2."""
     totals = sum(one.shares), sum(other.shares)
     each = zip(one.shares, other.shares, strict=True)
     return sum(abs(mine / totals[0] - theirs / totals[1]) for mine, theirs in each)
@@ -168,7 +168,7 @@ def _in_words(mixer: HeadedSpec) -> str:
 
 
 def _headed(spec: DecoderSpec) -> list[HeadedSpec]:
-    """List the mixers whose heads shares have to divide."""
+    """List the mixers whose heads must divide by the shares."""
     mixers = [layer.mixer for layer in spec.layers]
     return [mixer for mixer in mixers if mixer is not None and not isinstance(mixer, ShortConvSpec)]
 

@@ -1,6 +1,6 @@
-"""One rank's run of whole layers: the first has the embedding too, the last the head.
+"""One rank's run of whole layers; the first also has the embedding, the last the head.
 
-Nothing of a layer is divided, so every kind of mixer and of MLP can lie in a stage.
+No layer is divided, so a stage takes every kind of mixer and MLP.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Stage:
 
     Attributes:
         whole: the model.
-        bounds: (size + 1,) of each rank the first layer, and one after the last layer of all.
-        spec: as if the part were a model.
+        bounds: (size + 1,) first layer of each rank, then the number of layers.
+        spec: the part as a model of its own.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """True if it says logits."""
+        """True if it computes logits."""
         return self.rank == self.size - 1
 
     @property
@@ -66,10 +66,10 @@ class Stage:
 
 
 def check_stages(spec: DecoderSpec, size: int) -> None:
-    """Refuse a model that cannot be cut between layers into so many parts.
+    """Refuse a model that cannot be cut between layers into this many parts.
 
     Raises:
-        ConfigError: names what can be instead.
+        ConfigError: it cannot; the message names an alternative.
     """
     asked = f"--pipeline-parallel {size}"
     for index, mixer in spec.attention_layers.items():
@@ -94,13 +94,13 @@ def check_stages(spec: DecoderSpec, size: int) -> None:
 def cut_layers(
     sizes: Sequence[float], shares: Sequence[int], first: float = 0, last: float = 0
 ) -> tuple[int, ...]:
-    """Divide layers into runs, of which the largest beside its share is as small as can be.
+    """Divide layers into runs so that the largest, relative to its share, is as small as possible.
 
     Args:
         sizes: bytes of each layer.
         shares: of each rank, at most as many as layers.
-        first: bytes of the first rank besides, and
-        last: of the last rank.
+        first: extra bytes of the first rank.
+        last: extra bytes of the last rank.
 
     Returns:
         (len(shares) + 1,) bounds; no run is empty.
@@ -126,7 +126,7 @@ def cut_layers(
 def run_bytes(
     sizes: Sequence[float], bounds: Sequence[int], first: float = 0, last: float = 0
 ) -> tuple[float, ...]:
-    """Return the bytes of each run of layers, with what its rank has besides."""
+    """Return the bytes of each run of layers, extra bytes included."""
     runs = [sum(sizes[begin:end]) for begin, end in pairwise(bounds)]
     runs[0] += first
     runs[-1] += last

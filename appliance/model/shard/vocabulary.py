@@ -1,4 +1,4 @@
-"""Embedding and head of one rank of the torch decoder, which has some of the tokens."""
+"""Embedding and head of one rank of the torch decoder, for its part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartialEmbedding:
-    """Looks up the rows that a rank has, and gets the others from the other ranks."""
+    """Looks up a rank's rows, and gets the others from the other ranks."""
 
     own: Embedding
     part: JoinedShard
@@ -33,7 +33,7 @@ class PartialEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class PartialHead:
-    """Makes the logits of a rank's tokens; rank 0 collects those of all."""
+    """Computes the logits of a rank's tokens; rank 0 collects all ranks' logits."""
 
     own: Linear
     part: JoinedShard

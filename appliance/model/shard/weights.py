@@ -48,8 +48,8 @@ class WeightCutter:
     """Cuts the layers of one model for one rank.
 
     Attributes:
-        copies: parts do not keep the whole weight alive, for an executor that uses weights as read.
-        num_dense: weights that became dense because a block was cut.
+        copies: copy parts, so that they do not keep the whole weight alive.
+        num_dense: weights that became dense because a cut split a block.
     """
 
     shard: Shard
@@ -171,7 +171,7 @@ class WeightCutter:
 
 
 def middle_ranges(width: int, rows: int, columns: Columns) -> list[Columns]:
-    """Return a rank's rows of gate and up, or of up alone, each of `width`."""
+    """Return a rank's rows of gate and up, each `width` wide, or of up alone."""
     first, last = columns
     return [(begin + first, begin + last) for begin in range(0, rows, width)]
 
@@ -206,7 +206,7 @@ def _picked(values: Tensor, ranges: list[Columns]) -> Tensor:
 
 
 def shard_precisions(layers: Sequence[LayerPrecision], shard: Shard) -> tuple[LayerPrecision, ...]:
-    """Return the precisions of a rank's heads, from those of all heads, by cache layer."""
+    """Cut the precisions of all heads down to a rank's, by cache layer."""
     shares = [shard.layers[index].heads for index in shard.spec.cache_layers]
     return tuple(
         layer
