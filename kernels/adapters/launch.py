@@ -15,7 +15,7 @@ from appliance.kernels.adapters.variant import (
     span_of,
     splits_of,
 )
-from appliance.kernels.grouped_matmul.launch import SortedPairs, sort_pairs
+from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES
 
 if TYPE_CHECKING:

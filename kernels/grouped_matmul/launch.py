@@ -1,4 +1,4 @@
-"""Launches the grouped matmul: sorts pairs by expert, chooses tiles, bounds grids."""
+"""Launches the grouped matmul: lays out experts, chooses tiles, bounds grids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.gated_activation.reference import activated
 from appliance.kernels.grouped_matmul.kernel import (
     add_experts_kernel,
-    count_kernel,
     grouped_matmul_kernel,
     order_inputs_kernel,
-    sort_kernel,
 )
+from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_pairs
 from appliance.kernels.grouped_matmul.variant import (
-    CHUNK,
     DENSE_BLOCK_K,
-    choose_tile,
     grouped_constexprs,
-    most_blocks,
 )
 from appliance.kernels.grouped_matmul.weights import laid_out, laid_out_bias
 from appliance.kernels.packed_matmul.launch import launch_options
@@ -36,32 +32,9 @@ from appliance.kernels.weight_codes.order import TILE_N
 if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
     from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear
-    from appliance.kernels.packed_matmul.tiles import MatmulTile
 
 ADD_BLOCK = 1024
 ORDER_BLOCK = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SortedPairs:
-    """Pairs of tokens and experts in blocks of one expert each.
-
-    Attributes:
-        pairs: (blocks * rows of a block,) int32; negative is padding.
-        experts: (blocks,) int32, of each block; negative is padding.
-        tile: of the kernel that multiplies a block.
-        ids: (num_tokens, top_k) int64, the expert of each pair.
-    """
-
-    pairs: Tensor
-    experts: Tensor
-    tile: MatmulTile
-    ids: Tensor
-
-    @property
-    def num_pairs(self) -> int:
-        """Number of pairs without padding."""
-        return self.ids.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,35 +186,6 @@ def in_order(x: Tensor, ids: Tensor, order: Tensor) -> Tensor:
             num_warps=4,
         )
     return out
-
-
-def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
-    """Sort a router's choice, (num_tokens, top_k) int64, by expert."""
-    num_pairs = ids.numel()
-    tile = choose_tile(num_pairs, num_experts)
-    blocks = most_blocks(num_pairs, num_experts, tile.block_m)
-
-    def empty(count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.int32, device=ids.device)
-
-    counts, pairs, experts = empty(num_experts), empty(blocks * tile.block_m), empty(blocks)
-    ids = ids.contiguous()
-    with torch.cuda.device(ids.get_device()):
-        count_kernel[(num_experts,)](counts, ids, num_pairs, CHUNK=CHUNK, num_warps=4)
-        sort_kernel[(num_experts,)](
-            pairs,
-            experts,
-            counts,
-            ids,
-            num_pairs,
-            blocks,
-            num_experts,
-            EXPERTS=max(2, 1 << (num_experts - 1).bit_length()),
-            BLOCK_M=tile.block_m,
-            CHUNK=CHUNK,
-            num_warps=4,
-        )
-    return SortedPairs(pairs, experts, tile, ids)
 
 
 def prepare_experts(stacked: StackedExperts, dtype: torch.dtype) -> ExpertMLPs | None:

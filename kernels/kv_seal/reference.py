@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_page.codes import quantize_int4
 from appliance.kernels.kv_page.layout import (
     KEYS,
     PAGE_TOKENS,
@@ -17,7 +18,7 @@ from appliance.kernels.kv_page.layout import (
     stored_dims,
     value_offset,
 )
-from appliance.kernels.kv_page.reference import pack, quantize_int4, read_pages
+from appliance.kernels.kv_page.reference import pack, read_pages
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_page.codes import hadamard_size
 from appliance.kernels.kv_page.layout import DIM_STEP, page_bytes, stored_dims
-from appliance.kernels.kv_page.reference import hadamard_size
 from appliance.kernels.kv_write.kernel import kv_write_kernel
 
 if TYPE_CHECKING:

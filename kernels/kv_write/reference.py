@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_cache import KVPages
-from appliance.kernels.kv_page.reference import hadamard, write_rows
+from appliance.kernels.kv_page.codes import hadamard
+from appliance.kernels.kv_page.reference import write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

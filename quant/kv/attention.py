@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.kv_page.reference import (
+from appliance.kernels.kv_page.codes import (
     INT4_CENTRE,
     hadamard,
     quantize_fp8,
     quantize_int4,
     quantize_int8,
 )
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.paged_attention.reference import visible
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
-from appliance.kernels.kv_page.reference import E4M3_MAX
+from appliance.kernels.kv_page.codes import E4M3_MAX
 from appliance.quant.kv.attention import attend_with
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ptx_machine.inline import evaluate
 
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.kv_page import ptx, reference
+from appliance.kernels.kv_page import ptx
 from appliance.kernels.kv_page.layout import (
     DIM_STEP,
     KEYS,
@@ -117,26 +117,6 @@ def test_rows_come_back_from_their_slots(kv_format: KVFormat, head_dim: int) -> 
         rest = torch.ones(len(found), dtype=torch.bool)
         rest[slots] = False
         assert not found[rest].any()
-
-
-def test_int4_stores_what_it_quantized_with() -> None:
-    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * 3 + 1
-    codes, scales, offsets = reference.quantize_int4(x)
-    restored = (codes.double() - 8) * scales.double().unsqueeze(1) + offsets.double().unsqueeze(1)
-    assert codes.unique().tolist() == list(range(16))
-    assert ((restored - x.double()).abs() <= 0.51 * scales.double().unsqueeze(1)).all()
-    assert (reference.quantize_int4(torch.full((1, 8), 3.0))[0] == 8).all()
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 96])
-def test_the_hadamard_transform_keeps_products(head_dim: int) -> None:
-    x, y = torch.randn(2, 5, head_dim, generator=torch.Generator().manual_seed(0)).double()
-    rotated = reference.hadamard(x).double() @ reference.hadamard(y).double().T
-    torch.testing.assert_close(rotated, x @ y.T, atol=1e-5, rtol=0)
-    outlier = torch.zeros(1, head_dim)
-    outlier[0, 3] = 1.0
-    size = reference.hadamard_size(head_dim)
-    assert reference.hadamard(outlier).abs().max() == pytest.approx(size**-0.5)
 
 
 def words_of_bytes() -> NDArray[np.uint32]:

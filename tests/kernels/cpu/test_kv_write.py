@@ -19,7 +19,7 @@ from cpu_pages import (
 from numpy.typing import NDArray
 
 from appliance.kernels.cpu.structs import Format
-from appliance.kernels.kv_page.reference import quantize_fp8, quantize_int4
+from appliance.kernels.kv_page.codes import quantize_fp8, quantize_int4
 from appliance.kernels.kv_write.reference import quantize_int8
 
 

@@ -12,7 +12,8 @@ from unread import Unread
 from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.gated_activation.reference import activated, gated_activation
-from appliance.kernels.grouped_matmul.launch import prepare_experts, sort_pairs
+from appliance.kernels.grouped_matmul.launch import prepare_experts
+from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES, choose_tile, most_blocks
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
 from appliance.kernels.packed import OffsetKind
