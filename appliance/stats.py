@@ -175,10 +175,10 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         share: of the model, beside those of the other ranks.
         threads: of a rank on a CPU.
-        weight_bytes: that it holds.
+        weight_bytes: held by it.
         layers: its first and one after its last; None if it has a share of each.
         kv_bytes: of its heads in the KV cache, and of its recurrent states.
-        bytes_per_second: that it copied when it was measured, read and written; 0 if it was not.
+        bytes_per_second: measured copy bandwidth, read and written; 0 if not measured.
         busy: share of a step in which it is predicted to read, 0 to 1; 0 without a prediction.
         reason: why ranks have whole layers that could have a share of each; rank 0's only.
         link: to rank 0; None for that itself.

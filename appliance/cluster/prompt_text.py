@@ -26,7 +26,7 @@ def text_hashes(body: bytes, owner: str, block_size: int) -> list[bytes]:
 
     Args:
         body: of a request in any protocol.
-        owner: whose prompts share the cache.
+        owner: the API key; prompts of one key share the cache.
     """
     try:
         fields = msgspec.json.decode(body)

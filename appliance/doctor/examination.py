@@ -55,7 +55,7 @@ def scope_of(
 
     Args:
         config: file that a flag names.
-        model: that a flag names; it runs in this process if no server answers.
+        model: named by a flag; runs in this process if no server answers.
         url: of a server that a flag names.
         is_quick: skip checks that take more than a few seconds.
     """

@@ -213,7 +213,7 @@ class NativeDecoder:
         """Run the head, into `logits` if given; see `Executor.logits`.
 
         Raises:
-            MemoryError: so many rows need more workspace than is free.
+            MemoryError: this many rows need more workspace than is free.
         """
         if logits is None:
             logits = arrays.empty((len(hidden), self.spec.vocab_size), "float32", hidden)

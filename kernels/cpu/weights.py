@@ -67,7 +67,7 @@ class WeightPacker:
     """Lays weights out in an arena.
 
     Attributes:
-        engine: whose threads pack.
+        engine: its threads pack.
         arena: receives the tiles.
         dtype: of weights that are not packed, in FP8, or in groups that the library does not
             multiply.

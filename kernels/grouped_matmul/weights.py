@@ -55,7 +55,7 @@ class StackedExperts:
         inner: from hidden to gate and up side by side, or to up alone without a gate.
         down: back to hidden.
         activation: with a gate if `gated`.
-        up: where gate and up read their inputs in unlike orders; then `inner` is gate alone.
+        up: only if gate and up read their inputs in different orders; then `inner` is gate alone.
         is_part: a router also chooses experts that are elsewhere.
     """
 

@@ -37,7 +37,7 @@ def seal(cache: SealedBlocks, slots: list[int], blocks: list[int]) -> None:
 
     Args:
         slots: open blocks, all 32 tokens written.
-        blocks: where each goes.
+        blocks: destination of each.
     """
     head_dim, form = cache.head_dim, cache.format.value
     keys, values = read_pages(cache.open.pages[slots], "int8", head_dim, None)

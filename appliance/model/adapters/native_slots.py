@@ -46,7 +46,7 @@ class NativeAdapterSlots:
     Factors of places with packed weights are of 8 bits, others of `dtype`.
 
     Args:
-        model: that runs the adapters.
+        model: runs the adapters.
         targets: the linears that adapters may change.
         layers: of the model, first and one after the last that are here.
         cut: takes a rank's part out of factors; None for the whole model.
