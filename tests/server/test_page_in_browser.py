@@ -58,6 +58,7 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve, browser: B
         await page.locator("#state.ready").wait_for()
         await page.get_by_text("256 blocks of 16").wait_for()
         assert await page.locator("#key-form").is_hidden()
+        assert await page.locator("#replica-part").is_hidden(), "there is one process"
         assert await page.evaluate(MAP_COLOURS) == 2  # free blocks and the gaps between them
         assert await page.title() == "echo · Appliance"
 
@@ -280,6 +281,23 @@ async def test_the_key_is_asked_for_and_stays_in_the_tab(serve: Serve, browser: 
         await page.get_by_role("button", name="Forget the key").click()
         await field.wait_for()
         assert {text for text in complaints if "401" not in text} == set()
+
+
+async def test_the_blocks_of_any_replica_can_be_chosen(serve: Serve, browser: Browser) -> None:
+    async with (
+        serve(replicas=2, threads=2) as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        chosen = page.get_by_label("Replica")
+        await chosen.wait_for()
+        both = await chosen.locator("option").all_inner_texts()
+        assert both == [f"{place}: ready, 0 running, 0 waiting" for place in range(2)]
+        assert await chosen.input_value() == "0"
+        async with page.expect_response(re.compile(r"/admin/v1/events\?replica=1$")):
+            await chosen.select_option("1")
+        await page.locator("#state.ready").wait_for()
+        assert await chosen.input_value() == "1"
+        assert complaints == []
 
 
 async def test_a_page_that_nobody_looks_at_asks_for_nothing(serve: Serve, browser: Browser) -> None:

@@ -4,7 +4,7 @@
 import { ask, byId, key, WrongKey } from "./api.js";
 import { meet } from "./chat.js";
 import { readFrames } from "./frames.js";
-import { forgetStatus, showState, takeStatus } from "./status.js";
+import { feedPath, forgetStatus, showState, takeStatus } from "./status.js";
 
 const FIRST_RETRY = 1000, LAST_RETRY = 30000; // milliseconds
 
@@ -48,7 +48,7 @@ async function followFeed() {
   if (document.hidden) return; // nobody looks
   const mine = (feed = new AbortController());
   try {
-    const response = await ask("admin/v1/events", { signal: mine.signal });
+    const response = await ask(feedPath(), { signal: mine.signal });
     byId("key-form").hidden = true;
     byId("forget-item").hidden = key.get() === null;
     forgetStatus();
@@ -68,6 +68,8 @@ async function followFeed() {
     retryTimer = setTimeout(followFeed, wait);
   }
 }
+
+byId("replica").addEventListener("change", followFeed);
 
 function leaveFeed() {
   clearTimeout(retryTimer);

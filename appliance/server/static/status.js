@@ -8,6 +8,12 @@ const jobs = new Map();
 const map = new BlockMap(byId("map"));
 let info = null;
 
+// The feed of the chosen replica's blocks, of a model that has several.
+export function feedPath() {
+  const place = Number(byId("replica").value);
+  return place ? `admin/v1/events?replica=${place}` : "admin/v1/events";
+}
+
 // The feed begins, with all that is kept.
 export function forgetStatus() {
   byId("log").replaceChildren();
@@ -72,11 +78,23 @@ function takeStats(stats) {
     dd.textContent = value;
     return [dt, dd];
   }));
+  showReplicas(stats.replicas ?? []);
   const use = engine.blocks_total ? engine.blocks_active / engine.blocks_total : 0;
   byId("kv").value = use;
   byId("kv-text").textContent = `${(100 * use).toFixed(use < 0.1 ? 1 : 0)} %`;
   const text = `${engine.blocks_active} blocks active, ${engine.blocks_cached} cached, ${engine.blocks_free} free`;
   byId("map").setAttribute("aria-label", `Block map: ${text}`);
+}
+
+function showReplicas(replicas) {
+  byId("replica-part").hidden = !replicas.length;
+  const list = byId("replica");
+  const texts = replicas.map((one, place) => `${place}: ${one.state}, ${one.requests_running} running, ${one.requests_waiting} waiting`);
+  if (list.length !== texts.length) {
+    list.replaceChildren(...texts.map((text, place) => new Option(text, place)));
+    list.value = info.replica;
+  }
+  texts.forEach((text, place) => (list.options[place].text = text)); // a list that is open stays so
 }
 
 function takeJob(job) {
