@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from appliance.model.layer_weights import ExpertNorms
     from appliance.model.layers import MLP
     from appliance.model.norm import Norm
+    from appliance.model.shard.joint import Joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Experts:
         grouped: all held experts as one operation, here or in host memory; if None, `experts` run
             one by one and the host waits for the router's choice.
         norms: the experts' own; see `ExpertsSpec`.
+        joint: with `norms`, sums the ranks' parts before them; None if this is all of it.
     """
 
     router: Router
@@ -54,6 +56,7 @@ class Experts:
     expert_scale: Tensor | None
     norms: ExpertNorms | None
     backend: Backend
+    joint: Joint | None = None
 
     @property
     def is_enqueued(self) -> bool:
@@ -80,8 +83,12 @@ class Experts:
         chosen = self._begin_chosen(
             self._norm(stream, norms.router), self._norm(stream, norms.input)
         )
-        shared = self._norm(self._shared(hidden, adapters).to(hidden.dtype), norms.shared)
-        return shared + self._norm(chosen().to(hidden.dtype), norms.output)
+        shared = self._normed_sum(self._shared(hidden, adapters).to(hidden.dtype), norms.shared)
+        return shared + self._normed_sum(chosen().to(hidden.dtype), norms.output)
+
+    def _normed_sum(self, said: Tensor, norm: Norm) -> Tensor:
+        """Norm what all ranks say."""
+        return self._norm(said if self.joint is None else self.joint.sum(said), norm)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return norm.of(x, self.backend)

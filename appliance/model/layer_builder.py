@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from appliance.model.layers import Mixer
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
-    from appliance.model.shard.joint import JoinedShard
+    from appliance.model.shard.joint import JoinedShard, Joint
     from appliance.model.spec import DecoderSpec, LayerSpec, MixerSpec, MLPSpec
 
 
@@ -76,6 +76,7 @@ class LayerBuilder:
         in_host: HostExperts | None = None,
     ) -> DecoderLayer:
         mixer_joint, mlp_joint = (None, None) if self._part is None else self._part.joints(index)
+        norms_sums = isinstance(spec.mlp, ExpertsSpec) and spec.mlp.own_norms
         return DecoderLayer(
             backend=self._backend,
             mixer=None
@@ -83,7 +84,9 @@ class LayerBuilder:
             else self._mixer(weights.mixer, spec.mixer),
             mlp=None
             if weights.mlp is None or spec.mlp is None
-            else self._mlp_or_experts(weights.mlp, spec.mlp, in_host),
+            else self._mlp_or_experts(
+                weights.mlp, spec.mlp, in_host, mlp_joint if norms_sums else None
+            ),
             mlp_norm=self.optional(weights.mlp_norm),
             next_norm=next_norm,
             mixer_post_norm=self.optional(weights.mixer_post_norm),
@@ -95,7 +98,7 @@ class LayerBuilder:
             is_parallel=spec.parallel,
             replaces=self._spec.norms_replace,
             mixer_joint=mixer_joint,
-            mlp_joint=mlp_joint,
+            mlp_joint=None if norms_sums else mlp_joint,
         )
 
     def token_inputs(self, weights: TokenInputWeights | None) -> TokenInputs | None:
@@ -233,11 +236,12 @@ class LayerBuilder:
         weights: MLPWeights | ExpertsWeights,
         spec: MLPSpec | ExpertsSpec,
         in_host: HostExperts | None,
+        joint: Joint | None,
     ) -> MLP | Experts:
         if isinstance(weights, MLPWeights):
             return self._mlp(weights, spec)
         assert isinstance(spec, ExpertsSpec)
-        return self._experts(weights, spec, in_host)
+        return self._experts(weights, spec, in_host, joint)
 
     def _mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
         """Build an MLP or one expert."""
@@ -248,7 +252,11 @@ class LayerBuilder:
         return MLP(ActivatedLinear(spec.activation, self._linear(weights.gate_up)), down)
 
     def _experts(
-        self, weights: ExpertsWeights, spec: ExpertsSpec, in_host: HostExperts | None
+        self,
+        weights: ExpertsWeights,
+        spec: ExpertsSpec,
+        in_host: HostExperts | None,
+        joint: Joint | None,
     ) -> Experts:
         shared = None
         if weights.shared is not None:
@@ -280,6 +288,7 @@ class LayerBuilder:
             expert_scale=weights.expert_scale,
             norms=weights.norms,
             backend=self._backend,
+            joint=joint,
         )
 
     def counted(self, norm: Norm) -> Norm:

@@ -138,8 +138,9 @@ def token_work(model: ModelBytes, shards: Sequence[Shard]) -> TokenWork:
                 holds[rank] += cost.holds
             of_mixer, of_mlp = shares[0].heads is not None, shares[0].has_part_of_mlp
             is_divided = of_mixer if is_mixer else of_mlp
-            if is_mixer:
-                sections += _before_norm(shards[0].spec.layers[index], size)
+            between = _before_norm(shards[0], index, row, is_mixer=is_mixer)
+            if is_divided and between:
+                sections.append(Section((0.0,) * size, between))
             sections.append(Section(tuple(reads), row if is_divided else 0.0))
     tokens = shards[0].tokens
     counts = [tokens[rank + 1] - tokens[rank] for rank in range(size)]
@@ -152,10 +153,13 @@ def token_work(model: ModelBytes, shards: Sequence[Shard]) -> TokenWork:
     return TokenWork(tuple(sections), tuple(holds))
 
 
-def _before_norm(layer: LayerSpec, size: int) -> list[Section]:
-    """Return the exchange of a norm of which ranks have parts."""
+def _before_norm(shard: Shard, index: int, row: float, *, is_mixer: bool) -> float:
+    """Return the bytes that a norm inside a divided mixer or MLP needs of a rank; 0: none."""
+    layer = shard.spec.layers[index]
+    if not is_mixer:
+        return row if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.own_norms else 0.0
     split = layer.mixer.split if isinstance(layer.mixer, Mamba2Spec) else None
-    return [] if split is None else [Section((0.0,) * size, 4.0 * split.count)]
+    return 0.0 if split is None else 4.0 * split.count
 
 
 def _nothing() -> LayerCost:

@@ -1,7 +1,7 @@
 """One rank's part of a model: its own `DecoderSpec`, and its position in the whole.
 
-Parts that do not divide are whole on every rank: too few heads, experts with their own norms. Each
-rank computes them, and nothing is summed.
+Parts that do not divide, such as too few heads, are whole on every rank. Each rank computes them,
+and nothing is summed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _shares(layer: LayerSpec, split: Split, index: int, units: ColumnUnits) -> l
     mlp = layer.mlp
     if isinstance(mlp, MLPSpec):
         columns = _cut_columns(mlp.intermediate_size, split, index, units)
-    elif isinstance(mlp, ExpertsSpec) and not mlp.own_norms:
+    elif isinstance(mlp, ExpertsSpec):
         if mlp.shared is not None:
             shared = _cut_columns(mlp.shared.intermediate_size, split, index, units)
         if mlp.shared is None or shared is not None:

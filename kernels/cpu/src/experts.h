@@ -176,6 +176,15 @@ static void gather_pair(void *context, int32_t pair) {
 
 /* ---- adding up ---- */
 
+/* Norm what a row's chosen experts say, and add it to what the layer's MLP says. */
+static void norm_chosen_row(void *context, int32_t row) {
+    step_state *s = context;
+    int32_t width = s->model->hidden_size;
+    float *normed = s->normed + (int64_t)row * width;
+    rms_norm_row(normed, &s->layer->experts->output_norm, width, normed);
+    add_row(s->added + (int64_t)row * width, normed, width);
+}
+
 /* Add a row's chosen experts and the shared one, to the stream or for a post norm. */
 static void combine_row(void *context, int32_t row) {
     step_state *s = context;
@@ -199,7 +208,7 @@ static void combine_row(void *context, int32_t row) {
             sum = vf_fma(load_next(said, left), vf_set(c->weights[choice]), sum);
         }
         if (experts->output_norm.weight) {
-            store_next(normed + i, sum, left);
+            store_next((s->part ? out : normed) + i, sum, left);
             continue;
         }
         if (has_shared) sum = vf_fma(load_next(added + i, left), vf_set(shared), sum);
@@ -208,9 +217,7 @@ static void combine_row(void *context, int32_t row) {
         else
             store_next(stream + i, vf_add(load_next(stream + i, left), sum), left);
     }
-    if (!experts->output_norm.weight) return;
-    rms_norm_row(normed, &experts->output_norm, width, normed);
-    add_row(added, normed, width);
+    if (experts->output_norm.weight && !s->part) norm_chosen_row(s, row);
 }
 
 /* Expects each row's experts and their weights in `chosen`. */

@@ -183,13 +183,21 @@ static void run_experts_beside(step_state *s, const ap_norm *post_norm) {
     const ap_linear *linears[] = {&layer->gate, &layer->up}, *logits = &layer->experts->logits;
     run_norm(s, post_norm, &layer->mlp_norm, linears, 2);
     run_gate_up(s);
-    run_from(s, &layer->down, AP_OUT_OF_MLP, s->gate, s->added, false);
+    float *part = begin_partial(s, layer->mlp_is_part);
+    run_from(s, &layer->down, AP_OUT_OF_MLP, s->gate, part ? part : s->added, false);
+    if (part) sum_parts(s, s->added, false);
     ap_advance(s->engine);
     for_rows(s->engine, norm_for_router_row, s, s->rows);
     s->in = input_of(&logits, 1, s->normed, s->rows, s->codes);
     run_router(s, logits, s->chosen.logits);
     for_rows(s->engine, norm_for_experts_row, s, s->rows);
+    s->part = begin_partial(s, layer->mlp_is_part);
     run_experts(s);
+    if (s->part) {
+        sum_parts(s, s->normed, false);
+        for_rows(s->engine, norm_chosen_row, s, s->rows);
+    }
+    s->part = NULL;
 }
 
 static bool has_mlp(const ap_layer *layer) { return layer->experts || has_linear(&layer->gate); }

@@ -10,13 +10,19 @@ from rank_models import DENSE, MODELS, shards_of
 from rank_simulation import RankSimulation
 
 from appliance.engine.links.link import LinkSpeed
-from appliance.engine.rank_split.pipeline import LayerCost, RankFacts, cut_evenly, pipeline_cost
+from appliance.engine.rank_split.pipeline import (
+    LayerCost,
+    RankFacts,
+    cut_evenly,
+    pipeline_cost,
+)
 from appliance.engine.rank_split.prediction import predict
 from appliance.engine.rank_split.work import ModelBytes, token_work
+from appliance.kernels.activation import Activation
 from appliance.model.names import TensorNames
 from appliance.model.recurrent_spec import Mamba2Spec
 from appliance.model.shard.split import Split
-from appliance.model.spec import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec
+from appliance.model.spec import DecoderSpec, ExpertsSpec, LayerSpec, MLPSpec, NormSpec
 from appliance.model.tensors import tensor_slots
 
 WEIGHT_BYTES, KV_BYTES, GIVEN = 0.625, 1.0, 2  # 4 bits and scales, 8 bits, bfloat16
@@ -122,6 +128,17 @@ def test_a_pipeline_gives_a_slow_rank_fewer_layers() -> None:
     assert bounds == (0, 9, 12)
     found = pipeline_cost(layers, head, ranks, LinkSpeed(1e-5, 1e9), 1e4, bounds)
     assert found.seconds == pytest.approx(9 / 900 + 3 / 300 + 2e-5 + 1e-5)
+
+
+def test_norms_beside_experts_are_an_exchange_more() -> None:
+    layer = MODELS["experts"].layers[0]
+    assert isinstance(layer.mlp, ExpertsSpec)
+    mlp = replace(layer.mlp, own_norms=True, shared=MLPSpec(768, Activation.SILU))
+    spec = replace(MODELS["experts"], layers=(replace(layer, mlp=mlp),))
+    work = token_work(counted(spec), shards_of(spec, Split((1, 1))))
+    row = float(spec.hidden_size * GIVEN)
+    gives = [section.gives for section in work.sections if section.gives]
+    assert gives[:-1] == [row] * 4  # of the embedding, the mixer, the MLP and the experts
 
 
 def test_a_pipeline_obeys_memory_and_counts_the_head() -> None:

@@ -74,6 +74,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "1:1",
     ),
     "gpt_oss": ("gpt_oss", EXPERTS["gpt_oss"][1] | {"intermediate_size": 96}, "1:1"),
+    # An MLP beside the experts, and a norm of each.
+    "gemma4 with experts": (
+        "gemma4_text",
+        EXPERTS["gemma4"][1] | WIDE | {"hidden_size": 64, "moe_intermediate_size": 96},
+        "1:1",
+    ),
     # Each expert is on one rank: columns of 24 and 40 do not divide into units of 32.
     "experts by number": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | WIDE, "1:1"),
     "deepseek_v2": (

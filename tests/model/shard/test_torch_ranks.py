@@ -52,6 +52,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"hidden_size": 64, "num_key_value_heads": 3, "linear_num_key_heads": 3},
         "2:1",
     ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        EXPERTS["gemma4"][1] | WIDE | {"hidden_size": 64},
+        "1:1",
+    ),
     "one group": (
         "granitemoehybrid",
         RECURRENT["granite4-dense"][1]
