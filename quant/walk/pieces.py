@@ -12,6 +12,7 @@ from appliance.errors import QuantizeError
 from appliance.kernels.weight import dense, some_rows
 from appliance.model.linear import LinearPart
 from appliance.model.reader import ModelReader
+from appliance.model.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,11 +78,37 @@ def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
     return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
 
 
+class FloatTensors(TensorReader):
+    """Reads weights in float32, piece by piece, and stacks those with one input."""
+
+    def __init__(self, source: ModelSource, device: torch.device) -> None:
+        super().__init__(source, device, torch.float32, native=False)
+
+    def dense(self, name: str) -> Tensor:
+        pieces = WeightPieces(self._source.weights, name)
+        return pieces.rows(slice(0, self._source.weights.shape(name)[0])).to(self._device)
+
+    def linears(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
+        """Read the rows of all sources as one part."""
+        names = [self.names.in_layer(index, source) for source in sources]
+        shapes = [self._source.weights.shape(f"{name}.weight") for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        stacked = torch.empty((rows, shapes[0][1]), dtype=torch.float32, device=self._device)
+        start = 0
+        for name, shape in zip(names, shapes, strict=True):
+            for part, piece in pieces_of(self._source.weights, f"{name}.weight"):
+                stacked[start + part.start : start + part.stop] = piece
+            start += shape[0]
+        biases = [self.dense(f"{name}.bias") for name in names] if bias else []
+        return [LinearPart(stacked, torch.cat(biases) if biases else None)]
+
+
 class FloatReader(ModelReader):
     """Reads layers in float32 and stacks weights with one input, without extra memory."""
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         super().__init__(source, device, torch.float32)
+        self._use(FloatTensors(source, device))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up embedding rows of (num_tokens,) int64 as the first layer gets them.
@@ -94,24 +121,6 @@ class FloatReader(ModelReader):
         rows = torch.cat([table.rows(run) for run in _runs(ids.tolist())])[places]
         scale = torch.tensor(self._source.spec.embedding_scale, dtype=torch.float32)
         return rows if float(scale) == 1.0 else rows * scale
-
-    def _dense(self, name: str) -> Tensor:
-        pieces = WeightPieces(self._source.weights, name)
-        return pieces.rows(slice(0, self._source.weights.shape(name)[0])).to(self._device)
-
-    def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
-        """Read the rows of all sources as one part."""
-        names = [self._names.in_layer(index, source) for source in sources]
-        shapes = [self._source.weights.shape(f"{name}.weight") for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        stacked = torch.empty((rows, shapes[0][1]), dtype=torch.float32, device=self._device)
-        start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            for part, piece in pieces_of(self._source.weights, f"{name}.weight"):
-                stacked[start + part.start : start + part.stop] = piece
-            start += shape[0]
-        biases = [self._dense(f"{name}.bias") for name in names] if bias else []
-        return [LinearPart(stacked, torch.cat(biases) if biases else None)]
 
 
 def pieces_of(
