@@ -69,7 +69,8 @@ class StartedRanks:
                 if trial.problem:
                     raise EngineError(
                         f"the link to rank {rank} may not be used: {trial}; nothing else joins"
-                        f" ranks on a CPU: start again, or leave out {setting}"
+                        f" ranks of the CPU library: start again, leave out {setting}, or give"
+                        " --tensor-parallel with --kernels torch, whose ranks meet by sockets"
                     )
             facts = tuple(map(RankFacts, copy_rates(group, threads)))
         except BaseException:
