@@ -88,7 +88,7 @@ def repack_model(
             raise QuantizeError(
                 f"{model_path} has no packed weights to store in another way; quantize it first"
             )
-        if format is WeightFormat.COMPRESSED_TENSORS:
+        if format not in (WeightFormat.AWQ, WeightFormat.GPTQ):
             raise ConfigError("a quantized model is stored anew with --format awq or gptq")
         store = choose_store(format, slots, found)
         dtype = stored_dtype(source)

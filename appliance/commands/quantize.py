@@ -24,29 +24,41 @@ def quantize(
         str, typer.Option(help="rtn, search, fp8, int8 (no text needed), gptq, awq or awq+gptq.")
     ] = "rtn",
     bits: Annotated[
-        int | None, typer.Option(help="3, 4 or 8.", show_default="4; 8 of fp8 and int8")
+        int | None,
+        typer.Option(help="3, 4 or 8; of gguf 4, 6 or 8.", show_default="4; 8 of fp8 and int8"),
     ] = None,
     group_size: Annotated[
         str | None,
         typer.Option(
             help="Inputs that share a scale: 32, 64, 128 or channel; of fp8 also block, 128x128"
             " weights.",
-            show_default="64; channel of fp8 and int8",
+            show_default="64; channel of fp8 and int8; gguf has its own",
         ),
     ] = None,
     symmetric: Annotated[
-        bool, typer.Option(help="No zero points: readable by transformers and vLLM.")
+        bool,
+        typer.Option(
+            help="No zero points: readable by transformers and vLLM. Of gguf: Q4_0, not Q4_K."
+        ),
     ] = True,
     mixed: Annotated[
         float | None,
         typer.Option(help="Bits per weight, scales included, to spend where they matter most."),
     ] = None,
     head: Annotated[
-        int, typer.Option(help="Bits of the head, 4, 8 or 16; of both ends if they are tied.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            help="Bits of the head, 4, 8 or 16, and of gguf 6; of both ends if they are tied.",
+            show_default="16; 6 of gguf, or 8 if the layers have 8",
+        ),
+    ] = None,
     embedding: Annotated[
-        int, typer.Option(help="Bits of the embedding of a model with a head of its own.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            help="Bits of the embedding of a model with a head of its own.",
+            show_default="16; of gguf as the layers",
+        ),
+    ] = None,
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +74,7 @@ def quantize(
     ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
     format: Annotated[
-        str, typer.Option(help="Of the files: compressed-tensors, awq or gptq.")
+        str, typer.Option(help="Of the files: compressed-tensors, awq, gptq or gguf.")
     ] = "compressed-tensors",
     engine: Annotated[
         str, typer.Option(help="Who quantizes: appliance, or autoawq or optimum if installed.")
@@ -119,21 +131,21 @@ def quantize(
         QuantizeOptions,
         WeightFormat,
         choose_device,
-        choose_scheme,
     )
+    from appliance.quant.run.schemes import choose_scheme
     from appliance.quant.text.calibration import CalibrationText
     from appliance.quantize_events import QuantizeEvent, encode_event
 
-    chosen = Method.parse(method)
+    chosen, form = Method.parse(method), WeightFormat.parse(format)
     card_tokens = card_tokens if card else 0
     options = QuantizeOptions(
-        scheme=choose_scheme(chosen, bits, group_size, symmetric=symmetric),
+        scheme=choose_scheme(chosen, bits, group_size, symmetric=symmetric, format=form),
         method=chosen,
         head=head,
         mixed=mixed,
         embedding=embedding,
         text=CalibrationText.parse(calibration, calibration_tokens, seed=seed),
-        format=WeightFormat.parse(format),
+        format=form,
         engine=QuantizeLibrary.parse(engine),
         overwrite=overwrite,
         restart=restart,
@@ -159,10 +171,10 @@ def quantize(
         with _interruptible(lambda: pipeline.what_is_kept(out)), display:
             report = pipeline.quantize_model(resolved.path, out, options, tell)
         typer.echo(report.summary(), err=True)
-        later = f"make it with: appliance evaluate {out} --against {resolved.path}"
+        later = f"make it with: appliance evaluate {report.out} --against {resolved.path}"
         with _interruptible(lambda: f"the weights are done, their quality card is not; {later}"):
             make_card_of_run(report, resolved.path, card_tokens, options.max_ram, tell)
-    typer.echo(f"serve it with: appliance serve {out}", err=True)
+    typer.echo(f"serve it with: appliance serve {report.out}", err=True)
 
 
 class _TerminatedError(KeyboardInterrupt): ...

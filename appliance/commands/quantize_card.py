@@ -29,6 +29,7 @@ def make_card_of_run(
         max_ram: limit of the process's memory in bytes; None takes the free memory.
     """
     from appliance.progress import ProgressLine
+    from appliance.quant.quality.card import HTML_NAME, beside
     from appliance.quant.quality.card_files import write_card
     from appliance.quant.quality.make_card import CardOptions, make_card
     from appliance.quant.quality.run_facts import keep_facts
@@ -73,5 +74,5 @@ def make_card_of_run(
             err=True,
         )
     typer.echo(
-        f"the card: {path.with_name('quality.html')}, or: appliance card {report.out}", err=True
+        f"the card: {beside(report.out, HTML_NAME)}, or: appliance card {report.out}", err=True
     )

@@ -10,8 +10,6 @@ import typer
 from appliance.commands.model_argument import Model
 from appliance.errors import ConfigError
 
-GGUF = "gguf"
-
 
 def repack(
     out: Annotated[
@@ -21,7 +19,10 @@ def repack(
     model: Model = "",
     base: Annotated[
         Path | None,
-        typer.Option(help="Of format gguf: a GGUF file of the model, for settings and tokenizer."),
+        typer.Option(
+            help="Of format gguf: a GGUF file of the model, for settings and tokenizer.",
+            show_default="the folder's own",
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
@@ -34,7 +35,8 @@ def repack(
     from appliance.quant.repack import repack_model
     from appliance.quant.run.options import WeightFormat
 
-    if format == GGUF:
+    form = WeightFormat.parse(format)
+    if form is WeightFormat.GGUF:
         _write_gguf(model, base, out, overwrite=overwrite)
         return
     if base is not None:
@@ -44,7 +46,7 @@ def repack(
         repacked = repack_model(
             resolved.path,
             out,
-            WeightFormat.parse(format),
+            form,
             overwrite=overwrite,
             on_progress=progress,
         )
@@ -62,16 +64,11 @@ def _write_gguf(model: str, base: Path | None, out: Path, *, overwrite: bool) ->
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
-    from appliance.quant.gguf_writer import write_gguf
+    from appliance.quant.gguf.repack import write_gguf
 
-    if base is None:
-        raise ConfigError(
-            "--format gguf needs --base FILE.gguf: any GGUF file of the model that was quantized,"
-            " for its settings and tokenizer"
-        )
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
-        written = write_gguf(resolved.path, base, out, overwrite=overwrite, on_progress=progress)
+        written = write_gguf(resolved.path, out, base, overwrite=overwrite, on_progress=progress)
     for note in written.notes:
         typer.echo(f"note: {note}", err=True)
     types = ", ".join(f"{count} {kind}" for kind, count in written.types.items())

@@ -1,10 +1,11 @@
-"""A weight's quantization scheme: type, bits, groups, symmetry. Knows no method or format."""
+"""A weight's quantization scheme: type, bits, groups, symmetry. Knows no method or folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from appliance.errors import ConfigError
+from appliance.kernels.ggml_types import SUPERBLOCK
 
 BITS = (3, 4, 8)
 GROUP_SIZES = (128, 64, 32)  # descending: the first that divides a width is the largest
@@ -30,7 +31,10 @@ class WeightScheme:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ConfigError(f"weights of {self.bits} bits are not supported; use 3, 4 or 8")
+            raise ConfigError(
+                f"weights of {self.bits} bits are not supported; use 3, 4 or 8, or 6 with --format"
+                " gguf"
+            )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ConfigError(
                 f"a group size of {self.group_size} is not supported; use 32, 64, 128 or channel"
@@ -87,6 +91,51 @@ class WeightScheme:
 
 
 @dataclass(frozen=True, slots=True)
+class SuperBlockScheme:
+    """Codes of a GGML type whose groups have whole multiples of a super-block's scale.
+
+    Attributes:
+        type_name: Q4_K, which has minima, or Q6_K.
+    """
+
+    type_name: str
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.type_name == "Q4_K" else 6
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return 32 if self.type_name == "Q4_K" else 16
+
+    @property
+    def symmetric(self) -> bool:
+        """True without minima; code 32 is weight 0."""
+        return self.type_name != "Q4_K"
+
+    @property
+    def max_code(self) -> int:
+        return (1 << self.bits) - 1
+
+    def fit(self, in_features: int) -> tuple[SuperBlockScheme | WeightScheme | None, str]:
+        """Return Q4_1 or Q8_0, and the reason, for widths that no super-block divides."""
+        if in_features % SUPERBLOCK == 0:
+            return self, ""
+        smaller = WeightScheme(8, 32) if self.symmetric else WeightScheme(4, 32, symmetric=False)
+        found, reason = smaller.fit(in_features)
+        if found is not None:
+            reason = (
+                f"as {'Q8_0' if self.symmetric else 'Q4_1'}, not {self.type_name}:"
+                f" {in_features} inputs do not divide by {SUPERBLOCK}"
+            )
+        return found, reason
+
+    def __str__(self) -> str:
+        return self.type_name
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Scheme:
     """8-bit floating-point codes (e4m3).
 
@@ -111,4 +160,5 @@ class Fp8Scheme:
         return f"FP8 {'in blocks of 128x128' if self.blockwise else 'by channel'}"
 
 
-LinearScheme = WeightScheme | Fp8Scheme
+GroupedScheme = WeightScheme | SuperBlockScheme
+LinearScheme = GroupedScheme | Fp8Scheme

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from appliance.kernels.arrays import dtype_name
+from appliance.kernels.ggml import GgmlWeight
 from appliance.quant.formats import compressed_tensors
 from appliance.quant.formats.compressed_tensors_config import quantization_config
 
@@ -42,7 +43,7 @@ class WeightStore(Protocol):
         ...
 
     def encode(
-        self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
+        self, name: str, weight: PackedWeight | Fp8Weight | GgmlWeight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
         """Convert a weight into stored tensors; raise QuantizeError if a scale does not fit."""
         ...
@@ -70,8 +71,9 @@ class CompressedTensorsStore:
         return in_torch(compressed_tensors.encoded_layout(name, shape, scheme, dtype_name(dtype)))
 
     def encode(
-        self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
+        self, name: str, weight: PackedWeight | Fp8Weight | GgmlWeight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
+        assert not isinstance(weight, GgmlWeight), name
         return compressed_tensors.encode(name, weight, scheme)
 
     def config(

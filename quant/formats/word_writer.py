@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.ggml import GgmlWeight
     from appliance.quant.formats.scheme import LinearScheme
 
 Weights = dict[str, tuple[tuple[int, int], WeightScheme]]  # shape and scheme by name
@@ -48,7 +49,7 @@ class WordWriter:
         return in_torch(found)
 
     def encode(
-        self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
+        self, name: str, weight: PackedWeight | Fp8Weight | GgmlWeight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
         assert isinstance(weight, PackedWeight), name
         parts = self.words.encode(name, weight)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.model.source import ModelSource
-    from appliance.quant.run.shard_writer import ShardWriter
+    from appliance.quant.run.shard_writer import PlacedTensors
     from appliance.quant.text.calibration import Calibration
 
 # At up to this many bits, other readers use an FP8 cache.
@@ -57,7 +57,7 @@ def kv_scale_layouts(source: ModelSource, plan: KVPlan | None) -> list[TensorLay
     return [TensorLayout(name, torch.float32, (1,)) for name, _ in _scales(source, plan)]
 
 
-def write_kv_scales(source: ModelSource, plan: KVPlan | None, writer: ShardWriter) -> None:
+def write_kv_scales(source: ModelSource, plan: KVPlan | None, writer: PlacedTensors) -> None:
     """Write an FP8 scale for each layer's keys and values: the largest head's."""
     for name, scale in _scales(source, plan):
         writer.write(name, [torch.tensor([scale])])

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.quant.methods.ranges import WHOLE, choose_steps
+from appliance.quant.methods.ranges import WHOLE, choose_grid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from appliance.quant.formats.scheme import WeightScheme
+    from appliance.quant.formats.scheme import GroupedScheme
 
 EXPONENTS = tuple(step / 20 for step in range(20))
 LARGEST_SCALE = 1e4  # its inverse is the smallest; both are far from float16's limits
@@ -42,7 +42,7 @@ def choose_scales(
     weights: Sequence[Tensor],
     hessian: Tensor,
     magnitude: Tensor,
-    scheme: WeightScheme,
+    scheme: GroupedScheme,
     dtype: torch.dtype = torch.bfloat16,
     *,
     sources: int | None = None,
@@ -88,12 +88,12 @@ def _loss(
     weight: Tensor,
     hessian: Tensor,
     scales: Tensor,
-    scheme: WeightScheme,
+    scheme: GroupedScheme,
     dtype: torch.dtype,
     shares: tuple[float, ...],
 ) -> float:
     scaled = weight * scales
     energy = hessian.diagonal() / scales.square()
-    steps = choose_steps(scaled, scheme, dtype, importance=energy, shares=shares)
+    steps = choose_grid(scaled, scheme, dtype, importance=energy, shares=shares)
     lost = steps.weights(steps.codes(scaled)) / scales - weight
     return float(((lost @ hessian) * lost).sum())

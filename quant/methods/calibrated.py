@@ -9,26 +9,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from appliance.errors import QuantizeError
-from appliance.kernels.packed import PackedWeight
 from appliance.model.tensors import Role
 from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.methods import gptq
 from appliance.quant.methods.calibrated_any import quantize_any_layer
 from appliance.quant.methods.fold import scale_inputs
 from appliance.quant.methods.quantized_layer import QuantizedLayer
-from appliance.quant.methods.ranges import SHRUNK, choose_steps
+from appliance.quant.methods.ranges import SHRUNK, choose_grid
 from appliance.quant.walk.pieces import WeightPieces
 from appliance.quant.walk.places import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from torch import Tensor
-
+    from appliance.kernels.ggml import GgmlWeight
+    from appliance.kernels.packed import PackedWeight
     from appliance.model.source import ModelSource
-    from appliance.quant.formats.scheme import LinearScheme, WeightScheme
+    from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
     from appliance.quant.run.options import Method
     from appliance.quant.walk.block import ObservedLinear, TransformerBlock
     from appliance.quant.walk.walk import Walk
@@ -85,7 +85,7 @@ def _quantize_layer(
     notes: list[str] = []
     for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
         name = " + ".join(name for name, _ in rows)
-        whole: Tensor | PackedWeight = linear.weight
+        whole: Tensor | PackedWeight | GgmlWeight = linear.weight
         if scheme is not None:
             whole, losses[name], silent = _quantize(
                 walk, block, linear, scheme, method, dtype, name
@@ -96,7 +96,7 @@ def _quantize_layer(
                     " calibration text; their weights are rounded"
                 )
         for part, where in rows:
-            tensors[part] = whole.rows(where) if isinstance(whole, PackedWeight) else whole[where]
+            tensors[part] = whole[where] if isinstance(whole, Tensor) else whole.rows(where)
     walk.advance(block)
     return QuantizedLayer(index, tensors, losses, tuple(notes), tuple(scales))
 
@@ -105,11 +105,11 @@ def _quantize(
     walk: Walk,
     block: TransformerBlock,
     linear: ObservedLinear,
-    scheme: WeightScheme,
+    scheme: GroupedScheme,
     method: Method,
     dtype: torch.dtype,
     name: str,
-) -> tuple[PackedWeight, float, int]:
+) -> tuple[PackedWeight | GgmlWeight, float, int]:
     """Quantize a linear by its current inputs; it then computes with the result.
 
     Returns:
@@ -127,7 +127,7 @@ def _quantize(
         packed, loss = result.weight, result.loss
         linear.weight = packed.dequantize()
     else:
-        steps = choose_steps(original, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
+        steps = choose_grid(original, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
         packed = steps.pack(steps.codes(original))
         linear.weight = packed.dequantize()
         loss = gptq.output_loss(original, linear.weight, hessian)
@@ -147,7 +147,7 @@ def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
     return found
 
 
-def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> WeightScheme | None:
+def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> GroupedScheme | None:
     found = {schemes[name] for name in names}
     assert len(found) == 1, f"{names} share an input and so a scheme"
     scheme = found.pop()
@@ -157,10 +157,10 @@ def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> Wei
 
 def _norms_and_biases(
     source: ModelSource, index: int, block: TransformerBlock, parts: list[list[tuple[str, slice]]]
-) -> dict[str, Tensor | PackedWeight]:
+) -> dict[str, Tensor | PackedWeight | GgmlWeight]:
     """Return a layer's tensors besides linear weights, as stored, with folded scales."""
     names, offset = source.family.names, source.spec.layers[index].norm.offset
-    tensors: dict[str, Tensor | PackedWeight] = {
+    tensors: dict[str, Tensor | PackedWeight | GgmlWeight] = {
         slot.name: WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))
         for slot in source.slots()
         if slot.layer == index and slot.role is Role.NORM

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
-from appliance.quant.formats.scheme import Fp8Scheme
+from appliance.kernels.packed import PackedWeight
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import gptq, rtn
 from appliance.quant.methods.quantized_layer import QuantizedLayer
 from appliance.quant.methods.ranges import SHRUNK, choose_steps
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.ggml import GgmlWeight
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
-    from appliance.quant.formats.scheme import LinearScheme, WeightScheme
+    from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.run.options import Method
     from appliance.quant.walk.block import Moments
     from appliance.quant.walk.walk import Walk
@@ -76,7 +77,7 @@ def quantize_any_layer(
                 else:
                     losses[slot.name] = loss
         done |= of_stage
-    tensors: dict[str, Tensor | PackedWeight] = {
+    tensors: dict[str, Tensor | PackedWeight | GgmlWeight] = {
         slot.name: WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))
         for slot in slots
         if slot.name not in done
@@ -120,6 +121,7 @@ def _quantize(
         raise QuantizeError(f"the activations before {slot.name} hold NaN or infinity")
     if method.makes_up:
         result = gptq.quantize(weight, hessian, scheme, dtype)
+        assert isinstance(result.weight, PackedWeight), "of a scheme of its own"
         return result.weight, result.loss
     steps = choose_steps(weight, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
     packed = steps.pack(steps.codes(weight))
@@ -127,8 +129,7 @@ def _quantize(
 
 
 def _scheme(scheme: LinearScheme | None) -> WeightScheme:
-    assert scheme is not None
-    assert not isinstance(scheme, Fp8Scheme), "FP8 needs no text"
+    assert isinstance(scheme, WeightScheme), "FP8 needs no text, and K types have plain layers"
     return scheme
 
 

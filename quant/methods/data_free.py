@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
-from appliance.quant.formats.scheme import Fp8Scheme
+from appliance.quant.formats.scheme import Fp8Scheme, SuperBlockScheme
 from appliance.quant.methods import fp8, rtn
-from appliance.quant.methods.ranges import AROUND, choose_steps
+from appliance.quant.methods.ranges import AROUND, choose_grid, choose_steps
 from appliance.quant.run.options import Method
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def quantize(
     weight: Tensor, scheme: LinearScheme, method: Method, scale_dtype: torch.dtype
-) -> PackedWeight | Fp8Weight:
+) -> PackedWeight | Fp8Weight | GgmlWeight:
     """Quantize rows of a weight; for blockwise FP8, rows begin at a multiple of 128.
 
     Args:
@@ -31,6 +32,10 @@ def quantize(
     """
     if isinstance(scheme, Fp8Scheme):
         return fp8.quantize(weight, scheme)
+    if isinstance(scheme, SuperBlockScheme):
+        full = weight.to(torch.float32)
+        grid = choose_grid(full, scheme, scale_dtype, shares=AROUND)
+        return grid.pack(grid.codes(full))
     if method is Method.SEARCH and not scheme.symmetric:
         return search(weight, scheme, scale_dtype)
     return rtn.quantize(weight, scheme, scale_dtype)
@@ -53,9 +58,14 @@ def search(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> Pa
     return steps.pack(steps.codes(full))
 
 
-def concatenate(parts: list[PackedWeight | Fp8Weight]) -> PackedWeight | Fp8Weight:
+def concatenate(
+    parts: list[PackedWeight | Fp8Weight | GgmlWeight],
+) -> PackedWeight | Fp8Weight | GgmlWeight:
     """Concatenate rows that were quantized separately."""
     floats = [part for part in parts if isinstance(part, Fp8Weight)]
     if floats:
         return Fp8Weight.concatenate(floats)
+    blocks = [part for part in parts if isinstance(part, GgmlWeight)]
+    if blocks:
+        return GgmlWeight.concatenate(blocks)
     return PackedWeight.concatenate([part for part in parts if isinstance(part, PackedWeight)])

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.model.norm import Norm
-    from appliance.quant.formats.scheme import WeightScheme
+    from appliance.quant.formats.scheme import GroupedScheme
     from appliance.quant.walk.block import Moments, TransformerBlock
 
 
 def scale_inputs(
     block: TransformerBlock,
     moments: list[Moments],
-    schemes: list[WeightScheme | None],
+    schemes: list[GroupedScheme | None],
     dtype: torch.dtype,
     norm_offset: float,
 ) -> list[awq.InputScales]:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
-from appliance.quant.methods.ranges import SHRUNK, choose_steps
+from appliance.quant.methods.ranges import SHRUNK, choose_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.packed import PackedWeight
-    from appliance.quant.formats.scheme import WeightScheme
+    from appliance.quant.formats.scheme import GroupedScheme
 
 DAMPING = 0.01  # share of the mean diagonal to add to the diagonal
 DOUBT = 0.4  # share of the measured correlations attributed to chance
@@ -36,7 +37,7 @@ class GPTQResult:
         damping: share of the mean diagonal that was added.
     """
 
-    weight: PackedWeight
+    weight: PackedWeight | GgmlWeight
     loss: float
     damping: float
 
@@ -44,7 +45,7 @@ class GPTQResult:
 def quantize(
     weight: Tensor,
     hessian: Tensor,
-    scheme: WeightScheme,
+    scheme: GroupedScheme,
     dtype: torch.dtype = torch.bfloat16,
     *,
     damping: float = DAMPING,
@@ -72,7 +73,7 @@ def quantize(
         raise QuantizeError("activations hold NaN or infinity")
     believed = hessian * (1 - doubt)
     believed.diagonal().copy_(energy)
-    steps = choose_steps(original, scheme, dtype, importance=energy, shares=shares)
+    steps = choose_grid(original, scheme, dtype, importance=energy, shares=shares)
     order = torch.argsort(energy, descending=True, stable=True)
     factor, used = _inverse_factor(believed[order][:, order], damping)
     group_size = scheme.group_size or weight.shape[1]

@@ -8,7 +8,7 @@ import msgspec
 
 from appliance.errors import ConfigError
 from appliance.files import replace_atomically
-from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.mixed import choose_precisions
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def mixed_schemes(
         ConfigError: the scheme is FP8, or the budget is below the smallest precision.
     """
     assert options.mixed is not None
-    if isinstance(options.scheme, Fp8Scheme):
+    if not isinstance(options.scheme, WeightScheme):
         raise ConfigError("--mixed chooses among integers of 3, 4 and 8 bits; use another --method")
     return choose_precisions(source, calibration.rows, options.scheme, options.mixed, dtype)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.packed import PackedWeight
 
 
@@ -22,7 +23,7 @@ class QuantizedLayer:
     """
 
     index: int
-    tensors: dict[str, Tensor | PackedWeight]
+    tensors: dict[str, Tensor | PackedWeight | GgmlWeight]
     losses: dict[str, float]
     notes: tuple[str, ...] = ()
     scales: tuple[Tensor | None, ...] = ()

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.quant.formats.scheme import SuperBlockScheme
 from appliance.quant.methods import rtn
+from appliance.quant.methods.super_blocks import SuperBlockGrid, choose_super_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.packed import PackedWeight
-    from appliance.quant.formats.scheme import WeightScheme
+    from appliance.quant.formats.scheme import GroupedScheme, WeightScheme
 
 WHOLE = (1.0,)
 AROUND = tuple(1.05 - step / 40 for step in range(12))  # shares of the range, some beyond it
@@ -61,6 +63,20 @@ class CodeGrid:
     def _all(self, columns: Tensor) -> Tensor:
         count = columns.shape[1]
         return torch.arange(count, device=columns.device) // (self.scheme.group_size or count)
+
+
+def choose_grid(
+    weight: Tensor,
+    scheme: GroupedScheme,
+    dtype: torch.dtype,
+    *,
+    importance: Tensor | None = None,
+    shares: tuple[float, ...] = WHOLE,
+) -> CodeGrid | SuperBlockGrid:
+    """Choose every group's grid in the form that the scheme stores; see `choose_steps`."""
+    if isinstance(scheme, SuperBlockScheme):
+        return choose_super_blocks(weight, scheme, importance=importance, shares=shares)
+    return choose_steps(weight, scheme, dtype, importance=importance, shares=shares)
 
 
 def choose_steps(

@@ -257,9 +257,14 @@ class _Schema:
     schema: int
 
 
+def beside(model: Path, name: str) -> Path:
+    """Return the path of a model's file: in its folder, or beside a weight file with its name."""
+    return model / name if model.is_dir() else model.with_name(f"{model.stem}.{name}")
+
+
 def card_path(model: Path) -> Path:
     """Return the card's path for a model folder or a weight file."""
-    return model / JSON_NAME if model.is_dir() else model.with_name(f"{model.stem}.{JSON_NAME}")
+    return beside(model, JSON_NAME)
 
 
 def to_json(card: Card) -> bytes:

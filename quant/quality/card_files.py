@@ -10,6 +10,7 @@ from appliance.quant.quality.card import (
     HTML_NAME,
     MARKDOWN_NAME,
     Card,
+    beside,
     card_path,
     to_json,
 )
@@ -24,11 +25,10 @@ def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
         QuantizeError: the files cannot be written.
     """
     path = card_path(model) if out is None else out / card_path(model).name
-    prefix = "" if model.is_dir() else f"{model.stem}."
     contents = {
         path: to_json(card),
-        path.with_name(prefix + MARKDOWN_NAME): to_markdown(card).encode(),
-        path.with_name(prefix + HTML_NAME): to_html(card).encode(),
+        path.with_name(beside(model, MARKDOWN_NAME).name): to_markdown(card).encode(),
+        path.with_name(beside(model, HTML_NAME).name): to_html(card).encode(),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

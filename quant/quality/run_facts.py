@@ -9,7 +9,7 @@ import msgspec
 
 from appliance.errors import CheckpointError
 from appliance.files import write_json
-from appliance.quant.quality.card import QuantizeFacts, card_of, weights_fingerprint
+from appliance.quant.quality.card import QuantizeFacts, beside, card_of, weights_fingerprint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,15 +48,16 @@ def keep_facts(report: QuantizeReport) -> QuantizeFacts:
     return facts
 
 
-def write_facts(facts: QuantizeFacts, folder: Path) -> None:
+def write_facts(facts: QuantizeFacts, model: Path) -> None:
     """Write a run's facts beside its weights, or raise CheckpointError."""
-    write_json(folder / NAME, msgspec.to_builtins(RunFacts(weights_fingerprint(folder), facts)))
+    content = RunFacts(weights_fingerprint(model), facts)
+    write_json(beside(model, NAME), msgspec.to_builtins(content))
 
 
 def facts_of_run(model: Path) -> QuantizeFacts | None:
     """Read the facts of the run that made these weights; None if it was not ours."""
     try:
-        run = msgspec.json.decode((model / NAME).read_bytes(), type=RunFacts)
+        run = msgspec.json.decode(beside(model, NAME).read_bytes(), type=RunFacts)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         run = None
     if run is not None and run.weights == weights_fingerprint(model):

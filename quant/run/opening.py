@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.model.source import open_model
+from appliance.quant.gguf.plan import plan_file
 from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.memory import MemoryUse, return_large_blocks
 from appliance.quant.run.memory_plan import check_mixed
+from appliance.quant.run.options import WeightFormat
 from appliance.quant.run.plan import make_plan, stored_dtype
 from appliance.quant.run.refusals import refuse_quantized, refuse_uncalibrated
 from appliance.quant.run.run import QuantizeRun
@@ -40,8 +42,11 @@ def open_run(
     refuse_quantized(model_path)
     source = open_model(model_path)
     refuse_uncalibrated(source, options)
-    plan = make_plan(source, options, stored_dtype(source))
-    return QuantizeRun(model_path, options, source, plan, torch.device(options.device), started)
+    plan = make_plan(source, options, stored_dtype(source, options.format))
+    is_file = options.format is WeightFormat.GGUF
+    file = plan_file(source, plan, options.method) if is_file else None
+    device = torch.device(options.device)
+    return QuantizeRun(model_path, options, source, plan, device, started, file)
 
 
 def with_precisions(run: QuantizeRun, chosen: Mapping[str, LinearScheme | None]) -> QuantizeRun:

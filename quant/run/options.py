@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from appliance.errors import ConfigError
-from appliance.quant.formats.scheme import CHANNEL, Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.text.calibration import CalibrationText
 
 MAX_SHARD_BYTES = 4 << 30
-BLOCK = "block"  # a group size of FP8
 # Options that do not change a run's result.
 RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens"})
 
@@ -61,73 +60,15 @@ class Method(Enum):
         return self in (Method.GPTQ, Method.AWQ_GPTQ)
 
 
-def choose_scheme(
-    method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
-) -> LinearScheme:
-    """Choose a scheme; None takes the method's default.
-
-    Args:
-        method: FP8 and INT8 have 8 bits, and one scale per output unless a group size is given.
-        bits: 3, 4 or 8; 4 by default.
-        group_size: 32, 64, 128 or channel; for FP8, channel or block; 64 by default.
-        symmetric: no zero points.
-
-    Raises:
-        ConfigError: the options contradict each other.
-    """
-    if method in (Method.FP8, Method.INT8) and bits not in (None, 8):
-        raise ConfigError(f"--method {method.value} has 8 bits; leave --bits {bits} out")
-    if method is Method.FP8:
-        word = (group_size or CHANNEL).strip().lower()
-        if word not in (CHANNEL, BLOCK):
-            raise ConfigError(
-                f"group size {word!r} is not one of FP8: {CHANNEL}, or {BLOCK} for 128x128 weights"
-            )
-        if not symmetric:
-            raise ConfigError("FP8 has no zero points; leave --no-symmetric out")
-        return Fp8Scheme(blockwise=word == BLOCK)
-    if method is Method.SEARCH and symmetric:
-        raise ConfigError(
-            "--method search needs --no-symmetric: for symmetric weights nothing that was tried"
-            " without text is better than rtn"
-        )
-    if method is Method.INT8:
-        return WeightScheme.parse(bits=8, group_size=group_size or CHANNEL, symmetric=symmetric)
-    return WeightScheme.parse(
-        bits=4 if bits is None else bits, group_size=group_size or "64", symmetric=symmetric
-    )
-
-
-def end_scheme(bits: int, layers: LinearScheme) -> WeightScheme | None:
-    """Return the scheme of an embedding or head of 4 or 8 bits; None for 16.
-
-    Group size and symmetry are those of the layers, if they have any.
-
-    Raises:
-        ConfigError: the bits are not supported.
-    """
-    if bits == 16:
-        return None
-    if bits not in (4, 8):
-        raise ConfigError(f"a head of {bits} bits is not supported; use 4, 8 or 16")
-    if isinstance(layers, WeightScheme):
-        return replace(layers, bits=bits)
-    return WeightScheme(bits)
-
-
 class WeightFormat(Enum):
     COMPRESSED_TENSORS = "compressed-tensors"
     AWQ = "awq"
     GPTQ = "gptq"
+    GGUF = "gguf"
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
         """Return the format of that name, or raise ConfigError."""
-        if name == "gguf":
-            raise ConfigError(
-                "--format gguf is one of repack: quantize to a folder, with --group-size 32 or a"
-                " multiple of it, then run: appliance repack DIR --format gguf --base FILE.gguf"
-            )
         return _named(cls, "format", name)
 
 
@@ -151,8 +92,9 @@ class QuantizeOptions:
             groups and a note.
         text: calibration text for methods that need it; by default that of `CalibrationText`.
         head: bits of the head, 4, 8 or 16; of the shared matrix if the model ties head and
-            embedding.
-        embedding: bits of an embedding that is not tied to the head, likewise.
+            embedding. None: 16, but in GGUF 6, or 8 if the layers have 8, as llama.cpp's own.
+        embedding: bits of an embedding that is not tied to the head, likewise. None: 16, but in
+            GGUF those of the layers.
         mixed: mean bits per weight of the layers, scales included, spent where they matter most:
             each linear gets 3, 4, 8 or 16 bits in groups of `scheme`. None: all alike.
         format: of the written folder; a format that cannot hold the weights is refused before any
@@ -171,8 +113,8 @@ class QuantizeOptions:
     scheme: LinearScheme = field(default_factory=WeightScheme)
     method: Method = Method.RTN
     text: CalibrationText | None = None
-    head: int = 16
-    embedding: int = 16
+    head: int | None = None
+    embedding: int | None = None
     mixed: float | None = None
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
     engine: QuantizeLibrary = QuantizeLibrary.APPLIANCE
@@ -188,6 +130,24 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         if self.kv_bits is not None and not 1 <= self.kv_bits <= 16:
             raise ConfigError(f"--kv-bits {self.kv_bits:g} is not between 1 and 16")
+        if self.format is WeightFormat.GGUF:
+            for flag, value in (("--kv-bits", self.kv_bits), ("--mixed", self.mixed)):
+                if value is not None:
+                    raise ConfigError(
+                        f"a GGUF file holds no plan of {flag}; leave it out, or leave --format out"
+                    )
+
+    @property
+    def head_bits(self) -> int:
+        """Bits of the head, or of the matrix that is embedding and head."""
+        usual = max(6, self.scheme.bits) if self.format is WeightFormat.GGUF else 16
+        return usual if self.head is None else self.head
+
+    @property
+    def embedding_bits(self) -> int:
+        """Bits of an embedding of its own."""
+        usual = self.scheme.bits if self.format is WeightFormat.GGUF else 16
+        return usual if self.embedding is None else self.embedding
 
     @property
     def form(self) -> str:

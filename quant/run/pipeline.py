@@ -16,6 +16,7 @@ from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ApplianceError, QuantizeError
 from appliance.files import flush
 from appliance.quant.engines import quantize_by_engine
+from appliance.quant.gguf.file_writer import GGUFFileWriter
 from appliance.quant.kv.even_keys import with_even_keys
 from appliance.quant.kv.files import (
     kept_kv_plan,
@@ -35,12 +36,12 @@ from appliance.quant.run.opening import (
     open_run,
     with_precisions,
 )
-from appliance.quant.run.options import QuantizeLibrary, QuantizeOptions
+from appliance.quant.run.options import QuantizeLibrary, QuantizeOptions, WeightFormat
 from appliance.quant.run.progress import LAYER, EventLog, UnitLog
 from appliance.quant.run.refusals import check_space
 from appliance.quant.run.run import QuantizeRun, report_of
-from appliance.quant.run.shard_writer import ShardWriter
-from appliance.quant.run.staging import StagingFolders, locked
+from appliance.quant.run.shard_writer import PlacedTensors, ShardWriter
+from appliance.quant.run.staging import StagingFolders, locked, model_of
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, save_rows
@@ -184,7 +185,8 @@ def _go_on(
         units = units_of(run.plan)
         events(_start(run, staging.out, units, journal))
         check_space(run, staging, calibration)
-        if not resumes:  # first: the memory plan counts its memory, and a bad text fails early
+        # First: the memory plan counts its memory, and a bad text fails early.
+        if not resumes and run.file is None:
             write_tokenizer_files(run.model_path, staging.result)
         # Finished layers show that the others fit; only a first run tries one.
         tried = False if resumes else None
@@ -197,7 +199,7 @@ def _go_on(
         _fill(run, staging, journal, units, calibration, events, memory.workers)
         _finish(run, staging.result, journal)
         journal.complete()
-    report = report_of(run, staging.out, journal, calibration)
+    report = report_of(run, model_of(staging.out, run.options.format), journal, calibration)
     staging.publish()
     return report
 
@@ -241,8 +243,7 @@ def _fill(
         bytes_done=sum(unit.nbytes for unit in done),
         device=run.device,
     )
-    layouts = [*plan.layouts(), *kv_scale_layouts(run.source, run.kv)]
-    with ShardWriter(staging.result, layouts, options.max_shard_bytes, written) as shards:
+    with _writer_of(run, staging, written) as shards:
         writer = UnitWriter(run.source, plan, shards, log, run.device, workers)
         try:
             if calibration is None or not options.method.needs_text:
@@ -257,7 +258,24 @@ def _fill(
     events(Written(weight_bytes=weight_bytes))
 
 
+def _writer_of(run: QuantizeRun, staging: StagingFolders, written: set[str]) -> PlacedTensors:
+    if run.file is not None:
+        path = staging.result / model_of(staging.out, WeightFormat.GGUF).name
+        return GGUFFileWriter(path, run.file, written)
+    layouts = [*run.plan.layouts(), *kv_scale_layouts(run.source, run.kv)]
+    return ShardWriter(staging.result, layouts, run.options.max_shard_bytes, written)
+
+
 def _finish(run: QuantizeRun, result: Path, journal: Journal) -> None:
+    if run.file is None:
+        _describe(run, result, journal)
+    for path in result.iterdir():
+        flush(path)
+    flush(result)
+
+
+def _describe(run: QuantizeRun, result: Path, journal: Journal) -> None:
+    """Write the files beside the safetensors."""
     model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
     config = json.dumps(model_config, indent=2, ensure_ascii=False)
     if run.kv is not None:
@@ -269,6 +287,3 @@ def _finish(run: QuantizeRun, result: Path, journal: Journal) -> None:
     ]
     write_adapter_factors(run.source, facts, () if run.kv is None else run.kv.layers, result)
     (result / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
-    for path in result.iterdir():
-        flush(path)
-    flush(result)

@@ -11,10 +11,12 @@ import torch
 from appliance.errors import ApplianceError, ConfigError, QuantizeError
 from appliance.model.draft_head import find_head
 from appliance.model.tensors import Role
-from appliance.quant.formats.scheme import Fp8Scheme
+from appliance.quant.formats.ggml_blocks import GGUFStore
+from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.formats.store import CompressedTensorsStore
 from appliance.quant.formats.word_writer import awq_writer, gptq_writer
-from appliance.quant.run.options import WeightFormat, end_scheme
+from appliance.quant.run.options import WeightFormat
+from appliance.quant.run.schemes import end_scheme
 from appliance.quant.run.shard_writer import TensorLayout
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats import WeightReader
-    from appliance.quant.formats.scheme import LinearScheme, WeightScheme
+    from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
     from appliance.quant.formats.store import WeightStore
     from appliance.quant.formats.word_writer import Weights
     from appliance.quant.run.options import QuantizeOptions
@@ -141,10 +143,12 @@ def make_plan(
     if chosen is not None:
         counts = Counter("16 bits" if s is None else str(s) for s in map(found.get, chosen))
         notes += [f"{count} weights of {what}" for what, count in sorted(counts.items())]
-    if Role.EMBEDDING in ends:
+    if Role.EMBEDDING in ends and options.format is not WeightFormat.GGUF:
         notes.append("the embedding is quantized, which only appliance reads")
     store = choose_store(options.format, slots, found)
     tensors = [_planned(slot, found[slot.name], dtype, store) for slot in slots]
+    if options.format is WeightFormat.GGUF:
+        return QuantizePlan(dtype, tuple(tensors), tuple(kept), tuple(notes), store)
     own, head, note = head_tensors(source)
     tensors += [replace(_planned(slot, None, dtype, store), of_head=True) for slot in own]
     kept += [slot.name.removesuffix(_WEIGHT) for slot in own if len(slot.shape) == 2]
@@ -171,12 +175,14 @@ def choose_store(
     """Return a format's store for these schemes; raise ConfigError if it cannot hold them."""
     if format is WeightFormat.COMPRESSED_TENSORS:
         return CompressedTensorsStore()
+    if format is WeightFormat.GGUF:
+        return GGUFStore.of(schemes)
     weights: Weights = {}
     for slot in slots:
         scheme = schemes.get(slot.name)
         if scheme is None:
             continue
-        if isinstance(scheme, Fp8Scheme) or not slot.is_linear:
+        if not isinstance(scheme, WeightScheme) or not slot.is_linear:
             what = "FP8 weights" if isinstance(scheme, Fp8Scheme) else f"a quantized {slot.name}"
             raise ConfigError(
                 f"--format {format.value} does not hold {what}; use --format compressed-tensors"
@@ -185,7 +191,7 @@ def choose_store(
     return awq_writer(weights) if format is WeightFormat.AWQ else gptq_writer(weights)
 
 
-def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:
+def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, GroupedScheme]:
     """Return the schemes of embedding and head, unless they stay in 16 bits.
 
     A tied matrix is stored as the embedding.
@@ -194,12 +200,13 @@ def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, Wei
         ConfigError: unsupported bits, or `--embedding` for a tied embedding.
     """
     tied = source.spec.tied_head
-    if tied and options.embedding != 16:
+    if tied and options.embedding not in (None, 16):
         raise ConfigError("the embedding of this model is its head too; give --head BITS alone")
-    asked = {
-        Role.EMBEDDING: end_scheme(options.head if tied else options.embedding, options.scheme),
-        Role.HEAD: end_scheme(options.head, options.scheme),
+    bits = {
+        Role.EMBEDDING: options.head_bits if tied else options.embedding_bits,
+        Role.HEAD: options.head_bits,
     }
+    asked = {role: end_scheme(n, options.scheme, options.format) for role, n in bits.items()}
     return {role: scheme for role, scheme in asked.items() if scheme is not None}
 
 
@@ -207,9 +214,11 @@ def _planned(
     slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype, store: WeightStore
 ) -> PlannedTensor:
     if scheme is None:
-        # A router's bias has few numbers, and rounding them would change its choices.
-        is_bias = slot.role.decides and len(slot.shape) == 1
-        layouts = {slot.name: (torch.float32 if is_bias else dtype, slot.shape)}
+        # A router's bias has few numbers, and rounding them would change its choices; programs
+        # that read GGUF files expect all vectors in float32.
+        is_vector = len(slot.shape) == 1
+        is_exact = is_vector and (slot.role.decides or isinstance(store, GGUFStore))
+        layouts = {slot.name: (torch.float32 if is_exact else dtype, slot.shape)}
     else:
         layouts = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())
@@ -231,7 +240,11 @@ def growth_note(source: ModelSource, plan: QuantizePlan) -> str | None:
     )
 
 
-def stored_dtype(source: ModelSource) -> torch.dtype:
-    """Return float16 if the model uses it, else bfloat16, whose range holds any weight."""
+def stored_dtype(
+    source: ModelSource, format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
+) -> torch.dtype:
+    """Return float16 if the model or the format uses it, else bfloat16, whose range is wider."""
+    if format is WeightFormat.GGUF:
+        return torch.float16
     dtype = source.config.get("dtype", source.config.get("torch_dtype"))
     return torch.float16 if dtype == "float16" else torch.bfloat16

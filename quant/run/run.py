@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.model.source import ModelSource
+    from appliance.quant.gguf.file_writer import PlannedFile
     from appliance.quant.kv.calibrate import KVPlan
     from appliance.quant.run.journal import Journal
     from appliance.quant.run.options import QuantizeOptions
@@ -37,12 +38,14 @@ class QuantizeRun:
     plan: QuantizePlan
     device: torch.device
     started: float  # by time.monotonic
+    file: PlannedFile | None = None  # of a run that writes GGUF
     kv: KVPlan | None = None  # plan of the KV cache, once chosen
 
 
 def report_of(
     run: QuantizeRun, out: Path, journal: Journal, calibration: Calibration | None
 ) -> QuantizeReport:
+    """Report a finished run; `out` is the model, a folder or a file."""
     plan, options = run.plan, run.options
     quantized = [tensor for tensor in plan.tensors if tensor.scheme is not None]
     use = MemoryUse.now(run.device)
@@ -97,6 +100,8 @@ def _notes(run: QuantizeRun, calibration: Calibration | None) -> Iterator[str]:
     growth = growth_note(run.source, run.plan)
     if growth is not None:
         yield growth
+    if run.file is not None and run.options.method.scales_inputs:
+        yield "inputs are scaled, so adapters that were made for the model itself do not fit"
     scheme = run.options.scheme
-    if isinstance(scheme, WeightScheme) and not scheme.symmetric:
+    if run.file is None and isinstance(scheme, WeightScheme) and not scheme.symmetric:
         yield ("transformers loads zero points only with CompressedTensorsConfig(dequantize=True)")

@@ -1,4 +1,4 @@
-"""Writes safetensors files whose tensor sizes are known in advance.
+"""Writes files whose tensor sizes are known in advance, safetensors among them.
 
 Each tensor has a fixed place, so tensors may come in any order, one at a time; disk space is
 reserved before any work. Knows nothing of models.
@@ -21,9 +21,10 @@ from appliance.files import flush
 from appliance.quant.walk.stream import write_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
+    from typing import Self
 
     from torch import Tensor
 
@@ -49,50 +50,22 @@ class TensorLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class ShardWriter:
-    """Writes one or more safetensors files into a folder.
+class PlacedTensors:
+    """Writes tensors to places in files that are reserved first, and closes these.
 
     Args:
-        folder: gets the files and, if there are several, their index.
-        max_shard_bytes: size at which a new file begins; a larger tensor gets its own file.
+        layouts: all tensors.
         done: tensors that an earlier writer with the same arguments wrote and flushed.
-
-    Raises:
-        OSError: the disk has no space for all files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        layouts: Sequence[TensorLayout],
-        max_shard_bytes: int,
-        done: Collection[str] = (),
-    ) -> None:
-        shards = split_into_shards(layouts, max_shard_bytes)
-        self.total_bytes = sum(layout.nbytes for layout in layouts)
-        self.folder = folder
+    def __init__(self, layouts: Sequence[TensorLayout], done: Collection[str]) -> None:
         self._waiting = {layout.name: layout for layout in layouts if layout.name not in done}
         self._places: dict[str, tuple[int, int]] = {}  # descriptor and offset
         self._files: list[int] = []
         self._unflushed: set[int] = set()
-        file_names = (
-            [WEIGHTS_NAME]
-            if len(shards) == 1
-            else [
-                f"model-{index:05}-of-{len(shards):05}.safetensors"
-                for index in range(1, len(shards) + 1)
-            ]
-        )
-        try:
-            for file_name, shard in zip(file_names, shards, strict=True):
-                self._start_file(folder / file_name, shard)
-            if len(shards) > 1:
-                self._write_index(dict(zip(file_names, shards, strict=True)))
-        except BaseException:
-            self._close()
-            raise
+        self._folders: set[Path] = set()
 
-    def __enter__(self) -> ShardWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -129,7 +102,67 @@ class ShardWriter:
         for file in self._unflushed:
             os.fsync(file)
         self._unflushed.clear()
-        flush(self.folder)
+        for folder in self._folders:
+            flush(folder)
+
+    def _reserve(self, path: Path, prefix: bytes, starts: Mapping[str, int], size: int) -> None:
+        """Reserve a file of `size` bytes, write its first ones and place tensors in it.
+
+        Raises:
+            OSError: the disk has no space for it.
+        """
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._files.append(file)
+        self._folders.add(path.parent)
+        os.posix_fallocate(file, 0, size)
+        assert os.pwrite(file, prefix, 0) == len(prefix), path
+        self._unflushed.add(file)
+        self._places |= {name: (file, start) for name, start in starts.items()}
+
+    def _close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+
+class ShardWriter(PlacedTensors):
+    """Writes one or more safetensors files into a folder.
+
+    Args:
+        folder: gets the files and, if there are several, their index.
+        max_shard_bytes: size at which a new file begins; a larger tensor gets its own file.
+        done: tensors that an earlier writer with the same arguments wrote and flushed.
+
+    Raises:
+        OSError: the disk has no space for all files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layouts: Sequence[TensorLayout],
+        max_shard_bytes: int,
+        done: Collection[str] = (),
+    ) -> None:
+        super().__init__(layouts, done)
+        shards = split_into_shards(layouts, max_shard_bytes)
+        self.total_bytes = sum(layout.nbytes for layout in layouts)
+        self.folder = folder
+        file_names = (
+            [WEIGHTS_NAME]
+            if len(shards) == 1
+            else [
+                f"model-{index:05}-of-{len(shards):05}.safetensors"
+                for index in range(1, len(shards) + 1)
+            ]
+        )
+        try:
+            for file_name, shard in zip(file_names, shards, strict=True):
+                self._start_file(folder / file_name, shard)
+            if len(shards) > 1:
+                self._write_index(dict(zip(file_names, shards, strict=True)))
+        except BaseException:
+            self._close()
+            raise
 
     def _start_file(self, path: Path, shard: Sequence[TensorLayout]) -> None:
         # Widest types first: tensors must be aligned, and the format allows no gaps.
@@ -147,21 +180,13 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
         prefix = struct.pack("<Q", len(text)) + text
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._files.append(file)
-        os.posix_fallocate(file, 0, len(prefix) + end)
-        assert os.pwrite(file, prefix, 0) == len(prefix), path
-        self._unflushed.add(file)
-        self._places |= {name: (file, len(prefix) + start) for name, start in starts.items()}
+        places = {name: len(prefix) + start for name, start in starts.items()}
+        self._reserve(path, prefix, places, len(prefix) + end)
 
     def _write_index(self, shards: dict[str, list[TensorLayout]]) -> None:
         weight_map = {layout.name: name for name, shard in shards.items() for layout in shard}
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _close(self) -> None:
-        for file in self._files:
-            os.close(file)
 
 
 def split_into_shards(

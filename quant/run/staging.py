@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import QuantizeError
 from appliance.files import flush
+from appliance.quant.run.options import WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +73,11 @@ class StagingFolders:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def model_of(out: Path, format: WeightFormat) -> Path:
+    """Return the model in a result's folder: the folder itself, or its GGUF file."""
+    return out / f"{out.name}.gguf" if format is WeightFormat.GGUF else out
+
+
 def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
     """Raise QuantizeError if a destination must not be replaced or is no model folder."""
     if out == source or out in source.parents:
@@ -84,7 +90,7 @@ def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise QuantizeError(f"{out} exists; add --overwrite to replace it or choose another")
-    if not (out / "config.json").is_file():
+    if not (out / "config.json").is_file() and not model_of(out, WeightFormat.GGUF).is_file():
         raise QuantizeError(f"{out} is not a model folder and is not replaced; choose another")
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.fp4 import Fp4Weight
-from appliance.kernels.ggml import GgmlWeight
 from appliance.quant.methods import data_free
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.adapter_factors import scales_as_facts
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from appliance.quant.run.options import Method
     from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.run.progress import UnitLog
-    from appliance.quant.run.shard_writer import ShardWriter
+    from appliance.quant.run.shard_writer import PlacedTensors
     from appliance.quant.text.calibration import Calibration
 
 PIECE_ELEMENTS = 1 << 18  # numbers of a weight processed at once: 1 MiB in float32
@@ -74,7 +74,7 @@ def units_of(plan: QuantizePlan) -> list[WorkUnit]:
 class UnitWriter:
     source: ModelSource
     plan: QuantizePlan
-    shards: ShardWriter
+    shards: PlacedTensors
     log: UnitLog
     device: torch.device
     workers: int
@@ -135,9 +135,7 @@ class UnitWriter:
             self.shards.write(tensor.name, [value.to(layout.dtype).cpu()])
         else:
             assert tensor.scheme is not None, tensor.name
-            assert not isinstance(value, Fp4Weight | GgmlWeight), (
-                "nothing is quantized to this form"
-            )
+            assert not isinstance(value, Fp4Weight), "nothing is quantized to this form"
             for name, stored in self.plan.store.encode(tensor.name, value, tensor.scheme).items():
                 self.shards.write(name, [stored.cpu()])
 
@@ -190,13 +188,13 @@ class Rounding:
         for rows in row_ranges(tensor.shape, self._piece):
             yield pieces.rows(rows).to(layout.dtype)
 
-    def packed(self, tensor: PlannedTensor) -> PackedWeight | Fp8Weight:
+    def packed(self, tensor: PlannedTensor) -> PackedWeight | Fp8Weight | GgmlWeight:
         """Quantize a weight by its planned scheme."""
         scheme = tensor.scheme
         assert scheme is not None, tensor.name
         pieces = WeightPieces(self._weights, tensor.name)
 
-        def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight:
+        def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight | GgmlWeight:
             piece = pieces.rows(rows).to(self._device)
             found = data_free.quantize(piece, scheme, self._method, self._plan.dtype)
             return found.to(torch.device("cpu"))

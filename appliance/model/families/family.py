@@ -60,6 +60,8 @@ class Family:
     Attributes:
         other_names: for checkpoints whose first layer's norm has another name.
         gguf: reads its GGUF files; None if not supported.
+        labelled: mapping of the family whose label its GGUF files have, if they have no own; they
+            are read as that family's.
         draft_head: names of the draft head in its checkpoints, if they can have one.
     """
 
@@ -70,6 +72,7 @@ class Family:
     names: TensorNames = field(default_factory=TensorNames)
     other_names: TensorNames | None = None
     gguf: GGUFMapping | None = None
+    labelled: GGUFMapping | None = None
     draft_head: DraftHeadNames | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:

@@ -1,6 +1,6 @@
 """Mistral: Llama with a sliding window in all layers of its first version.
 
-Its GGUF files are labelled llama and lack the window.
+Its GGUF files are labelled llama and lack the window, so none is written for that version.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.model.families.family import Family
+from appliance.model.families.llama import LLAMA
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
     read_attention,
@@ -34,4 +35,5 @@ MISTRAL = Family(
     model_type="mistral",
     architectures=("MistralForCausalLM",),
     read=_read,
+    labelled=LLAMA.gguf,
 )

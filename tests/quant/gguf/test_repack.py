@@ -16,7 +16,7 @@ from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
-from appliance.quant.gguf_writer import write_gguf
+from appliance.quant.gguf.repack import write_gguf
 from appliance.quant.methods import rtn
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
@@ -46,7 +46,7 @@ def test_every_type_is_a_base_and_the_result_is_written_without_loss(
     expected = rtn.quantize(exact[linear], scheme).dequantize()
     torch.testing.assert_close(quantized[linear], expected, atol=1e-6, rtol=0)
 
-    written = write_gguf(folder, base, file)
+    written = write_gguf(folder, file, base)
     kind = "Q4_0" if scheme.bits == 4 else "Q8_0"
     assert written.types == {kind: 21, "F32": 7, "BF16": 1}
     found = weights_of(file)
@@ -63,7 +63,7 @@ def test_every_type_is_a_base_and_the_result_is_written_without_loss(
     ]
     assert lengths == [128, 128]
     with pytest.raises(QuantizeError, match=r"out.gguf exists.*--overwrite"):
-        write_gguf(folder, base, file)
+        write_gguf(folder, file, base)
 
 
 def test_a_base_of_another_model_is_refused_before_anything_is_written(
@@ -73,7 +73,7 @@ def test_a_base_of_another_model_is_refused_before_anything_is_written(
     quantize_model(base, folder, QuantizeOptions(WeightScheme(4, 32)))
     write_llama(other, ["Q8_0"], tied=False)
     with pytest.raises(QuantizeError, match=r"--base .*other.gguf has tensors of other shapes"):
-        write_gguf(folder, other, tmp_path / "out.gguf")
+        write_gguf(folder, tmp_path / "out.gguf", other)
     with pytest.raises(QuantizeError, match=r"--base .*none.gguf is no GGUF file"):
-        write_gguf(folder, tmp_path / "none.gguf", tmp_path / "out.gguf")
+        write_gguf(folder, tmp_path / "out.gguf", tmp_path / "none.gguf")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]

@@ -1,0 +1,199 @@
+"""Settings of a GGUF file for a Hugging Face checkpoint, proved by reading them back.
+
+Keys are those of the GGUF specification (docs/gguf.md of the ggml project). A model whose spec or
+tokens are not the same when read from the file is refused: so are settings that GGUF cannot say.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from appliance.errors import ApplianceError, QuantizeError
+from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.source import open_model
+from appliance.model.spec import AttentionSpec, MLPSpec, RopeScaling, RopeSpec
+from appliance.quant.gguf.file_writer import PlannedFile
+from appliance.quant.gguf.settings import FileSetting, FileSettings
+from appliance.quant.gguf.tensors import mapping_of
+from appliance.quant.gguf.vocabulary import refusal, vocabulary_of
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec, LayerSpec
+    from appliance.quant.gguf.file_writer import TypedTensor
+
+FREQUENCY_FACTORS = "rope_freqs.weight"
+NO_ROPE = RopeSpec(theta=1.0, rotary_dim=0)
+# A tokenizer splits each of these in its own way.
+SAMPLES = (
+    "It's 12345 o'clock, isn't it?  Two  spaces,\ttabs\n\n\nand lines.",
+    "def add(a_b, c):\r\n    return a_b+c  # 3.14e-10\n",
+    "Größe, naïve café, 東京タワー, здравствуйте, \u0645\u0631\u062d\u0628\u0627, 🙂👍🏽 — …",
+    " leading and trailing ",
+)
+
+
+def settings_of(source: ModelSource) -> FileSettings:
+    """Describe a checkpoint in a folder.
+
+    Raises:
+        QuantizeError: its tokenizer cannot be described.
+    """
+    mapping, spec = mapping_of(source.family), source.spec
+    assert mapping is not None, "it was looked at"
+    attention, mlp = spec.layers[0].mixer, spec.layers[0].mlp
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mlp, MLPSpec)
+    full = next((m for m in spec.attention_layers.values() if m.window is None), attention)
+    windows = {m.window for m in spec.attention_layers.values()} - {None}
+    found: dict[str, Any] = {
+        "block_count": len(spec.layers),
+        "context_length": spec.context_length,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": mlp.intermediate_size,
+        "attention.head_count": attention.num_heads,
+        "attention.head_count_kv": attention.num_kv_heads,
+        "attention.key_length": attention.head_dim,
+        "attention.value_length": attention.head_dim,
+        "attention.layer_norm_rms_epsilon": spec.final_norm.eps,
+        "rope.dimension_count": full.rope.rotary_dim,
+        "rope.freq_base": full.rope.theta,
+        "vocab_size": spec.vocab_size,
+        **_scaling(full.rope),
+    }
+    if windows:
+        found["attention.sliding_window"] = windows.pop()
+        if attention.rope.theta != full.rope.theta:
+            found["rope.freq_base_swa"] = attention.rope.theta
+    caps = {
+        "attn_logit_softcapping": attention.softcap,
+        "final_logit_softcapping": spec.logit_softcap,
+    }
+    found |= {key: cap for key, cap in caps.items() if cap is not None}
+    prefix = f"{mapping.architecture}."
+    settings = [
+        FileSetting.of("general.type", "model"),
+        FileSetting.of("general.name", source.path.resolve().name),
+        *(FileSetting.of(prefix + key, value) for key, value in found.items()),
+        *vocabulary_of(source.path, spec.num_embedded),
+    ]
+    return FileSettings(mapping.architecture, tuple(settings), _factors(full.rope))
+
+
+def _scaling(rope: RopeSpec) -> dict[str, Any]:
+    match rope.scaling:
+        case RopeScaling.LINEAR:
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
+        case RopeScaling.YARN:
+            return {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": rope.factor,
+                "rope.scaling.original_context_length": rope.original_context,
+                "rope.scaling.yarn_beta_fast": rope.beta_fast,
+                "rope.scaling.yarn_beta_slow": rope.beta_slow,
+            }
+        case RopeScaling.LONGROPE:
+            return {
+                "rope.scaling.original_context_length": rope.original_context,
+                "rope.scaling.attn_factor": rope.attention_factor,
+            }
+    return {}
+
+
+def _factors(rope: RopeSpec) -> dict[str, NDArray[np.float32]]:
+    """Return the tensors of factors that divide frequencies."""
+    if rope.scaling is RopeScaling.LLAMA3:
+        plain = _frequencies(replace(rope, scaling=RopeScaling.NONE), 0)
+        return {FREQUENCY_FACTORS: plain / _frequencies(rope, 0)}
+    if rope.scaling is RopeScaling.LONGROPE:
+        return {
+            "rope_factors_long.weight": np.array(rope.long_factors, dtype=np.float32),
+            "rope_factors_short.weight": np.array(rope.short_factors, dtype=np.float32),
+        }
+    return {}
+
+
+def check_as_read(
+    source: ModelSource, settings: FileSettings, tensors: Sequence[TypedTensor]
+) -> None:
+    """Read the settings back from a file without weights.
+
+    Raises:
+        QuantizeError: the file would be another model; the message names what differs.
+    """
+    with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
+        path = Path(folder) / "without-weights.gguf"
+        PlannedFile.of(settings, tensors).write_without_weights(path)
+        try:
+            read = open_model(path).spec
+            theirs = Tokenizer.from_path(path)
+        except ApplianceError as error:
+            reason = str(error).replace(str(path), "the file")
+            raise QuantizeError(f"{source.path} is not written as GGUF: {reason}") from error
+    for what in _differences(source.spec, read):
+        raise QuantizeError(
+            f"{source.path} has a setting that its GGUF file cannot say: {what}; use a GGUF file"
+            " of the same model as the base, or --format compressed-tensors"
+        )
+    _check_tokens(source.path, Tokenizer.from_path(source.path), theirs)
+
+
+def _check_tokens(folder: Path, ours: Tokenizer, theirs: Tokenizer) -> None:
+    for token_id in range(ours.vocab_size):
+        if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
+            raise refusal(folder, f"a token {ours.token_text(token_id)!r}")
+    for text in SAMPLES:
+        one, other = (t.encode(text, add_special_tokens=True) for t in (ours, theirs))
+        if one != other:
+            raise refusal(folder, f"rules that split {text!r} into other tokens")
+
+
+def _differences(ours: DecoderSpec, read: DecoderSpec) -> Iterator[str]:
+    """Describe settings that differ; frequencies count, not how they are stated."""
+    context = ours.context_length
+    for one, other in zip(distinct_ropes(ours), distinct_ropes(read), strict=False):
+        same = np.allclose(_frequencies(one, context), _frequencies(other, context), rtol=1e-4)
+        if not same or abs(one.attention_factor - other.attention_factor) > 1e-4:
+            yield f"rotary frequencies ({one.scaling.value})"
+    if len(distinct_ropes(ours)) != len(distinct_ropes(read)):
+        yield "rotary frequencies of some layers"
+    for index, (layer, other_layer) in enumerate(zip(ours.layers, read.layers, strict=False)):
+        yield from _unlike(f"layer {index}", _without_rope(layer), _without_rope(other_layer))
+    yield from _unlike(
+        "the model",
+        replace(ours, layers=()),
+        replace(read, layers=(), architecture=ours.architecture),
+    )
+
+
+def _without_rope(layer: LayerSpec) -> LayerSpec:
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionSpec)
+    return replace(layer, mixer=replace(mixer, rope=NO_ROPE))
+
+
+def _unlike(where: str, one: Any, other: Any) -> Iterator[str]:
+    for field in fields(one):
+        ours, theirs = getattr(one, field.name), getattr(other, field.name)
+        if is_dataclass(ours) and type(ours) is type(theirs):
+            yield from _unlike(f"{where}, {field.name}", ours, theirs)
+        elif isinstance(ours, float) and isinstance(theirs, float):
+            if abs(ours - theirs) > 1e-6 * abs(ours):
+                yield f"{field.name} of {where} is {ours}, and would be {theirs}"
+        elif ours != theirs:
+            yield f"{field.name} of {where} is {ours}, and would be {theirs}"
+
+
+def _frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float32]:
+    frequencies: NDArray[np.float32] = Rope.of(rope, context_length, None).frequencies.numpy()
+    return frequencies

@@ -1,0 +1,80 @@
+"""Settings of a GGUF file as typed keys and values, copied from another file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gguf import GGUFReader, GGUFValueType
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Part of the file's own header, or not true of other weights.
+_OWN = (
+    "GGUF.",
+    "general.architecture",
+    "general.alignment",
+    "general.file_type",
+    "general.quantization_version",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSetting:
+    """One key, its value, its type and that of the elements of a list."""
+
+    key: str
+    value: Any
+    kind: GGUFValueType
+    inner: GGUFValueType | None = None
+
+    @classmethod
+    def of(cls, key: str, value: bool | float | str | list[Any]) -> FileSetting:
+        """Choose the type by the value: u32 for whole numbers, i32 for those in lists, f32."""
+        if isinstance(value, list):
+            inner = GGUFValueType.INT32 if isinstance(value[0], int) else _kind_of(value[0])
+            return cls(key, value, GGUFValueType.ARRAY, inner)
+        return cls(key, value, _kind_of(value))
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """All of a file but its weights.
+
+    Attributes:
+        extra: float32 tensors that are settings, such as factors of frequencies.
+    """
+
+    architecture: str
+    settings: tuple[FileSetting, ...]
+    extra: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    @classmethod
+    def of_file(cls, path: Path) -> FileSettings:
+        """Copy those of a GGUF file."""
+        reader = GGUFReader(path)
+        found = []
+        for entry in reader.fields.values():
+            if not entry.name.startswith(_OWN):
+                kind = entry.types[0]
+                inner = entry.types[-1] if kind == GGUFValueType.ARRAY else None
+                found.append(FileSetting(entry.name, entry.contents(), kind, inner))
+        extra = {
+            tensor.name: tensor.data.copy()
+            for tensor in reader.tensors
+            if tensor.name.startswith("rope_")
+        }
+        architecture = str(reader.fields["general.architecture"].contents())
+        return cls(architecture, tuple(found), extra)
+
+
+def _kind_of(value: object) -> GGUFValueType:
+    if isinstance(value, bool):
+        return GGUFValueType.BOOL
+    if isinstance(value, int):
+        return GGUFValueType.UINT32
+    return GGUFValueType.FLOAT32 if isinstance(value, float) else GGUFValueType.STRING

@@ -1,0 +1,212 @@
+"""`quantize --format gguf`: from a GGUF file or a folder to one file, read back in two ways."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from ggml_models import write_llama
+from gguf.quants import dequantize
+from torch import Tensor
+
+from appliance.errors import ConfigError, ModelError, QuantizeError
+from appliance.kernels.ggml import GgmlWeight
+from appliance.kernels.weight import dense
+from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.methods import data_free, rtn
+from appliance.quant.quality.run_facts import facts_of_run, keep_facts
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
+from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.run.schemes import choose_scheme, gguf_scheme
+from appliance.quant.text.calibration import CalibrationText
+from appliance.quantize_events import QuantizeEvent, UnitFinished
+from appliance.tokenizer import Tokenizer
+
+MakeFolder = Callable[..., Path]
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+class Stop(Exception):  # noqa: N818
+    """Stands for whatever ends a run."""
+
+
+def options(bits: int, *, symmetric: bool = True, **changes: object) -> QuantizeOptions:
+    scheme = gguf_scheme(bits, symmetric=symmetric)
+    return QuantizeOptions(scheme, format=WeightFormat.GGUF, **changes)  # type: ignore[arg-type]
+
+
+def weights_of(path: Path) -> dict[str, Tensor]:
+    source = open_model(path)
+    return {
+        slot.name: dense(source.weights.load(slot.name), torch.float32) for slot in source.slots()
+    }
+
+
+def types_of(path: Path) -> Counter[str]:
+    return Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("base") / "base.gguf", ["Q8_0"], tied=False)
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "types"),
+    [
+        (4, True, {"Q4_0": 22, "Q6_K": 1, "F32": 7}),
+        (4, False, {"Q4_K": 22, "Q6_K": 1, "F32": 7}),
+        (6, True, {"Q6_K": 23, "F32": 7}),
+        (8, True, {"Q8_0": 23, "F32": 7}),
+    ],
+)
+def test_a_file_holds_the_nearest_codes_of_its_types(
+    base: Path, tmp_path: Path, bits: int, symmetric: bool, types: dict[str, int]
+) -> None:
+    chosen = options(bits, symmetric=symmetric)
+    report = quantize_model(base, tmp_path / "out", chosen)
+    assert report.out == tmp_path / "out" / "out.gguf"
+    assert [path.name for path in report.out.parent.iterdir()] == ["out.gguf"]
+    assert types_of(report.out) == types
+    exact, found = weights_of(base), weights_of(report.out)
+    for name, weight in found.items():
+        scheme = chosen.scheme if "layers" in name or "embed" in name else gguf_scheme(
+            max(bits, 6), symmetric=True
+        )  # fmt: skip
+        if weight.dim() == 2:
+            expected = data_free.quantize(exact[name], scheme, Method.RTN, torch.float16)
+            assert torch.equal(weight, expected.dequantize()), name
+        else:
+            assert torch.equal(weight, exact[name]), name
+    reader = gguf.GGUFReader(report.out)
+    stored = {tensor.name: tensor for tensor in reader.tensors}["blk.1.ffn_down.weight"]
+    read = dequantize(stored.data, stored.tensor_type)
+    np.testing.assert_allclose(read, found[DOWN].numpy(), atol=1e-6)
+    assert reader.fields["llama.context_length"].contents() == 128
+    assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+
+
+def test_a_folder_becomes_a_file_with_its_settings_and_tokens(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    folder = make_folder(rope_theta=500000.0, max_position_embeddings=4096, rms_norm_eps=2**-17)
+    report = quantize_model(folder, tmp_path / "out", options(8))
+    assert types_of(report.out) == {"Q8_0": 16, "F32": 5}
+    ours, theirs = open_model(folder).spec, open_model(report.out).spec
+    assert theirs == ours
+    exact, found = weights_of(folder), weights_of(report.out)
+    assert found.keys() == exact.keys()
+    for name, weight in found.items():  # rows of queries and keys are in another order there
+        expected = exact[name]
+        if expected.dim() == 2:
+            expected = rtn.quantize(expected, WeightScheme(8, 32), "float16").dequantize()
+        assert torch.equal(weight, expected), name
+    one, other = Tokenizer.from_path(folder), Tokenizer.from_path(report.out)
+    text = "abba bab<|im_end|> cab"
+    assert one.encode(text, add_special_tokens=True) == other.encode(text, add_special_tokens=True)
+    assert one.eos_token_ids == other.eos_token_ids
+    asked = [{"role": "user", "content": "ab"}]
+    assert one.encode_chat(asked) == other.encode_chat(asked)
+    keep_facts(report)
+    found_facts = facts_of_run(report.out)
+    assert found_facts is not None
+    assert found_facts.method == "rtn"
+
+
+def test_stretched_frequencies_of_llama_3_are_written_as_factors(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }
+    folder = make_folder(rope_scaling=scaling, max_position_embeddings=8192)
+    report = quantize_model(folder, tmp_path / "out", options(4))
+    (factors,) = [t for t in gguf.GGUFReader(report.out).tensors if t.name == "rope_freqs.weight"]
+    assert factors.data[0] == 1.0
+    assert factors.data[-1] == pytest.approx(8.0)
+
+
+def test_gptq_rounds_to_the_files_own_grid_and_a_resumed_run_writes_the_same(
+    make_folder: MakeFolder, text: Path, tmp_path: Path
+) -> None:
+    folder = make_folder(num_attention_heads=8, num_key_value_heads=4)
+    rows = CalibrationText(text, num_tokens=480, row_tokens=48)
+    chosen = options(4, symmetric=False, method=Method.AWQ_GPTQ, text=rows)
+
+    def stop(event: QuantizeEvent) -> None:
+        if isinstance(event, UnitFinished) and event.name == "layer 0":
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantize_model(folder, tmp_path / "again" / "out", chosen, stop)
+    resumed = quantize_model(folder, tmp_path / "again" / "out", chosen)
+    report = quantize_model(folder, tmp_path / "out", chosen)
+    assert resumed.out.read_bytes() == report.out.read_bytes()
+    assert types_of(report.out) == {"Q4_K": 15, "Q6_K": 1, "F32": 5}
+    assert any("adapters" in note for note in report.notes)
+    rounded = quantize_model(folder, tmp_path / "rounded", options(4, symmetric=False))
+    assert 0 < max(report.losses.values()) < 0.1
+    one, other = (open_model(run.out).weights.load(DOWN) for run in (report, rounded))
+    assert isinstance(one, GgmlWeight)
+    assert isinstance(other, GgmlWeight)
+    assert not torch.equal(one.blocks, other.blocks)
+
+
+def test_rows_that_no_super_block_divides_get_smaller_blocks_and_a_note(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    folder = make_folder(hidden_size=96, intermediate_size=256)
+    report = quantize_model(folder, tmp_path / "out", options(4, symmetric=False))
+    assert types_of(report.out) == {"Q4_1": 13, "Q4_K": 2, "Q8_0": 1, "F32": 5}
+    assert "13 weights as Q4_1, not Q4_K: 96 inputs do not divide by 256" in report.notes
+    assert "1 weights as Q8_0, not Q6_K: 96 inputs do not divide by 256" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ({"bits": 3}, "has 4, 6 or 8 bits; --bits 3 is none"),
+        ({"bits": 8, "symmetric": False}, "only 4 bits have minima.*leave --no-symmetric out"),
+        ({"group_size": "64"}, "groups of its own; leave --group-size 64 out"),
+        ({"method": Method.FP8}, "--method fp8 makes no codes of a GGUF type; use --method int8"),
+    ],
+)
+def test_words_that_name_no_type_are_refused(words: dict[str, object], complaint: str) -> None:
+    given = {"method": Method.RTN, "bits": None, "group_size": None, "symmetric": True} | words
+    with pytest.raises(ConfigError, match=complaint):
+        choose_scheme(**given, format=WeightFormat.GGUF)  # type: ignore[arg-type]
+
+
+def test_what_a_file_cannot_say_is_refused_before_any_work(
+    make_folder: MakeFolder, make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="holds no plan of --kv-bits; leave it out"):
+        options(4, kv_bits=6.0)
+    unread = make_llama("unread")
+    with pytest.raises(ModelError, match=r"tokenizer.json is damaged"):
+        quantize_model(unread, tmp_path / "out", options(4))
+    kind = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    mistral = make_folder("mistral", **kind, sliding_window=32)
+    with pytest.raises(
+        QuantizeError, match=r"GGUF: the file: llama: attention.sliding_window = 32 is"
+    ):
+        quantize_model(mistral, tmp_path / "out", options(4))
+    rules = (mistral / "tokenizer.json").read_text()
+    other = make_folder("other", **kind, sliding_window=None)
+    (other / "tokenizer.json").write_text(rules.replace('"use_regex": true', '"use_regex": false'))
+    with pytest.raises(QuantizeError, match=r"has rules of its own to split words.*as the base"):
+        quantize_model(other, tmp_path / "out", options(4))
+    assert not (tmp_path / "out").exists()
+    (other / "tokenizer.json").write_text(rules)
+    report = quantize_model(other, tmp_path / "out", options(4))
+    assert open_model(report.out).spec.architecture == "llama"
