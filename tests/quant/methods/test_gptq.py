@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from appliance.errors import QuantizeError
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import awq, gptq, rtn
@@ -36,7 +39,15 @@ def hessian_of(x: torch.Tensor) -> torch.Tensor:
     return x.T @ x / len(x)
 
 
-def error(x: torch.Tensor, weight: torch.Tensor, packed: PackedWeight) -> float:
+def gptq_codes(
+    weight: torch.Tensor, hessian: torch.Tensor, scheme: WeightScheme, **settings: Any
+) -> PackedWeight:
+    found = gptq.quantize(weight, hessian, scheme, **settings).weight
+    assert isinstance(found, PackedWeight)
+    return found
+
+
+def error(x: torch.Tensor, weight: torch.Tensor, packed: PackedWeight | GgmlWeight) -> float:
     lost = (x.double() @ (weight.double() - packed.dequantize().double()).T).square().sum()
     return float(lost / (x.double() @ weight.double().T).square().sum())
 
@@ -100,24 +111,23 @@ def test_gptq_loses_less_than_rounding(scheme: WeightScheme) -> None:
 
 def test_without_correlation_gptq_is_rounding() -> None:
     weight, scheme = weights(), WeightScheme(4, 32, False)
-    result = gptq.quantize(weight, torch.eye(128), scheme, shares=WHOLE)
-    expected = rtn.quantize(weight, scheme)
-    assert torch.equal(result.weight.codes, expected.codes)
+    found = gptq_codes(weight, torch.eye(128), scheme, shares=WHOLE)
+    assert torch.equal(found.codes, rtn.quantize(weight, scheme).codes)
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:
     hessian, weight = hessian_of(activations()), weights()
-    first, second = (gptq.quantize(weight, hessian, SCHEMES[0]) for _ in range(2))
-    assert torch.equal(first.weight.codes, second.weight.codes)
-    assert torch.equal(first.weight.scale, second.weight.scale)
+    first, second = (gptq_codes(weight, hessian, SCHEMES[0]) for _ in range(2))
+    assert torch.equal(first.codes, second.codes)
+    assert torch.equal(first.scale, second.scale)
 
 
 def test_inputs_that_are_never_seen_are_rounded_and_nothing_breaks() -> None:
     x, weight, scheme = activations(), weights(), WeightScheme(4, 32, False)
     x[:, 32:64] = 0
-    result = gptq.quantize(weight, hessian_of(x), scheme)
-    silent = result.weight.dequantize()[:, 32:64]
-    step = result.weight.scale.float()[:, 1:2].abs()
+    found = gptq_codes(weight, hessian_of(x), scheme)
+    silent = found.dequantize()[:, 32:64]
+    step = found.scale.float()[:, 1:2].abs()
     assert ((silent - weight[:, 32:64]).abs() <= 0.51 * step).all()
 
 
