@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from appliance.kernels.host_spans import SpanRows
+
 Table = TypeVar("Table", bound="Sequence[int]")
 
 
@@ -73,11 +75,10 @@ class RaggedBatch:
     state_slots: Tensor | None = None
     host_state_slots: tuple[int, ...] | None = None
     adapters: AdapterRows | None = None  # None where no sequence has one
-    # A decode step, whose padding sequences share a state slot.
-    is_decode: bool = False
-    # (num_tiles, 2) int32, see `paged_attention.work.prefill_tiles`; None builds it from the host's
-    # numbers, which a captured graph must not do.
+    # (num_tiles, 2) int32, see `paged_attention.work.prefill_tiles`. None builds these, as the rows
+    # that pass through states, from the host's numbers, which a captured graph must not do.
     prefill_tiles: Tensor | None = None
+    span_rows: SpanRows | None = None
 
     @property
     def num_seqs(self) -> int:

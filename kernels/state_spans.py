@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from appliance.kernels.recurrence.variant import CHUNK, FEWEST_CHUNKED
+from appliance.kernels.host_spans import HostSpans
+from appliance.kernels.recurrence.variant import FEWEST_CHUNKED
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from appliance.kernels.host_spans import SpanRows
     from appliance.kernels.ragged import RaggedBatch
 
 
-@dataclass(frozen=True, slots=True)
-class StateChunks:
+class StateChunks(NamedTuple):
     """The chunks that rows of long spans are cut into; short spans have none."""
 
     spans: Tensor  # (num_chunks,) int64, the span of each
     starts: Tensor  # (num_spans,) int64, the first chunk of each
     are_all: bool  # every span has chunks
-
-    @classmethod
-    def of(cls, lens: list[int], device: torch.device) -> StateChunks | None:
-        """Cut spans of so many rows; None if all are short."""
-        counts = [-(-rows // CHUNK) if rows >= FEWEST_CHUNKED else 0 for rows in lens]
-        if not any(counts):
-            return None
-        spans = [span for span, count in enumerate(counts) for _ in range(count)]
-        return cls(
-            spans=torch.tensor(spans, device=device),
-            starts=torch.tensor([0, *accumulate(counts)][:-1], device=device),
-            are_all=all(counts),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,71 +36,66 @@ class StateSpans:
 
     slots: Tensor  # (num_spans,) int64
     goes_on: Tensor  # (num_spans,) bool, False where a sequence begins
+    firsts: Tensor  # (num_spans,) int64, the first row; spans are in the order of their rows
     lens: Tensor  # (num_spans,) int64, rows
-    rows: Tensor  # (num_spans, longest) int64, the row at each place; 0 after a span's last
-    is_row: Tensor  # (num_spans, longest) bool
-    places: Tensor  # (num_tokens,) int64, the place of each row among all spans'
+    longest: int  # no span has more rows
+    num_rows: int  # of the step; in a padded one the last may be in no span
     chunks: StateChunks | None = None  # None where no span is long
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> StateSpans:
-        """Find the spans; the pieces of a sequence that sealed blocks cut are joined again."""
-        if batch.is_decode:
-            return cls._of_decode(batch)
+        """Return a step's spans; those of a padded step without a number of the host."""
+        if batch.span_rows is not None:
+            return cls._padded(batch.span_rows, len(batch.slot_mapping), batch.num_decodes)
         assert batch.host_state_slots is not None, "the batch names no state slots"
-        slots: list[int] = []
-        lens: list[int] = []
-        goes_on: list[bool] = []
-        parts = zip(
-            batch.host_state_slots, batch.host_query_lens, batch.host_context_lens, strict=True
-        )
-        for slot, rows, context in parts:
-            if slots and slots[-1] == slot:
-                lens[-1] += rows
-                continue
-            slots.append(slot)
-            lens.append(rows)
-            goes_on.append(context > rows)
+        found = HostSpans.of(batch.host_state_slots, batch.host_query_lens, batch.host_context_lens)
+        of_chunks, starts = found.chunks()
         device = batch.query_start.device
-        counts = torch.tensor(lens, device=device)
-        starts = torch.tensor([0, *accumulate(lens)][:-1], device=device)
-        places = torch.arange(max(lens), device=device)
-        is_row = places < counts.unsqueeze(1)
-        longest = max(lens)
-        taken = [span * longest + row for span, count in enumerate(lens) for row in range(count)]
+
+        def sent(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        chunks = None
+        if len(of_chunks):
+            are_all = bool((found.lens >= FEWEST_CHUNKED).all())
+            chunks = StateChunks(sent(of_chunks), sent(starts), are_all)
         return cls(
-            slots=torch.tensor(slots, device=device),
-            goes_on=torch.tensor(goes_on, device=device),
-            lens=counts,
-            rows=torch.where(is_row, starts.unsqueeze(1) + places, 0),
-            is_row=is_row,
-            places=torch.tensor(taken, device=device),
-            chunks=StateChunks.of(lens, device),
+            slots=sent(found.slots),
+            goes_on=sent(found.goes_on),
+            firsts=sent(found.firsts),
+            lens=sent(found.lens),
+            longest=int(found.lens.max()),
+            num_rows=len(batch.slot_mapping),
+            chunks=chunks,
         )
 
     @classmethod
-    def _of_decode(cls, batch: RaggedBatch) -> StateSpans:
-        """Make each row a span, from what lies on the device, so that a graph can capture it."""
-        assert batch.state_slots is not None, "the batch names no state slots"
-        slots = batch.state_slots.long()
-        rows = torch.arange(len(slots), device=slots.device)
+    def _padded(cls, rows: SpanRows, num_rows: int, num_decodes: int) -> StateSpans:
+        chunks = StateChunks(rows.chunk_spans, rows.chunk_starts, are_all=False)
         return cls(
-            slots=slots,
-            goes_on=batch.context_lens > 1,
-            lens=torch.ones_like(slots),
-            rows=rows.unsqueeze(1),
-            is_row=torch.ones_like(rows, dtype=torch.bool).unsqueeze(1),
-            places=rows,
+            slots=rows.span_slots,
+            goes_on=rows.span_goes_on,
+            firsts=rows.span_firsts,
+            lens=rows.span_lens,
+            longest=max(1, num_rows - num_decodes),
+            num_rows=num_rows,
+            chunks=chunks if len(rows.chunk_spans) else None,
         )
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        """Lay rows (num_tokens, ...) out as (num_spans, longest, ...), zero-padded."""
-        is_row = self.is_row.view(*self.is_row.shape, *(1,) * (x.dim() - 1))
-        return torch.where(is_row, x[self.rows], 0)
+        """Lay rows (num_rows, ...) out as (num_spans, longest, ...), zero-padded."""
+        places = torch.arange(self.longest, device=x.device)
+        is_row = places < self.lens.unsqueeze(1)
+        rows = torch.where(is_row, self.firsts.unsqueeze(1) + places, 0)
+        return torch.where(is_row.view(*is_row.shape, *(1,) * (x.dim() - 1)), x[rows], 0)
 
     def in_turn(self, x: Tensor) -> Tensor:
-        """Undo `side_by_side`, without waiting for the device."""
-        return x.flatten(0, 1)[self.places]
+        """Undo `side_by_side` without waiting for the device; rows in no span get anything."""
+        rows = torch.arange(self.num_rows, device=x.device)
+        span = torch.searchsorted(self.lens.cumsum(0), rows, right=True)
+        span = span.clamp(max=len(self.lens) - 1)
+        place = (rows - self.firsts[span]).clamp(0, self.longest - 1)
+        return x.flatten(0, 1)[span * self.longest + place]
 
     def read(self, state: Tensor) -> Tensor:
         """Read the states (num_slots, ...) that the spans start from: (num_spans, ...)."""

@@ -49,7 +49,7 @@ def gated_delta(
     decay = decay.exp()
     held = spans.read(state)  # (num_spans, num_value_heads, key_dim, value_dim)
     outputs = []
-    for row in range(spans.rows.shape[1]):
+    for row in range(spans.longest):
         held = held * decay[:, row]
         error = v[:, row] - k[:, row] @ held  # (num_spans, num_value_heads, 1, value_dim)
         held = held + k[:, row].mT @ (error * share[:, row])

@@ -72,7 +72,7 @@ def run_rows(
         return out
     query, key, value = (x if x[0].is_contiguous() else x.contiguous() for x in (query, key, value))
     decay, share = decay.contiguous(), share.contiguous()
-    rows = spans.rows, spans.lens, spans.slots, spans.goes_on, spans.rows.stride(0)
+    rows = spans.firsts, spans.lens, spans.slots, spans.goes_on, spans.firsts.stride(0)
     keys = query.stride(0), key.stride(0)
     scale = key.shape[2] ** -0.5 if corrects else 1.0
     arguments = (
@@ -97,7 +97,7 @@ def run_rows(
         solves = value.new_empty(pairs) if corrects else None
         relate_kernel[len(chunks.spans), num_heads](
             *(reads, solves, query, key, decay, share),
-            *(spans.rows, spans.lens, chunks.spans, chunks.starts, spans.rows.stride(0)),
+            *(spans.firsts, spans.lens, chunks.spans, chunks.starts, spans.firsts.stride(0)),
             *(*keys, num_heads, scale),
             **relate_constexprs(*shape),
             num_warps=RELATE_WARPS,

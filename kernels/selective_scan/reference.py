@@ -46,7 +46,7 @@ def selective_scan(
     decay = torch.exp(-rates[:, None, None] * taken)
     held = spans.read(state)  # (num_spans, num_heads, state_dim, head_dim)
     outputs = []
-    for row in range(spans.rows.shape[1]):
+    for row in range(spans.longest):
         held = held * decay[:, row] + k[:, row].mT @ (v[:, row] * taken[:, row])
         outputs.append(q[:, row] @ held)
     spans.write(state, held)

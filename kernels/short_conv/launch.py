@@ -26,14 +26,14 @@ def short_conv(
     assert state[0].is_contiguous(), state.stride()
     if x.stride(1) != 1:
         x = x.contiguous()
-    num_spans, longest = spans.rows.shape
-    fixed = conv_constexprs(filters.shape[1], longest)
-    grid = (num_spans, -(-longest // fixed["BLOCK_T"]), -(-width // fixed["BLOCK_W"]))
+    fixed = conv_constexprs(filters.shape[1], spans.longest)
+    blocks = -(-spans.longest // fixed["BLOCK_T"])
+    grid = (len(spans.slots), blocks, -(-width // fixed["BLOCK_W"]))
     with torch.cuda.device(x.get_device()):
         short_conv_kernel[grid](
             *(out, x, filters.contiguous(), bias, state),
-            *(spans.rows, spans.lens, spans.slots, spans.goes_on),
-            *(spans.rows.stride(0), x.stride(0), state.stride(0), width),
+            *(spans.firsts, spans.lens, spans.slots, spans.goes_on),
+            *(spans.firsts.stride(0), x.stride(0), state.stride(0), width),
             **fixed,
             num_warps=WARPS,
             num_stages=1,

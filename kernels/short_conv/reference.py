@@ -29,8 +29,7 @@ def short_conv(
     """
     taps = filters.shape[1]
     history = torch.cat((spans.read(state), spans.side_by_side(x.float())), dim=1)
-    longest = spans.rows.shape[1]
-    total = sum(history[:, tap : tap + longest] * filters[:, tap] for tap in range(taps))
+    total = sum(history[:, tap : tap + spans.longest] * filters[:, tap] for tap in range(taps))
     assert isinstance(total, torch.Tensor)
     latest = spans.lens.unsqueeze(1) + torch.arange(taps - 1, device=x.device)
     spans.write(state, history.gather(1, latest.unsqueeze(2).expand(-1, -1, x.shape[1])))

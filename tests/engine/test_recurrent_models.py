@@ -15,11 +15,12 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import Request
+from appliance.engine.run.cuda_graphs import StepSize
 from appliance.engine.sampling_params import SamplingParams
 from appliance.errors import MemoryPlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from appliance.engine.run.device import Device
@@ -187,6 +188,28 @@ def test_a_runner_that_looks_ahead_answers_the_same(model: Any, expected: list[l
         assert engine.stats().state_restores_total > 0
         # Decode steps are graphs, but for experts, which run in turn on a CPU.
         assert bool(device.captures) == (not engine.info.num_experts)
+
+
+def test_prompts_beside_answers_replay_a_graph_too(
+    model: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch a step; on a CPU not with experts, which run in turn there."""
+    with running(model[1], LateDevice(), kernels="torch", max_num_batched_tokens=32) as engine:
+        graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+        assert (graphs is None) == bool(engine.info.num_experts)
+        if graphs is None:
+            return
+        replayed, real = list[StepSize](), graphs.run
+
+        def noted(size: StepSize, function: Callable[[], None]) -> None:
+            replayed.append(size)
+            real(size, function)
+
+        monkeypatch.setattr(graphs, "run", noted)
+        assert run(engine, PROMPTS) == expected
+        assert len(replayed) == engine.stats().steps_total
+        assert StepSize(7, 32) in replayed
+        assert {*replayed} <= {*graphs.captured}
 
 
 def test_the_next_engine_goes_on_from_the_disk(model: Any, tmp_path: Path) -> None:

@@ -161,7 +161,6 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
     context_lens: tuple[int, ...]
     num_decodes: int
     decode_rows: int
-    is_decode: bool
     sealed_lens: tuple[int, ...] | None
     open_tables: tuple[tuple[int, ...], ...] | None
     state_slots: tuple[int, ...] | None

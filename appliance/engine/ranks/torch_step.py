@@ -6,12 +6,14 @@ captured step finds them at fixed addresses.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
 
 from appliance.engine.ranks.messages import RunStep
 from appliance.engine.ranks.shared_step import RankStep
+from appliance.kernels.host_spans import SpanRows
 from appliance.kernels.ragged import RaggedBatch, SealedSpans
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16  # bytes that kernels load at once
 _NONE = -1
+_SPANS = [part.name for part in fields(SpanRows)]
 _TYPES = (
     *(torch.int64,) * 3,  # tokens, positions, slots
     *(torch.int32,) * 3,  # first rows, contexts, block tables
@@ -28,12 +31,13 @@ _TYPES = (
     *(torch.int32,) * 2,  # closed tokens, open blocks
     *(torch.int64,) * 2,  # open slots, blocks to seal
     *(torch.int32,) * 2,  # state slots, tiles of prompts
+    *(torch.bool if name == "span_goes_on" else torch.int64 for name in _SPANS),
 )
 
 
 def step_tensors(step: RankStep) -> tuple[Tensor | None, ...]:
-    """List the tensors of a step; all are whole numbers."""
-    batch, sealed = step.batch, step.batch.sealed
+    """List the tensors of a step; all are whole numbers or truth values."""
+    batch, sealed, spans = step.batch, step.batch.sealed, step.batch.span_rows
     return (
         step.token_ids,
         step.positions,
@@ -48,6 +52,7 @@ def step_tensors(step: RankStep) -> tuple[Tensor | None, ...]:
         None if sealed is None else sealed.moves,
         batch.state_slots,
         batch.prefill_tiles,
+        *(None if spans is None else getattr(spans, name) for name in _SPANS),
     )
 
 
@@ -61,7 +66,6 @@ def describe_step(tensors: Sequence[Tensor | None], step: RankStep) -> RunStep:
         context_lens=batch.host_context_lens,
         num_decodes=batch.num_decodes,
         decode_rows=batch.decode_rows,
-        is_decode=batch.is_decode,
         sealed_lens=None if sealed is None else sealed.host_lens,
         open_tables=None if sealed is None else sealed.host_open_tables,
         state_slots=batch.host_state_slots,
@@ -101,7 +105,7 @@ def unpack(step: RunStep, packed: Tensor) -> RankStep:
         found.append(packed[begin:end].view(dtype))
         begin = -(-end // ALIGNMENT) * ALIGNMENT
     tokens, positions, slots, starts, contexts, tables, rows = found[:7]
-    lens, opened, open_slots, moves, states, tiles = found[7:]
+    lens, opened, open_slots, moves, states, tiles, *spans = found[7:]
     assert tokens is not None
     assert positions is not None
     assert slots is not None
@@ -121,10 +125,15 @@ def unpack(step: RunStep, packed: Tensor) -> RankStep:
         decode_rows=step.decode_rows,
         state_slots=states,
         host_state_slots=step.state_slots,
-        is_decode=step.is_decode,
         prefill_tiles=None if tiles is None else tiles.view(-1, 2),
+        span_rows=_span_rows(spans),
     )
     return RankStep(tokens, positions, batch, rows, step.wants_logits)
+
+
+def _span_rows(found: Sequence[Tensor | None]) -> SpanRows | None:
+    present = [tensor for tensor in found if tensor is not None]
+    return SpanRows(*present) if present else None
 
 
 def _spans(

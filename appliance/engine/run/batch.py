@@ -10,6 +10,7 @@ import numpy as np
 
 from appliance.engine.plan import sampling_rows
 from appliance.engine.run.staging import StepShape
+from appliance.kernels.host_spans import HostSpans
 from appliance.kernels.paged_attention.work import NO_TILE, prefill_tiles
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> Ste
         is_recurrent=geometry.state_slots is not None,
         is_adapted=geometry.adapter_slots is not None,
         num_tiles=geometry.num_tiles,
+        num_spans=geometry.num_spans,
+        num_chunks=geometry.num_chunks,
     )
 
 
@@ -108,6 +111,14 @@ def _fill(
         arrays["token_ids"][num_filled:] = 0
         arrays["sample_rows"][count:] = 0
     _fill_places(arrays, geometry)
+    if geometry.num_spans:
+        assert geometry.state_slots is not None
+        assert geometry.spare is not None
+        assert geometry.spare.state_slot is not None
+        spans = HostSpans.of(geometry.state_slots, geometry.query_lens, geometry.context_lens)
+        room = geometry.num_spans, geometry.num_chunks
+        for name, values in spans.padded(*room, geometry.spare.state_slot).items():
+            arrays[name][:] = values
     if geometry.num_tiles:
         tiles = prefill_tiles(geometry.query_lens, geometry.num_decodes)
         arrays["tiles"].reshape(-1, 2)[:] = NO_TILE

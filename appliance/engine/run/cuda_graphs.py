@@ -24,7 +24,7 @@ _SMALL = (1, 2, 4, 8, 16, 24, 32, 48)
 _STEP = 32  # beyond: 64, 96, 128, ...
 # With more prompt rows the device takes longer for a step than the host takes to launch it.
 PROMPT_ROWS = (32, 64, 128, 192, 256, 384, 512)
-PROMPTS = 4  # sequences that share these rows
+PROMPTS = 8  # sequences that share these rows
 # With more rows, experts in host memory take so long that launches between them do not count: eight
 # rows of Qwen3-30B-A3B read 130 MB there in each layer, 3 ms at 40 GB/s, and about twenty launches
 # take 0.1 ms.
@@ -72,20 +72,18 @@ def buckets(max_num_seqs: int) -> tuple[int, ...]:
 def step_sizes(
     limits: SchedulerLimits,
     *,
-    is_mixed: bool = True,
     is_adapted: bool = False,
     calls_host: bool = False,
 ) -> tuple[StepSize, ...]:
     """Return the sizes to capture, by padding: the first that holds a step has the least.
 
     Args:
-        is_mixed: capture steps with prompts, too.
         is_adapted: capture everything again for steps with adapters.
         calls_host: each layer waits for the host; capture small decode steps only.
     """
     most = min(limits.max_num_seqs, HOST_ROWS) if calls_host else limits.max_num_seqs
     sizes = [StepSize(size) for size in buckets(most)]
-    if is_mixed and not calls_host:
+    if not calls_host:
         # Each four times its predecessor; at least one sequence has the prompt.
         most = limits.max_num_seqs - 1
         singles = [*(size for size in (8, 32, 128, 512) if size < most), most]

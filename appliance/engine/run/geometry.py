@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine.blocks.state_slots import StateSlots
+from appliance.kernels.host_spans import most_chunks
 from appliance.kernels.paged_attention.work import TILE_ROWS
 from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans, cut_at_blocks
 
@@ -149,6 +150,19 @@ class Geometry:
             return 0
         return len(self.query_lens) - self.num_decodes + self.size.prompt_rows // TILE_ROWS
 
+    @property
+    def num_spans(self) -> int:
+        """Room for spans of rows through states in a padded step: one for each sequence."""
+        return 0 if self.size is None or self.state_slots is None else self.size.num_samples
+
+    @property
+    def num_chunks(self) -> int:
+        """Room for the chunks of these spans; single rows have none."""
+        if not self.num_spans or self.is_decode:
+            return 0
+        assert self.size is not None
+        return most_chunks(self.size.prompt_rows, self.num_spans - self.num_decodes)
+
     def ragged(
         self, tensors: StepTensors, block_tables: Tensor, adapters: AdapterSlots | None = None
     ) -> RaggedBatch:
@@ -165,8 +179,8 @@ class Geometry:
             state_slots=tensors.state_slots,
             host_state_slots=None if self.state_slots is None else tuple(self.state_slots),
             adapters=self._adapters(tensors, adapters),
-            is_decode=self.size is not None and self.is_decode,
             prefill_tiles=None if tensors.tiles is None else tensors.tiles.view(-1, 2),
+            span_rows=tensors.spans,
         )
 
     def _adapters(self, tensors: StepTensors, table: AdapterSlots | None) -> AdapterRows | None:

@@ -63,12 +63,9 @@ class GraphedSteps(Generic[AnyCache]):
         self._staging = staging
         self.spare = spare
         self._adapters = adapters
-        # Recurrent layers run a prompt row by row, by numbers on the host.
-        is_mixed = spare.state_slot is None
         self._calls = executor.host_calls if isinstance(executor, Decoder) else None
         sizes = step_sizes(
             limits,
-            is_mixed=is_mixed,
             is_adapted=adapters is not None,
             calls_host=self._calls is not None,
         )
@@ -92,10 +89,11 @@ class GraphedSteps(Generic[AnyCache]):
             return self.graphs.size_of(len(plan.scheduled), is_adapted=is_adapted)
         singles = plan.num_single_rows
         others = plan.scheduled[singles:]
-        if not 0 < len(others) <= PROMPTS or any(entry.drafts for entry in others):
+        if len(others) > PROMPTS or any(entry.drafts for entry in others):
             return None
         rows = sum(entry.num_tokens for entry in others)
-        return self.graphs.size_of(singles, rows, is_adapted=is_adapted)
+        # Without others, some single row does not sample, as if it were a prompt's.
+        return self.graphs.size_of(singles, max(1, rows), is_adapted=is_adapted)
 
     def run(
         self, size: StepSize, geometry: Geometry, shape: StepShape, tensors: StepTensors

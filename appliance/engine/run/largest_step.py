@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.blocks.open_blocks import num_open_blocks
 from appliance.engine.run.cuda_graphs import step_sizes
 from appliance.engine.run.staging import StepShape
+from appliance.kernels.host_spans import most_chunks
 from appliance.kernels.paged_attention.work import TILE_ROWS
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def largest_step(
     width = -(-limits.context_length // block_size)
     # Then entries are cut at blocks, and each piece has its own open block.
     pieces = num_open_blocks(num_seqs, rows, block_size) if is_sealed else num_seqs
-    num_samples, tiles = limits.sample_rows, 0
+    num_samples, tiles, spans = limits.sample_rows, 0, 0
     if not verifies:
         sizes = step_sizes(limits)
         cut = block_size if is_sealed else None
@@ -40,7 +41,12 @@ def largest_step(
         num_samples = max(size.num_samples for size in sizes)
         rows = max(rows, *(size.num_rows for size in sizes))
         tiles = pieces + rows // TILE_ROWS
-    return StepShape(rows, pieces, num_samples, width, is_sealed, is_recurrent, is_adapted, tiles)
+        spans = num_samples if is_recurrent else 0
+    return StepShape(
+        *(rows, pieces, num_samples, width, is_sealed, is_recurrent, is_adapted, tiles),
+        num_spans=spans,
+        num_chunks=most_chunks(rows, spans) if spans else 0,
+    )
 
 
 def fixed_bytes(largest: StepShape, vocab_size: int) -> int:

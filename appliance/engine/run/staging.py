@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from appliance.kernels import arrays
+from appliance.kernels.host_spans import SpanRows
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.sampling import SamplingRows
 
@@ -32,6 +33,7 @@ MAX_SHAPES = 1024  # layouts to keep: those of decode steps recur
 # Parts that are passed on together.
 _SAMPLING = [part.name for part in fields(SamplingRows)]
 _PENALTIES = [part.name for part in fields(PenaltyRows)]
+_SPANS = [part.name for part in fields(SpanRows)]
 
 
 class StepShape(NamedTuple):
@@ -45,6 +47,8 @@ class StepShape(NamedTuple):
     is_recurrent: bool = False  # with state slots
     is_adapted: bool = False  # with adapters
     num_tiles: int = 0  # of prompts, in a padded step
+    num_spans: int = 0  # of rows that pass through states, in a padded step
+    num_chunks: int = 0  # of these spans
 
     def parts(self) -> dict[str, tuple[type[np.generic], int]]:
         """Return element type and count of each part, in order."""
@@ -61,6 +65,7 @@ class StepShape(NamedTuple):
             **({"state_slots": (np.int32, seqs)} if self.is_recurrent else {}),
             **({"adapter_slots": (np.int32, seqs)} if self.is_adapted else {}),
             **({"tiles": (np.int32, 2 * self.num_tiles)} if self.num_tiles else {}),
+            **(self._span_parts() if self.num_spans else {}),
             "sample_rows": (np.int64, samples),
             "temperature": (np.float32, samples),
             "top_k": (np.int64, samples),
@@ -82,6 +87,13 @@ class StepShape(NamedTuple):
             "open_slots": (np.int64, self.num_tokens),
             "moves": (np.int64, 2 * self.num_seqs),
         }
+
+    def _span_parts(self) -> dict[str, tuple[type[np.generic], int]]:
+        found: dict[str, tuple[type[np.generic], int]]
+        found = dict.fromkeys(_SPANS, (np.int64, self.num_spans))
+        found["span_goes_on"] = (np.bool_, self.num_spans)
+        found["chunk_spans"] = (np.int64, self.num_chunks)
+        return found
 
     def places(self) -> Mapping[str, tuple[int, int]]:
         """Return each part's byte range."""
@@ -124,6 +136,7 @@ class StepTensors:
     state_slots: Tensor | None = None  # (num_seqs,), with recurrent layers
     adapter_slots: Tensor | None = None  # (num_seqs,), with adapters
     tiles: Tensor | None = None  # (2 * num_tiles,), see `RaggedBatch.prefill_tiles`
+    spans: SpanRows | None = None
 
 
 @dataclass(slots=True)
@@ -193,10 +206,12 @@ class Staging:
                 for name, (begin, end) in shape.places().items()
             }
             tables = views.pop("block_tables").view(shape.num_seqs, shape.table_width)
+            spans = {name: views.pop(name) for name in _SPANS if name in views}
             found = StepTensors(
                 sampling=SamplingRows(**{name: views.pop(name) for name in _SAMPLING}),
                 penalties=PenaltyRows(**{name: views.pop(name) for name in _PENALTIES}),
                 block_tables=tables,
+                spans=SpanRows(**spans) if spans else None,
                 **views,
             )
             self._keep(self._tensors, shape, found)

@@ -19,8 +19,14 @@ from appliance.kernels.paged_attention.work import NO_TILE
 from appliance.kernels.penalties.cpu import penalize
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import batched
+from appliance.kernels.state_spans import StateSpans
 
-LARGEST = StepShape(64, 16, num_samples=8, table_width=8, is_sealed=True, num_tiles=16)
+LARGEST = StepShape(
+    *(64, 24, 16, 8, True, True),
+    num_tiles=24,
+    num_spans=16,
+    num_chunks=16,
+)
 
 
 def sequence(tokens: list[int], table: list[int], slot: int) -> Sequence:
@@ -81,15 +87,15 @@ def test_a_padded_step_has_room_behind_single_rows_and_behind_prompts() -> None:
     )
     assert tensors.token_ids.tolist() == [117, 0, 0, 214, 215, 216, 217, 218, *[0] * 27]
     assert tensors.positions.tolist() == [17, 0, 0, 14, 15, 16, 17, 18, *[0] * 27]
-    assert tensors.sample_rows.tolist() == [0, 7, *[0] * 5]
+    assert tensors.sample_rows.tolist() == [0, 7, *[0] * 9]
     assert batch.slot_mapping[:8].tolist() == [33, 128, 129, 78, 79, 80, 81, 82]
     assert batch.slot_mapping[8:].tolist() == [*range(128, 144), *range(128, 139)]
-    assert batch.query_start.tolist() == [0, 1, 2, 3, 8, 8, 8, 8]
-    assert batch.context_lens.tolist() == [18, 1, 1, 19, 0, 0, 0]
+    assert batch.query_start.tolist() == [0, 1, 2, 3, *[8] * 8]
+    assert batch.context_lens.tolist() == [18, 1, 1, 19, *[0] * 7]
     assert batch.num_decodes == 3
-    assert batch.block_tables[:, 0].tolist() == [7, 8, 8, 4, 8, 8, 8]
+    assert batch.block_tables[:, 0].tolist() == [7, 8, 8, 4, *[8] * 7]
     assert batch.prefill_tiles is not None
-    assert batch.prefill_tiles.tolist() == [[3, 0], *[list(NO_TILE)] * 3]
+    assert batch.prefill_tiles.tolist() == [[3, 0], *[list(NO_TILE)] * 7]
 
 
 def test_a_padded_step_seals_only_what_is_full() -> None:
@@ -108,9 +114,9 @@ def test_a_padded_step_seals_only_what_is_full() -> None:
     assert batch.sealed.moves is not None
     assert tensors.open_tables is not None
     empty = [-1, -1]
-    assert batch.sealed.moves.tolist() == [[20, 7], empty, [21, 4], [22, 5], *[empty] * 8]
-    assert tensors.open_tables.tolist() == [20, 30, 21, 22, 23, *[30] * 7]
-    assert batch.sealed.lens.tolist() == [0, 0, 0, 16, 32, *[0] * 7]
+    assert batch.sealed.moves.tolist() == [[20, 7], empty, [21, 4], [22, 5], *[empty] * 16]
+    assert tensors.open_tables.tolist() == [20, 30, 21, 22, 23, *[30] * 15]
+    assert batch.sealed.lens.tolist() == [0, 0, 0, 16, 32, *[0] * 15]
     assert batch.sealed.slot_mapping is not None
     first, padding, *chunks = batch.sealed.slot_mapping.tolist()
     assert (first, padding) == (20 * 16 + 15, 30 * 16)
@@ -137,6 +143,36 @@ def test_each_sequence_names_its_state_slot() -> None:
         assert batch.state_slots.tolist() == slots
         assert batch.state_slots.dtype == torch.int32
         assert batch.host_state_slots == tuple(slots)
+
+
+def test_a_padded_step_names_the_rows_that_pass_through_each_state() -> None:
+    tokens = list(range(50))
+    scheduled = (
+        ScheduledSequence(sequence(tokens, [7, 2], 5), start=17, num_tokens=1, samples=True),
+        ScheduledSequence(sequence(tokens, [4, 5, 6], 2), start=14, num_tokens=20, samples=True),
+        ScheduledSequence(sequence(tokens, [1, 3], 4), start=0, num_tokens=6, samples=False),
+    )
+    spare = Spare(8, open_block=30, state_slot=40)
+    opened = ((20,), (21, 22, 23), (24,))
+    # In a sealed cache a chunk is laid out as several sequences, and is one span all the same.
+    for open_blocks, place in ((None, Spare(8, state_slot=40)), (opened, spare)):
+        plan = Plan(scheduled, states=StateMoves(), open_blocks=open_blocks)
+        _, batch = staged_plan(plan, place, StepSize(2, 32))
+        spans = StateSpans.of(batch)
+        assert spans.slots.tolist() == [4, 40, 1, 3, *[40] * 6]
+        assert spans.goes_on.tolist() == [True, False, True, *[False] * 7]
+        assert spans.firsts.tolist() == [0, 1, 2, 22, *[0] * 6]
+        assert spans.lens.tolist() == [1, 1, 20, 6, *[0] * 6]
+        assert (spans.longest, spans.num_rows) == (32, 34)
+        assert spans.chunks is not None
+        assert spans.chunks.spans.tolist() == [2, *[9] * 7]
+        assert spans.chunks.starts.tolist() == [0, 0, 0, *[1] * 7]
+    place = Spare(8, state_slot=40)
+    _, batch = staged(scheduled[0], spare=place, size=StepSize(4), states=StateMoves())
+    decode = StateSpans.of(batch)
+    assert decode.slots.tolist() == [4, 40, 40, 40]
+    assert decode.lens.tolist() == [1, 1, 1, 1]
+    assert decode.chunks is None
 
 
 def test_tables_are_padded_to_the_widest() -> None:

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from state_steps import spans_of
+from state_steps import padded_spans_of, spans_of
 
 from appliance.kernels.gated_delta.launch import gated_delta
 from appliance.kernels.gated_delta.reference import gated_delta as gated_delta_by_torch
@@ -121,6 +121,24 @@ def test_many_rows_pass_in_chunks(
     rule: Rule, query_lens: list[int], context_lens: list[int], shape: Shape
 ) -> None:
     check_beside_torch(rule, query_lens, context_lens, shape)
+
+
+@RULES
+def test_padding_changes_no_bit(rule: Rule) -> None:
+    """As a graph of larger steps runs them: rows behind the last sequence's, sequences without."""
+    shape = Shape(1, 2, 16, 16)
+    step = [1, CHUNK + 1, 20, 3], [9, CHUNK + 1, 50, 7], [3, 0, 5, 1]
+    rows = sum(step[0])
+    *of_rows, last = rule.parts_of(rows, shape)
+    of_rows += [last] if rule.by_row == 5 else []
+    rest = [] if rule.by_row == 5 else [last]
+    filled = [torch.cat((part, part[:12])) for part in of_rows]
+    state, padded = shape.states(7), shape.states(7)
+    expected = rule.run(*of_rows, *rest, state, spans_of(*step))
+    spans = padded_spans_of(*step, num_rows=rows + 12, num_spans=7, num_chunks=9, spare=6)
+    found = rule.run(*filled, *rest, padded, spans)
+    assert torch.equal(found[:rows], expected)
+    assert torch.equal(padded[:6], state[:6])
 
 
 def in_pieces(rule: Rule, parts: Parts, state: torch.Tensor, cuts: list[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from state_steps import spans_of
+from state_steps import padded_spans_of, spans_of
 
 from appliance.kernels.short_conv.launch import short_conv
 from appliance.kernels.short_conv.reference import short_conv as by_torch
@@ -61,6 +61,17 @@ def test_outputs_and_kept_inputs_are_those_of_torch(
     assert torch.equal(state[slots], expected_state[slots])
     others = [slot for slot in range(7) if slot not in slots]
     assert torch.equal(state[others], untouched[others]), "slots of others stay as they are"
+
+
+def test_padding_changes_no_bit() -> None:
+    width, taps = 32, 4
+    step = [1, 20, 3], [9, 20, 7], [3, 0, 5]
+    x, filters, bias = parts(31, width, taps, torch.float32)
+    state, padded = states(7, taps - 1, width), states(7, taps - 1, width)
+    expected = short_conv(x[:24], filters, bias, state, spans_of(*step))
+    spans = padded_spans_of(*step, num_rows=31, num_spans=5, num_chunks=6, spare=6)
+    assert torch.equal(short_conv(x, filters, bias, padded, spans)[:24], expected)
+    assert torch.equal(padded[:6], state[:6])
 
 
 def test_no_bit_depends_on_where_a_prompt_is_cut() -> None:
