@@ -59,6 +59,7 @@ REFERENCE = Backend(
     plan_adapters=reference_adapters.plan_adapters,
     add_adapters=reference_adapters.add_adapters,
     prepare_gated=lambda weight, bias, dtype, activation: None,
+    prepare_table=lambda weight, dtype: None,
     widen_tiles=reference_tiles.widen,
 )
 
@@ -114,6 +115,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
     from appliance.kernels.gated_delta.launch import gated_delta
+    from appliance.kernels.ggml import GgmlWeight
     from appliance.kernels.grouped_matmul.launch import prepare_experts
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
@@ -134,7 +136,7 @@ def triton_backend() -> Backend:
     def prepare_gated(
         weight: Weight, bias: Tensor | None, dtype: torch.dtype, activation: Gating
     ) -> Linear | None:
-        if not isinstance(weight, PackedWeight | Fp4Weight):
+        if not isinstance(weight, PackedWeight | Fp4Weight | GgmlWeight):
             return None
         if not packed_matmul.has_gated(weight, dtype, activation):
             return None
@@ -160,6 +162,7 @@ def triton_backend() -> Backend:
         plan_adapters=plan_adapters,
         add_adapters=add_adapters,
         prepare_gated=prepare_gated,
+        prepare_table=packed_matmul.prepare_table,
         widen_tiles=widen,
         prepare_experts=prepare_experts,
     )

@@ -54,14 +54,29 @@ class GgmlType:
         block_size: weights in a block.
         block_bytes: bytes of a block.
         halves: where a block's float16 scales lie.
-        decode: from blocks (rows, blocks, block_bytes) uint8.
+        middle: the code that stands for 0; 0 where groups have offsets, None if codes index
+            `IQ4_VALUES`.
+        codes: from blocks (rows, blocks, block_bytes) uint8 to codes (rows, in_features) uint8.
+        scales: from blocks to the exact scale and offset of each group, (rows, groups) float32.
     """
 
     number: int
     block_size: int
     block_bytes: int
     halves: tuple[int, ...]
-    decode: Callable[[Tensor], Decoded]
+    middle: int | None
+    codes: Callable[[Tensor], Tensor]
+    scales: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+    def decode(self, blocks: Tensor) -> Decoded:
+        """Decode blocks (rows, blocks, block_bytes) uint8."""
+        codes = self.codes(blocks)
+        if self.middle is None:
+            table = arrays.like(codes, np.array(IQ4_VALUES, dtype=np.int8))
+            codes = table[codes.long()]
+        elif self.middle:
+            codes = arrays.viewed(codes, "int8") - self.middle
+        return Decoded(codes, *self.scales(blocks))
 
 
 def half_at(blocks: Tensor, start: int) -> Tensor:
@@ -70,99 +85,94 @@ def half_at(blocks: Tensor, start: int) -> Tensor:
     return halves[..., 0]
 
 
-def _q5_0(blocks: Tensor) -> Decoded:
-    """Scale d, 32 fifth bits, 32 nibbles; w = (q - 16) * d."""
-    return _around(_five_bits(blocks, 2), 16, half_at(blocks, 0).float())
+def bytes_of_q2_k(blocks: Tensor) -> Tensor:
+    """Return a scale and, above it, a minimum of 4 bits for each group of 16."""
+    return blocks[..., :16]
 
 
-def _q5_1(blocks: Tensor) -> Decoded:
-    """As Q5_0, with a minimum m after d; w = q * d + m."""
-    scale, offset = half_at(blocks, 0).float(), half_at(blocks, 2).float()
-    return Decoded(_five_bits(blocks, 4), scale, offset)
+def integers_of_q3_k(blocks: Tensor) -> Tensor:
+    """Return 16 scales of 6 bits, around 32.
 
-
-def _iq4_nl(blocks: Tensor) -> Decoded:
-    """Scale d and 32 nibbles, indices of a table; w = value * d."""
-    return Decoded(_from_table(_nibbles(blocks[..., 2:], 16)), half_at(blocks, 0).float(), None)
-
-
-def _q2_k(blocks: Tensor) -> Decoded:
-    """16 bytes of scales and minima of 4 bits, 64 of bit pairs, d, dmin; groups of 16."""
-    integers = blocks[..., :16]
-    scale = half_at(blocks, 80).float().unsqueeze(-1) * (integers & 0xF)
-    offset = -half_at(blocks, 82).float().unsqueeze(-1) * (integers >> 4)
-    return Decoded(_pairs(blocks[..., 16:80]).flatten(1), scale.flatten(1), offset.flatten(1))
-
-
-def _q3_k(blocks: Tensor) -> Decoded:
-    """32 bytes of third bits, 64 of bit pairs, 12 of scales of 6 bits, d; groups of 16.
-
-    The scales' low four bits are the nibbles of the first eight bytes, their high two bits the
-    pairs of the last four bytes; 32 is subtracted.
+    Their low four bits are the nibbles of the first eight bytes, their high two bits the pairs of
+    the last four bytes.
     """
-    codes = _pairs(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     low = arrays.cat((low & 0xF, low >> 4), dim=-1)
     high = arrays.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    scale = _signed(low | high << 4, 32).float() * half_at(blocks, 108).float().unsqueeze(-1)
-    return _around(codes.flatten(1), 4, scale.flatten(1))
+    integers: Tensor = low | high << 4
+    return integers
 
 
-def _q4_k(blocks: Tensor) -> Decoded:
-    """Scales d and dmin, 12 bytes of scales and minima of 6 bits, 256 nibbles; groups of 32."""
-    return Decoded(_nibbles(blocks[..., 16:], 32), *_scales_and_offsets(blocks))
+def integers_of_q4_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 8 scales and 8 minima of 6 bits, of Q5_K, too.
 
-
-def _q5_k(blocks: Tensor) -> Decoded:
-    """As Q4_K, with 256 fifth bits before the nibbles."""
-    codes = _nibbles(blocks[..., 48:], 32) | (_bits(blocks[..., 16:48]) << 4).flatten(1)
-    return Decoded(codes, *_scales_and_offsets(blocks))
-
-
-def _q6_k(blocks: Tensor) -> Decoded:
-    """128 bytes of low nibbles, 64 of high pairs, 16 signed scales, d; groups of 16."""
-    codes = _nibbles(blocks[..., :128], 64) | (_pairs(blocks[..., 128:192]) << 4).flatten(1)
-    scale = arrays.viewed(blocks[..., 192:208].contiguous(), "int8").float()
-    scale = scale * half_at(blocks, 208).float().unsqueeze(-1)
-    return _around(codes, 32, scale.flatten(1))
-
-
-def _iq4_xs(blocks: Tensor) -> Decoded:
-    """Scale d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles that index a table."""
-    high = arrays.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    low = arrays.stack((blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4), dim=-1)
-    scale = _signed(low.flatten(-2) | high.flatten(-2) << 4, 32).float()
-    scale = scale * half_at(blocks, 0).float().unsqueeze(-1)
-    return Decoded(_from_table(_nibbles(blocks[..., 8:], 16)), scale.flatten(1), None)
-
-
-GGML_TYPES: dict[str, GgmlType] = {
-    "Q5_0": GgmlType(6, 32, 22, (0,), _q5_0),
-    "Q5_1": GgmlType(7, 32, 24, (0, 2), _q5_1),
-    "Q2_K": GgmlType(10, SUPERBLOCK, 84, (80, 82), _q2_k),
-    "Q3_K": GgmlType(11, SUPERBLOCK, 110, (108,), _q3_k),
-    "Q4_K": GgmlType(12, SUPERBLOCK, 144, (0, 2), _q4_k),
-    "Q5_K": GgmlType(13, SUPERBLOCK, 176, (0, 2), _q5_k),
-    "Q6_K": GgmlType(14, SUPERBLOCK, 210, (208,), _q6_k),
-    "IQ4_NL": GgmlType(20, 32, 18, (0,), _iq4_nl),
-    "IQ4_XS": GgmlType(23, SUPERBLOCK, 136, (0,), _iq4_xs),
-}
-
-
-def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode the groups of Q4_K and Q5_K: (rows, groups) each.
-
-    Twelve bytes hold 8 scales and 8 minima of 6 bits. The first four of each lie in bytes 0 to 3
-    and 4 to 7; of the last four, the low bits in bytes 8 to 11 and the high two above the first
-    four.
+    The first four of each lie in bytes 0 to 3 and 4 to 7 of twelve; of the last four, the low bits
+    in bytes 8 to 11 and the high two above the first four.
     """
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = arrays.cat((first & 63, (third & 0xF) | ((first >> 6) << 4)), dim=-1)
     minima = arrays.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=-1)
-    d, dmin = half_at(blocks, 0).float(), half_at(blocks, 2).float()
-    scale = d.unsqueeze(-1) * scales
-    offset = -dmin.unsqueeze(-1) * minima
+    return scales, minima
+
+
+def integers_of_iq4_xs(blocks: Tensor) -> Tensor:
+    """Return 8 scales of 6 bits, around 32: pairs of high bits, then nibbles."""
+    high = arrays.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    low = arrays.stack((blocks[..., 4:8] & 0xF, blocks[..., 4:8] >> 4), dim=-1)
+    integers: Tensor = low.flatten(-2) | high.flatten(-2) << 4
+    return integers
+
+
+def _scales_of_q2_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    integers = bytes_of_q2_k(blocks)
+    scale = half_at(blocks, 80).float().unsqueeze(-1) * (integers & 0xF)
+    offset = -half_at(blocks, 82).float().unsqueeze(-1) * (integers >> 4)
     return scale.flatten(1), offset.flatten(1)
+
+
+def _scales_of_q3_k(blocks: Tensor) -> tuple[Tensor, None]:
+    return _around_32(integers_of_q3_k(blocks), half_at(blocks, 108))
+
+
+def _scales_of_q4_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales, minima = integers_of_q4_k(blocks)
+    d, dmin = half_at(blocks, 0).float(), half_at(blocks, 2).float()
+    return (d.unsqueeze(-1) * scales).flatten(1), (-dmin.unsqueeze(-1) * minima).flatten(1)
+
+
+def _scales_of_q6_k(blocks: Tensor) -> tuple[Tensor, None]:
+    integers = arrays.viewed(blocks[..., 192:208].contiguous(), "int8").float()
+    return (integers * half_at(blocks, 208).float().unsqueeze(-1)).flatten(1), None
+
+
+def _scales_of_iq4_xs(blocks: Tensor) -> tuple[Tensor, None]:
+    return _around_32(integers_of_iq4_xs(blocks), half_at(blocks, 0))
+
+
+def _one_half(blocks: Tensor) -> tuple[Tensor, None]:
+    return half_at(blocks, 0).float(), None
+
+
+def _two_halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return half_at(blocks, 0).float(), half_at(blocks, 2).float()
+
+
+def _around_32(integers: Tensor, d: Tensor) -> tuple[Tensor, None]:
+    scale = (arrays.viewed(integers, "int8") - 32).float() * d.float().unsqueeze(-1)
+    return scale.flatten(1), None
+
+
+def _codes_of_q3_k(blocks: Tensor) -> Tensor:
+    codes: Tensor = (_pairs(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2).flatten(1)
+    return codes
+
+
+def _codes_of_q5_k(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[..., 48:], 32) | (_bits(blocks[..., 16:48]) << 4).flatten(1)
+
+
+def _codes_of_q6_k(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[..., :128], 64) | (_pairs(blocks[..., 128:192]) << 4).flatten(1)
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
@@ -195,16 +205,50 @@ def _five_bits(blocks: Tensor, start: int) -> Tensor:
     return codes
 
 
-def _from_table(codes: Tensor) -> Tensor:
-    table = arrays.like(codes, np.array(IQ4_VALUES, dtype=np.int8))
-    values: Tensor = table[codes.long()]
-    return values
-
-
-def _signed(codes: Tensor, middle: int) -> Tensor:
-    centered: Tensor = arrays.viewed(codes, "int8") - middle
-    return centered
-
-
-def _around(codes: Tensor, middle: int, scale: Tensor) -> Decoded:
-    return Decoded(_signed(codes, middle), scale, None)
+# By type: halves d (and dmin or a minimum m), integer scales (and minima), planes of codes.
+GGML_TYPES: dict[str, GgmlType] = {
+    # d, 32 fifth bits, 32 nibbles
+    "Q5_0": GgmlType(6, 32, 22, (0,), 16, lambda blocks: _five_bits(blocks, 2), _one_half),
+    # d, m, 32 fifth bits, 32 nibbles
+    "Q5_1": GgmlType(7, 32, 24, (0, 2), 0, lambda blocks: _five_bits(blocks, 4), _two_halves),
+    # 16 bytes of scales and minima of 4 bits, 64 of bit pairs, d, dmin; groups of 16
+    "Q2_K": GgmlType(
+        10,
+        SUPERBLOCK,
+        84,
+        (80, 82),
+        0,
+        lambda blocks: _pairs(blocks[..., 16:80]).flatten(1),
+        _scales_of_q2_k,
+    ),
+    # 32 bytes of third bits, 64 of bit pairs, 12 of scales of 6 bits, d; groups of 16
+    "Q3_K": GgmlType(11, SUPERBLOCK, 110, (108,), 4, _codes_of_q3_k, _scales_of_q3_k),
+    # d, dmin, 12 bytes of scales and minima of 6 bits, 256 nibbles; groups of 32
+    "Q4_K": GgmlType(
+        12,
+        SUPERBLOCK,
+        144,
+        (0, 2),
+        0,
+        lambda blocks: _nibbles(blocks[..., 16:], 32),
+        _scales_of_q4_k,
+    ),
+    # As Q4_K, with 256 fifth bits before the nibbles
+    "Q5_K": GgmlType(13, SUPERBLOCK, 176, (0, 2), 0, _codes_of_q5_k, _scales_of_q4_k),
+    # 128 bytes of low nibbles, 64 of high pairs, 16 signed scales, d; groups of 16
+    "Q6_K": GgmlType(14, SUPERBLOCK, 210, (208,), 32, _codes_of_q6_k, _scales_of_q6_k),
+    # d and 32 nibbles, indices of a table
+    "IQ4_NL": GgmlType(
+        20, 32, 18, (0,), None, lambda blocks: _nibbles(blocks[..., 2:], 16), _one_half
+    ),
+    # d, 8 pairs of high bits and 8 nibbles of scales, 256 nibbles that index a table
+    "IQ4_XS": GgmlType(
+        23,
+        SUPERBLOCK,
+        136,
+        (0,),
+        None,
+        lambda blocks: _nibbles(blocks[..., 8:], 16),
+        _scales_of_iq4_xs,
+    ),
+}

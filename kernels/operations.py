@@ -43,6 +43,14 @@ class Linear(Protocol):
         ...
 
 
+class RowTable(Linear, Protocol):
+    """A linear whose rows can be looked up: an embedding, and a head that is tied to it."""
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Look up: (num_rows,) integers -> (num_rows, in_features) in `dtype`."""
+        ...
+
+
 class RoutedMLPs(Protocol):
     """The MLPs of one layer that a router chooses from, as one operation."""
 
@@ -184,6 +192,8 @@ class Backend:
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None if there is none for such a weight
     prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Gating], Linear | None]
+    # weight (rows, width), dtype of rows -> what looks them up, or None if torch does
+    prepare_table: Callable[[Weight, torch.dtype], RowTable | None]
     # a weight as the CPU library holds it, on the device; dtype -> (out_features, in_features)
     widen_tiles: Callable[[LinearTiles, torch.dtype], Tensor]
     # all experts of a layer, activation dtype -> one operation, or None if none covers such

@@ -114,7 +114,7 @@ def widened_bits(type_name: str) -> int | None:
 
 
 def held_bytes(kind: TensorType) -> float:
-    """Return the bytes of a matrix's weight in the CPU library, its scales included."""
+    """Return the bytes of a matrix's weight as kernels hold it, its scales included."""
     name = kind.name
     if name in _PACKED_BITS:
         return _PACKED_BITS[name] / 8 + _PACKED_SCALE_BYTES[name]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from appliance.kernels.ggml import GgmlWeight
@@ -13,8 +14,7 @@ from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from appliance.kernels.operations import Backend, RowTable
     from appliance.kernels.weight import Weight
 
 
@@ -23,11 +23,11 @@ class Embedding:
     """Looks up rows of a matrix and scales them.
 
     Attributes:
-        weight: (vocab_size, hidden_size), of type `dtype` or packed.
+        weight: (vocab_size, hidden_size), of type `dtype`, packed, or as the backend laid it out.
         scale: multiplies the rows, rounded to `dtype` as in training.
     """
 
-    weight: Tensor | PackedWeight | GgmlWeight
+    weight: Tensor | PackedWeight | GgmlWeight | RowTable
     scale: float
     dtype: torch.dtype
 
@@ -35,16 +35,32 @@ class Embedding:
         """Map token_ids (num_tokens,) to (num_tokens, hidden_size)."""
         if isinstance(self.weight, PackedWeight | GgmlWeight):
             rows = self.weight.rows(token_ids).dequantize(self.dtype)
-        else:
+        elif isinstance(self.weight, Tensor):
             rows = functional.embedding(token_ids, self.weight)
+        else:
+            rows = self.weight.rows(token_ids, self.dtype)
         return rows if self.scale == 1.0 else rows * self.scale
 
     @classmethod
-    def of(cls, weight: Weight, scale: float, dtype: torch.dtype) -> Embedding:
-        """Prepare a matrix for lookups of type `dtype`."""
-        if not isinstance(weight, PackedWeight | GgmlWeight):
-            weight = dense(weight, dtype)
-        return cls(weight, torch.tensor(scale, dtype=dtype).item(), dtype)
+    def of(
+        cls, weight: Weight, scale: float, dtype: torch.dtype, backend: Backend | None = None
+    ) -> Embedding:
+        """Prepare a matrix for lookups of type `dtype`; without a backend, by torch."""
+        scale = torch.tensor(scale, dtype=dtype).item()
+        table = None if backend is None else backend.prepare_table(weight, dtype)
+        if table is not None:
+            return cls(table, scale, dtype)
+        # A graph cannot capture how torch decodes GGML's blocks.
+        stays = isinstance(weight, PackedWeight) or (
+            isinstance(weight, GgmlWeight) and not weight.blocks.is_cuda
+        )
+        return cls(weight if stays else dense(weight, dtype), scale, dtype)
+
+    @property
+    def table(self) -> RowTable | None:
+        """The matrix as a linear, if the backend laid it out for lookups, too."""
+        torchs = isinstance(self.weight, Tensor | PackedWeight | GgmlWeight)
+        return None if torchs else self.weight
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from appliance.gguf.types import FLOAT_BITS, held_bytes, widened_bits
+from appliance.gguf.types import FLOAT_BITS, HELD_TYPES, held_bytes, widened_bits
 from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
@@ -74,8 +74,14 @@ class GGUFWeights:
         return widened_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
 
     def held_bytes(self, name: str) -> float:
-        """Return a matrix's bytes per weight in the CPU library, scales included."""
+        """Return a matrix's bytes per weight as kernels hold it, scales included."""
         return held_bytes(self._file.type(self._slots[name][1]))
+
+    def is_held(self, name: str) -> bool:
+        """Return True if a matrix's blocks are multiplied as they are in the file."""
+        slot, stored = self._slots[name]
+        held = self._file.type_name(stored) in HELD_TYPES and not self._is_halved(slot, stored)
+        return held and len(self.shape(name)) == 2
 
     def block_size(self, name: str) -> int:
         """Return the number of inputs that share scales in the file."""

@@ -105,7 +105,7 @@ class LayerBuilder:
         spec = self._spec.token_input
         if weights is None or spec is None:
             return None
-        embedding = Embedding.of(weights.embedding, spec.width**0.5, self._dtype)
+        embedding = Embedding.of(weights.embedding, spec.width**0.5, self._dtype, self._backend)
         self.nbytes += embedding.nbytes
         return TokenInputs(
             backend=self._backend,
@@ -117,7 +117,7 @@ class LayerBuilder:
     def positions(self, table: Weight | None) -> Embedding | None:
         if table is None:
             return None
-        embedding = Embedding.of(table, 1.0, self._dtype)
+        embedding = Embedding.of(table, 1.0, self._dtype, self._backend)
         self.nbytes += embedding.nbytes
         return embedding
 

@@ -96,11 +96,12 @@ def load_decoder(
     matrix, head_matrix = reader.embedding_and_head()
     if cutter is not None:
         matrix, head_matrix = cutter.vocabulary(matrix, head_matrix)
-    embedding = Embedding.of(matrix, spec.embedding_scale, dtype)
+    embedding = Embedding.of(matrix, spec.embedding_scale, dtype, backend)
+    table = embedding.table if head_matrix is matrix else None
     if head_matrix is matrix and isinstance(embedding.weight, Tensor):
         head_matrix = embedding.weight  # one copy, if the backend does not change its layout
-    head = backend.prepare_linear(head_matrix, None, dtype)
-    is_shared = isinstance(head, DenseLinear) and head.weight is embedding.weight
+    head = table or backend.prepare_linear(head_matrix, None, dtype)
+    is_shared = head is table or (isinstance(head, DenseLinear) and head.weight is embedding.weight)
     report("weights", total, total)
     length = spec.context_length if context_length is None else context_length
     return Decoder(

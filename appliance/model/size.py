@@ -24,6 +24,8 @@ _PARAMS_BYTES_PER_WEIGHT = 4 / 32
 # A GPU kernel's FP8 weight has a float32 scale per output and 128 inputs, FP4 a byte per 16.
 _FLOAT_SCALE_BYTES_PER_WEIGHT = {8: 4 / 128, 4: 1 / 16}
 
+_GPU_ROWS = 128  # of a GPU kernel's tallest block
+
 # Stored by the CPU library per weight besides its code, at most: two 32-bit numbers per group of
 # 32, or one per group of 16 with 4-bit floats.
 _SCALE_BYTES_PER_WEIGHT = 8 / 32
@@ -51,12 +53,17 @@ def slot_bytes(
     """Estimate the bytes of one tensor.
 
     On a GPU, packed and FP8 weights keep their form unless activations are float32; other matrices
-    have the activations' type, and a packed embedding stays packed.
+    have the activations' type, and a packed embedding stays packed. Blocks of GGUF files take what
+    they take there, and a tied head shares them.
     """
     stay_packed = (
         {4, 8} if device.type != "cpu" and arrays.dtype_name(dtype) != "float32" else set[int]()
     )
     count = math.prod(slot.shape)
+    weights = source.weights
+    if stay_packed and isinstance(weights, GGUFWeights) and weights.is_held(slot.name):
+        rows = math.ceil(slot.shape[0] / _GPU_ROWS) * _GPU_ROWS
+        return rows * slot.shape[1] * weights.held_bytes(slot.name)
     bits = source.weights.packed_bits(slot.name)
     float_bits = source.weights.float_bits(slot.name)
     if len(slot.shape) != 2:  # norms, biases and filters

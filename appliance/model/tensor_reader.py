@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.kernels import arrays
-from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.weight import dense
 from appliance.model.checked import load_checked
 from appliance.model.linear import LinearPart
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
     from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.model.spec import NormSpec
@@ -89,20 +87,8 @@ class TensorReader:
         return tensor
 
     def load(self, name: str) -> Weight:
-        """Read a weight in the form that it is stored in; GGML blocks are repacked for a GPU."""
-        weight = load_checked(self._source, name, self._device)
-        on_gpu = self._device is not None and self._device.type == "cuda"
-        if on_gpu and isinstance(weight, GgmlWeight):
-            return self._widen(weight)
-        return weight
-
-    def _widen(self, weight: GgmlWeight) -> PackedWeight:
-        """Convert GGML blocks to the packed form of GPU kernels."""
-        from appliance.gguf.converted import widen
-
-        packed, loss = widen(weight)
-        self.formats.add_loss(weight.type_name, loss)
-        return packed
+        """Read a weight in the form that it is stored in."""
+        return load_checked(self._source, name, self._device)
 
     def format(self, weight: Weight) -> str:
         return format_of(weight, self.dtype, self._device, native=self._native)

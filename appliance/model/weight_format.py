@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from appliance.gguf.loss import Loss
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import Fp8Weight
@@ -35,12 +34,12 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
         return f"{weight.bits} bits (groups of {weight.group_size})"
     dtype = arrays.dtype_name(dtype)
     dense = DTYPE_NAMES[dtype]
+    # On a CPU torch multiplies none of these, and float32 activations are for checks.
+    is_held = device is not None and device.type == "cuda" and dtype != "float32"
     if arrays.is_array(weight):
         return dense
     if isinstance(weight, GgmlWeight):
-        return weight.type_name if native else f"{weight.type_name} (held as {dense})"
-    # On a CPU torch multiplies neither, and float32 activations are for checks.
-    is_held = device is not None and device.type == "cuda" and dtype != "float32"
+        return weight.type_name if is_held or native else f"{weight.type_name} (held as {dense})"
     if isinstance(weight, Fp8Weight):
         return "fp8" if is_held else f"fp8 (held as {dense})"
     assert isinstance(weight, Fp4Weight)
@@ -49,12 +48,11 @@ def format_of(weight: Weight, dtype: Any, device: torch.device | None, *, native
 
 
 class FormatCounts:
-    """Counts bytes by format, and losses of conversions."""
+    """Counts bytes by format."""
 
     def __init__(self) -> None:
         self._layers: Counter[str] = Counter()
         self._head = ""
-        self._widened: dict[str, Loss] = {}  # by the stored type
 
     def add(self, format: str, nbytes: int) -> None:
         self._layers[format] += nbytes
@@ -62,16 +60,9 @@ class FormatCounts:
     def set_head(self, format: str) -> None:
         self._head = format
 
-    def add_loss(self, type_name: str, loss: Loss) -> None:
-        self._widened[type_name] = self._widened.get(type_name, Loss()) + loss
-
     def in_words(self) -> str:
         """Describe layers by frequency, then the head."""
-        words = _joined([name for name, _ in self._layers.most_common()], self._head)
-        widened = ", ".join(
-            f"{name} with an error of {loss.relative:.2%}" for name, loss in self._widened.items()
-        )
-        return f"{words}; widened from {widened}" if widened else words
+        return _joined([name for name, _ in self._layers.most_common()], self._head)
 
 
 def _joined(formats: Sequence[str], head: str) -> str:

@@ -8,7 +8,7 @@ shapes alone and nothing is read back, so a graph can capture all of it. Codes a
 import triton
 import triton.language as tl
 
-from appliance.kernels.packed_matmul.kernel import add_group, load_x
+from appliance.kernels.group_products.kernel import add_group, add_tiles, load_scales, load_x
 from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
 
 TILE_N: tl.constexpr = tl.constexpr(64)
@@ -114,6 +114,8 @@ def grouped_matmul_kernel(
     WORDS: tl.constexpr,
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    RECORD: tl.constexpr,
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -131,7 +133,6 @@ def grouped_matmul_kernel(
         return
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TILES_N: tl.constexpr = BLOCK_N // TILE_N
-    ONES: tl.constexpr = PARAMS == "fp16_offset" or PARAMS == "fp32_offset"
     # Inputs multiplied before a scale is applied: a group, or the two of one tile.
     PART_K: tl.constexpr = BLOCK_K if GROUP == 0 else max(GROUP, TILE_K)
     STEP_K: tl.constexpr = TILE_K if TILEWISE else PART_K
@@ -160,55 +161,40 @@ def grouped_matmul_kernel(
         tiles_k = blocks_k * (BLOCK_K // TILE_K)
         num_groups = 1 if GROUP == 0 else blocks_k * (BLOCK_K // GROUP)
         b_words_at = (i_tile + tl.arange(0, TILES_N)).to(tl.int64)[:, None] * tiles_k * WORDS
-        p_words = weight_ptr + b_words_at + tl.arange(0, TILES_K * WORDS)[None, :]
+        p_tiles = weight_ptr + b_words_at
         for i_block in tl.range(blocks_k, num_stages=STAGES):
-            for i_part in tl.static_range(BLOCK_K // PART_K):
-                start = i_block * BLOCK_K + i_part * PART_K
-                if GROUP != 0 and GROUP < TILE_K:
-                    # The four words of a lane: two for each group.
-                    b_words = tl.load(p_words + start // TILE_K * WORDS)
-                    b_pairs = tl.reshape(b_words, (TILES_N * WORDS // 4, 2, 2))
-                    b_low, b_high = tl.split(tl.permute(b_pairs, (0, 2, 1)))
-                    for i_half in tl.static_range(2):
-                        at = start + i_half * GROUP
-                        b_x = load_x(x_ptr, b_x_row, b_valid, at, in_features, GROUP, EVEN_K)
-                        b_weight = widened(
-                            b_low if i_half == 0 else b_high, params_ptr, i_tile, tiles_k,
-                            num_groups, at, TILES_N, 1, AXES, TILE_K, PARAMS, GROUP, SCALES, CODES,
-                            GROUP, DTYPE, ASM,
-                        )  # fmt: skip
-                        b_product = tl.dot(b_weight, b_x)
-                        b_sums = None
-                        if ONES:
-                            b_ones = tl.full((BLOCK_N, GROUP), 1.0, tl.float32).to(DTYPE)
-                            b_sums = tl.dot(b_ones, b_x)
-                        b_acc = add_group(
-                            b_acc, b_product, b_sums, params_ptr, None, i_tile, at // GROUP,
-                            num_groups, 0, TILES_N, PARAMS,
-                        )  # fmt: skip
-                else:
+            if GROUP != 0 and GROUP < TILE_K:
+                b_acc = add_tiles(
+                    b_acc, x_ptr, b_x_row, b_valid, p_tiles + i_block * (BLOCK_K // TILE_K * WORDS),
+                    params_ptr, None, 0, 0, i_tile, i_block, blocks_k, in_features, OFFSETS, CODES,
+                    AXES, WORDS, TILE_K, PARAMS, RECORD, GROUP, EVEN_K, BLOCK_K, ASM,
+                )  # fmt: skip
+            else:
+                o_word = tl.arange(0, TILES_K * WORDS)[None, :]
+                for i_part in tl.static_range(BLOCK_K // PART_K):
+                    start = i_block * BLOCK_K + i_part * PART_K
                     b_product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUP != 0 else b_acc
-                    b_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if ONES else None
+                    b_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if OFFSETS else None
                     for i_step in tl.static_range(PART_K // STEP_K):
                         at = start + i_step * STEP_K
-                        b_words = tl.load(p_words + at // TILE_K * WORDS)
+                        b_words = tl.load(p_tiles + o_word + at // TILE_K * WORDS)
                         b_x = load_x(x_ptr, b_x_row, b_valid, at, in_features, STEP_K, EVEN_K)
                         b_weight = widened(
                             b_words, params_ptr, i_tile, tiles_k, num_groups, at, TILES_N, TILES_K,
                             AXES, TILE_K, PARAMS, GROUP, SCALES, CODES, STEP_K, DTYPE, ASM,
                         )  # fmt: skip
                         b_product = tl.dot(b_weight, b_x, b_product)
-                        if ONES:
+                        if OFFSETS:
                             # The sum of x, the same in all rows.
                             b_ones = tl.full((BLOCK_N, STEP_K), 1.0, tl.float32).to(DTYPE)
                             b_sums = tl.dot(b_ones, b_x, b_sums)
                     if GROUP == 0:
                         b_acc = b_product
                     else:
-                        b_acc = add_group(
-                            b_acc, b_product, b_sums, params_ptr, None, i_tile, start // GROUP,
-                            num_groups, 0, TILES_N, PARAMS,
-                        )  # fmt: skip
+                        b_scale, b_offset = load_scales(
+                            params_ptr, i_tile, num_groups, start // GROUP, TILES_N, PARAMS
+                        )
+                        b_acc = add_group(b_acc, b_product, b_sums, b_scale, b_offset, None, 0)
     if channel_scale_ptr is not None:
         b_acc *= tl.load(channel_scale_ptr + i_tile * TILE_N + o_n)[:, None]
     if bias_ptr is not None:

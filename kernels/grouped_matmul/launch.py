@@ -21,6 +21,7 @@ from appliance.kernels.grouped_matmul.sorted_pairs import SortedPairs, sort_pair
 from appliance.kernels.grouped_matmul.variant import (
     DENSE_BLOCK_K,
     grouped_constexprs,
+    without_cap,
 )
 from appliance.kernels.grouped_matmul.weights import laid_out, laid_out_bias
 from appliance.kernels.packed_matmul.launch import launch_options
@@ -76,6 +77,7 @@ class GroupedLinear:
         weight, tile = self.weight, rows.tile
         if isinstance(weight, TiledWeight):
             stored = (weight.codes, weight.params, weight.channel_scale)
+            tile = without_cap(tile, weight.kind, weight.group_size)
             blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
         else:
             stored = (weight, None, None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from appliance.kernels.packed_matmul.tiles import MatmulTile
-from appliance.kernels.packed_matmul.variant import constexprs_of
+from appliance.kernels.packed_matmul.tiles import SHORT_GROUP, MatmulTile
+from appliance.kernels.packed_matmul.variant import constexprs_of, product_group
 
 if TYPE_CHECKING:
     from appliance.kernels.packed_matmul.tiled import Codes, Params, TiledWeight
@@ -17,7 +18,7 @@ CHUNK = 256  # pairs that a program of the sort looks at together
 DENSE_BLOCK_K = 64
 # The arguments of `constexprs_of` that this kernel has.
 _SHARED = (
-    *("CODES", "AXES", "WORDS", "TILE_K", "PARAMS", "GROUP", "SCALES"),
+    *("CODES", "AXES", "WORDS", "TILE_K", "PARAMS", "OFFSETS", "RECORD", "GROUP", "SCALES"),
     *("EVEN_K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "TILEWISE", "STAGES", "ASM"),
 )
 
@@ -36,6 +37,12 @@ def choose_tile(num_pairs: int, num_experts: int) -> MatmulTile:
     """Choose by an expert's average number of pairs, which shapes alone decide."""
     average = -(-num_pairs // num_experts)
     return next((tile for tile in TILES if average <= tile.max_rows), TILES[-1])
+
+
+def without_cap(tile: MatmulTile, kind: Codes, group_size: int) -> MatmulTile:
+    """Return the tile for a packed weight: a cap on registers would spill sums of short groups."""
+    is_short = 0 < product_group(kind, group_size) <= SHORT_GROUP
+    return replace(tile, max_registers=None) if is_short else tile
 
 
 def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -84,6 +91,8 @@ def dense_constexprs(tile: MatmulTile, *, even_k: bool = True) -> dict[str, obje
         "WORDS": 0,
         "TILE_K": DENSE_BLOCK_K,
         "PARAMS": "none",
+        "OFFSETS": False,
+        "RECORD": 0,
         "GROUP": 0,
         "SCALES": 0,
         "EVEN_K": even_k,

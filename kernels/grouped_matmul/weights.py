@@ -10,7 +10,9 @@ from torch import Tensor
 
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.fp8 import BLOCK, Fp8Weight
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
+from appliance.kernels.packed_matmul.ggml_tiles import tile_ggml
 from appliance.kernels.packed_matmul.tiled import (
     TiledWeight,
     pad_bias,
@@ -77,8 +79,12 @@ def laid_out(weight: Weight, dtype: torch.dtype) -> TiledWeight | Tensor | None:
     Raises:
         UnsupportedModelError: see `tile_fp4`.
     """
-    if dtype == torch.float32 or not isinstance(weight, PackedWeight | Fp4Weight | Fp8Weight):
+    packed = PackedWeight | Fp4Weight | Fp8Weight | GgmlWeight
+    if dtype == torch.float32 or not isinstance(weight, packed):
         return dense(weight, dtype).contiguous()
+    if isinstance(weight, GgmlWeight):
+        assert weight.input_order is None, "a stack has an order for each expert"
+        return tile_ggml(weight)
     if isinstance(weight, Fp4Weight):
         return tile_fp4(weight, dtype)
     if isinstance(weight, Fp8Weight):

@@ -8,10 +8,12 @@ shared memory. Each group has a product of its own, whose sum takes the group's 
 import triton
 import triton.language as tl
 
+from appliance.kernels.code_planes.kernel import code_of, iq4_value
+from appliance.kernels.group_products.kernel import add_group, add_tiles, load_scales, load_x
+from appliance.kernels.scale_records.kernel import load_record, record_scales
 from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
 
 TILE_N: tl.constexpr = tl.constexpr(64)
-INT4_CENTER: tl.constexpr = tl.constexpr(8)
 LARGE: tl.constexpr = tl.constexpr(80.0)  # an exponent within float32
 
 
@@ -43,73 +45,14 @@ def sum_partials(
     return b_acc
 
 
-@triton.jit
-def load_scales(
-    params_ptr, i_tile, num_groups, i_group, TILES_N: tl.constexpr, PARAMS: tl.constexpr
-):
-    """Return scale and offset of a group for each output feature, (BLOCK_N,) float32 each."""
-    o_n = tl.arange(0, TILES_N * TILE_N)
-    b_row = (i_tile + o_n // TILE_N) * num_groups + i_group
-    if PARAMS == "fp16_offset":  # halves of one word
-        b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
-        b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        b_offset = (b_word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif PARAMS == "fp16_zero":
-        b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
-        b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        b_offset = -b_scale * ((b_word >> 16) - INT4_CENTER).to(tl.float32)
-    elif PARAMS == "fp32_offset":
-        b_place = b_row * (2 * TILE_N) + o_n % TILE_N
-        b_scale = tl.load(params_ptr + b_place).to(tl.float32, bitcast=True)
-        b_offset = tl.load(params_ptr + b_place + TILE_N).to(tl.float32, bitcast=True)
-    else:
-        b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
-        b_scale = b_word.to(tl.float32, bitcast=True)
-        b_offset = tl.zeros_like(b_scale)
-    return b_scale, b_offset
-
-
-@triton.jit
-def load_x(x_ptr, b_row, b_valid, start, in_features, SIDE_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Load a part of x, transposed: (SIDE_K, BLOCK_M), zero where masked."""
-    o_k = tl.arange(0, SIDE_K)
-    b_mask = b_valid[None, :]
-    if not EVEN_K:
-        b_mask = b_mask & (start + o_k < in_features)[:, None]
-    return tl.load(x_ptr + b_row[None, :] + (start + o_k)[:, None], mask=b_mask, other=0.0)
-
-
-@triton.jit
-def add_group(
-    b_acc,
-    b_product,  # with the group's codes
-    b_sums,  # sums of x over the group, in the product's shape; or None
-    params_ptr,
-    sums_ptr,  # (groups, padded tokens) float32, the same sums where b_sums is None; or None
-    i_tile,
-    i_group,
-    num_groups,
-    b_sums_at,
-    TILES_N: tl.constexpr,
-    PARAMS: tl.constexpr,
-):
-    """Add a group's product, scaled and offset."""
-    b_scale, b_offset = load_scales(params_ptr, i_tile, num_groups, i_group, TILES_N, PARAMS)
-    b_acc += b_product * b_scale[:, None]
-    if b_sums is not None:
-        b_acc += b_sums * b_offset[:, None]
-    elif sums_ptr is not None:
-        b_acc += tl.load(sums_ptr + b_sums_at)[None, :] * b_offset[:, None]
-    return b_acc
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def packed_matmul_kernel(
     out_ptr,  # (num_tokens, out_features)
     x_ptr,  # (num_tokens, in_features), rows x_stride apart
     codes_ptr,  # (tiles in n, tiles in k, words) int32
     # (tiles in n, groups, [2,] TILE_N) int32, the bits of scales and offsets; with SCALES
-    # (tiles in n, tiles in k, SCALES / 2, TILE_N), each word two of them
+    # (tiles in n, tiles in k, SCALES / 2, TILE_N), each word two of them; with RECORD
+    # (tiles in n, records of inputs, RECORD)
     params_ptr,
     channel_scale_ptr,  # (padded out_features,) float32 where GROUP is 0, or None
     bias_ptr,  # (padded out_features,) float32, or None
@@ -127,6 +70,8 @@ def packed_matmul_kernel(
     WORDS: tl.constexpr,  # of a stored tile
     TILE_K: tl.constexpr,
     PARAMS: tl.constexpr,
+    OFFSETS: tl.constexpr,  # groups have them
+    RECORD: tl.constexpr,  # words of a record of scales; 0: they lie apart
     GROUP: tl.constexpr,  # inputs whose product has a scale; 0: all
     SCALES: tl.constexpr,  # of a feature in a stored tile, applied to weights in registers
     SUMS: tl.constexpr,  # take the sums of x from sums_ptr, else from a product with ones
@@ -141,8 +86,7 @@ def packed_matmul_kernel(
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TILES_N: tl.constexpr = BLOCK_N // TILE_N
-    HAS_OFFSET: tl.constexpr = PARAMS == "fp16_offset" or PARAMS == "fp32_offset"
-    ONES: tl.constexpr = HAS_OFFSET and not SUMS
+    ONES: tl.constexpr = OFFSETS and not SUMS
     # Inputs multiplied before a scale is applied: a group, or the two of one tile.
     PART_K: tl.constexpr = BLOCK_K if GROUP == 0 else max(GROUP, TILE_K)
     STEP_K: tl.constexpr = TILE_K if TILEWISE else PART_K
@@ -156,49 +100,29 @@ def packed_matmul_kernel(
     b_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     b_valid_m = b_m < num_tokens
     b_x_row = b_m.to(tl.int64) * x_stride
-    o_word = tl.arange(0, TILES_K * WORDS)
     b_words_at = (i_tile + tl.arange(0, TILES_N)).to(tl.int64)[:, None] * tiles_k * WORDS
-    p_words = codes_ptr + b_words_at + o_word[None, :]
+    p_tiles = codes_ptr + b_words_at
     b_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
     # A number of stages here prefetches the scales too, not only the operands.
     for i_block in tl.range(
         blocks_k * i_split // splits, blocks_k * (i_split + 1) // splits, num_stages=STAGES
     ):
-        for i_part in tl.static_range(BLOCK_K // PART_K):
-            start = i_block * BLOCK_K + i_part * PART_K
-            if GROUP != 0 and GROUP < TILE_K:
-                # The four words of a lane: two for each group.
-                b_words = tl.load(p_words + start // TILE_K * WORDS)
-                b_pairs = tl.reshape(b_words, (TILES_N * WORDS // 4, 2, 2))
-                b_first, b_second = tl.split(tl.permute(b_pairs, (0, 2, 1)))
-                for i_half in tl.static_range(2):
-                    at = start + i_half * GROUP
-                    b_x = load_x(x_ptr, b_x_row, b_valid_m, at, in_features, GROUP, EVEN_K)
-                    b_half = b_first if i_half == 0 else b_second
-                    b_one, b_other = None, None
-                    if PARAMS == "fp16_zero":
-                        b_one, b_other = zero_points(
-                            params_ptr, i_tile, num_groups, at // GROUP, b_half, TILES_N, 1,
-                            DTYPE, ASM,
-                        )  # fmt: skip
-                    b_weight = to_weights(
-                        b_half, b_one, b_other, TILES_N, 1, AXES, BLOCK_N, GROUP, CODES, DTYPE, ASM
-                    )
-                    b_product = tl.dot(b_weight, b_x)
-                    b_sums = None
-                    if ONES:
-                        b_sums = tl.dot(tl.full((BLOCK_N, GROUP), 1.0, tl.float32).to(DTYPE), b_x)
-                    b_acc = add_group(
-                        b_acc, b_product, b_sums, params_ptr, sums_ptr, i_tile, at // GROUP,
-                        num_groups, at // GROUP * sums_stride + b_m, TILES_N, PARAMS,
-                    )  # fmt: skip
-            else:
+        if GROUP != 0 and GROUP < TILE_K:
+            b_acc = add_tiles(
+                b_acc, x_ptr, b_x_row, b_valid_m, p_tiles + i_block * (BLOCK_K // TILE_K * WORDS),
+                params_ptr, sums_ptr, b_m, sums_stride, i_tile, i_block, blocks_k, in_features,
+                OFFSETS, CODES, AXES, WORDS, TILE_K, PARAMS, RECORD, GROUP, EVEN_K, BLOCK_K, ASM,
+            )  # fmt: skip
+        else:
+            o_word = tl.arange(0, TILES_K * WORDS)[None, :]
+            for i_part in tl.static_range(BLOCK_K // PART_K):
+                start = i_block * BLOCK_K + i_part * PART_K
                 b_product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUP != 0 else b_acc
                 b_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if ONES else None
                 for i_step in tl.static_range(PART_K // STEP_K):
                     at = start + i_step * STEP_K
-                    b_words = tl.load(p_words + at // TILE_K * WORDS)
+                    b_words = tl.load(p_tiles + o_word + at // TILE_K * WORDS)
                     b_x = load_x(x_ptr, b_x_row, b_valid_m, at, in_features, STEP_K, EVEN_K)
                     b_one, b_other = None, None
                     if PARAMS == "fp16_zero":
@@ -223,9 +147,13 @@ def packed_matmul_kernel(
                 if GROUP == 0:
                     b_acc = b_product
                 else:
+                    i_group = start // GROUP
+                    b_scale, b_offset = load_scales(
+                        params_ptr, i_tile, num_groups, i_group, TILES_N, PARAMS
+                    )
                     b_acc = add_group(
-                        b_acc, b_product, b_sums, params_ptr, sums_ptr, i_tile, start // GROUP,
-                        num_groups, start // GROUP * sums_stride + b_m, TILES_N, PARAMS,
+                        b_acc, b_product, b_sums, b_scale, b_offset, sums_ptr,
+                        i_group * sums_stride + b_m,
                     )  # fmt: skip
 
     o_n = tl.arange(0, BLOCK_N)
@@ -338,3 +266,55 @@ def dequantize_kernel(
     b_k = i_block * BLOCK_K + tl.arange(0, BLOCK_K)
     p_out = out_ptr + b_row.to(tl.int64)[:, None] * in_features + b_k[None, :]
     tl.store(p_out, b_weight.to(DTYPE), mask=(b_row < rows)[:, None] & (b_k < in_features)[None, :])
+
+
+@triton.jit(do_not_specialize=["i_first", "num_rows"])
+def rows_kernel(
+    out_ptr,  # (num_rows, in_features)
+    ids_ptr,  # (num_rows,) int64, rows of the weight; None for those from i_first on
+    codes_ptr,  # as in `packed_matmul_kernel`
+    params_ptr,
+    i_first,
+    num_rows,
+    in_features,
+    blocks_k,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,  # the code that stands for 0; None if codes name values
+    WORDS: tl.constexpr,
+    TILE_K: tl.constexpr,
+    PARAMS: tl.constexpr,
+    RECORD: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write some inputs of some rows of a weight with records, exact before they are rounded."""
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    i_block = tl.program_id(1)
+    b_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b_valid = b_m < num_rows
+    b_row = b_m + i_first
+    if ids_ptr is not None:
+        b_row = tl.load(ids_ptr + b_m, mask=b_valid, other=0).to(tl.int32)
+    o_k = tl.arange(0, BLOCK_K)
+    b_tile = (b_row // TILE_N).to(tl.int64)[:, None] * (blocks_k * (BLOCK_K // TILE_K))
+    b_tile = b_tile + (i_block * (BLOCK_K // TILE_K) + o_k // TILE_K)[None, :]
+    b_n, b_k = (b_row % TILE_N)[:, None], (o_k % TILE_K)[None, :]
+    b_code = code_of(codes_ptr + b_tile * WORDS, b_n, b_k, BITS)
+    b_value = iq4_value(b_code) if MIDDLE is None else b_code - MIDDLE
+    b_0, b_1, b_2, b_3 = load_record(params_ptr, b_row, 0, i_block, blocks_k, RECORD, PARAMS)
+    b_scale = tl.zeros((BLOCK_M, GROUPS), tl.float32)
+    b_offset = tl.zeros((BLOCK_M, GROUPS), tl.float32)
+    for i in tl.static_range(GROUPS):
+        b_one, b_other = record_scales(b_0, b_1, b_2, b_3, i, 0, PARAMS)
+        b_here = (tl.arange(0, GROUPS) == i)[None, :]
+        b_scale = tl.where(b_here, b_one[:, None], b_scale)
+        b_offset = tl.where(b_here, b_other[:, None], b_offset)
+    b_value = tl.reshape(b_value.to(tl.float32), (BLOCK_M, GROUPS, GROUP))
+    b_value = tl.reshape(b_value * b_scale[:, :, None] + b_offset[:, :, None], (BLOCK_M, BLOCK_K))
+    b_k = i_block * BLOCK_K + o_k
+    tl.store(
+        out_ptr + b_m.to(tl.int64)[:, None] * in_features + b_k[None, :],
+        b_value.to(out_ptr.dtype.element_ty),
+        mask=b_valid[:, None] & (b_k < in_features)[None, :],
+    )

@@ -13,11 +13,14 @@ from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.gated_activation.launch import gated_activation
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.packed import PackedWeight
+from appliance.kernels.packed_matmul.ggml_tiles import tile_ggml
 from appliance.kernels.packed_matmul.kernel import (
     dequantize_kernel,
     group_sums_kernel,
     packed_matmul_kernel,
+    rows_kernel,
 )
 from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.kernels.packed_matmul.reorder import reordered
@@ -41,12 +44,16 @@ from appliance.kernels.packed_matmul.tiles import (
     choose_tile,
 )
 from appliance.kernels.packed_matmul.variant import (
+    DENSE_BLOCK_M,
     DEQUANTIZED_AT_ONCE,
+    LOOKUP_BLOCK_M,
+    ROWS_WARPS,
     SUMS_BLOCK_K,
     SUMS_BLOCK_M,
     dequantize_constexprs,
     matmul_constexprs,
     product_group,
+    rows_constexprs,
 )
 from appliance.kernels.residency import MOST_PROGRAMS, Footprints, multiprocessors_of
 from appliance.kernels.target import target_of
@@ -57,6 +64,8 @@ if TYPE_CHECKING:
     from appliance.kernels.activation import Gating
     from appliance.kernels.operations import Linear
     from appliance.kernels.weight import Weight
+
+    Tileable = PackedWeight | Fp4Weight | GgmlWeight
 
 GROUP_MULTIPLE = 32
 WIDTH_MULTIPLE = 32  # aligns every row of x to 16 bytes
@@ -116,39 +125,61 @@ class TiledLinear:
                 _multiply(self, x, out, tile)
         return out
 
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Look rows up in a weight with records, exact before they are rounded.
+
+        Args:
+            ids: (num_rows,) int32 or int64.
+            dtype: of the result.
+
+        Returns:
+            (num_rows, in_features).
+        """
+        assert self.weight.has_records, self.weight.params_kind
+        out = torch.empty(len(ids), self.in_features, dtype=dtype, device=ids.device)
+        if len(ids):
+            _write_rows(self.weight, out, ids, 0, LOOKUP_BLOCK_M)
+        return out
+
 
 def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     """Lay a weight out for the GPU kernels; see `reference.prepare_linear`.
 
-    A packed weight is repacked a few rows at a time; with float32 activations, which are for
-    checks, it becomes dense. A dense weight stays dense.
+    A packed weight and one of GGML's blocks are repacked a few rows at a time; with float32
+    activations, which are for checks, they become dense. A dense weight stays dense.
 
     Raises:
         UnsupportedModelError: no kernel covers the shape, the dtype or the GPU.
     """
-    if not isinstance(weight, PackedWeight | Fp4Weight) or dtype == torch.float32:
+    if not isinstance(weight, PackedWeight | Fp4Weight | GgmlWeight) or dtype == torch.float32:
         return dense_linear(weight, bias, dtype)
-    _check_supported(weight, dtype)
-    workspace_of(weight.codes.device)
-    if isinstance(weight, Fp4Weight):
-        return TiledLinear(tile_fp4(weight, dtype), pad_bias(bias), gated=False)
-    linear = TiledLinear(tile_packed(weight), pad_bias(bias), gated=False)
-    return reordered(linear, weight.input_order)
+    linear = TiledLinear(_tiled(weight, dtype), pad_bias(bias), gated=False)
+    return reordered(linear, _order_of(weight))
 
 
-def has_gated(weight: PackedWeight | Fp4Weight, dtype: torch.dtype, activation: Gating) -> bool:
+def prepare_table(weight: Weight, dtype: torch.dtype) -> TiledLinear | None:
+    """Lay a weight out for lookups of rows as for products; None if only GGML's types can be.
+
+    Raises:
+        UnsupportedModelError: as for `prepare_linear`.
+    """
+    if not isinstance(weight, GgmlWeight) or dtype == torch.float32:
+        return None
+    assert weight.input_order is None, "rows are looked up in the order of the inputs"
+    return TiledLinear(_tiled(weight, dtype), None, gated=False)
+
+
+def has_gated(weight: Tileable, dtype: torch.dtype, activation: Gating) -> bool:
     """Return True if `prepare_gate_up` accepts such a weight."""
     return (
-        (isinstance(weight, Fp4Weight) or weight.input_order is None)
+        _order_of(weight) is None
         and not weight.shape[0] % (2 * GATE_RUN)
         and dtype in DTYPES
         and activation is Activation.SILU
     )
 
 
-def prepare_gate_up(
-    weight: PackedWeight | Fp4Weight, bias: Tensor | None, dtype: torch.dtype
-) -> TiledLinear:
+def prepare_gate_up(weight: Tileable, bias: Tensor | None, dtype: torch.dtype) -> TiledLinear:
     """Lay out one linear for silu(x @ gate.T) * (x @ up.T).
 
     Args:
@@ -162,15 +193,26 @@ def prepare_gate_up(
     if weight.shape[0] % (2 * GATE_RUN):
         msg = f"gate and up of {weight.shape[0]} rows together; supported: multiples of 16"
         raise UnsupportedModelError(msg)
-    workspace_of(weight.codes.device)
-    rows = interleaved_gate_up(weight.shape[0]).to(weight.codes.device)
+    assert _order_of(weight) is None, "not read here"
+    rows = interleaved_gate_up(weight.shape[0]).to(_device_of(weight))
     bias = None if bias is None else bias[rows]
+    return TiledLinear(_tiled(weight.rows(rows), dtype), pad_bias(bias), gated=True)
+
+
+def _tiled(weight: Tileable, dtype: torch.dtype) -> TiledWeight:
+    _check_supported(weight, dtype)
+    workspace_of(_device_of(weight))
     if isinstance(weight, Fp4Weight):
-        tiled = tile_fp4(weight.rows(rows), dtype)
-    else:
-        assert weight.input_order is None, "not read here"
-        tiled = tile_packed(weight.rows(rows))
-    return TiledLinear(tiled, pad_bias(bias), gated=True)
+        return tile_fp4(weight, dtype)
+    return tile_packed(weight) if isinstance(weight, PackedWeight) else tile_ggml(weight)
+
+
+def _device_of(weight: Tileable) -> torch.device:
+    return (weight.blocks if isinstance(weight, GgmlWeight) else weight.codes).device
+
+
+def _order_of(weight: Tileable) -> Tensor | None:
+    return None if isinstance(weight, Fp4Weight) else weight.input_order
 
 
 def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> None:
@@ -273,6 +315,9 @@ def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:
 def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tensor:
     """Dequantize rows from a multiple of TILE_N, to the dtype and device of `like`."""
     out = like.new_empty(end - start, weight.in_features)
+    if weight.has_records:
+        _write_rows(weight, out, None, start, DENSE_BLOCK_M)
+        return out
     blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
     with torch.cuda.device(like.get_device()):
         dequantize_kernel[(-(-(end - start) // TILE_N), blocks_k)](
@@ -296,8 +341,23 @@ def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tens
     return out
 
 
-def _check_supported(weight: PackedWeight | Fp4Weight, dtype: torch.dtype) -> None:
-    capability = target_of(weight.codes.device).capability
+def _write_rows(
+    weight: TiledWeight, out: Tensor, ids: Tensor | None, start: int, block_m: int
+) -> None:
+    """Write the rows of `ids`, or those from `start` on, in the dtype of `out`."""
+    blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
+    with torch.cuda.device(out.get_device()):
+        rows_kernel[(-(-len(out) // block_m), blocks_k)](
+            *(out, ids, weight.codes, weight.params, start, len(out), weight.in_features, blocks_k),
+            **rows_constexprs(
+                weight.kind, weight.params_kind, weight.group_size, weight.block_k, block_m
+            ),
+            num_warps=ROWS_WARPS,
+        )
+
+
+def _check_supported(weight: Tileable, dtype: torch.dtype) -> None:
+    capability = target_of(_device_of(weight)).capability
     if architecture(capability) is None:
         what = f"compute capability {capability / 10}"
         supported = "8.0 and above"
@@ -309,8 +369,11 @@ def _check_supported(weight: PackedWeight | Fp4Weight, dtype: torch.dtype) -> No
         what, supported = f"{weight.shape[1]} inputs", f"multiples of {WIDTH_MULTIPLE}"
     else:
         return
-    bits = weight.bits if isinstance(weight, PackedWeight) else 4
-    shape = f"a {bits}-bit weight of {weight.shape[0]} x {weight.shape[1]}"
+    if isinstance(weight, GgmlWeight):
+        kind = weight.type_name
+    else:
+        kind = f"{weight.bits if isinstance(weight, PackedWeight) else 4}-bit"
+    shape = f"a {kind} weight of {weight.shape[0]} x {weight.shape[1]}"
     msg = f"the packed matmul on the GPU has no kernel for {what} ({shape}); supported: {supported}"
     raise UnsupportedModelError(msg)
 

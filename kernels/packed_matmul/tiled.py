@@ -39,14 +39,19 @@ HALF_ROUNDING = 2.0**-11
 class Codes(Enum):
     """Kinds of codes; the values are those of the kernel's CODES."""
 
+    INT2 = "int2"
+    INT3 = "int3"
     INT4 = "int4"
+    INT5 = "int5"
+    INT6 = "int6"
     INT8 = "int8"
     FP8 = "fp8"
     FP4 = "fp4"
+    IQ4 = "iq4"  # names values of a table
 
     @property
     def bits(self) -> int:
-        return 4 if self in (Codes.INT4, Codes.FP4) else 8
+        return int(self.value[-1])
 
 
 class Params(Enum):
@@ -58,6 +63,14 @@ class Params(Enum):
     HALVES = "halves"  # two scales in the dtype of activations; each row has one more
     FP16_OFFSET = "fp16_offset"  # float16 scale and offset, in the low and the high half
     FP32_OFFSET = "fp32_offset"  # two words: float32 scale, float32 offset
+    # Records of GGML's types, see `scale_records`.
+    Q2_K = "q2_k"
+    Q3_K = "q3_k"
+    Q4_K = "q4_k"
+    Q6_K = "q6_k"
+    IQ4_XS = "iq4_xs"
+    Q5_0 = "q5_0"
+    Q5_1 = "q5_1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,8 @@ class TiledWeight:
     Attributes:
         codes: (tiles in n, tiles in k, words of a tile) int32.
         params: (tiles in n, groups, TILE_N) int32, with an axis of 2 before the last for
-            FP32_OFFSET; (tiles in n, tiles in k, words, TILE_N) for HALVES; None for NONE.
+            FP32_OFFSET; (tiles in n, tiles in k, words, TILE_N) for HALVES; (tiles in n, records,
+            words of a record) for records; None for NONE.
         channel_scale: (padded out_features,) float32 for NONE and HALVES, else None.
         kind: of the codes.
         params_kind: of the scale words.
@@ -97,6 +111,26 @@ class TiledWeight:
     def order(self) -> TileOrder:
         return TileOrder(self.kind.bits)
 
+    @property
+    def has_records(self) -> bool:
+        """True if scales are made of a GGML type's integers and halves."""
+        return record_words(self.params_kind, self.block_k) > 0
+
+
+def record_words(kind: Params, block_k: int) -> int:
+    """Return the words of a record: of 256 inputs, or of a kernel's block; 0 for other kinds."""
+    short = {Params.Q5_0: block_k, Params.Q5_1: 2 * block_k}
+    return {**_RECORD_WORDS, **short}.get(kind, 0)
+
+
+_RECORD_WORDS = {
+    Params.Q2_K: 5 * TILE_N,
+    Params.Q3_K: 3 * TILE_N + TILE_N // 2,
+    Params.Q4_K: 4 * TILE_N,
+    Params.Q6_K: 4 * TILE_N + TILE_N // 2,
+    Params.IQ4_XS: 2 * TILE_N,
+}
+
 
 def tile_packed(weight: PackedWeight) -> TiledWeight:
     """Repack integer codes in groups of a multiple of 32."""
@@ -105,8 +139,8 @@ def tile_packed(weight: PackedWeight) -> TiledWeight:
     group_size = next(size for size in (128, 64, 32) if weight.group_size % size == 0)
     repeats = weight.group_size // group_size
     scale, offset = (t.repeat_interleave(repeats, dim=1) for t in (scale, offset))
-    block_k = _block_k(weight.shape[1])
-    groups = _padded(weight.shape[1], block_k) // group_size
+    block_k = usual_block_k(weight.shape[1])
+    groups = padded(weight.shape[1], block_k) // group_size
     words = _zero_words(weight)
     if words is not None and bool(offset.any()):
         kind, words = Params.FP16_ZERO, words.repeat_interleave(repeats, dim=1)
@@ -115,7 +149,7 @@ def tile_packed(weight: PackedWeight) -> TiledWeight:
         kind, words = _words(_pad(scale, groups), _pad(offset, groups))
     flip = FLIP if weight.bits == 8 else 0
     return TiledWeight(
-        codes=_tile_codes(
+        codes=tile_codes(
             lambda rows: weight.rows(rows).unpack() ^ flip,
             weight.shape,
             TileOrder(weight.bits),
@@ -140,12 +174,12 @@ def tile_fp8(codes: Tensor, scale: Tensor, group_size: int) -> TiledWeight:
         scale: (out_features,) float32 where group_size is 0, else (out_features, groups).
         group_size: 0 or 128.
     """
-    block_k = _block_k(codes.shape[1])
+    block_k = usual_block_k(codes.shape[1])
     if group_size:
-        groups = _padded(codes.shape[1], block_k) // group_size
+        groups = padded(codes.shape[1], block_k) // group_size
         params = _tile_rows(_pad(scale, groups).view(torch.int32).unsqueeze(1))
     return TiledWeight(
-        codes=_tile_codes(lambda rows: codes[rows], codes.shape, TileOrder(8), block_k),
+        codes=tile_codes(lambda rows: codes[rows], codes.shape, TileOrder(8), block_k),
         params=params if group_size else None,
         channel_scale=None if group_size else _pad_rows(scale),
         kind=Codes.FP8,
@@ -176,13 +210,13 @@ def tile_fp4(weight: Fp4Weight, dtype: torch.dtype) -> TiledWeight:
     if bool((stored.double() < 2.0 ** (power - LEAST_POWERS[dtype])).any()):
         msg = f"an MXFP4 weight of {weight.shape} has scales too far apart for {dtype}"
         raise UnsupportedModelError(f"{msg}; serve it in bfloat16")
-    block_k, order = _block_k(weight.shape[1]), TileOrder(4)
+    block_k, order = usual_block_k(weight.shape[1]), TileOrder(4)
     per_tile = order.tile_k // weight.group_size
-    tiles_k = _padded(weight.shape[1], block_k) // order.tile_k
+    tiles_k = padded(weight.shape[1], block_k) // order.tile_k
     words = _pad(stored, tiles_k * per_tile).view(torch.int32)
     words = words.view(weight.shape[0], tiles_k * per_tile // 2).unsqueeze(1)
     return TiledWeight(
-        codes=_tile_codes(lambda rows: weight.rows(rows).unpack(), weight.shape, order, block_k),
+        codes=tile_codes(lambda rows: weight.rows(rows).unpack(), weight.shape, order, block_k),
         params=_tile_rows(words).unflatten(1, (tiles_k, per_tile // 2)),
         channel_scale=_pad_rows(row_scale / down),
         kind=Codes.FP4,
@@ -248,20 +282,31 @@ def _tile_rows(words: Tensor) -> Tensor:
     return (tiles.squeeze(2) if words.shape[1] == 1 else tiles).contiguous()
 
 
-def _tile_codes(
+def tile_codes(
     codes_of: Callable[[slice], Tensor], shape: tuple[int, ...], order: TileOrder, block_k: int
 ) -> Tensor:
+    """Tile codes, some rows at a time.
+
+    Args:
+        codes_of: returns the codes of some rows, (rows, in_features) uint8.
+        shape: of the weight.
+        order: of a tile.
+        block_k: inputs of a kernel's block.
+
+    Returns:
+        (tiles in n, tiles in k, words of a tile) int32, padded with zeros.
+    """
     out_features, in_features = shape
-    width = _padded(in_features, block_k)
+    width = padded(in_features, block_k)
     tiles_k = width // order.tile_k
     tiles: Tensor | None = None
     rows_at_once = max(TILE_N, REPACKED_AT_ONCE // width // TILE_N * TILE_N)
     for start in range(0, out_features, rows_at_once):
         codes = codes_of(slice(start, start + rows_at_once))
         if tiles is None:
-            count = _padded(out_features, ROW_MULTIPLE) // TILE_N
+            count = padded(out_features, ROW_MULTIPLE) // TILE_N
             tiles = codes.new_zeros(count, tiles_k, order.words, dtype=torch.int32)
-        rows = _padded(codes.shape[0], TILE_N) - codes.shape[0]
+        rows = padded(codes.shape[0], TILE_N) - codes.shape[0]
         codes = functional.pad(codes, (0, width - in_features, 0, rows))
         parts = codes.view(-1, TILE_N, tiles_k, order.tile_k).transpose(1, 2)
         first = start // TILE_N
@@ -270,11 +315,13 @@ def _tile_codes(
     return tiles
 
 
-def _block_k(in_features: int) -> int:
+def usual_block_k(in_features: int) -> int:
+    """Return the inputs of a kernel's block."""
     return 128 if in_features % 128 == 0 else 64
 
 
-def _padded(size: int, multiple: int) -> int:
+def padded(size: int, multiple: int) -> int:
+    """Return the next multiple."""
     return -(-size // multiple) * multiple
 
 
@@ -283,6 +330,6 @@ def _pad(x: Tensor, columns: int) -> Tensor:
 
 
 def _pad_rows(x: Tensor) -> Tensor:
-    padded = x.new_zeros(_padded(x.shape[0], ROW_MULTIPLE), *x.shape[1:])
-    padded[: x.shape[0]] = x
-    return padded
+    rows = x.new_zeros(padded(x.shape[0], ROW_MULTIPLE), *x.shape[1:])
+    rows[: x.shape[0]] = x
+    return rows

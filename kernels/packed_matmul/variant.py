@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
-from appliance.kernels.packed_matmul.tiled import Codes, Params
+from appliance.kernels.packed_matmul.tiled import Codes, Params, record_words
 from appliance.kernels.weight_codes.order import TileOrder
 
 if TYPE_CHECKING:
@@ -17,7 +17,17 @@ SUMS_BLOCK_K = 128
 # Elements of a dense slice, 16 MiB: with its part of the result it fits the L2 of most cards, so
 # the product does not read it back from memory.
 DEQUANTIZED_AT_ONCE = 8 << 20
-OFFSETS = (Params.FP16_OFFSET, Params.FP32_OFFSET)
+# Rows of a program that looks some up, and of one that makes a slice dense.
+LOOKUP_BLOCK_M = 1
+DENSE_BLOCK_M = 16
+ROWS_WARPS = 4
+OFFSETS = (
+    Params.FP16_OFFSET,
+    Params.FP32_OFFSET,
+    Params.Q2_K,
+    Params.Q4_K,
+    Params.Q5_1,
+)
 
 
 class MatmulConstexprs(TypedDict):
@@ -28,6 +38,8 @@ class MatmulConstexprs(TypedDict):
     WORDS: int
     TILE_K: int
     PARAMS: str
+    OFFSETS: bool
+    RECORD: int
     GROUP: int
     SCALES: int
     SUMS: bool
@@ -70,14 +82,15 @@ def constexprs_of(
 ) -> MatmulConstexprs:
     """Return `matmul_constexprs` of a weight that need not exist."""
     order = TileOrder(kind.bits)
+    group = _scaling(kind, group_size)["GROUP"]
     return {
         "CODES": kind.value,
-        "AXES": order.kernel_axes(
-            first_group=_scaling(kind, group_size)["GROUP"] == order.tile_k // 2
-        ),
+        "AXES": order.kernel_axes(groups=max(1, order.tile_k // group) if group else 1),
         "WORDS": order.words,
         "TILE_K": order.tile_k,
         "PARAMS": params_kind.value,
+        "OFFSETS": params_kind in OFFSETS,
+        "RECORD": record_words(params_kind, block_k),
         **_scaling(kind, group_size),
         "SUMS": params_kind in OFFSETS and tile.max_rows >= MIDDLE_ROWS,
         "GATED": gated,
@@ -122,4 +135,23 @@ def dequantize_constexprs(
         **_scaling(kind, group_size),
         "BLOCK_K": block_k,
         "ASM": asm,
+    }
+
+
+def rows_constexprs(
+    kind: Codes, params_kind: Params, group_size: int, block_k: int, block_m: int
+) -> dict[str, object]:
+    """Return the compile-time arguments of `rows_kernel`."""
+    order = TileOrder(kind.bits)
+    middle = 0 if params_kind in OFFSETS else 1 << (kind.bits - 1)
+    return {
+        "BITS": kind.bits,
+        "MIDDLE": None if kind is Codes.IQ4 else middle,
+        "WORDS": order.words,
+        "TILE_K": order.tile_k,
+        "PARAMS": params_kind.value,
+        "RECORD": record_words(params_kind, block_k),
+        "GROUP": group_size,
+        "BLOCK_M": block_m,
+        "BLOCK_K": block_k,
     }

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from appliance.kernels.code_planes.kernel import join_eight, widen_planes
 from appliance.kernels.weight_codes import ptx
 
 INT4_BF16: tl.constexpr = tl.constexpr(ptx.INT4_BF16)
@@ -195,13 +196,6 @@ def widen_by_row(
 
 
 @triton.jit
-def join_eight(a, b, c, d, e, f, g, h):
-    """Join planes 0..7 in three new axes j0, j1, j2 of size 2."""
-    b_low = tl.join(tl.join(a, b), tl.join(c, d))
-    return tl.join(b_low, tl.join(tl.join(e, f), tl.join(g, h)))
-
-
-@triton.jit
 def widen_int4(b_words, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Widen words to planes 0..7, in three new axes j0, j1, j2 of size 2."""
     if ASM:
@@ -290,39 +284,47 @@ def widen_bytes(b_words, CODES: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.const
 @triton.jit
 def to_weights(
     b_words,  # (words,) int32, tiles one after another
-    b_first,  # as b_words, numbers of `widen_by_row`; or None
+    b_first,  # as b_words, numbers of `widen_by_row`, or the upper bits of `widen_planes`; or None
     b_second,
     TILES_N: tl.constexpr,
     TILES_K: tl.constexpr,
     AXES: tl.constexpr,  # of order.py
     SIDE_N: tl.constexpr,
     SIDE_K: tl.constexpr,
-    CODES: tl.constexpr,  # "int4", "int8", "fp8" or "fp4"
+    CODES: tl.constexpr,  # "int2" to "int6", "int8", "fp8", "fp4" or "iq4"
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Return weights (SIDE_N, SIDE_K) without their scales: q - 8, q - 128 or the value of e4m3.
+    """Return weights (SIDE_N, SIDE_K) without their scales: q less the middle code, or its value.
 
     With numbers by row: q less the zero point, or e2m1 times its scale.
     """
-    if b_first is not None:
+    if b_second is not None:
         b_planes = widen_by_row(b_words, b_first, b_second, CODES, DTYPE, ASM)
     elif CODES == "int4":
         b_planes = widen_int4(b_words, DTYPE, ASM)
-    else:
+    elif CODES == "int8" or CODES == "fp8":
         b_planes = widen_bytes(b_words, CODES, DTYPE, ASM)
-    # Two counts of tiles and 12 bits of an index, or 11 if the words were split.
+    else:
+        b_planes = widen_planes(b_words, b_first, CODES, DTYPE, ASM)
+    # Two counts of tiles and 12 bits of an index, or 11 or 10 if the words were split.
     if len(AXES) == 14:
         b_bits = tl.reshape(b_planes, (TILES_N, TILES_K, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
         b_bits = tl.permute(
             b_bits, AXES[0], AXES[1], AXES[2], AXES[3], AXES[4], AXES[5], AXES[6],
             AXES[7], AXES[8], AXES[9], AXES[10], AXES[11], AXES[12], AXES[13],
         )  # fmt: skip
-    else:
+    elif len(AXES) == 13:
         b_bits = tl.reshape(b_planes, (TILES_N, TILES_K, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
         b_bits = tl.permute(
             b_bits, AXES[0], AXES[1], AXES[2], AXES[3], AXES[4], AXES[5], AXES[6],
             AXES[7], AXES[8], AXES[9], AXES[10], AXES[11], AXES[12],
+        )  # fmt: skip
+    else:
+        b_bits = tl.reshape(b_planes, (TILES_N, TILES_K, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+        b_bits = tl.permute(
+            b_bits, AXES[0], AXES[1], AXES[2], AXES[3], AXES[4], AXES[5], AXES[6],
+            AXES[7], AXES[8], AXES[9], AXES[10], AXES[11],
         )  # fmt: skip
     b_weight = tl.reshape(b_bits, (SIDE_N, SIDE_K))
     if ASM:

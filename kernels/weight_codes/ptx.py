@@ -1,41 +1,133 @@
 """Widens packed codes exactly to bfloat16 or float16 in registers, as PTX.
 
 A 32-bit word holds 8 codes of 4 bits or 4 of 8 bits; results $0, $1, ... are its planes, in the
-order of `order.py`, and the last operand is the word. One logical instruction puts two integer
-codes into the mantissas of a power of two; subtracting that power and the center (8 or 128) leaves
-small exact integers. A test executes these texts over all codes.
+order of `order.py`, and the last operand is the word. Codes of other sizes have the lowest bits of
+each half of one or two words. One logical instruction puts two integer codes into the mantissas of
+a power of two; subtracting that power and the code that stands for 0 leaves small exact integers. A
+test executes these texts over all codes.
 """
 
 from __future__ import annotations
+
+from appliance.kernels.ggml_types import IQ4_VALUES
 
 
 def _block(*lines: str) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def _int4(dtype: str, base: str, minus_center: str | None, one: str) -> str:
-    """Return the PTX; without a center, operands 9 and 10 are subtracted, for a word's two rows."""
-    lines = [".reg .b32 t, a, b, c, d, one, minus;", f"mov.b32 one, {one};"]
-    if minus_center is not None:
-        lines.append(f"mov.b32 minus, {minus_center};")
+# The word of two numbers 128 or 1024, whose mantissas take codes, and two ones.
+_BASES = {"bf16": 0x43004300, "f16": 0x64006400}
+_ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
+_NEGATIVE = 0x80008000
+
+
+def _integers(dtype: str, low: int, high: int = 0, *, center: int | None) -> str:
+    """Return the PTX for integer codes.
+
+    Args:
+        dtype: of the results.
+        low: bits of a code in operand 8.
+        high: bits above them in operand 9; 0 if there are none.
+        center: subtracted; None for operands 9 and 10, one for each of a word's two rows.
+    """
+    base = _BASES[dtype]
+    lines = [".reg .b32 t, a, b, c, d, one, minus;", f"mov.b32 one, 0x{_ONES[dtype]:08x};"]
+    if center is not None:
+        lines.append(f"mov.b32 minus, 0x{base | _NEGATIVE | center * 0x10001:08x};")
     for i, pair in enumerate("abcd"):
-        source = "t" if i else "$8"
-        if i:
-            lines.append(f"shr.u32 t, $8, {4 * i};")
-        lines.append(f"lop3.b32 {pair}, {source}, 0x000f000f, {base}, 0xea;")  # a & b | c
+        source = _moved(lines, "$8", low * i)
+        # a & b | c
+        lines.append(f"lop3.b32 {pair}, {source}, 0x{_both((1 << low) - 1)}, 0x{base:08x}, 0xea;")
+    for i, pair in enumerate("abcd" if high else ""):
+        source = _moved(lines, "$9", high * i - low)
+        mask = _both(((1 << high) - 1) << low)
+        lines.append(f"lop3.b32 {pair}, {source}, 0x{mask}, {pair}, 0xea;")
     for i, pair in enumerate("abcd"):
-        minus = "minus" if minus_center is not None else f"${9 + i // 2}"
+        minus = "minus" if center is not None else f"${9 + i // 2}"
         lines.append(f"fma.rn.{dtype}x2 {pair}, {pair}, one, {minus};")
     lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
     return _block(*lines)
 
 
+def _moved(lines: list[str], operand: str, right: int) -> str:
+    """Add a shift of an operand to the right, or to the left; return the register."""
+    if right:
+        lines.append(
+            f"shr.u32 t, {operand}, {right};" if right > 0 else f"shl.b32 t, {operand}, {-right};"
+        )
+    return "t" if right else operand
+
+
+def _both(half: int) -> str:
+    return f"{half:04x}" * 2
+
+
 # 128 + q less 136, and 1024 + q less 1032.
-INT4_BF16 = _int4("bf16", "0x43004300", "0xc308c308", "0x3f803f80")
-INT4_FP16 = _int4("f16", "0x64006400", "0xe408e408", "0x3c003c00")
+INT4_BF16 = _integers("bf16", 4, center=8)
+INT4_FP16 = _integers("f16", 4, center=8)
+INT2_BF16 = _integers("bf16", 2, center=2)
+INT2_FP16 = _integers("f16", 2, center=2)
+INT3_BF16 = _integers("bf16", 2, 1, center=4)
+INT3_FP16 = _integers("f16", 2, 1, center=4)
+INT5_BF16 = _integers("bf16", 4, 1, center=16)
+INT5_FP16 = _integers("f16", 4, 1, center=16)
+INT6_BF16 = _integers("bf16", 4, 2, center=32)
+INT6_FP16 = _integers("f16", 4, 2, center=32)
 # 128 + q less 128 + zero point, and 1024 + q less 1024 + zero point.
-INT4_ZERO_BF16 = _int4("bf16", "0x43004300", None, "0x3f803f80")
-INT4_ZERO_FP16 = _int4("f16", "0x64006400", None, "0x3c003c00")
+INT4_ZERO_BF16 = _integers("bf16", 4, center=None)
+INT4_ZERO_FP16 = _integers("f16", 4, center=None)
+
+
+# The 16 values that codes of IQ4 name, a byte each.
+IQ4_TABLES = tuple(
+    int.from_bytes(bytes(value & 0xFF for value in IQ4_VALUES[i : i + 4]), "little", signed=True)
+    for i in range(0, 16, 4)
+)
+
+
+def _iq4(dtype: str) -> str:
+    """Return the PTX for codes that name values of -128 to 127, each a byte of four registers.
+
+    `prmt` chooses one of the lower and one of the upper eight, and the fourth bit of the code
+    chooses of those two. Operand 8 is the word.
+    """
+    tables = [f"0x{table & 0xFFFFFFFF:08x}" for table in IQ4_TABLES]
+    lines = [
+        ".reg .b32 t, u, v, w, x, y, a, b, c, d, one, minus;",
+        f"mov.b32 one, {'0xbf80bf80' if dtype == 'bf16' else '0x3c003c00'};",
+        "mov.b32 minus, 0xe480e480;",
+        "and.b32 t, $8, 0x77777777;",
+        "shr.u32 u, $8, 1;",
+        "lop3.b32 u, u, 0x44444444, 0x32103210, 0xea;",
+    ]
+    for found in "xy":  # of the lower and of the upper halves of pairs
+        if found == "y":
+            lines += ["shr.u32 t, t, 16;", "shr.u32 u, u, 16;"]
+        lines += [
+            f"prmt.b32 v, {tables[0]}, {tables[1]}, t;",
+            f"prmt.b32 w, {tables[2]}, {tables[3]}, t;",
+            f"prmt.b32 {found}, v, w, u;",
+        ]
+    for i, pair in enumerate("abcd"):
+        lines.append(f"prmt.b32 t, x, y, 0x{i + 4}{i + 4}{i}{i};")
+        if dtype == "bf16":  # as INT8_BF16
+            lines += [
+                f"lop3.b32 {pair}, t, 0x007f007f, 0x43004300, 0xea;",
+                "lop3.b32 t, t, 0x00800080, 0x43004300, 0xea;",
+                f"fma.rn.bf16x2 {pair}, t, one, {pair};",
+            ]
+        else:  # as INT8_FP16
+            lines += [
+                f"lop3.b32 {pair}, t, 0x00ff00ff, 0x64806480, 0x6a;",
+                f"fma.rn.f16x2 {pair}, {pair}, one, minus;",
+            ]
+    lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
+    return _block(*lines)
+
+
+IQ4_BF16 = _iq4("bf16")
+IQ4_FP16 = _iq4("f16")
 # Puts the upper half of a word of scale and zero point into both halves, negated.
 ZERO_BF16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xc300c300; }"
 ZERO_FP16 = "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3232; or.b32 $0, t, 0xe400e400; }"

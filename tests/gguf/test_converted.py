@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.gguf import GGUFFile, converted, tensors
-from appliance.gguf.converted import requantize, widen
+from appliance.gguf import GGUFFile, tensors
+from appliance.gguf.converted import requantize
 from appliance.gguf.loss import Loss
-from appliance.gguf.types import HELD_TYPES, TENSOR_TYPES, held_bytes, widened_bits
+from appliance.gguf.types import HELD_TYPES, TENSOR_TYPES, held_bytes
 from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.packed import PackedWeight
@@ -28,13 +28,6 @@ HALVES = {name: kind.halves for name, kind in GGML_TYPES.items()} | {
     "IQ2_XXS": (0,),
     "TQ2_0": (64,),
 }
-# Relative errors of the widening for a GPU that nothing may exceed, a little above those measured
-# with random blocks: of Q4_K and Q5_K only scales are rounded, others are brought to 8 bits.
-BOUNDS = (
-    dict.fromkeys(GGML_TYPES, 0.007)
-    | dict.fromkeys(("Q4_K", "Q5_K"), 0.0003)
-    | dict.fromkeys(("Q5_0", "Q5_1"), 0.0)
-)
 KINDS = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 
@@ -82,17 +75,6 @@ def test_held_types_keep_every_byte_of_the_file(tmp_path: Path, name: str) -> No
     assert torch.equal(some.blocks, loaded.blocks[2:4])
     assert loaded.nbytes == loaded.shape[0] * loaded.shape[1] * held_bytes(KINDS[name])
     assert file.losses() == {}
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_the_loss_of_widening_is_small_and_is_what_is_said(name: str) -> None:
-    blocks = random_blocks(name, rows=16, blocks=4)
-    exact = exact_values(name, blocks)
-    widened, loss = widen(GgmlWeight(name, torch.from_numpy(blocks)))
-    assert (widened.bits, widened.group_size) == (widened_bits(name), 32)
-    found = float((widened.dequantize() - exact).norm() / exact.norm())
-    assert found <= BOUNDS[name]
-    assert loss.relative == pytest.approx(found, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "TQ2_0"])
@@ -150,24 +132,6 @@ def test_pieces_make_the_same_weight(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(whole, PackedWeight)
     assert isinstance(pieces, PackedWeight)
     assert torch.equal(pieces.dequantize(), whole.dequantize())
-
-
-def test_a_weight_is_widened_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = GgmlWeight("Q6_K", torch.from_numpy(random_blocks("Q6_K", rows=7)))
-    whole, loss = widen(weight)
-    sizes: list[int] = []
-    real = converted.requantize
-
-    def watched(values: torch.Tensor) -> PackedWeight:
-        sizes.append(len(values))
-        return real(values)
-
-    monkeypatch.setattr(converted, "requantize", watched)
-    monkeypatch.setattr(converted, "DEQUANTIZE_AT_ONCE", 3 * 3 * 256)
-    pieces, same = widen(weight)
-    assert sizes == [3, 3, 1]
-    assert torch.equal(pieces.codes, whole.codes)
-    assert same.relative == pytest.approx(loss.relative)
 
 
 @pytest.mark.parametrize("name", ["Q6_K", "IQ2_XXS"])

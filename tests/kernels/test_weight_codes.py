@@ -9,6 +9,7 @@ from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.fp4 import GROUPS, VALUES
+from appliance.kernels.ggml_types import IQ4_VALUES
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul.tiled import (
     FLIP,
@@ -125,7 +126,38 @@ def test_halves_twice() -> None:
     assert evaluate(ptx.HIGH_TWICE, [32], word)[0] == 0xABCDABCD
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+PLANES = {2: (2, 0), 3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits of a code in its two words
+
+
+@pytest.mark.parametrize("bits", PLANES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_code_whose_bits_lie_in_planes(bits: int, dtype: torch.dtype) -> None:
+    low, high = PLANES[bits]
+    suffix = "BF16" if dtype is BF16 else "FP16"
+    random = np.random.default_rng(0)
+    words = random.integers(0, 1 << 32, (1 + (high > 0), 4096), dtype=np.uint32)
+    found = evaluate(getattr(ptx, f"INT{bits}_{suffix}"), [16] * 8, *words)
+    for plane in range(8):
+        pair, half = divmod(plane, 2)
+        codes = words[0] >> (16 * half + low * pair) & ((1 << low) - 1)
+        if high:
+            codes |= (words[1] >> (16 * half + high * pair) & ((1 << high) - 1)) << low
+        assert len(np.unique(codes)) == 1 << bits
+        expected = torch.from_numpy(codes.astype(np.int64)) - (1 << (bits - 1))
+        assert np.array_equal(found[plane], bits_of(expected, dtype).numpy())
+
+
+@pytest.mark.parametrize(("text", "dtype"), [(ptx.IQ4_BF16, BF16), (ptx.IQ4_FP16, FP16)])
+def test_every_code_that_names_a_value(text: str, dtype: torch.dtype) -> None:
+    words = words_of_all_codes(4)
+    found = evaluate(text, [16] * 8, words.numpy().astype(np.uint32))
+    values = torch.tensor(IQ4_VALUES)
+    for plane, place in zip(range(8), TileOrder(4).places(), strict=True):
+        expected = bits_of(values[words >> place * 4 & 15], dtype)
+        assert np.array_equal(found[plane], expected.numpy())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_a_tile_is_a_permutation(bits: int) -> None:
     order = TileOrder(bits)
     assert sorted(order.storage_bits) == sorted(order.weight_bits)
@@ -136,22 +168,23 @@ def test_a_tile_is_a_permutation(bits: int) -> None:
     assert words.shape == (3, 2, order.words)
     assert torch.equal(order.unpack(words), codes)
     assert order.words * 4 * 8 == TILE_N * order.tile_k * bits  # a warp's lanes load 16 bytes each
+    assert order.words == sum(TILE_N * order.tile_k * part // 32 for part in order.parts)
     # Each code has a place of its own.
     one = torch.eye(TILE_N * order.tile_k, dtype=torch.uint8).view(-1, TILE_N, order.tile_k)
     assert len(order.pack(one).unique(dim=0)) == TILE_N * order.tile_k
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [False, True])
-def test_the_axes_of_the_kernel_undo_the_order(bits: int, group: bool) -> None:
+@pytest.mark.parametrize(("bits", "groups"), [(4, 1), (4, 2), (4, 4), (8, 1), (8, 2)])
+def test_the_axes_of_the_kernel_undo_the_order(bits: int, groups: int) -> None:
     order = TileOrder(bits)
-    axes = order.kernel_axes(first_group=group)
+    axes = order.kernel_axes(groups=groups)
     assert sorted(axes) == list(range(len(axes)))
     codes = torch.arange(TILE_N * order.tile_k, dtype=torch.int64) % (1 << bits)
     codes = codes.to(torch.uint8).view(TILE_N, order.tile_k)
     words = order.pack(codes)
-    if group:  # the two words of a lane that have the first half of the inputs
-        words, codes = words.view(-1, 2, 2)[:, 0].flatten(), codes[:, : order.tile_k // 2]
+    # The words of a lane that have the first part of the inputs.
+    words = words.view(-1, groups, 4 // groups)[:, 0].flatten()
+    codes = codes[:, : order.tile_k // groups]
     planes = [words >> place * bits & (1 << bits) - 1 for place in order.places()]
     joined = planes
     while len(joined) > 1:  # as tl.join does it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,11 +13,11 @@ from teacher_forcing import logits_of
 
 from appliance.gguf import read_header
 from appliance.kernels.backend import CPU, REFERENCE
+from appliance.kernels.ggml import GgmlWeight
 from appliance.kernels.ggml_types import GGML_TYPES
-from appliance.kernels.packed import PackedWeight
 from appliance.model.loader import load_decoder
 from appliance.model.reader import ModelReader
-from appliance.model.size import estimate_native_bytes
+from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
@@ -61,16 +62,26 @@ def test_formats_have_the_types_names(tmp_path: Path) -> None:
     assert decoder.weight_format == "Q4_K (held as bf16) + Q6_K (held as bf16), head Q4_K"
 
 
-def test_a_gpu_gets_widened_weights_and_the_format_says_so(
+def test_a_gpu_holds_the_types_of_the_file_and_the_format_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_model(write_llama(tmp_path / "model.gguf", ["Q6_K"]))
+    source = open_model(write_llama(tmp_path / "model.gguf", ["Q4_K", "Q4_K", "Q6_K"]))
     cuda, real = torch.device("cuda"), torch.Tensor.to
     stay = lambda tensor, to, *more: tensor if to == cuda else real(tensor, to, *more)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "to", stay)
     reader = ModelReader(source, cuda, torch.bfloat16)
     reader.layer(0)
     head, _ = reader.embedding_and_head()
-    assert isinstance(head, PackedWeight)
-    said = reader.weight_format()
-    assert said.startswith("8 bits (groups of 32); widened from Q6_K with an error of 0.")
+    assert isinstance(head, GgmlWeight)
+    assert reader.weight_format() == "Q4_K + Q6_K, head Q4_K"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plan_of_a_gpu_has_the_bytes_of_the_file(tmp_path: Path, tied: bool) -> None:
+    path = write_llama(tmp_path / "model.gguf", tuple(GGML_TYPES), tied=tied)
+    stored = sum(info.nbytes for info in read_header(path).tensors.values())
+    source, gpu = open_model(path), torch.device("cuda")
+    planned = estimate_weight_bytes(source, gpu, torch.bfloat16)
+    assert stored <= planned < 1.03 * stored
+    dense = 4 * sum(math.prod(slot.shape) for slot in source.slots())
+    assert estimate_weight_bytes(source, gpu, torch.float32) >= dense

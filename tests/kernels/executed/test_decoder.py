@@ -8,13 +8,16 @@ import pytest
 import torch
 from causal_models import random_model
 from expert_models import save_experts
+from ggml_models import write_llama
 from packed_weights import random_packed
 from recurrent_models import RECURRENT, SIZES, logits_in_steps
 from teacher_forcing import logits_of
 
+from appliance.gguf import read_header
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.routing import Router
 from appliance.kernels.weight import Weight
@@ -45,6 +48,22 @@ def test_a_model_on_the_kernels_says_what_it_says_on_the_reference(
         for backend in (select_backend(torch.device("cuda")), REFERENCE)
     )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_gguf_file_takes_as_much_memory_as_on_disk_with_a_tied_head_once(
+    tmp_path: Path,
+) -> None:
+    source = open_model(write_llama(tmp_path / "model.gguf", tuple(GGML_TYPES)))
+    cpu = torch.device("cpu")
+    found = load_decoder(source, select_backend(torch.device("cuda")), cpu, torch.bfloat16)
+    exact = load_decoder(source, REFERENCE, cpu, torch.float32)
+    stored = sum(info.nbytes for info in read_header(source.path).tensors.values())
+    assert found.weight_bytes == pytest.approx(stored, rel=0.03)
+    token_ids = [token % 100 for token in TOKEN_IDS]
+    said = logits_of(found, token_ids, chunks=[17, 1, 21, 1]).log_softmax(-1)
+    expected = logits_of(exact, token_ids).log_softmax(-1)
+    assert expected.std() > 0.5
+    assert (expected.exp() * (expected - said)).sum(-1).mean() < 0.002
 
 
 # A token's experts renormalised; of groups, beside a shared one; with biases, a clamp and sinks.

@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 import torch
 from fp4_weights import random_fp4
+from ggml_weights import random_ggml
 from packed_weights import random_packed
 from unread import Unread
 
 from appliance.kernels.activation import Activation, ClampedSwiGLU
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.gated_activation.reference import activated, gated_activation
+from appliance.kernels.ggml_types import GGML_TYPES
 from appliance.kernels.grouped_matmul.launch import prepare_experts
 from appliance.kernels.grouped_matmul.sorted_pairs import sort_pairs
 from appliance.kernels.grouped_matmul.variant import TILES, choose_tile, most_blocks
 from appliance.kernels.grouped_matmul.weights import StackedExperts, StackedLinear, padded_rows
 from appliance.kernels.packed import OffsetKind
+from appliance.kernels.packed_matmul.tiled import TiledWeight
 from appliance.kernels.weight import Weight, dense
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,6 +60,8 @@ def random_stack(
         weight = random_fp4(rows, in_features, E8M0 if form == "fp4 g32" else E4M3)
         # Products of two such weights stay within float16.
         weight = replace(weight, row_scale=weight.row_scale / 1024)
+    elif form in GGML_TYPES:
+        weight = random_ggml(form, rows, in_features)
     elif form.startswith("fp8"):
         weight = random_fp8(rows, in_features, blockwise=form == "fp8 blocks")
     else:
@@ -195,6 +200,20 @@ def test_experts_of_every_form(form: str, dtype: torch.dtype, num_tokens: int) -
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("num_tokens", [2, 40, 90])
+@pytest.mark.parametrize("form", ["Q6_K", "Q4_K", "Q5_K", "Q2_K", "Q3_K", "IQ4_XS"])
+def test_experts_in_the_blocks_of_a_file(form: str, num_tokens: int) -> None:
+    stacked = layer(form, hidden=256, middle=256, num_experts=3)
+    prepared = prepare_experts(stacked, BF16)
+    assert prepared is not None
+    assert isinstance(prepared.inner.weight, TiledWeight)
+    ids = choice(num_tokens, 2, 3)
+    hidden, weights = activations(num_tokens, 256, BF16), torch.rand(ids.shape)
+    found, expected = prepared(hidden, ids, weights), expected_of(stacked, hidden, ids, weights)
+    bound = RELATIVE[BF16] * float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize("form", ["int4 g32 zero", "int8 g32 symmetric"])
 def test_each_expert_reads_its_inputs_in_an_order_of_its_own(form: str) -> None:
     stacked = layer(form)
@@ -234,7 +253,9 @@ def rounded(stacked: StackedExperts, dtype: torch.dtype) -> StackedExperts:
     return replace(stacked, inner=inner, down=down)
 
 
-@pytest.mark.parametrize("form", ["int4 g128 zero", "int8 g128 additive", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "form", ["int4 g128 zero", "int8 g128 additive", "fp8 blocks", "Q5_1", "IQ4_NL"]
+)
 @pytest.mark.parametrize("num_tokens", [3, 60, 120])
 def test_many_rows_of_an_expert_and_long_groups(form: str, num_tokens: int) -> None:
     """With tiles of every height."""

@@ -77,10 +77,10 @@ def masking_full_tiles(table: Table) -> Collection[object]:
 def without_wide_loads(table: Table) -> Collection[object]:
     """Those that do not load at least a tile of keys and one of values 16 bytes at a time."""
     # Those of int4 have pages smaller than what threads could load; a thread that expands few rows
-    # of adapters has one such load in all.
+    # of adapters has one such load in all; rows of tiles are gathered.
     others = re.compile(
         r"spans|kv_seal|token mask|attention prefill .* kv int4|grouped_matmul \w+ (count|sort)$"
-        r"|adapters \w+ expand .* rows 8$"
+        r"|adapters \w+ expand .* rows 8$|packed_matmul rows"
     )
     return [
         key for key, found in table.items() if found["wide_loads"] < 2 and not others.match(key[0])
@@ -138,7 +138,7 @@ def taking_detours(table: Table) -> Collection[object]:
     ]
 
 
-# Instructions per weight and lane in the hot loop, by codes, group and rows of x.
+# Instructions per weight and lane in the hot loop, by codes, group or kind of record, rows of x.
 MOST_INSTRUCTIONS = {
     ("int4", "g128", 8): 2.6,
     ("int4", "g128", 16): 3.0,
@@ -147,6 +147,12 @@ MOST_INSTRUCTIONS = {
     ("int4", "g32", 16): 4.6,
     ("int8", "g32", 8): 3.4,
     ("int8", "g32", 16): 3.9,
+    ("int4", "q4_k", 8): 4.6,
+    ("int4", "q4_k", 16): 5.3,
+    ("int5", "q4_k", 8): 5.8,
+    ("int5", "q4_k", 16): 6.5,
+    ("int6", "q6_k", 8): 5.1,
+    ("int6", "q6_k", 16): 5.75,
     ("fp8", "per channel", 8): 3.1,
     ("fp8", "per channel", 16): 3.3,
     ("fp4", "g32", 8): 3.5,
@@ -160,10 +166,12 @@ def widening_slowly(table: Table) -> Collection[object]:
     """Matmuls of packed weights with more instructions per weight than the limit."""
     slow = []
     for key, found in matmuls(table, WIDENING).items():
-        match = re.search(r"(int4|int8|fp8|fp4) (g\d+|per channel) .*rows (\d+)$", key[0])
+        match = re.search(r"(\w+\d) (g\d+|per channel) (\w+) .*rows (\d+)$", key[0])
         if match is None:  # dense
             continue
-        limit = MOST_INSTRUCTIONS.get((match[1], match[2], int(match[3])))
+        codes, group, params, rows = match[1], match[2], match[3], int(match[4])
+        by_group = MOST_INSTRUCTIONS.get((codes, group, rows))
+        limit = MOST_INSTRUCTIONS.get((codes, params, rows), by_group)
         each = sum(found["loop"].values()) / found["loop_elements"]
         if limit is not None and each > limit:
             slow.append(key)
@@ -200,8 +208,8 @@ def costly_elements(table: Table) -> Collection[object]:
 
 
 # What older compilers make of a kernel, and nobody has mended: a few registers of a tile in float32
-# are spilled, and codes are widened with more instructions; scales of groups of 16 reach their
-# weights through shared memory.
+# are spilled, and codes are widened with more instructions; scales of groups of 16, and with many
+# rows fifth bits, reach their weights through shared memory.
 _NVFP4 = "packed_matmul llama_8b gate_up fp4 g16 halves bf16 rows"
 KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
     # It is for checking others.
@@ -209,6 +217,7 @@ KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
     ("3.6.0", taking_detours): (
         *((f"{_NVFP4} {rows}", cc) for rows in (8, 16, 32, 128) for cc in (86, 90, 120)),
         (f"{_NVFP4} 64", 90),
+        *(("packed_matmul llama_8b down int5 g32 q4_k bf16 rows 32", cc) for cc in (86, 90, 120)),
     ),
     ("3.6.0", widening_slowly): (
         *(

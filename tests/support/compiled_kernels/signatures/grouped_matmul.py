@@ -11,6 +11,7 @@ from appliance.kernels.grouped_matmul.variant import (
     TILES,
     dense_constexprs,
     packed_constexprs,
+    without_cap,
 )
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import MatmulTile
@@ -21,6 +22,7 @@ from compiled_kernels.signatures.packed_matmul import (
     LIKE_MOST_COMPILED,
     MXFP4,
     MatmulCase,
+    ggml_case,
 )
 
 MODULE = "appliance.kernels.grouped_matmul.kernel"
@@ -39,6 +41,8 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         yield grouped_signature(MXFP4, tile)
     yield grouped_signature(INT4_SHORT, TILES[0])
     yield grouped_signature(FP8, TILES[0])
+    yield grouped_signature(ggml_case("Q4_K"), TILES[0])
+    yield grouped_signature(ggml_case("Q6_K"), TILES[3])
     yield dense_signature(TILES[0])
     yield dense_signature(TILES[3])
     if capability == MOST_COMPILED:
@@ -49,6 +53,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
 
 def grouped_signature(case: MatmulCase, tile: MatmulTile) -> KernelSignature:
     """How `grouped_matmul_kernel` is compiled for packed experts, with a tile."""
+    tile = without_cap(tile, case.kind, case.group_size)
     fixed = packed_constexprs(case.kind, case.params_kind, case.group_size, 128, tile)
     types = {"weight_ptr": "*i32"}
     if case.params_kind is not Params.NONE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from appliance.kernels.packed_matmul.ggml_tiles import GGML_TILES
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import (
     SHORT_GROUP_TILES,
@@ -13,10 +14,14 @@ from appliance.kernels.packed_matmul.tiles import (
     choose_tile,
 )
 from appliance.kernels.packed_matmul.variant import (
+    DENSE_BLOCK_M,
+    LOOKUP_BLOCK_M,
+    ROWS_WARPS,
     SUMS_BLOCK_K,
     SUMS_BLOCK_M,
     constexprs_of,
     dequantize_constexprs,
+    rows_constexprs,
 )
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
@@ -64,6 +69,9 @@ NVFP4 = MatmulCase(Codes.FP4, 16, Params.HALVES)
 INT4_SYMMETRIC = MatmulCase(Codes.INT4, 128, Params.FP32)
 INT4_SHORT = MatmulCase(Codes.INT4, 32, Params.FP16_OFFSET)
 INT8 = MatmulCase(Codes.INT8, 32, Params.FP32)
+# GGML's types: those that most files have, and the others.
+MOST_FILES = ("Q4_K", "Q5_K", "Q6_K")
+OTHER_FILES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS")
 # Their code differs from that of MOST_COMPILED by hardly an instruction.
 LIKE_MOST_COMPILED = (80, 89)
 # On the architecture that has all of them.
@@ -96,12 +104,24 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     for tile in SHORT_GROUP_TILES[:3]:
         yield matmul_signature(DOWN, INT4_SHORT, tile, capability)
         yield matmul_signature(QKV, INT8, tile, capability)
+        for name in MOST_FILES:
+            yield matmul_signature(DOWN, ggml_case(name), tile, capability)
     if capability == MOST_COMPILED:
         for shape, case in OTHERS:
             yield matmul_signature(shape, case, table.tiles[0], capability)
         yield sums_signature(32)
         for case in (INT4_SHORT, INT8, NVFP4):
             yield dequantize_signature(case)
+        for name in OTHER_FILES:
+            yield matmul_signature(DOWN, ggml_case(name), SHORT_GROUP_TILES[0], capability)
+        for name in ("Q4_K", "Q6_K", "IQ4_NL"):
+            yield rows_signature(name, looked_up=True)
+            yield rows_signature(name, looked_up=False)
+
+
+def ggml_case(name: str) -> MatmulCase:
+    form = GGML_TILES[name]
+    return MatmulCase(form.kind, form.group_size, form.params_kind)
 
 
 def summing_at_once(tile: MatmulTile, capability: int) -> MatmulTile:
@@ -196,5 +216,26 @@ def dequantize_signature(case: MatmulCase) -> KernelSignature:
         constexprs={**fixed, **dict.fromkeys({"channel_scale_ptr"} - types.keys())},
         multiples_of_16=frozenset({"in_features", "rows"}),
         num_warps=4,
+        num_stages=1,
+    )
+
+
+def rows_signature(type_name: str, *, looked_up: bool) -> KernelSignature:
+    """How `rows_kernel` is compiled for BF16: rows by their numbers, or one after another."""
+    form = GGML_TILES[type_name]
+    block_m = LOOKUP_BLOCK_M if looked_up else DENSE_BLOCK_M
+    fixed = rows_constexprs(form.kind, form.params_kind, form.group_size, 128, block_m)
+    types = {"out_ptr": "*bf16", "codes_ptr": "*i32", "params_ptr": "*i32"}
+    if looked_up:
+        types["ids_ptr"] = "*i64"
+    sizes = ("i_first", "num_rows", "in_features", "blocks_k")
+    return KernelSignature(
+        name=f"packed_matmul rows {type_name}{' looked up' * looked_up} bf16",
+        module=MODULE,
+        function="rows_kernel",
+        types={**types, **dict.fromkeys(sizes, "i32")},
+        constexprs={**fixed, **dict.fromkeys({"ids_ptr"} - types.keys())},
+        multiples_of_16=frozenset({"in_features"}),
+        num_warps=ROWS_WARPS,
         num_stages=1,
     )

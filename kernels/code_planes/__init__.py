@@ -1,0 +1,1 @@
+"""Widens codes whose bits lie in planes, and codes that name values."""

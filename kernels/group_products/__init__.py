@@ -1,0 +1,1 @@
+"""Products of groups of inputs, each with a scale of its own."""

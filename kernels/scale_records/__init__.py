@@ -1,0 +1,1 @@
+"""Scales of GGML's types from records of integers and halves."""
