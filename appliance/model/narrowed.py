@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from appliance.quant.formats import WeightReader
 
 # Eight bits as `quantize --method int8` has them.
-_SCHEMES = {8: WeightScheme(8, None), 4: WeightScheme(4, 32)}
+_SCHEMES = {8: WeightScheme(8, None), 4: WeightScheme(4, 32, symmetric=False)}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 _TABLE_BITS = 8  # of embedding and head with --weight-bits, whatever the layers have
 

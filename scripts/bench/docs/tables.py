@@ -154,10 +154,11 @@ def published_schemas() -> str:
         for kind, words in (("mask_us", "a mask"), ("compile_us", "a schema"))
     )
     where = result["conditions"]
+    machine = "an idle" if where["load_average"][0] < where["cores"] else "a busy"
     text = (
-        f"One file of every {result['every']}; {result['masks']:,} masks of "
+        f"One file of every {result['every']}; {result['masks']:,} masks of Qwen's "
         f"{result['vocabulary']:,} tokens, in medians of a processor's time {times}; "
-        f"{where['cpu']}, {where['time'][:10]}, commit {where['commit']}, on a busy machine."
+        f"{where['cpu']}, {where['time'][:10]}, commit {where['commit']}, on {machine} machine."
     )
     return f"{table(head, rows)}\n{text}\n"
 

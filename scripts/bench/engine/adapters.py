@@ -282,7 +282,7 @@ def main() -> None:
             "requests": options.requests,
             "slot_hits": mixed["slot_hits"],
             "loads": len(loads),
-            "load_cpu_ms": round(1e3 * statistics.median(loads), 1),
+            "load_cpu_ms": round(1e3 * statistics.median(loads), 1) if loads else None,
             "longest_step_ms": round(mixed["longest_step_ms"], 1),
             "longest_step_ms_without": round(plain["longest_step_ms"], 1),
             "cpu_throughput_ratio": round(mixed["tokens_per_cpu_second"] / per_cpu, 3),
