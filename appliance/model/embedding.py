@@ -51,16 +51,18 @@ class Embedding:
         if table is not None:
             return cls(table, scale, dtype)
         # A graph cannot capture how torch decodes GGML's blocks.
-        stays = isinstance(weight, PackedWeight) or (
+        if isinstance(weight, PackedWeight) or (
             isinstance(weight, GgmlWeight) and not weight.blocks.is_cuda
-        )
-        return cls(weight if stays else dense(weight, dtype), scale, dtype)
+        ):
+            return cls(weight, scale, dtype)
+        return cls(dense(weight, dtype), scale, dtype)
 
     @property
     def table(self) -> RowTable | None:
         """The matrix as a linear, if the backend laid it out for lookups, too."""
-        torchs = isinstance(self.weight, Tensor | PackedWeight | GgmlWeight)
-        return None if torchs else self.weight
+        if isinstance(self.weight, Tensor | PackedWeight | GgmlWeight):
+            return None
+        return self.weight
 
     @property
     def nbytes(self) -> int:
