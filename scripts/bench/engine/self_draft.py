@@ -239,6 +239,13 @@ def measure(path: Path, prompts: list[list[int]], options: Any) -> dict[str, Any
     return result
 
 
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ask in the model's own form; a base model goes on from the text."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text, add_special_tokens=True)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the packaged model")
@@ -262,8 +269,7 @@ def main() -> None:
     else:
         path = resolve_model(options.model, cache_dir=cache_dir(), progress=lambda *_: None).path
         tokenizer = Tokenizer.from_path(path)
-        chats = ([{"role": "user", "content": text}] for text in PROMPTS)
-        result = measure(path, [tokenizer.encode_chat(chat) for chat in chats], options)
+        result = measure(path, [encoded(tokenizer, text) for text in PROMPTS], options)
     write_result(options.out, result)
 
 
