@@ -10,10 +10,9 @@ from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.fp8_matmul import launch, reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind, prepare_linear, quantize_rows
 from appliance.kernels.packed_matmul.launch import TiledLinear
+from tests.kernels.executed.multiplying import BF16, FP16, ROUNDING, activations
 
-BF16, FP16 = torch.bfloat16, torch.float16
 SAME, FP8 = ActivationKind
-ROUNDING = {BF16: 2**-8, FP16: 2**-11}
 
 
 def random_fp8(out_features: int, in_features: int, *, blockwise: bool) -> Fp8Weight:
@@ -24,13 +23,6 @@ def random_fp8(out_features: int, in_features: int, *, blockwise: bool) -> Fp8We
     shape = (-(-out_features // 128), -(-in_features // 128)) if blockwise else (out_features,)
     scale = (torch.rand(shape, generator=random) + 0.5) / 448
     return Fp8Weight(finite[index].view(torch.float8_e4m3fn), scale)
-
-
-def activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    random = torch.Generator().manual_seed(rows)
-    x = torch.full((rows + 3, width + 16), torch.nan, dtype=dtype)
-    x[:rows, :width] = torch.randn(rows, width, generator=random).to(dtype)
-    return x[:rows, :width]
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, total: torch.Tensor) -> None:

@@ -17,18 +17,10 @@ from appliance.kernels.packed_matmul.launch import (
     prepare_linear,
     prepare_table,
 )
+from tests.kernels.executed.multiplying import BF16, FP16, activations, errors_of
 
-BF16, FP16 = torch.bfloat16, torch.float16
 # How much more the error may be than that of torch's product with the weight made dense.
 MORE_THAN_DENSE = 1.2
-
-
-def activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of a wider tensor that is NaN elsewhere: what is padding is never read."""
-    random = torch.Generator().manual_seed(rows)
-    x = torch.full((rows + 3, width + 16), torch.nan, dtype=dtype)
-    x[:rows, :width] = torch.randn(rows, width, generator=random).to(dtype)
-    return x[:rows, :width]
 
 
 def assert_near_exact(
@@ -38,17 +30,9 @@ def assert_near_exact(
     bias: torch.Tensor | None = None,
 ) -> None:
     """No further than torch's product in this dtype; sums in float32 of the file's own weights."""
-    assert found.dtype == x.dtype
-    w = weight.dequantize().double()
-    more = 0 if bias is None else bias.double()
-    expected = x.double() @ w.t() + more
-    dense = (x.float() @ w.to(x.dtype).float().t() + more).to(x.dtype)
-    error, error_of_dense = ((y.double() - expected).abs() for y in (found, dense))
-    assert error.mean() <= MORE_THAN_DENSE * error_of_dense.mean()
-    # What rounding the result costs, and sums in float32.
-    rounding = 2**-8 if x.dtype == BF16 else 2**-11
-    summing = 1e-5 * (x.double().abs() @ w.abs().t())
-    assert (error <= rounding * expected.abs() + summing + 1e-6).all()
+    errors = errors_of(found, x, weight.dequantize().double(), bias)
+    assert errors.found.mean() <= MORE_THAN_DENSE * errors.dense.mean()
+    assert (errors.found <= errors.allowed).all()
 
 
 def case(name: str, rows: int) -> tuple[GgmlWeight, torch.Tensor]:

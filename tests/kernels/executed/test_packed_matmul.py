@@ -16,21 +16,11 @@ from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_gate_up,
 from appliance.kernels.packed_matmul.tiled import Params, centered
 from appliance.kernels.packed_matmul.tiles import choose_tile
 from appliance.kernels.target import target_of
+from tests.kernels.executed.multiplying import BF16, FP16, ROUNDING, activations, errors_of
 
-BF16, FP16 = torch.bfloat16, torch.float16
 # How much more the error may be than that of torch's product with the weight made dense.
 MORE_THAN_DENSE = 1.5
-# What rounding the result costs at most, as a share of it, beside the error of the sums.
-ROUNDING = {BF16: 2**-8, FP16: 2**-11}
 OFFSET_ROUNDING = 2**-11  # of an offset to float16, around the middle code
-
-
-def activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of a wider tensor that is NaN elsewhere: what is padding is never read."""
-    random = torch.Generator().manual_seed(rows)
-    x = torch.full((rows + 3, width + 16), torch.nan, dtype=dtype)
-    x[:rows, :width] = torch.randn(rows, width, generator=random).to(dtype)
-    return x[:rows, :width]
 
 
 def assert_near_exact(
@@ -40,20 +30,14 @@ def assert_near_exact(
     bias: torch.Tensor | None = None,
 ) -> None:
     """Within 1.5 times the error of torch's product in this dtype, on average and at worst."""
-    assert found.dtype == x.dtype
-    w = weight.dequantize(torch.float64)
-    more = 0 if bias is None else bias.double()
-    expected = x.double() @ w.t() + more
-    dense = (x.float() @ w.to(x.dtype).float().t() + more).to(x.dtype)
-    error, error_of_dense = ((y.double() - expected).abs() for y in (found, dense))
-    assert error.mean() <= MORE_THAN_DENSE * error_of_dense.mean()
-    assert error.max() <= MORE_THAN_DENSE * error_of_dense.max()
+    errors = errors_of(found, x, weight.dequantize(torch.float64), bias)
+    assert errors.found.mean() <= MORE_THAN_DENSE * errors.dense.mean()
+    assert errors.found.max() <= MORE_THAN_DENSE * errors.dense.max()
     sums = x.double().unflatten(1, (-1, weight.group_size)).sum(-1).abs()
     offsets = torch.zeros(())
     if isinstance(weight, PackedWeight):
         offsets = OFFSET_ROUNDING * sums @ centered(weight)[1].double().abs().t()
-    summing = 1e-5 * (x.double().abs() @ w.abs().t())
-    assert (error <= ROUNDING[x.dtype] * expected.abs() + offsets + summing + 1e-6).all()
+    assert (errors.found <= errors.allowed + offsets).all()
 
 
 @pytest.fixture(autouse=True)
