@@ -8,17 +8,11 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from appliance.engine.memory_refusal import as_size
-from appliance.engine.rank_split.pipeline import (
-    LEAST_GAIN,
-    ParallelChoice,
-    cut_evenly,
-    pipeline_cost,
-)
+from appliance.engine.rank_split.pipeline import LEAST_GAIN
 from appliance.engine.rank_split.prediction import predict
 from appliance.engine.rank_split.work import token_work
 from appliance.errors import MemoryPlanError
 from appliance.model.shard.split import MOST_NAMED, Split, distance, valid_splits
-from appliance.model.shard.stage import cut_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,29 +99,6 @@ def candidates(ranks: Sequence[RankFacts]) -> list[Split]:
             found.append(tuple(last - first for first, last in pairwise(bounds)))
     lowest = (tuple(count // gcd(*counts) for count in counts) for counts in found)
     return [Split(shares) for shares in dict.fromkeys(lowest)]
-
-
-def compare(
-    plan: SplitPlan,
-    model: ModelBytes,
-    ranks: Sequence[RankFacts],
-    link: LinkSpeed,
-    asked: Split | None = None,
-) -> ParallelChoice | None:
-    """Compare a split with a pipeline; None if whole layers do not fit.
-
-    Args:
-        asked: shares of the pipeline; None balances the ranks' times.
-    """
-    layers, last, size = model.layer_costs(), model.vocabulary, len(ranks)
-    bounds = cut_evenly(layers, last, ranks)
-    if asked is not None and len(layers) >= size:
-        bounds = cut_layers([layer.holds for layer in layers], asked.shares, last=last.holds)
-    if bounds is None:
-        return None
-    row = model.spec.hidden_size * model.given
-    pipeline = pipeline_cost(layers, last, ranks, link, row, bounds)
-    return ParallelChoice(plan.prediction.seconds, pipeline)
 
 
 def _seconds(plan: SplitPlan) -> float:

@@ -9,8 +9,10 @@ weights once, and a pipeline reads its part once for each group of streams that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from appliance.model.shard.stage import cut_layers, run_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,11 +55,23 @@ class PipelineCost:
 
     Attributes:
         bounds: (size + 1,) first layer of each rank, then the number of layers.
-        seconds: per token.
+        stages: (size,) seconds that each rank reads.
+        exchanges: seconds between ranks.
     """
 
     bounds: tuple[int, ...]
-    seconds: float
+    stages: tuple[float, ...]
+    exchanges: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per token of one stream."""
+        return sum(self.stages) + self.exchanges
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of a token's time during which each rank reads."""
+        return tuple(own / self.seconds for own in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +99,25 @@ class ParallelChoice:
         return f"{tensor}, {pipeline}" if self.is_tensor else f"{pipeline}, {tensor}"
 
 
-def cut_evenly(
-    layers: Sequence[LayerCost], last: LayerCost, ranks: Sequence[RankFacts]
-) -> tuple[int, ...] | None:
-    """Divide layers so that the slowest rank is as fast as possible.
+def faster_stages(
+    layers: Sequence[LayerCost],
+    last: LayerCost,
+    ranks: Sequence[RankFacts],
+    link: LinkSpeed,
+    row_bytes: float,
+    by_memory: tuple[int, ...],
+) -> PipelineCost:
+    """Return the cost of layers divided by speed, or by memory if speed gains too little.
 
-    Args:
-        layers: in order.
-        last: the head, on the last rank.
-        ranks: in the order in which a token passes them.
-
-    Returns:
-        (size + 1,) bounds; None if layers do not fit, or ranks outnumber them.
+    By speed the slowest rank takes as little time as can be; it must take less by `LEAST_GAIN`.
+    Arguments as for `pipeline_cost`.
     """
-    count = len(layers)
-    reads = list(accumulate((layer.reads for layer in layers), initial=0.0))
-    holds = list(accumulate((layer.holds for layer in layers), initial=0.0))
-    unreached = float("inf")
-    # By the number of layers that the ranks so far have: the slowest's time, and where it began.
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))] + [(unreached, ())] * count
-    for rank in ranks:
-        beside = last if rank is ranks[-1] else LayerCost(0.0, 0.0)
-        after: list[tuple[float, tuple[int, ...]]] = [(unreached, ())] * (count + 1)
-        for begin, (slowest, bounds) in enumerate(best):
-            if slowest == unreached:
-                continue
-            for end in range(begin + 1, count + 1):
-                if not rank.holds(holds[end] - holds[begin] + beside.holds):
-                    break
-                read = reads[end] - reads[begin] + beside.reads
-                time = max(slowest, read / rank.bytes_per_second)
-                if time < after[end][0]:
-                    after[end] = time, (*bounds, end)
-        best = after
-    slowest, bounds = best[count]
-    return None if slowest == unreached else bounds
+    reads, rates = [layer.reads for layer in layers], [rank.bytes_per_second for rank in ranks]
+    usual, other = (
+        pipeline_cost(layers, last, ranks, link, row_bytes, bounds)
+        for bounds in (by_memory, cut_layers(reads, rates, last=last.reads))
+    )
+    return other if max(other.stages) < (1 - LEAST_GAIN) * max(usual.stages) else usual
 
 
 def pipeline_cost(
@@ -140,9 +138,8 @@ def pipeline_cost(
         row_bytes: of one token's hidden state.
         bounds: (size + 1,) of the ranks' layers.
     """
-    own = [sum(layer.reads for layer in layers[begin:end]) for begin, end in pairwise(bounds)]
-    own[-1] += last.reads
-    stages = (read / rank.bytes_per_second for read, rank in zip(own, ranks, strict=True))
+    own = run_bytes([layer.reads for layer in layers], bounds, last=last.reads)
+    stages = tuple(read / rank.bytes_per_second for read, rank in zip(own, ranks, strict=True))
     # The token goes back to the first rank in a few bytes.
     between = (len(ranks) - 1) * link.time_of(row_bytes) + link.seconds
-    return PipelineCost(bounds, sum(stages) + between)
+    return PipelineCost(bounds, stages, between)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from appliance.engine.rank_split.pipeline import LayerCost
-from appliance.model.recurrent_spec import Mamba2Spec
+from appliance.model.recurrent_spec import Mamba2Spec, RecurrentSpec
 from appliance.model.shard.expert_shares import expected_load
 from appliance.model.shard.portion import OF_MLP, kept_portion, layer_portion
 from appliance.model.spec import ExpertsSpec
@@ -77,11 +78,14 @@ class ModelBytes:
         return cls(spec, tuple(map(dict, layers)), vocabulary, beside, each / 2, each, given)
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return each layer's cost on a rank that has all of it, keys and values included."""
+        """Return each layer's cost on a rank that has all of it, caches and states included."""
+        cached = LayerCost(self.kv_reads, self.kv_holds)
         return [
-            _sum(*amounts.values(), LayerCost(self.kv_reads, self.kv_holds))
-            if index in self.spec.cache_layers
-            else _sum(*amounts.values())
+            _sum(
+                *amounts.values(),
+                cached if index in self.spec.cache_layers else _nothing(),
+                _state(self.spec.layers[index]),
+            )
             for index, amounts in enumerate(self.layers)
         ]
 
@@ -133,6 +137,8 @@ def token_work(model: ModelBytes, shards: Sequence[Shard]) -> TokenWork:
                     assert layer.mixer is not None
                     kept = 1 if share.heads is None else kept_portion(layer.mixer, share.heads)
                     costs.append(LayerCost(kept * model.kv_reads, kept * model.kv_holds))
+                if is_mixer:
+                    costs.append(_state(shards[rank].spec.layers[index]))
                 cost = _sum(*costs)
                 reads.append(cost.reads)
                 holds[rank] += cost.holds
@@ -160,6 +166,14 @@ def _before_norm(shard: Shard, index: int, row: float, *, is_mixer: bool) -> flo
         return row if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.own_norms else 0.0
     split = layer.mixer.split if isinstance(layer.mixer, Mamba2Spec) else None
     return 0.0 if split is None else 4.0 * split.count
+
+
+def _state(layer: LayerSpec) -> LayerCost:
+    """Return the bytes of one sequence's state, which a token reads and writes; 0 if none."""
+    if not isinstance(layer.mixer, RecurrentSpec):
+        return _nothing()
+    num_bytes = 4.0 * sum(map(prod, layer.mixer.state))
+    return LayerCost(2 * num_bytes, num_bytes)
 
 
 def _nothing() -> LayerCost:

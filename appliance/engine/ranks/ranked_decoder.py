@@ -96,8 +96,6 @@ class RankedDecoder:
         """Describe the processes, this one first; call it once the cache is allocated."""
         group, parts, started = self.link.group, self.division.parts, self.started
         pids, links = (os.getpid(), *group.pids), (None, *started.links)
-        plan = started.plan
-        busy = (0.0,) * len(parts) if plan is None else plan.prediction.busy
         return tuple(
             RankInfo(
                 pid=pids[rank],
@@ -107,7 +105,7 @@ class RankedDecoder:
                 layers=part.layers if isinstance(part, Stage) else None,
                 kv_bytes=group.kv_bytes[rank],
                 bytes_per_second=started.rates[rank],
-                busy=busy[rank],
+                busy=started.busy[rank],
                 reason="" if rank else started.why_whole,
                 link=None if (trial := links[rank]) is None else _link(trial, started.reason),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from appliance.engine.rank_split.pipeline import faster_stages, pipeline_cost
 from appliance.engine.rank_split.work import ModelBytes
 from appliance.engine.ranks.division import DividedLayers
 from appliance.engine.ranks.stage_division import Stages
@@ -12,7 +13,6 @@ from appliance.engine.ranks.started import StartedRanks
 from appliance.errors import ConfigError
 from appliance.model.shard.column_units import column_units
 from appliance.model.shard.shard import shard_model
-from appliance.model.shard.stage import check_stages
 
 if TYPE_CHECKING:
     import ctypes
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.engine.execution.execution import Precision
+    from appliance.engine.rank_split.pipeline import PipelineCost
     from appliance.engine.ranks.ranks import Ranks
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
@@ -47,23 +48,26 @@ def start_native(
     Raises:
         EngineError: a rank could not be started, or its link is unsound.
     """
-    started = StartedRanks.begin(ranks.config.ranks_setting, ranks.threads)
-    if ranks.division.bounds:
-        return replace(ranks, started=started)
-    why_shares = ""
+    of_stages = (ranks.config, source, ranks.division.split, precision, library)
+    by_memory, why_shares = None, ""
     try:
-        check_stages(source.spec, ranks.size)
+        by_memory = Stages.of(*of_stages)
     except ConfigError as error:
         why_shares = str(error).partition(";")[0]
     model = _model_bytes(ranks, source, measure, kv_bytes_per_token, FLOAT_BYTES)
-    settled, started = _with_shares(ranks, source, model, started, why_shares)
-    if not (why_whole := _why_whole(ranks, started)):
-        return settled
-    assert started.other is not None
-    bounds, split = started.other.pipeline.bounds, ranks.division.split
-    division = Stages.of(ranks.config, source, split, precision, library, bounds)
-    started = replace(started, plan=None, why_whole=why_whole)
-    return replace(ranks, division=division, started=started)
+    started = StartedRanks.begin(ranks.config.ranks_setting, ranks.threads)
+    pipeline = None
+    if by_memory is not None:
+        pipeline = _pipeline(ranks, model, started, by_memory.bounds)
+    if not ranks.division.bounds:
+        settled = _with_shares(ranks, source, model, started, pipeline, why_shares)
+        assert settled.started is not None
+        if not (why_whole := _why_whole(ranks, settled.started)):
+            return settled
+        started = replace(started, why_whole=why_whole)
+    assert pipeline is not None
+    division = Stages.of(*of_stages, pipeline.bounds)
+    return replace(ranks, division=division, started=replace(started, whole=pipeline))
 
 
 def start_torch(
@@ -86,7 +90,7 @@ def start_torch(
     utilization = config.gpu_memory_utilization
     given = (config.ranks_setting, ranks.threads, device, row_bytes, utilization)
     started = StartedRanks.begin_torch(*given)
-    return _with_shares(ranks, source, model, started, NO_STAGES)[0]
+    return _with_shares(ranks, source, model, started, None, NO_STAGES)
 
 
 def _model_bytes(
@@ -102,13 +106,29 @@ def _model_bytes(
     return ModelBytes.of(spec, source.slots(), measure, kv_bytes_per_token, context, given)
 
 
+def _pipeline(
+    ranks: Ranks, model: ModelBytes, started: StartedRanks, by_memory: tuple[int, ...]
+) -> PipelineCost:
+    """Return the cost of whole layers, divided by the asked shares, or by memory or speed."""
+    divide = faster_stages if ranks.config.gpu_split == "auto" else pipeline_cost
+    row_bytes = model.spec.hidden_size * model.given
+    layers, last = model.layer_costs(), model.vocabulary
+    return divide(layers, last, started.facts, started.speed, row_bytes, by_memory)
+
+
 def _with_shares(
-    ranks: Ranks, source: ModelSource, model: ModelBytes, started: StartedRanks, why_shares: str
-) -> tuple[Ranks, StartedRanks]:
+    ranks: Ranks,
+    source: ModelSource,
+    model: ModelBytes,
+    started: StartedRanks,
+    pipeline: PipelineCost | None,
+    why_shares: str,
+) -> Ranks:
     """Settle each rank's share of a layer.
 
     Args:
-        why_shares: why ranks cannot have whole layers; empty if they can.
+        pipeline: cost of whole layers; None if ranks cannot have them.
+        why_shares: why they cannot; empty if they can.
     """
     spec, units = source.spec, column_units(source)
     asked = None if ranks.config.gpu_split == "auto" else ranks.division.split
@@ -116,12 +136,13 @@ def _with_shares(
         asked,
         model,
         lambda split: shard_model(spec, split, units),
+        pipeline=pipeline,
         why_shares=why_shares,
     )
     assert started.plan is not None
     split = started.plan.split
     division = DividedLayers(split, shard_model(spec, split, units))
-    return replace(ranks, division=division, started=started), started
+    return replace(ranks, division=division, started=started)
 
 
 def _why_whole(ranks: Ranks, started: StartedRanks) -> str:

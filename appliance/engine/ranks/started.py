@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.engine.rank_split.choice import choose_split, compare
-from appliance.engine.rank_split.pipeline import RankFacts
+from appliance.engine.rank_split.choice import choose_split
+from appliance.engine.rank_split.pipeline import ParallelChoice, RankFacts
 from appliance.engine.ranks.probes import copy_rates, try_links
 from appliance.engine.ranks.rank_group import RankGroup
 from appliance.errors import EngineError
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from appliance.engine.links.link import LinkTrial
+    from appliance.engine.links.link import LinkSpeed, LinkTrial
     from appliance.engine.rank_split.choice import SplitPlan
-    from appliance.engine.rank_split.pipeline import ParallelChoice
+    from appliance.engine.rank_split.pipeline import PipelineCost
     from appliance.engine.rank_split.work import ModelBytes
     from appliance.model.shard.shard import Shard
     from appliance.model.shard.split import Split
@@ -37,6 +37,7 @@ class StartedRanks:
         facts: of all ranks.
         reason: why the links do not take the usually fastest path; empty if they do.
         plan: predicted cost of divided layers; None for whole layers.
+        whole: predicted cost of whole layers; None for divided ones.
         other: comparison with a pipeline; None if there cannot be one.
         why_shares: why there cannot be a pipeline; empty if there can.
         why_whole: why ranks have whole layers although shares are possible; empty otherwise.
@@ -47,6 +48,7 @@ class StartedRanks:
     facts: tuple[RankFacts, ...]
     reason: str = ""
     plan: SplitPlan | None = None
+    whole: PipelineCost | None = None
     other: ParallelChoice | None = None
     why_shares: str = ""
     why_whole: str = ""
@@ -122,25 +124,23 @@ class StartedRanks:
         asked: Split | None,
         model: ModelBytes,
         shards_of: Callable[[Split], tuple[Shard, ...]],
-        *,
+        pipeline: PipelineCost | None,
         why_shares: str,
     ) -> StartedRanks:
         """Settle the shares; arguments and errors as for `choose_split`.
 
         Args:
-            why_shares: why ranks cannot have whole layers; empty if they can.
+            pipeline: cost of whole layers; None if ranks cannot have them.
+            why_shares: why they cannot; empty if they can.
         """
         try:
-            speed = self.slowest.speed
-            assert speed is not None
-            plan = choose_split(asked, model, shards_of, self.facts, speed)
-            other = None
-            if not why_shares:
-                other = compare(plan, model, self.facts, speed, asked)
-                why_shares = "whole layers do not fit" if other is None else ""
+            plan = choose_split(asked, model, shards_of, self.facts, self.speed)
         except BaseException:
             self.group.close()
             raise
+        other = None
+        if pipeline is not None:
+            other = ParallelChoice(plan.prediction.seconds, pipeline)
         return replace(self, plan=plan, other=other, why_shares=why_shares)
 
     @property
@@ -153,19 +153,33 @@ class StartedRanks:
         rates = ", ".join(f"{rate / 1e9:,.1f}" for rate in self.rates)
         measured = f"ranks copy {rates} GB/s, {self.slowest}"
         measured += f", since {self.reason}" if self.reason else ""
-        if self.plan is None:
-            whole = f"each rank has whole layers, since {self.why_whole}"
-            return (measured, whole) if self.why_whole else (measured,)
-        found = self.plan.prediction
+        found = self.whole if self.plan is None else self.plan.prediction
+        assert found is not None
         words = (
             f"{1e3 * found.seconds:,.2f} ms a token predicted at half of the context, of which"
             f" {1e3 * found.exchanges:,.2f} ms between ranks, as far as memory limits it:"
             f" {measured}"
         )
+        if self.why_whole:
+            return (words, f"each rank has whole layers, since {self.why_whole}")
         if self.other is None:
             return (words,)
         than = "no faster" if self.other.is_tensor else "faster"
         return (words, f"over this link a pipeline is predicted to be {than}: {self.other}")
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of a step during which each rank is predicted to read."""
+        found = self.whole if self.plan is None else self.plan.prediction
+        assert found is not None
+        return found.busy
+
+    @property
+    def speed(self) -> LinkSpeed:
+        """Speed of the slowest link."""
+        speed = self.slowest.speed
+        assert speed is not None
+        return speed
 
     @property
     def slowest(self) -> LinkTrial:

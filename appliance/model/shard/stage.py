@@ -92,13 +92,13 @@ def check_stages(spec: DecoderSpec, size: int) -> None:
 
 
 def cut_layers(
-    sizes: Sequence[float], shares: Sequence[int], first: float = 0, last: float = 0
+    sizes: Sequence[float], shares: Sequence[float], first: float = 0, last: float = 0
 ) -> tuple[int, ...]:
     """Divide layers into runs so that the largest, relative to its share, is as small as possible.
 
     Args:
         sizes: bytes of each layer.
-        shares: of each rank, at most as many as layers.
+        shares: of each rank, or its speed; at most as many as layers.
         first: extra bytes of the first rank.
         last: extra bytes of the last rank.
 

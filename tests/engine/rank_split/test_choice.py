@@ -6,8 +6,8 @@ import pytest
 from rank_models import DENSE, shards_of
 
 from appliance.engine.links.link import LinkSpeed
-from appliance.engine.rank_split.choice import SplitPlan, candidates, choose_split, compare
-from appliance.engine.rank_split.pipeline import RankFacts
+from appliance.engine.rank_split.choice import SplitPlan, candidates, choose_split
+from appliance.engine.rank_split.pipeline import ParallelChoice, RankFacts, pipeline_cost
 from appliance.errors import MemoryPlanError
 from appliance.model.shard.split import Split
 from tests.engine.rank_split.test_prediction import counted
@@ -72,19 +72,8 @@ def test_a_slow_link_is_better_for_a_pipeline() -> None:
     """Layers are divided over 65 exchanges a token, and a pipeline hands over once."""
     ranks = [RankFacts(936e9), RankFacts(936e9)]
     for link, is_tensor in ((FAST_LINK, True), (SLOW_LINK, False)):
-        found = compare(chosen(*ranks, link=link), MODEL, ranks, link)
-        assert found is not None
+        of_pipeline = (MODEL.layer_costs(), MODEL.vocabulary, ranks, link, 8192.0, (0, 16, 32))
+        tensor = chosen(*ranks, link=link).prediction.seconds
+        found = ParallelChoice(tensor, pipeline_cost(*of_pipeline))
         assert found.is_tensor is is_tensor
         assert str(found).startswith("tensor" if is_tensor else "pipeline")
-
-
-def test_a_pipeline_has_the_asked_shares() -> None:
-    ranks = [RankFacts(936e9), RankFacts(936e9)]
-    plan = chosen(*ranks)
-    found = [compare(plan, MODEL, ranks, FAST_LINK, Split(shares)) for shares in ((1, 1), (3, 1))]
-    even, uneven = found
-    assert even is not None
-    assert uneven is not None
-    (_, at_even, _), (_, at_uneven, _) = even.pipeline.bounds, uneven.pipeline.bounds
-    assert at_even < at_uneven
-    assert uneven.pipeline.seconds == pytest.approx(even.pipeline.seconds, rel=1e-6)

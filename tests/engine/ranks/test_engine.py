@@ -222,6 +222,34 @@ def test_auto_divides_by_measured_bandwidth(
         assert answers(engine, PROMPTS[:1]) == expected_of(model[1])
 
 
+@pytest.mark.parametrize(
+    ("speeds", "gpu_split", "layers"),
+    [
+        ((3e4, 1e4), "auto", [2, 1]),
+        ((1e4, 3e4), "auto", [1, 2]),
+        ((3e4, 1e4), "1:2", [1, 2]),
+    ],
+)
+def test_a_pipeline_gives_the_faster_rank_more_layers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    speeds: tuple[float, float],
+    gpu_split: str,
+    layers: list[int],
+) -> None:
+    """Unless shares are asked for."""
+    monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: speeds)
+    write_sure_model("llama", tmp_path, num_hidden_layers=3, vocab_size=97)
+    options: dict[str, Any] = {"pipeline_parallel": 2, "gpu_split": gpu_split}
+    with loaded(tmp_path, max_model_len=160, **options) as engine:
+        runs = [rank.layers for rank in engine.info.ranks]
+        assert [run[1] - run[0] for run in runs if run is not None] == layers
+        first, second = (rank.busy for rank in engine.info.ranks)
+        assert 0 < first < 1
+        assert 0.9 < first + second < 1, "one stream occupies one rank at a time"
+        assert any("ms a token predicted at half" in words for words in engine.info.notes)
+
+
 FAST, USUAL, SLOW = LinkSpeed(1e-6, 1e9), LinkSpeed(1e-3, 1e8), LinkSpeed(5e-3, 1e7)
 
 
