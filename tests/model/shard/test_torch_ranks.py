@@ -12,6 +12,7 @@ from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
 from torch_ranks import CPU, TorchRankThreads
 
+from appliance.engine.rank_split.work import ModelBytes, token_work
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.loader import load_decoder
@@ -93,19 +94,25 @@ def test_the_parts_add_up(
     assert float((found - expected).abs().mean()) < 2e-3 * float(expected.std())
 
 
-def test_sums_are_one_for_each_mixer_mlp_and_embedding(
-    make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
+@pytest.mark.parametrize("name", ["llama-2:1", "one group", "gemma4 with experts"])
+def test_sums_are_those_that_a_split_is_chosen_by(
+    name: str, make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
 ) -> None:
-    source = open_model(save(make_model("llama", **WIDE)))
+    """One for the embedding and for each mixer and MLP, and one before a norm of ranks' parts."""
+    model_type, settings, _ = CASES[name]
+    source = open_model(save(make_model(model_type, **settings)))
     ranks = TorchRankThreads(source, Split.parse(2, "auto"))
-    sums: list[tuple[int, ...]] = []
+    sums: list[float] = []
     first = ranks.joints[0]
     summed = first.sum
 
     def count(x: torch.Tensor) -> torch.Tensor:
-        sums.append(tuple(x.shape))
+        sums.append(x.nbytes / len(token_ids))
         return summed(x)
 
     first.sum = count  # type: ignore[method-assign]
     ranks.logits_of(token_ids)
-    assert sums == [(len(token_ids), source.spec.hidden_size)] * (1 + 2 * len(source.spec.layers))
+    model = ModelBytes.of(source.spec, source.slots(), lambda slot: 1.0, 1.0, 64, given=4)
+    gives = [section.gives for section in token_work(model, ranks.shards).sections]
+    predicted = [given for given in gives if given][:-1]  # without logits
+    assert sums == predicted
