@@ -27,6 +27,7 @@ from appliance.engine.load_speculation import load_speculator
 from appliance.engine.load_tiers import load_tiers
 from appliance.engine.memory_plan import plan_memory, settled_by_estimate
 from appliance.engine.memory_request import choose_precision, memory_of, num_open_of
+from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
 from appliance.engine.ranks.ranked_decoder import RankedDecoder
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_graphs import PROMPTS
@@ -108,7 +109,10 @@ def load_parts(
     if adapters is not None and opened.execution.uses_triton:
         from appliance.engine.run.kernels_ahead import compile_adapters
 
-        compile_adapters(cast("TorchAdapterSlots", adapters.slots), on_progress)
+        slots = adapters.slots
+        if isinstance(slots, RankedAdapterSlots):
+            slots = slots.own
+        compile_adapters(cast("TorchAdapterSlots", slots), on_progress)
     parts = _runner_parts(config, opened, executor, plan.context_length)
     graph_bytes, kept = 0, None
     if isinstance(opened.draft, HeadDraft):

@@ -15,6 +15,7 @@ from appliance.model.attention import Attention
 from appliance.model.executor import heads_of, state_views
 from appliance.model.experts import Experts
 from appliance.model.latent_attention import LatentAttention
+from appliance.model.shard.factors import own_targets
 from appliance.model.shard.weights import shard_precisions
 from appliance.model.step import Step
 
@@ -151,6 +152,8 @@ class Decoder:
     def adapter_slots(
         self, targets: Mapping[str, AdapterTarget], count: int, most_ranks: int
     ) -> TorchAdapterSlots:
+        if self.shard is not None:
+            targets = own_targets(targets, self.shard)
         return TorchAdapterSlots(targets, self.device, self.dtype, count, most_ranks)
 
     def allocate_cache(

@@ -12,7 +12,7 @@ from appliance.kernels.cpu.engine import check
 from appliance.kernels.cpu.step_structs import BatchStruct
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.executor import heads_of
-from appliance.model.shard.factors import FactorCutter
+from appliance.model.shard.factors import own_targets
 from appliance.model.shard.stage import Stage
 from appliance.model.shard.weights import shard_precisions
 
@@ -106,13 +106,13 @@ class NativeDecoder:
         """Allocate slots for adapters of any rank; see `Executor.adapter_slots`."""
         from appliance.model.adapters.native_slots import NativeAdapterSlots
 
-        layers, cut = (0, len(self.spec.layers)), None
+        layers = 0, len(self.spec.layers)
         if isinstance(self.part, Stage):
             layers = self.part.layers
         elif self.part is not None:
-            cut = FactorCutter(self.part).cut
+            targets = own_targets(targets, self.part)
         return NativeAdapterSlots(
-            *(self.engine.library, self.model, targets, layers, self.dtype, count, cut)
+            *(self.engine.library, self.model, targets, layers, self.dtype, count)
         )
 
     def forward(

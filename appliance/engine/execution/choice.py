@@ -157,14 +157,9 @@ def _check_ranks(config: EngineConfig, precision: Precision, source: ModelSource
             f"{asked} divides models of a family here, and transformers' modules execute"
             f" {source.fallback.name}; use {setting} 1"
         )
-    if without := _why_torch(config, precision, source):
-        if config.pipeline_parallel > 1:
-            raise ConfigError(f"{asked} needs the CPU library: {without}; use {setting} 1")
-        if wants_adapters(config):
-            raise ConfigError(
-                f"{asked} has adapters where the CPU library executes the model only: {without};"
-                f" leave out --lora and --lora-dir, or use {setting} 1"
-            )
+    without = _why_torch(config, precision, source)
+    if without and config.pipeline_parallel > 1:
+        raise ConfigError(f"{asked} needs the CPU library: {without}; use {setting} 1")
     if not hasattr(os, "pidfd_open"):
         raise ConfigError(f"{asked} needs Linux; use {setting} 1")
 

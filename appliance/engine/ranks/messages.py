@@ -132,9 +132,10 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeSlots(msgspec.Struct, frozen=True, tag=True):
-    """Make room for this many adapters."""
+    """Make room for this many adapters, whose ranks torch limits."""
 
     count: int
+    most_ranks: int
 
 
 class PutAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -284,9 +285,11 @@ ToTorchRank: TypeAlias = (
     | CopyStates
     | SaveState
     | LoadState
+    | MakeSlots
+    | PutAdapter
 )
 ToNewRank: TypeAlias = OpenLink | SendBack | OpenDevice | TryLinks | CopyMemory | MeasureGPU | Join
-ToRank: TypeAlias = ToNewRank | MakeSlots | PutAdapter | ToTorchRank
+ToRank: TypeAlias = ToNewRank | ToTorchRank
 FromRank: TypeAlias = (
     LinksTried | MemoryCopied | RankJoined | RankDone | RankFailed | RankAllocated | RankCaptured
 )

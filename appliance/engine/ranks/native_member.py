@@ -114,7 +114,7 @@ class NativeMember:
                     num_states=order.num_states,
                     places=map_cache(self._cache_file, order.strides, order.offsets, counts),
                 )
-            case MakeSlots(count):
+            case MakeSlots(count, _):
                 self._adapters = self._make_slots(count)
             case PutAdapter(slot, content, scales):
                 assert self._adapters is not None

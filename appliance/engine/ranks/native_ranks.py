@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
-from appliance.engine.ranks.messages import Allocate, MakeSlots
+from appliance.engine.ranks.messages import Allocate
 from appliance.engine.ranks.shared_cache import cache_bytes, describe_layers, map_cache
 from appliance.engine.ranks.shared_step import RankOrder, SharedStep
 from appliance.errors import EngineError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.ranks.messages import PutAdapter, Room
+    from appliance.engine.ranks.messages import MakeSlots, PutAdapter, Room
     from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.kernels.cpu.cache import NativeCache
@@ -121,11 +121,7 @@ class NativeRanks:
             places=map_cache(file, strides, offsets[0], counts),
         )
 
-    def make_slots(self, count: int) -> None:
-        """Make room for adapters."""
-        self._call([MakeSlots(count)] * (self.group.size - 1))
-
-    def call(self, message: PutAdapter) -> None:
+    def call(self, message: MakeSlots | PutAdapter) -> None:
         """Send all ranks one order, and wait until they have carried it out."""
         self._call([message] * (self.group.size - 1))
 

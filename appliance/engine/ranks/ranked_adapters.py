@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.engine.ranks.messages import PutAdapter
 from appliance.model.adapters.adapter import Adapter, LowRank
 
 if TYPE_CHECKING:
     from appliance.engine.ranks.native_ranks import NativeRanks
+    from appliance.engine.ranks.torch_ranks import TorchRanks
     from appliance.model.adapters.native_slots import NativeAdapter, NativeAdapterSlots
+    from appliance.model.adapters.torch_slots import TorchAdapter, TorchAdapterSlots
 
 _A, _B = ".a", ".b"
 
@@ -19,7 +21,7 @@ _A, _B = ".a", ".b"
 class RankedAdapter:
     """An adapter laid out in rank 0, with its message to the other ranks."""
 
-    own: NativeAdapter
+    own: NativeAdapter | TorchAdapter
     content: bytes
     scales: dict[str, float]
 
@@ -32,15 +34,16 @@ class RankedAdapter:
 class RankedAdapterSlots:
     """Slots in all ranks; see `AdapterSlots`."""
 
-    own: NativeAdapterSlots
-    ranks: NativeRanks
+    own: NativeAdapterSlots | TorchAdapterSlots
+    ranks: NativeRanks | TorchRanks
 
     def lay_out(self, adapter: Adapter) -> RankedAdapter:
         content, scales = pack_adapter(adapter)
         return RankedAdapter(self.own.lay_out(adapter), content, scales)
 
     def put(self, slot: int, laid_out: RankedAdapter | None) -> None:
-        self.own.put(slot, None if laid_out is None else laid_out.own)
+        own: Any = None if laid_out is None else laid_out.own  # of the slots' kind
+        self.own.put(slot, own)
         content = None if laid_out is None else laid_out.content
         self.ranks.call(PutAdapter(slot, content, {} if laid_out is None else laid_out.scales))
 

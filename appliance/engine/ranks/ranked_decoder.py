@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from appliance.engine.ranks.messages import MakeSlots
 from appliance.engine.ranks.native_ranks import NativeRanks
 from appliance.engine.ranks.ranked_adapters import RankedAdapterSlots
 from appliance.engine.ranks.ranked_device import RankedDevice
@@ -145,13 +146,11 @@ class RankedDecoder:
         )
 
     def adapter_slots(
-        self, targets: Targets[str, AdapterTarget], count: int, most_ranks: int | None = None
+        self, targets: Targets[str, AdapterTarget], count: int, most_ranks: int
     ) -> RankedAdapterSlots:
-        """Make room for adapters in all ranks of the CPU library."""
-        assert isinstance(self.link, NativeRanks), "torch's ranks have no adapters"
-        self.link.make_slots(count)
-        own: Any = self.own
-        return RankedAdapterSlots(own.adapter_slots(targets, count), self.link)
+        """Make room for adapters in all ranks; see `Executor.adapter_slots`."""
+        self.link.call(MakeSlots(count, most_ranks))
+        return RankedAdapterSlots(self.own.adapter_slots(targets, count, most_ranks), self.link)
 
     def forward(
         self,

@@ -32,6 +32,7 @@ from appliance.engine.ranks.messages import (
     receive_order,
     send,
 )
+from appliance.engine.ranks.ranked_adapters import unpack_adapter
 from appliance.engine.ranks.ranked_cache import read_window, write_window
 from appliance.engine.ranks.ranks import told_division
 from appliance.engine.ranks.shared_cache import read_layers
@@ -39,6 +40,7 @@ from appliance.engine.ranks.torch_step import packed_bytes, unpack
 from appliance.engine.run.device import CaptureError
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.served_source import open_served
+from appliance.model.adapters.targets import adapter_targets
 from appliance.model.loader import load_decoder
 from appliance.model.shard.joint import STORE, JoinedShard, Joint, store_in
 from appliance.model.shard.shard import Shard
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from appliance.engine.ranks.messages import Join, ToTorchRank
     from appliance.engine.run.device import Device, Graph
     from appliance.kernels.decoder_cache import KVCache
+    from appliance.model.adapters.torch_slots import TorchAdapterSlots
 
 
 class TorchMember:
@@ -80,6 +83,8 @@ class TorchMember:
         self._connection, self._file, self._rank = connection, cache, rank
         self._cache: KVCache | None = None
         self._graphs: dict[int, Graph] = {}
+        self._source = source
+        self._adapters: TorchAdapterSlots | None = None
         decoder = self._decoder
         send(connection, RankJoined(decoder.weight_bytes, decoder.num_dense))
         self._joint.connect()
@@ -91,7 +96,7 @@ class TorchMember:
                 order = receive_order(self._connection)
             except EOFError:
                 return
-            assert not isinstance(order, ToNewRank | MakeSlots | PutAdapter)
+            assert not isinstance(order, ToNewRank)
             with self._device.running():
                 self._do(order)
 
@@ -124,6 +129,15 @@ class TorchMember:
                 found = bytearray(read_window(self._file, self._rank, states.shape[1]))
                 states[row].copy_(torch.frombuffer(found, dtype=torch.uint8))
                 send(self._connection, RankDone())
+            case MakeSlots(count, most_ranks):
+                targets = adapter_targets(self._source.spec, self._source.family.names)
+                self._adapters = self._decoder.adapter_slots(targets, count, most_ranks)
+            case PutAdapter(slot, content, scales):
+                assert self._adapters is not None
+                adapter = None if content is None else unpack_adapter(content, scales)
+                self._adapters.put(
+                    slot, None if adapter is None else self._adapters.lay_out(adapter)
+                )
             case _:
                 assert_never(order)
 
@@ -135,7 +149,7 @@ class TorchMember:
     def _step(self, order: RunStep) -> None:
         given = torch.empty(packed_bytes(order), dtype=torch.uint8, device=self._decoder.device)
         self._joint.broadcast(given)
-        step = unpack(order, given)
+        step = unpack(order, given, self._adapters)
         run = self._decoder.forward if step.wants_logits else self._decoder.hidden
         run(step.token_ids, step.positions, step.batch, self._own, step.rows)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.ranks.messages import RunStep, ToTorchRank
+    from appliance.engine.ranks.messages import MakeSlots, PutAdapter, RunStep, ToTorchRank
     from appliance.engine.ranks.rank_group import RankGroup
     from appliance.engine.ranks.shared_step import RankStep
     from appliance.engine.run.device import Device, Graph
@@ -80,6 +80,10 @@ class TorchRanks:
         """Send all other ranks one order."""
         self.group.check()
         self.group.send([message] * (self.group.size - 1))
+
+    def call(self, message: MakeSlots | PutAdapter) -> None:
+        """Send all ranks one order, which they carry out before the next step."""
+        self.order(message)
 
     def allocate(
         self,

@@ -14,7 +14,7 @@ import torch
 from appliance.engine.ranks.messages import RunStep
 from appliance.engine.ranks.shared_step import RankStep
 from appliance.kernels.host_spans import SpanRows
-from appliance.kernels.ragged import RaggedBatch, SealedSpans
+from appliance.kernels.ragged import AdapterRows, RaggedBatch, SealedSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ _TYPES = (
     torch.int64,  # rows
     *(torch.int32,) * 2,  # closed tokens, open blocks
     *(torch.int64,) * 2,  # open slots, blocks to seal
-    *(torch.int32,) * 2,  # state slots, tiles of prompts
+    *(torch.int32,) * 3,  # state slots, tiles of prompts, adapters' slots
     *(torch.bool if name == "span_goes_on" else torch.int64 for name in _SPANS),
 )
 
@@ -52,6 +52,7 @@ def step_tensors(step: RankStep) -> tuple[Tensor | None, ...]:
         None if sealed is None else sealed.moves,
         batch.state_slots,
         batch.prefill_tiles,
+        None if batch.adapters is None else batch.adapters.slots,
         *(None if spans is None else getattr(spans, name) for name in _SPANS),
     )
 
@@ -93,8 +94,12 @@ def packed_bytes(step: RunStep) -> int:
     )
 
 
-def unpack(step: RunStep, packed: Tensor) -> RankStep:
-    """Rebuild a step whose tensors are views of packed bytes."""
+def unpack(step: RunStep, packed: Tensor, adapters: object | None) -> RankStep:
+    """Rebuild a step whose tensors are views of packed bytes.
+
+    Args:
+        adapters: this rank's table of slots.
+    """
     found: list[Tensor | None] = []
     begin = 0
     for count, dtype in zip(step.counts, _TYPES, strict=True):
@@ -105,7 +110,7 @@ def unpack(step: RunStep, packed: Tensor) -> RankStep:
         found.append(packed[begin:end].view(dtype))
         begin = -(-end // ALIGNMENT) * ALIGNMENT
     tokens, positions, slots, starts, contexts, tables, rows = found[:7]
-    lens, opened, open_slots, moves, states, tiles, *spans = found[7:]
+    lens, opened, open_slots, moves, states, tiles, lora, *spans = found[7:]
     assert tokens is not None
     assert positions is not None
     assert slots is not None
@@ -124,6 +129,7 @@ def unpack(step: RunStep, packed: Tensor) -> RankStep:
         sealed=None if lens is None else _spans(step, lens, opened, open_slots, moves),
         decode_rows=step.decode_rows,
         state_slots=states,
+        adapters=None if lora is None else AdapterRows(lora, (), adapters),
         host_state_slots=step.state_slots,
         prefill_tiles=None if tiles is None else tiles.view(-1, 2),
         span_rows=_span_rows(spans),

@@ -49,7 +49,6 @@ class NativeAdapterSlots:
         model: runs the adapters.
         targets: the linears that adapters may change.
         layers: of the model, first and one after the last that are here.
-        cut: takes a rank's part out of factors; None for the whole model.
 
     Attributes:
         table: (count,) ap_adapter.
@@ -63,7 +62,6 @@ class NativeAdapterSlots:
         layers: tuple[int, int],
         dtype: torch.dtype,
         count: int,
-        cut: Callable[[tuple[int, AdapterPlace], PlacedFactors], PlacedFactors] | None = None,
     ) -> None:
         self.table = (AdapterStruct * count)()
         self._library = library
@@ -72,7 +70,6 @@ class NativeAdapterSlots:
         self._targets = targets
         self._layers = range(*layers)
         self._dtype = dtype
-        self._cut = cut
         # An engine serves one thread at a time, and steps keep the model's busy.
         self._engine = NativeEngine(library, 1)
 
@@ -84,8 +81,6 @@ class NativeAdapterSlots:
             for at, factors in place_factors(adapter, self._targets).items()
             if at[0] in self._layers
         }
-        if self._cut is not None:
-            placed = {at: self._cut(at, factors) for at, factors in placed.items()}
         places = [
             self._low_rank(packer, (layer, place), placed.get((layer, place)))
             for layer in self._layers

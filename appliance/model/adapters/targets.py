@@ -53,6 +53,13 @@ class TargetRows:
     def count(self) -> int:
         return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
 
+    def part(self, first: int, last: int, first_output: int) -> TargetRows:
+        """Return the rows of some of its outputs, and the first one's place among a rank's."""
+        low, high = first - self.first_output, last - self.first_output
+        if isinstance(self.rows, slice):
+            return TargetRows(slice(self.rows.start + low, self.rows.start + high), first_output)
+        return TargetRows(self.rows[low:high], first_output)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
@@ -61,15 +68,27 @@ class AdapterTarget:
     Attributes:
         slot: its weight, with Hugging Face name and shape.
         pieces: its rows in the executors' order.
+        columns: of its inputs, first and one after the last, that a rank has; None: all.
     """
 
     slot: TensorSlot
     place: AdapterPlace
     pieces: tuple[TargetRows, ...]
+    columns: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
         return self.slot.name.removesuffix(".weight")
+
+    @property
+    def inputs(self) -> slice:
+        """Columns of A that are here."""
+        return slice(*(self.columns or (0, self.slot.shape[1])))
+
+    @property
+    def in_features(self) -> int:
+        first, last = self.columns or (0, self.slot.shape[1])
+        return last - first
 
     @property
     def layer(self) -> int:
@@ -209,7 +228,9 @@ def _placed(adapter: Adapter, targets: list[AdapterTarget]) -> PlacedFactors:
         first += part.rank
     scales = [torch.full((part.rank,), part.scale) for part in parts]
     return PlacedFactors(
-        torch.cat([part.a for part in parts]), torch.cat(scales), tuple(expansions)
+        torch.cat([part.a[:, own.inputs] for own, part in zip(targets, parts, strict=True)]),
+        torch.cat(scales),
+        tuple(expansions),
     )
 
 

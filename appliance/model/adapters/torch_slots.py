@@ -46,7 +46,7 @@ class _Place(NamedTuple):
 
     @property
     def in_features(self) -> int:
-        return self.targets[0].slot.shape[1]
+        return self.targets[0].in_features
 
 
 class TorchAdapterSlots:
@@ -90,7 +90,7 @@ class TorchAdapterSlots:
                 part = adapter.parts.get(target.name)
                 if part is None:
                     continue
-                shrink[number, : part.rank] = part.a
+                shrink[number, : part.rank] = part.a[:, target.inputs]
                 scales[place.first_part + number] = part.scale
                 ranks[place.first_part + number] = part.rank
                 own = [piece for piece in place.pieces if piece.part == number]
@@ -152,7 +152,7 @@ def _places(
             for rows in target.pieces:
                 pieces.append(OutputRun(rows.first_output, num_rows, rows.count, part))
                 num_rows += rows.count
-        expand_at = at + len(own) * rank * own[0].slot.shape[1]
+        expand_at = at + len(own) * rank * own[0].in_features
         end = expand_at + num_rows * rank
         found[key] = _Place(tuple(own), tuple(pieces), first_part, at, expand_at, end)
         first_part, at = first_part + len(own), end

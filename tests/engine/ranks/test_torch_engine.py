@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_models import EXPERTS
 from late_device import LateDevice
+from lora import write_adapter
 from rank_engines import CACHED_TOKENS, PROMPTS, answers, assert_best, best_two, loaded
 from recurrent_models import RECURRENT
 from sure_models import THREE_GROUPS, write_sure_model
@@ -17,9 +18,13 @@ from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
 from appliance.engine.ranks.shared_step import RankStep
 from appliance.engine.ranks.torch_step import pack, step_tensors
+from appliance.engine.request import AdapterRef
 from appliance.engine.run.host_device import HostDevice
 from appliance.errors import EngineError
+from appliance.files import stamp_of
 from appliance.kernels.kv_format import KVFormat
+from appliance.model.adapters.targets import adapter_targets
+from appliance.model.source import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +111,50 @@ def test_steps_look_ahead_and_blocks_are_sealed(tmp_path: Path) -> None:
         assert "every layer, since torch executes no pipeline" in " ".join(engine.info.notes)
         assert_best(answers(engine, PROMPTS), expected, closeness=0.02)
         assert device.captures > 0
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_weights_are_rounded_before_they_are_divided(tmp_path: Path) -> None:
+    write_sure_model("llama", tmp_path, **THREE_GROUPS)
+    options = TORCH | {"weight_bits": 4, "kv_cache_dtype": "fp32"}
+    with loaded(tmp_path, **options) as alone:
+        expected = answers(alone, PROMPTS[:2])
+        num_bytes = alone.info.weight_bytes
+    with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **options) as engine:
+        assert answers(engine, PROMPTS[:2]) == expected
+        first, second = (rank.weight_bytes for rank in engine.info.ranks)
+        assert num_bytes > first > second
+        assert first + second < 1.5 * num_bytes
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_adapters_are_cut_as_the_model_is(tmp_path: Path) -> None:
+    """Rank 0 sends the others each adapter, longer than what a socket takes at once."""
+    folder = tmp_path / "model"
+    write_sure_model("llama", folder, **THREE_GROUPS)
+    source = open_model(folder)
+    targets = adapter_targets(source.spec, source.family.names).values()
+    shapes = {target.name: (target.slot.shape[0], target.slot.shape[1]) for target in targets}
+    refs = []
+    for name, seed in (("one", 3), ("two", 4)):
+        path = write_adapter(tmp_path / name, shapes, rank=64, seed=seed, spread=0.3)
+        refs.append(AdapterRef(name, str(path), stamp_of(path)))
+    options = TORCH | {
+        "lora_dir": str(tmp_path),
+        "max_lora_rank": 64,
+        "max_loras": 1,  # so that the second one takes the first one's slot
+        "kv_cache_dtype": "fp32",
+    }
+
+    def all_answers(engine: LLMEngine) -> list[list[list[int]]]:
+        return [answers(engine, PROMPTS[:2], ref) for ref in (None, *refs, refs[0])]
+
+    with loaded(folder, **options) as alone:
+        expected = all_answers(alone)
+    assert expected[1] == expected[3]
+    assert expected[0] != expected[1] != expected[2]
+    with loaded(folder, tensor_parallel=2, gpu_split="2:1", **options) as engine:
+        assert all_answers(engine) == expected
 
 
 class OneRun(HostDevice):

@@ -12,9 +12,12 @@ from native_models import native
 from rank_threads import RankThreads
 from recurrent_models import RECURRENT
 from teacher_forcing import logits_of
+from torch_ranks import CPU, TorchRankThreads
 
+from appliance.kernels.backend import REFERENCE
 from appliance.model.adapters.reader import read_adapter
 from appliance.model.adapters.targets import adapter_targets
+from appliance.model.loader import load_decoder
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model
 
@@ -64,5 +67,9 @@ def test_the_parts_of_an_adapter_add_up(
     alone = native(source.path)
     expected = adapted(alone)
     assert float((expected - logits_of(alone, token_ids)).abs().max()) > 0.1
-    found = RankThreads(source, Split.parse(2, text), max_rows=64).run(adapted)[0]
+    split = Split.parse(2, text)
+    found = RankThreads(source, split, max_rows=64).run(adapted)[0]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    expected = adapted(load_decoder(source, REFERENCE, CPU, torch.float32))
+    found = TorchRankThreads(source, split).run(adapted)[0]
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
