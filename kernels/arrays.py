@@ -333,6 +333,7 @@ def is_finite(array: Any) -> bool:
     return bool(array.isfinite().all())
 
 
+@cache
 def _torch_dtype(dtype: Any) -> torch.dtype:
     import torch
 

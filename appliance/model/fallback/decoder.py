@@ -124,7 +124,8 @@ class FallbackDecoder:
     ) -> Tensor:
         """Run one step up to the head: all rows as one sequence, which only attention divides."""
         attention = self.operations.begin(token_ids, positions, batch, cache)
-        with running(_Step(self.places, attention, self.on_layer)):
+        step = _Step(self.places, attention, self.on_layer)
+        with self.operations.modules_run(len(token_ids)), running(step):
             output = self.body(
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -138,6 +139,7 @@ class FallbackDecoder:
         """Run the head; see `Executor.logits`."""
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
-        output = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        with self.operations.modules_run(len(hidden)):
+            output = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits[0].float()
         return logits.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.ragged import RaggedBatch
+from appliance.model.fallback import operations
 from appliance.model.fallback.loader import load_fallback
 from appliance.model.fallback.operations import LibraryOperations, TorchOperations
 from appliance.model.source import open_model
@@ -28,13 +30,13 @@ CPU_DEVICE = torch.device("cpu")
 
 
 def in_library(folder: Path) -> FallbackDecoder:
-    operations = LibraryOperations(NativeEngine(LIBRARY, 1), torch.float32)
-    return load_fallback(open_model(folder), operations, torch.float32)
+    library = LibraryOperations(NativeEngine(LIBRARY, 1), torch.float32)
+    return load_fallback(open_model(folder), library, torch.float32)
 
 
 def in_torch(folder: Path, backend: Any = CPU) -> FallbackDecoder:
-    operations = TorchOperations(backend, CPU_DEVICE, torch.float32)
-    return load_fallback(open_model(folder), operations, torch.float32)
+    kernels = TorchOperations(backend, CPU_DEVICE, torch.float32)
+    return load_fallback(open_model(folder), kernels, torch.float32)
 
 
 def expected(model: Any, token_ids: list[int]) -> torch.Tensor:
@@ -114,3 +116,25 @@ def _last_logits(
     positions = [position for _, start, end in spans for position in range(start, end)]
     last = torch.tensor(rows).cumsum(0) - 1
     return decoder.forward(torch.tensor(tokens), torch.tensor(positions), batch, cache, last)
+
+
+def test_small_steps_leave_torch_one_thread_and_give_the_others_back(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, settings = FALLBACKS["gemma2-caps"]
+    decoder = in_library(save(make_model(model_type, **settings)))
+    seen = []
+    module = next(iter(decoder.places))
+    module.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(operations, "FEW_ROWS", 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        logits_of(decoder, list(range(17)), chunks=[9, 8])
+        assert torch.get_num_threads() == 3
+        with pytest.raises(KeyError):
+            logits_of(replace(decoder, places={}), [1, 2])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 1, 1]
