@@ -44,6 +44,7 @@ BENCHMARKS = {
     "restart": "server.restart",
     "start": "server.start",
     "quantize": "quantize.methods",
+    "quantize_gguf": "quantize.gguf_files",
     "quantize_peers": "quantize.peers",
     "kv_peers": "quantize.kv_peers",
     "kv_quality": "quantize.kv_quality",

@@ -1,0 +1,65 @@
+"""Files of every GGML type as the base of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from ggml_models import write_llama
+from gguf.quants import dequantize
+
+from appliance.kernels.packed import PackedWeight
+from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.methods import rtn
+from appliance.quant.run.options import Method, QuantizeOptions, WeightFormat
+from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.run.schemes import gguf_scheme
+from appliance.quant.text.calibration import CalibrationText
+
+TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+MORE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+# Rows of these keep their order in a file of Llama's.
+NAMES = {
+    "model.layers.0.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+    "model.layers.1.self_attn.v_proj.weight": "blk.1.attn_v.weight",
+    "model.layers.2.mlp.down_proj.weight": "blk.2.ffn_down.weight",
+}
+
+
+@pytest.mark.parametrize("kind", [*TYPES, *MORE_TYPES])
+def test_the_weights_of_a_type_are_rounded_as_the_gguf_package_reads_them(
+    kind: str, tmp_path: Path
+) -> None:
+    base = write_llama(tmp_path / "base.gguf", [kind])
+    scheme = WeightScheme(8, 32)
+    report = quantize_model(base, tmp_path / "out", QuantizeOptions(scheme))
+    found = open_model(report.out).weights
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(base).tensors}
+    for name, in_file in NAMES.items():
+        tensor = stored[in_file]
+        assert tensor.tensor_type.name == kind
+        exact = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        weight = found.load(name)
+        assert isinstance(weight, PackedWeight)
+        expected = rtn.quantize(exact, scheme)
+        assert torch.equal(weight.codes, expected.codes), name
+        assert torch.equal(weight.scale, expected.scale), name
+
+
+def test_a_calibrated_run_reads_all_types_and_writes_a_file(tmp_path: Path) -> None:
+    base = write_llama(tmp_path / "base.gguf", [*TYPES, *MORE_TYPES], tied=False)
+    (tmp_path / "text.txt").write_text("ab!cd " * 200)
+    chosen = QuantizeOptions(
+        gguf_scheme(4, symmetric=False),
+        method=Method.AWQ_GPTQ,
+        format=WeightFormat.GGUF,
+        text=CalibrationText(tmp_path / "text.txt", num_tokens=192, row_tokens=48),
+    )
+    report = quantize_model(base, tmp_path / "out", chosen)
+    assert {t.tensor_type.name for t in gguf.GGUFReader(report.out).tensors} == {
+        *("Q4_K", "Q6_K", "F32"),
+    }
+    assert 0 < max(report.losses.values()) < 0.1
