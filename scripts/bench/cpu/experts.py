@@ -103,8 +103,7 @@ def theirs(peer: Peer, options: argparse.Namespace) -> dict[str, float]:
 def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     library = load_library()
     isa = select_isa(library, options.isa)
-    source = open_model(model)
-    decoder = load_native(source, NativeEngine(library, options.threads), torch.bfloat16)
+    decoder = load_native(open_model(model), NativeEngine(library, options.threads), torch.bfloat16)
     peer = None
     if options.peer is not None:
         peer = Peer(options.peer, model, options.threads, max(options.streams))
@@ -119,7 +118,6 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "isa": isa.name.lower(),
         "weights": decoder.weight_format,
         "weight_bytes": decoder.weight_bytes,
-        **bytes_of_a_token(source),
         "load": load,
         "runs": runs,
     }
@@ -156,7 +154,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "experts.gguf"
         write_model(model, shape)
-        found = measure(model, options)
+        found = measure(model, options) | bytes_of_a_token(open_model(model))
     result = {
         "benchmark": "cpu_experts",
         "conditions": conditions(),

@@ -17,6 +17,7 @@ from appliance.model.tensors import Role, tensor_slots
 from bench.lib.families import family_of_config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from appliance.model.tensors import TensorSlot
@@ -47,14 +48,16 @@ _SETTINGS = {
 }
 
 
-def write_model(path: Path, shape: dict[str, Any], type_name: str | None = None) -> None:
+def write_model(
+    path: Path, shape: dict[str, Any], type_of: Callable[[TensorSlot], str] | None = None
+) -> None:
     """Write a file of the architecture that a config names: Llama's or one of Qwen's with experts.
 
     Args:
         path: the file.
         shape: settings of a Hugging Face config.
-        type_name: of all matrices, one that `ggml_models.blocks_of` makes, such as `Q4_K`; Q4_0
-            with Q8_0 for the embedding and the head if it is None.
+        type_of: names the type of a matrix, one that `ggml_models.blocks_of` makes, such as `Q4_K`;
+            Q4_0 with Q8_0 for the embedding and the head if it is None.
     """
     family = family_of_config(shape)
     assert family.gguf is not None
@@ -70,7 +73,8 @@ def write_model(path: Path, shape: dict[str, Any], type_name: str | None = None)
         if kind is None:
             data = _floats(random, slot)
             writer.add_tensor(slot.name, data.astype(np.float32))
-        elif type_name is not None:
+        elif type_of is not None:
+            type_name = type_of(slot)
             data = _repeated(type_name, size, seed=len(written))
             writer.add_tensor(slot.name, data, raw_dtype=gguf.GGMLQuantizationType[type_name])
         else:
