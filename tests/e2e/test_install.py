@@ -54,7 +54,7 @@ def compiler(tmp_path: Path, linker: str) -> str:
     return script(
         tmp_path / "reads-alone",
         f"""
-case "$*" in *" -c "*) exec {shlex.join(find_compiler())} "$@" -fsyntax-only ;; esac
+case "$*" in *" -c "*) exec {shlex.join(find_compiler())} "$@" -M -MF /dev/null ;; esac
 exec {shlex.quote(linker)} "$@"
 """,
     )

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 HIDDEN, HEADS, LAYERS, VOCAB = 256, 4, 3, 112  # multiples of 16: no tile has room to spare
 
 
-def write_llama(path: Path, types: Sequence[str], *, tied: bool = True) -> Path:
+def write_llama(
+    path: Path, types: Sequence[str], *, tied: bool = True, layers: int = LAYERS
+) -> Path:
     """Write it; weights are as large as those of trained models, norms are 1."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(2 * HIDDEN)
@@ -51,7 +53,7 @@ def write_llama(path: Path, types: Sequence[str], *, tied: bool = True) -> Path:
     def norm(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
 
-    for layer in range(LAYERS):
+    for layer in range(layers):
         block = f"blk.{layer}."
         norm(block + "attn_norm")
         norm(block + "ffn_norm")

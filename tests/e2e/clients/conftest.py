@@ -17,7 +17,9 @@ MODEL = "small"
 @pytest.fixture(scope="session")
 def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("clients") / "log"
-    running = Server(log, str(smollm2_gguf), "--served-model-name", MODEL)
+    # A program that sets no limit now and then gets an answer that only the context's end ends.
+    short = ("--max-model-len", "1024")
+    running = Server(log, str(smollm2_gguf), "--served-model-name", MODEL, *short)
     yield running
     with contextlib.suppress(ProcessLookupError):
         running.stop()

@@ -9,8 +9,9 @@ comes up in one of the workers.
 
 "sm_86" and so on: `ptx_machine` runs the PTX that they are compiled to for that architecture, in
 this process. Some cases of each test are, one after another on another architecture, and these are
-not interpreted as well: what their source says is in what it was compiled to. With `--every-target`
-all cases are, and all are interpreted.
+not interpreted as well: what their source says is in what it was compiled to. A test marked
+`interpreted` has none, as others execute what its kernels are compiled to. With `--every-target` all
+cases are, and all are interpreted.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for i, (case, on_targets) in enumerate(of_test.items()):
             if config.getoption("--every-target"):
                 kept.update(on_targets)
-            elif i % SHARE == 0:
+            elif i % SHARE == 0 and not on_targets[0].get_closest_marker("interpreted"):
                 kept.add(on_targets[(number + i // SHARE) % len(on_targets)])
                 left_out.update(filter(None, [interpreted.get((*test, case))]))
     items[:] = [item for item in items if item in kept or item not in left_out]

@@ -50,17 +50,19 @@ def test_a_model_on_the_kernels_says_what_it_says_on_the_reference(
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+# Every type's kernel is compiled and executed in test_ggml_matmul.
+@pytest.mark.interpreted
 def test_a_gguf_file_takes_as_much_memory_as_on_disk_with_a_tied_head_once(
     tmp_path: Path,
 ) -> None:
-    source = open_model(write_llama(tmp_path / "model.gguf", tuple(GGML_TYPES)))
+    source = open_model(write_llama(tmp_path / "model.gguf", tuple(GGML_TYPES), layers=2))
     cpu = torch.device("cpu")
     found = load_decoder(source, select_backend(torch.device("cuda")), cpu, torch.bfloat16)
     exact = load_decoder(source, REFERENCE, cpu, torch.float32)
     stored = sum(info.nbytes for info in read_header(source.path).tensors.values())
     assert found.weight_bytes == pytest.approx(stored, rel=0.03)
-    token_ids = [token % 100 for token in TOKEN_IDS]
-    said = logits_of(found, token_ids, chunks=[17, 1, 21, 1]).log_softmax(-1)
+    token_ids = [token % 100 for token in TOKEN_IDS[:18]]
+    said = logits_of(found, token_ids, chunks=[17, 1]).log_softmax(-1)
     expected = logits_of(exact, token_ids).log_softmax(-1)
     assert expected.std() > 0.5
     assert (expected.exp() * (expected - said)).sum(-1).mean() < 0.002
