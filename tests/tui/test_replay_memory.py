@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from appliance.tui.state import FeedItem
 
-HOUR = 3600 * FRAMES_PER_SECOND  # frames
+SECONDS = 1800
 PAINT_SECONDS = 20
-MEASURE_SECONDS = 600
+MEASURE_SECONDS = 300
 MOST_GROWTH = 4 * 2**20  # a timeline without bounds grew by 13 MiB
 
 
@@ -52,15 +52,15 @@ def happened(frame: int) -> Iterator[FeedItem]:
     yield Log(lines=(line,))
 
 
-async def test_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
+async def test_half_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "hour"
+    path = tmp_path / "recording"
     with path.open("wb") as file:
         file.write(
             msgspec.json.encode(RecordingHeader(appliance_recording=FORMAT, source="x", time=0.0))
         )
-        for frame in range(HOUR):
+        for frame in range(SECONDS * FRAMES_PER_SECOND):
             for item in happened(frame):
                 file.write(b"\n" + encode_item(item, frame / FRAMES_PER_SECOND))
     app = DashboardApp(ReplayFeed(path, speed=math.inf))
@@ -80,5 +80,5 @@ async def test_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
     async with app.run_test(size=LARGE) as pilot, asyncio.timeout(120):
         while app.session.state.connection.phase is not ConnectionPhase.ENDED:
             await pilot.pause(0.1)
-    assert len(sizes) == 3600 // MEASURE_SECONDS
+    assert len(sizes) == SECONDS // MEASURE_SECONDS
     assert max(sizes[2:]) - sizes[1] < MOST_GROWTH, sizes

@@ -10,8 +10,8 @@ comes up in one of the workers.
 "sm_86" and so on: `ptx_machine` runs the PTX that they are compiled to for that architecture, in
 this process. Some cases of each test are, one after another on another architecture, and these are
 not interpreted as well: what their source says is in what it was compiled to. A test marked
-`interpreted` has none, as others execute what its kernels are compiled to. With `--every-target` all
-cases are, and all are interpreted.
+`interpreted` has none, as others execute what its kernels are compiled to. With `--every-target`
+all cases are, and all are interpreted.
 """
 
 from __future__ import annotations
