@@ -151,6 +151,17 @@ async def test_an_adapter_is_loaded_by_all_and_a_broken_one_refused(
             assert answer.status_code == status, answer.text
 
 
+async def test_limits_of_a_key_hold_over_all_replicas(serve: Serve) -> None:
+    """Requests that nothing ties to one replica go to both, and count for their key together."""
+    key = "a-key-of-anna"
+    limited = {"api_keys": {"anna": f"{key} requests=4"}}
+    async with serve(server=limited, headers={"authorization": f"Bearer {key}"}, **TWO) as running:
+        asked = [await running.complete(f"{n} is another one", max_tokens=1) for n in range(6)]
+        assert [one.status_code for one in asked] == [200] * 4 + [429] * 2
+        engines = running.state.engine.replicas
+        await until(lambda: all(one.stats.prompt_tokens_total for one in engines))
+
+
 async def test_a_dashboard_looks_at_one_replica(serve: Serve) -> None:
     from appliance.server.block_feed import BlockFeed
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from sure_models import THREE_GROUPS, write_sure_model
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
 
+SIZES = {"vocab_size": 272, "max_position_embeddings": 4096}
+RANKS: dict[str, Any] = {
+    "command": ENGINE_COMMAND,
+    "limits": SupervisionLimits(backoff=0.01),
+    "device": "cpu",
+    "dtype": "float32",
+    "kernels": "torch",
+    "tensor_parallel": 2,
+    "threads": 1,
+    "kv_disk": "off",
+    "kv_cache_memory": 1 << 24,
+}
+
+
 async def test_a_rank_that_dies_takes_the_engine_down_and_back(
     serve: Serve, tmp_path: Path
 ) -> None:
-    sizes = {"vocab_size": 272, "max_position_embeddings": 4096}
-    write_sure_model("llama", tmp_path, **THREE_GROUPS | sizes)
-    async with serve(
-        str(tmp_path),
-        command=ENGINE_COMMAND,
-        limits=SupervisionLimits(backoff=0.01),
-        device="cpu",
-        dtype="float32",
-        kernels="torch",
-        tensor_parallel=2,
-        threads=1,
-        kv_disk="off",
-        kv_cache_memory=1 << 24,
-    ) as running:
+    write_sure_model("llama", tmp_path, **THREE_GROUPS | SIZES)
+    async with serve(str(tmp_path), **RANKS) as running:
         engine = running.engine
 
         async def answer() -> str:
@@ -67,6 +69,24 @@ async def test_a_rank_that_dies_takes_the_engine_down_and_back(
         lines = await streaming
         assert "[DONE]" not in lines
         assert json.loads(lines[-1])["error"]["code"] == "engine_unavailable"
+        await until(lambda: engine.state is EngineState.RESTARTING)
+        refused = await running.complete("abc", max_tokens=8)
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+
         await until(lambda: engine.restarts == 1 and engine.state is EngineState.READY)
+        assert not psutil.pid_exists(rank.pid)
         assert engine.info.ranks[1].pid != rank.pid
         assert await answer() == expected
+
+
+async def test_an_idle_rank_sleeps(serve: Serve, tmp_path: Path) -> None:
+    """It waits for rank 0's next order without looking for it again and again."""
+    write_sure_model("llama", tmp_path, **THREE_GROUPS | SIZES)
+    async with serve(str(tmp_path), **RANKS) as running:
+        assert (await running.complete("abc", max_tokens=8)).status_code == 200
+        assert running.engine.info is not None
+        rank = psutil.Process(running.engine.info.ranks[1].pid)
+        begin, before = rank.num_ctx_switches(), sum(rank.cpu_times()[:2])
+        await asyncio.sleep(1.0)
+        assert rank.num_ctx_switches().voluntary - begin.voluntary <= 40
+        assert sum(rank.cpu_times()[:2]) - before <= 2 / os.sysconf("SC_CLK_TCK")
