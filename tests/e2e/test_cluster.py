@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -106,6 +107,31 @@ def test_one_of_three_that_is_killed_under_load_takes_no_request_with_it(
         assert [one.result() for one in asked] == expected
     others = {one["url"] for one in before} - {victim["url"]}
     wait_until(lambda: len({one["url"] for one in ray_cluster.replicas()} - others) == 1)
+
+
+def test_changed_settings_reach_one_replica_after_the_other_while_requests_go_on(
+    client: httpx.Client, ray_cluster: RayCluster, smollm2_gguf: Path
+) -> None:
+    before = {one["url"] for one in ray_cluster.replicas()}
+    expected = ask(client, "Name a colour.")
+    over = Event()
+
+    def ask_on() -> list[str]:
+        found = []
+        while not over.is_set():
+            found.append(ask(client, "Name a colour."))
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask_on) for _ in range(2)]
+        try:
+            done = ray_cluster.run(*serve(ray_cluster, smollm2_gguf), "--max-num-seqs", "8")
+        finally:
+            over.set()
+    assert done.returncode == 0, done.stderr
+    assert {one["url"] for one in ray_cluster.replicas()}.isdisjoint(before)
+    for answers in (one.result() for one in asked):
+        assert set(answers) == {expected}, "none failed, whichever replica answered"
 
 
 def num_running(url: str) -> float:
