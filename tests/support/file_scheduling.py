@@ -24,7 +24,9 @@ SECONDS = {
     CLIENTS: 60,  # with their server
     "tests/model/test_packaged_models.py": 51,
     "tests/kernels/cpu/test_sanitizers.py": 48,
+    "tests/engine/ranks/test_torch_probes.py": 40,  # most of them waiting
     "tests/quant/methods/test_quality_smollm2.py": 38,
+    "tests/bench/test_gpu_trial.py": 37,
     "tests/e2e/test_cluster.py": 35,
     "tests/engine/ranks/test_torch_engine.py": 30,
     "tests/quant/run/test_resume.py": 27,
