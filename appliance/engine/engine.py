@@ -73,7 +73,8 @@ class LLMEngine:
         self._runner = runner
         self._grammars = Grammars(scheduler, matchers, info)
         self._adapters = None if adapters is None else AdapterPool(adapters, self._live, clock)
-        self._in_flight: deque[tuple[Plan, float]] = deque()  # each with its launch time
+        # Each with its launch time, and True if it was planned while another one ran.
+        self._in_flight: deque[tuple[Plan, float, bool]] = deque()
         self._expired: list[SequenceDelta] = []  # for the next report
         self._last_end = 0.0
         self._step_seconds = 0.0
@@ -207,7 +208,7 @@ class LLMEngine:
                 if started:
                     self._beacon.start(started)
                 self._tiers.hold(self._runner.launch(launched))
-                self._in_flight.append((launched, begin))
+                self._in_flight.append((launched, begin, bool(self._in_flight)))
                 if len(self._in_flight) <= self._runner.depth:
                     return self._report(started=started)
             sampled = self._collect()
@@ -217,12 +218,12 @@ class LLMEngine:
         except BaseException:
             self._discard_plans()
             raise
-        plan, begun = self._in_flight.popleft()
+        plan, begun, is_ahead = self._in_flight.popleft()
         load = plan.load
         deltas = self._commit(plan, sampled)
         end = self._clock()
         self._step_seconds = end - begin
-        self._scheduler.observe(load, end - max(begun, self._last_end))
+        self._scheduler.observe(load, end - max(begun, self._last_end), is_ahead=is_ahead)
         self._last_end = end
         self._num_steps += 1
         self._beacon.advance()

@@ -34,11 +34,12 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int  # rows of one step
     context_length: int  # tokens of one sequence, prompt and answer
+    verifies: bool = True  # sequences may have several rows that sample, to verify drafts
 
     @property
     def sample_rows(self) -> int:
         """Maximum number of rows that sample in a step, drafts included."""
-        return max(self.max_num_seqs, SAMPLE_ROWS)
+        return max(self.max_num_seqs, SAMPLE_ROWS) if self.verifies else self.max_num_seqs
 
     def __post_init__(self) -> None:
         assert self.max_num_seqs > 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.draft_source import HeadDraft
 from appliance.engine.execution.native_execution import NativeExecution
+from appliance.engine.run.cuda_graphs import MOST_ROWS
 from appliance.engine.speculation.draft_blocks import DraftBlocks
 from appliance.engine.speculation.draft_model import DraftModelProposer
 from appliance.engine.speculation.forced import ForcedProposer
@@ -43,7 +44,8 @@ def load_speculator(
     """Build the proposer of drafts; None if nothing drafts.
 
     Drafts leave answers unchanged only if a row's result does not depend, bit for bit, on other
-    rows. Only the CPU library guarantees that.
+    rows. The CPU library guarantees that. On a GPU the sums of a matmul depend on the number of
+    rows, as beside other requests, and an answer may differ where two tokens are nearly equal.
 
     Args:
         target: the served model, for a head.
@@ -54,20 +56,24 @@ def load_speculator(
     """
     if config.speculate == "off":
         return None
-    if not isinstance(execution, NativeExecution) or device.is_asynchronous:
+    is_native = isinstance(execution, NativeExecution)
+    if not (is_native or device.is_asynchronous):
         if config.speculate != "auto":
             raise ConfigError(
-                f"--speculate {config.speculate} needs the CPU library, whose answers drafts do"
-                f" not change, and {execution.name} executes this model; use --speculate auto or"
-                " off"
+                f"--speculate {config.speculate} needs a GPU or the CPU library, whose answers"
+                f" drafts do not change, and {execution.name} executes this model; use --speculate"
+                " auto or off"
             )
-        logger.info("no speculation: %s executes the model, not the CPU library", execution.name)
+        logger.info("no speculation: %s executes the model", execution.name)
         return None
+    most = config.speculate_tokens
+    if not is_native:
+        most = min(most, MOST_ROWS - 1)  # beyond, no graph holds the step
     asked_for = "" if config.speculate == "auto" else f"--speculate {config.speculate}"
     return Speculator(
         (ForcedProposer(matchers), SuffixProposer()),
         matchers,
-        config.speculate_tokens,
+        most,
         asked_for=asked_for,
         slow=None if draft is None else _load_draft(config, plan, draft, target, kept),
     )

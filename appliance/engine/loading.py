@@ -239,8 +239,14 @@ def _runner_parts(
     config: EngineConfig, opened: _Opened, executor: Executor[Any], context_length: int
 ) -> RunnerParts:
     source, execution, device = opened.source, opened.execution, opened.device
-    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, context_length)
-    sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs + PROMPTS)
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        context_length,
+        verifies=config.speculate != "off",
+    )
+    most = max(limits.sample_rows, limits.max_num_seqs + PROMPTS)
+    sample_tokens = execution.sample_tokens(source.spec, most)
     with_graphs = _may_capture(config, execution, device) and executor.is_enqueued
     return RunnerParts(
         execution, executor, device, limits, sample_tokens, opened.num_open, with_graphs

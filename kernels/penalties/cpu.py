@@ -15,18 +15,24 @@ if TYPE_CHECKING:
 
 
 def penalize(
-    logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
+    logits: Tensor,
+    seen: Tensor,
+    rows: PenaltyRows,
+    token_ids: Tensor,
+    *,
+    is_counted: bool = False,
 ) -> None:
     """See `reference.penalize`; bit-equal to it."""
     table, changed = seen.numpy(), logits.numpy()  # views
     repetitions, presences = rows.repetition.numpy(), rows.presence.numpy()
     frequencies, counted = rows.frequency.numpy(), rows.counted.numpy()
-    for row, place in enumerate(rows.places.tolist()):
-        if place < 0:
-            continue
-        line = table[place]
-        if token_ids is not None:
-            line[int(token_ids[row])] += counted[row]
+    places, read = rows.places.numpy(), token_ids.numpy()
+    asked = np.flatnonzero(places >= 0)
+    if is_counted:
+        np.subtract.at(table, (places[asked], read[asked]), counted[asked])
+    for row in asked.tolist():
+        line = table[places[row]]
+        line[read[row]] += counted[row]
         found = np.flatnonzero(line)
         values, counts = changed[row, found], line[found]
         repetition = repetitions[row]

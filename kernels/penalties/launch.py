@@ -18,7 +18,12 @@ NUM_WARPS = 8
 
 
 def penalize(
-    logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
+    logits: Tensor,
+    seen: Tensor,
+    rows: PenaltyRows,
+    token_ids: Tensor,
+    *,
+    is_counted: bool = False,
 ) -> None:
     """See `reference.penalize`; each row of the logits is contiguous."""
     num_rows, vocab_size = logits.shape
@@ -33,11 +38,11 @@ def penalize(
         (rows.repetition, torch.float32),
         (rows.presence, torch.float64),
         (rows.frequency, torch.float64),
-        (rows.places if token_ids is None else token_ids, None),
+        (token_ids, torch.int64),
     ):
         assert values.shape == (num_rows,), (values.shape, num_rows)
         assert values.is_contiguous()
-        assert dtype is None or values.dtype is dtype, values.dtype
+        assert values.dtype is dtype, values.dtype
     if not num_rows:
         return
     with torch.cuda.device(logits.get_device()):
@@ -46,14 +51,15 @@ def penalize(
             seen,
             rows.places,
             rows.counted,
-            rows.places if token_ids is None else token_ids,
+            token_ids,
             rows.repetition,
             rows.presence,
             rows.frequency,
             logits.stride(0),
+            num_rows,
             VOCAB=vocab_size,
             CHUNK=CHUNK,
-            COUNTS=token_ids is not None,
+            COUNTS=not is_counted,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,  # to round as the reference does
         )

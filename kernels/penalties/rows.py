@@ -27,5 +27,11 @@ class Penalize(Protocol):
     """Applies penalties without waiting, in Triton or in torch."""
 
     def __call__(
-        self, logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
+        self,
+        logits: Tensor,
+        seen: Tensor,
+        rows: PenaltyRows,
+        token_ids: Tensor,
+        *,
+        is_counted: bool = False,
     ) -> None: ...

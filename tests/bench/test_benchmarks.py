@@ -16,7 +16,7 @@ from bench.__main__ import BENCHMARKS, about, main
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
 CHEAP = {
-    "host_step": "--batches 1 --settings greedy --contexts 512 --steps 2",
+    "host_step": "--batches 1 --settings greedy drafts --contexts 512 --steps 2",
     "cpu_linears": "--shapes qwen2.5-0.5b-qkv --rows 1 --threads 1 --megabytes 1 --seconds 0.01",
     "cpu_attention": "--shapes smollm2-decode-1x350 --formats int8 --seconds 0.01 --layers 1",
 }

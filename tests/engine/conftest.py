@@ -13,7 +13,7 @@ def _durations_follow_from_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts depend on how long steps take, and what is preempted on them: not in these tests."""
     observe = Speculator.observe
 
-    def price(self: Speculator, load: StepLoad, seconds: float) -> None:
-        observe(self, load, (load.num_answers + load.draft_rows) ** 0.5)
+    def price(self: Speculator, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None:
+        observe(self, load, (load.num_answers + load.draft_rows) ** 0.5, is_ahead=is_ahead)
 
     monkeypatch.setattr(Speculator, "observe", price)

@@ -16,6 +16,7 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.checkpoints import Checkpoints
 from appliance.engine.blocks.state_slots import StateSlots
 from appliance.engine.scheduling import scheduler
+from appliance.engine.scheduling.in_flight import InFlight
 from appliance.engine.scheduling.policy import most_drafts
 from appliance.engine.tiers.state_key import is_state
 
@@ -147,8 +148,10 @@ def _without_taking_back(blocks: BlockManager, sequence: Sequence) -> None:
     pass
 
 
-def _up_to_the_end_of_a_block(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
-    return most_drafts(sequence, num_left, replace(bounds, is_recurrent=False))
+def _up_to_the_end_of_a_block(
+    sequence: Sequence, num_left: int, bounds: Bounds, **ahead: bool
+) -> int:
+    return most_drafts(sequence, num_left, replace(bounds, is_recurrent=False), **ahead)
 
 
 @pytest.mark.parametrize(
@@ -183,3 +186,17 @@ def test_a_trace_of_rejected_drafts_is_noticed(
     monkeypatch.setattr(owner, name, fault)
     found = next(filter(None, (failure_of(one, check_every=5) for one in scripts)), "")
     assert says in found
+
+
+def test_a_plan_behind_drafts_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the next step is planned before the last one's tokens are there."""
+    caplog.set_level(logging.CRITICAL)
+    changes: dict[str, Any] = {"drafts": 0.6, "drafts_eagerly": True, "depth": 1}
+    scripts = [script_of(seed=6, era=era) for era in range(20)]
+    scripts = [replace(one, setting=replace(one.setting, **changes)) for one in scripts]
+    assert not any(failure_of(one, check_every=50) for one in scripts[:4])
+    monkeypatch.setattr(InFlight, "has_drafts", False)
+    found = next(filter(None, (failure_of(one, check_every=5) for one in scripts)), "")
+    assert "looks too far ahead" in found or "rows are left out" in found or "Error" in found

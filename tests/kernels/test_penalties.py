@@ -88,9 +88,20 @@ def test_rows_without_penalties_and_places_of_others_stay_as_they_are(penalize: 
 
 
 @each_way
-def test_without_tokens_nothing_is_counted(penalize: Penalize) -> None:
-    seen = torch.zeros(1, VOCAB, dtype=torch.int32)
-    logits = torch.ones(1, VOCAB)
-    penalize(logits, seen, rows_of([0], [1], [(2.0, 1.0, 1.0)]))
-    assert not seen.any()
-    assert (logits == 1.0).all()
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_rows_of_one_place_see_the_tokens_up_to_their_own(
+    penalize: Penalize, is_counted: bool
+) -> None:
+    """Rows of drafts: the token read twice counts twice only in the row that reads it again."""
+    read, asked = torch.tensor([5, 6, 5, 9]), [(1.0, 0.0, 1.0)] * 4
+    rows, logits = rows_of([1, 1, 1, -1], [0, 1, 1, 1], asked), torch.zeros(4, VOCAB)
+    seen = torch.zeros(2, VOCAB, dtype=torch.int32)
+    seen[1, 5] = 1
+    after = seen.clone()
+    after[1, 5], after[1, 6] = 2, 1
+    if is_counted:
+        seen = after.clone()
+    penalize(logits, seen, rows, read, is_counted=is_counted)
+    assert torch.equal(seen, after)
+    assert logits[:, [5, 6]].tolist() == [[-1, 0], [-1, -1], [-2, -1], [0, 0]]
+    assert logits.sum() == -6

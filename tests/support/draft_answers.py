@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from replaying import Answers
 
+    from appliance.engine.run.device import Device
+
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -78,10 +80,10 @@ def requests_of(vocab_size: int) -> list[Request]:
     return found
 
 
-def load(folder: Path, **options: Any) -> LLMEngine:
+def load(folder: Path, device: Device | None = None, **options: Any) -> LLMEngine:
     usual = {"threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 160}
     config = EngineConfig(**{"model": str(folder), "speculate": "off", **usual, **options})
-    engine = LLMEngine(*load_parts(config, (EOS,), None, lambda *_: None, None))
+    engine = LLMEngine(*load_parts(config, (EOS,), None, lambda *_: None, device))
     known = words()
     engine.set_vocabulary(Vocabulary(known.tokens, known.special, in_order=True))
     return engine

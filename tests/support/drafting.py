@@ -28,7 +28,7 @@ def draft_always(engine: LLMEngine) -> None:
     speculator = engine._scheduler._speculator
     if not isinstance(speculator, Speculator):
         return
-    speculator.controller.costs = FixedCosts(1.0)
+    speculator.controller.costs = speculator.controller.ahead_costs = FixedCosts(1.0)
     speculator._clock = lambda: 0.0
     if speculator._drafting is not None:
         slow = speculator._drafting._proposer

@@ -35,10 +35,15 @@ class GuessingSpeculator:
                 drafts[sequence] = self._guess(sequence, count)
         return drafts
 
+    def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
+        """Every second time, if there may be drafts then."""
+        may_draft = room > 0 and any(most > 0 for _, _, most in answers)
+        return may_draft and self._noise.random() < 0.5
+
     def check(self, request: Request) -> None:
         """See `Speculates`."""
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
+    def observe(self, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None:
         """See `Speculates`."""
 
     def end(self, sequence: Sequence) -> None:

@@ -37,7 +37,12 @@ class ReplayingSpeculator:
     def check(self, request: Request) -> None:
         """See `Speculates`."""
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
+    def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
+        """Two of three times, if there may be drafts then."""
+        may_draft = room > 0 and any(most > 0 for _, _, most in answers)
+        return may_draft and self._noise.random() < 0.67
+
+    def observe(self, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None:
         """See `Speculates`."""
 
     def end(self, sequence: Sequence) -> None:

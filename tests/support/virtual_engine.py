@@ -88,7 +88,7 @@ def build_engine(
         )
     tiers = Tiers(blocks, sizes, rates, disk, writes)  # type: ignore[arg-type]
     speculator = None
-    if setting.drafts and setting.depth != 1:
+    if setting.drafts:
         speculator = GuessingSpeculator(setting.drafts, noise)
     scheduler = Scheduler(
         blocks,

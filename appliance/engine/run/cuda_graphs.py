@@ -29,6 +29,9 @@ PROMPTS = 8  # sequences that share these rows
 # rows of Qwen3-30B-A3B read 130 MB there in each layer, 3 ms at 40 GB/s, and about twenty launches
 # take 0.1 ms.
 HOST_ROWS = 8
+MOST_ROWS = 8  # of a sequence with drafts
+VERIFIED_ROWS = (2, 4, MOST_ROWS)
+MOST_VERIFYING = 16  # sequences: with more, rows for drafts seldom pay
 # A size's rows, of the most that the scheduler gives a step: padding may exceed them, so that a
 # chunk of a long prompt that fills a step has a graph with any number of answers beside it.
 MOST_PADDED = 1.25
@@ -41,20 +44,35 @@ class StepSize(NamedTuple):
         num_singles: sequences with one row each.
         prompt_rows: rows of up to PROMPTS other sequences; 0 in a decode step.
         is_adapted: some may have adapters; other steps do not pay for that.
+        draft_rows: more rows of the first sequences, then without prompts.
+        rows_each: most rows of one of them.
     """
 
     num_singles: int
     prompt_rows: int = 0
     is_adapted: bool = False
+    draft_rows: int = 0
+    rows_each: int = 1
 
     @property
     def num_rows(self) -> int:
-        return self.num_singles + self.prompt_rows
+        return self.num_singles + self.draft_rows + self.prompt_rows
 
     @property
     def num_samples(self) -> int:
-        """Rows that may sample: single ones, and each prompt's last."""
-        return self.num_singles + (PROMPTS if self.prompt_rows else 0)
+        """Rows that may sample: single ones, drafts, and each prompt's last."""
+        return self.num_singles + self.draft_rows + (PROMPTS if self.prompt_rows else 0)
+
+    def holds(self, other: StepSize) -> bool:
+        """Return True if a step of another size can be padded to this one."""
+        return (
+            self.is_adapted == other.is_adapted
+            and self.num_singles >= other.num_singles
+            and self.prompt_rows >= other.prompt_rows
+            and bool(self.draft_rows) == bool(other.draft_rows)
+            and self.draft_rows >= other.draft_rows
+            and self.rows_each >= other.rows_each
+        )
 
     def num_prompts(self, block_size: int | None) -> int:
         """Return the number of sequences besides single ones; with a block size, cut at blocks."""
@@ -74,12 +92,14 @@ def step_sizes(
     *,
     is_adapted: bool = False,
     calls_host: bool = False,
+    is_recurrent: bool = False,
 ) -> tuple[StepSize, ...]:
     """Return the sizes to capture, by padding: the first that holds a step has the least.
 
     Args:
         is_adapted: capture everything again for steps with adapters.
         calls_host: each layer waits for the host; capture small decode steps only.
+        is_recurrent: capture no steps with drafts, whose rows pass through states.
     """
     most = min(limits.max_num_seqs, HOST_ROWS) if calls_host else limits.max_num_seqs
     sizes = [StepSize(size) for size in buckets(most)]
@@ -94,8 +114,21 @@ def step_sizes(
             for size in mixed
             if size.prompt_rows <= most_rows and size.num_rows <= MOST_PADDED * most_rows
         ]
+        if limits.verifies and not is_recurrent:
+            sizes += _verifying(limits)
     adapted = [size._replace(is_adapted=True) for size in sizes] if is_adapted else []
     return (*sizes, *adapted)
+
+
+def _verifying(limits: SchedulerLimits) -> list[StepSize]:
+    """Return the sizes of steps with drafts, of which there is room for a few."""
+    room = min(limits.sample_rows, limits.max_num_batched_tokens)
+    found = [
+        StepSize(size, draft_rows=min(size * (rows - 1), room - size), rows_each=rows)
+        for size in buckets(min(limits.max_num_seqs, MOST_VERIFYING))
+        for rows in VERIFIED_ROWS
+    ]
+    return [size for size in found if size.draft_rows > 0]
 
 
 class GraphCache:
@@ -112,16 +145,13 @@ class GraphCache:
         self._graphs: dict[StepSize, Graph] = {}
         self.num_bytes = 0
 
-    def size_of(
-        self, num_singles: int, prompt_rows: int = 0, *, is_adapted: bool = False
-    ) -> StepSize | None:
-        """Return the size to which a step is padded; None leaves a step with prompts unpadded."""
+    def size_of(self, step: StepSize) -> StepSize | None:
+        """Return the size to which a step is padded; None leaves it unpadded."""
         for size in self.sizes:
-            if size.is_adapted != is_adapted:
-                continue
-            holds = size.num_singles >= num_singles and size.prompt_rows >= prompt_rows
             # Pads a decode step even without a graph: its sizes have kernels.
-            if holds and (size in self._graphs if prompt_rows else not size.prompt_rows):
+            if size.holds(step) and (
+                size in self._graphs if step.num_rows > step.num_singles else not size.prompt_rows
+            ):
                 return size
         return None
 

@@ -37,14 +37,15 @@ class Geometry:
 
     With a sealed cache an entry that spans several blocks becomes several sequences, see
     `RaggedBatch`. A padded step has one-token sequences in the spare block after the single rows,
-    and at the end sequences without rows and rows without a sequence.
+    and at the end sequences without rows and rows without a sequence; one with drafts has only
+    those.
 
     Attributes:
         query_lens: rows of each sequence.
         block_tables: each sequence's, covering at least its context.
         block_size: token slots.
-        num_decodes: leading sequences with one row.
-        padding: number of padding sequences, the last of these.
+        num_decodes: leading sequences with one row, or with up to `size.rows_each`.
+        padding: number of padding sequences with a row, the last of these.
         spare: of a padded step.
         size: the padded size.
     """
@@ -110,9 +111,9 @@ class Geometry:
         assert spare is not None
         assert size.is_adapted or adapter_slots is None
         singles = plan.num_single_rows
-        padding = size.num_singles - singles
+        padding = 0 if size.draft_rows else size.num_singles - singles
         room = size.num_prompts(None if spare.open_block is None else block_size)
-        empty = room - (len(query_lens) - singles)
+        empty = size.num_singles + room - padding - len(query_lens)
         assert padding >= 0, (size, singles)
         assert empty >= 0, (size, len(query_lens))
 
@@ -173,6 +174,7 @@ class Geometry:
             block_tables=block_tables,
             slot_mapping=tensors.slot_mapping,
             num_decodes=self.num_decodes,
+            decode_rows=1 if self.size is None else self.size.rows_each,
             host_query_lens=tuple(self.query_lens),
             host_context_lens=tuple(self.context_lens),
             sealed=self._sealed(tensors),

@@ -68,6 +68,7 @@ class GraphedSteps(Generic[AnyCache]):
             limits,
             is_adapted=adapters is not None,
             calls_host=self._calls is not None,
+            is_recurrent=spare.state_slot is not None,
         )
         self.graphs = GraphCache(device, sizes, limit_bytes)
         where = device.torch_device
@@ -84,16 +85,33 @@ class GraphedSteps(Generic[AnyCache]):
 
     def size_of(self, plan: Plan) -> StepSize | None:
         """Return the captured size to which a plan is padded; None leaves it unpadded."""
-        is_adapted = has_adapters(plan)
-        if is_decode(plan):
-            return self.graphs.size_of(len(plan.scheduled), is_adapted=is_adapted)
-        singles = plan.num_single_rows
-        others = plan.scheduled[singles:]
-        if len(others) > PROMPTS or any(entry.drafts for entry in others):
+        step = StepSize(plan.num_single_rows, is_adapted=has_adapters(plan))
+        others = plan.scheduled[step.num_singles :]
+        if others and others[-1].drafts:
+            return self._verifying(plan, step)
+        if not is_decode(plan):
+            if len(others) > PROMPTS:
+                return None
+            # Without others, some single row does not sample, as if it were a prompt's.
+            step = step._replace(prompt_rows=max(1, sum(entry.num_tokens for entry in others)))
+        return self.graphs.size_of(step)
+
+    def _verifying(self, plan: Plan, step: StepSize) -> StepSize | None:
+        """Return the captured size for a step with drafts, if all its sequences decode.
+
+        With a sealed cache each must stay in one block, of which it writes the open one.
+        """
+        size, entries = self._cache.block_size, plan.scheduled
+        if not all(entry.samples for entry in entries):
             return None
-        rows = sum(entry.num_tokens for entry in others)
-        # Without others, some single row does not sample, as if it were a prompt's.
-        return self.graphs.size_of(singles, max(1, rows), is_adapted=is_adapted)
+        if self._cut and any(one.start // size < (one.end - 1) // size for one in entries):
+            return None
+        step = step._replace(
+            num_singles=len(entries),
+            draft_rows=sum([entry.num_tokens - 1 for entry in entries]),
+            rows_each=max(entry.num_tokens for entry in entries),
+        )
+        return self.graphs.size_of(step)
 
     def run(
         self, size: StepSize, geometry: Geometry, shape: StepShape, tensors: StepTensors

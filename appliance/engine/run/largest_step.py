@@ -20,25 +20,24 @@ def largest_step(
     *,
     is_sealed: bool,
     is_recurrent: bool = False,
-    verifies: bool = False,
+    is_padded: bool = True,
     is_adapted: bool = False,
 ) -> StepShape:
     """Return the sizes of the largest step, with tables for all blocks of a context.
 
     Args:
-        verifies: a sequence may sample in several rows, to verify drafts; otherwise a step may be
-            padded, to more rows than are scheduled at most.
+        is_padded: a step may be padded, to more rows than are scheduled at most.
     """
     rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
     # Then entries are cut at blocks, and each piece has its own open block.
     pieces = num_open_blocks(num_seqs, rows, block_size) if is_sealed else num_seqs
     num_samples, tiles, spans = limits.sample_rows, 0, 0
-    if not verifies:
-        sizes = step_sizes(limits)
+    if is_padded:
+        sizes = step_sizes(limits, is_recurrent=is_recurrent)
         cut = block_size if is_sealed else None
         pieces = max(pieces, *(size.num_singles + size.num_prompts(cut) for size in sizes))
-        num_samples = max(size.num_samples for size in sizes)
+        num_samples = max(num_samples, *(size.num_samples for size in sizes))
         rows = max(rows, *(size.num_rows for size in sizes))
         tiles = pieces + rows // TILE_ROWS
         spans = num_samples if is_recurrent else 0

@@ -84,7 +84,7 @@ def measure_workspace(
     )
     tiny = device.memory_in_use() - before
     most, captured = limits.max_num_batched_tokens, 0
-    widest = max(size.num_rows for size in step_sizes(limits))
+    widest = max(size.num_rows for size in step_sizes(limits, is_recurrent=is_recurrent))
     own = (*KERNEL_ROWS, *EXPERT_ROWS) if executor.spec.has_experts else KERNEL_ROWS
     several = {*(rows for rows in own if rows < most), limits.max_num_seqs, widest, most}
     sizes = sorted(several)
@@ -112,7 +112,7 @@ def measure_workspace(
         positions = [place for rows, end in spans for place in range(end - rows, end)]
         if rows == most:
             _read(executor, batch, positions, cache, score_tokens)
-        logits = _run(executor.forward, batch, positions, cache, min(rows, limits.max_num_seqs))
+        logits = _run(executor.forward, batch, positions, cache, min(rows, limits.sample_rows))
         _penalize(logits, penalize)
         _mask(logits, mask_tokens)
         _sample(logits, sample_tokens, with_logprobs=rows == most)
@@ -176,7 +176,7 @@ def _penalize(logits: Tensor, penalize: Penalize) -> None:
     zeros = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
     rows = PenaltyRows(zeros - 1, zeros, zeros.float(), zeros.double(), zeros.double())
     penalize(logits, seen, rows, zeros.long())
-    penalize(logits, seen, rows)
+    penalize(logits, seen, rows, zeros.long(), is_counted=True)
 
 
 def _mask(logits: Tensor, mask_tokens: MaskTokens) -> None:

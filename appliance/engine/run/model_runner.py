@@ -98,7 +98,7 @@ class ModelRunner(Generic[AnyCache]):
             cache.block_size,
             is_sealed=is_sealed,
             is_recurrent=states is not None,
-            verifies=not device.is_asynchronous,
+            is_padded=device.is_asynchronous,
             is_adapted=adapters is not None,
         )
         self._staging = Staging(device, largest)
@@ -210,10 +210,10 @@ class ModelRunner(Generic[AnyCache]):
                     # First, so that the prompts' logits and the samples' never exist together.
                     reads = self._reader.launch(hidden, reading)
                 logits = self._executor.logits(hidden[: len(rows)])
-            if settings.has_penalties:
-                read = token_ids.index_select(0, rows)
         else:
             logits, drawn = graphed.run(size, geometry, shape, tensors)
+        if settings.has_penalties and (drawn is None or settings.adjusted or settings.obeying):
+            read = self._staging.token_ids(shape).index_select(0, tensors.sample_rows)
         sampling = sampling_rows(plan.scheduled)
         self._places = {entry.sequence: place for place, entry in enumerate(sampling)}
         if not sampling:

@@ -136,7 +136,7 @@ class Sampler:
             logits: (num_samples, vocab_size) float32; changed in place.
             entries: in row order; padding rows may follow.
             latest: see `choose`.
-            read: see `choose`; needed without `drawn`.
+            read: see `choose`; needed with penalties where it draws.
             drawn: (num_samples,) int64, the result of `choose` for the same logits; ignored if
                 single logits are adjusted or a grammar bans tokens.
         """
@@ -157,8 +157,10 @@ class Sampler:
                 assert self._grammars is not None
                 self._grammars.apply(logits, masks)
             if settings.has_penalties:
-                uncounted = read if drawn is None else None
-                self._penalize(logits, self._seen.table, tensors.penalties, uncounted)
+                assert read is not None
+                counted = drawn is not None
+                penalties = tensors.penalties
+                self._penalize(logits, self._seen.table, penalties, read, is_counted=counted)
             adjustments.apply(logits, self._device)
             drawn = self._sample_tokens(logits, tensors.sampling)
             # A synchronous device has no later step that reads tokens there.

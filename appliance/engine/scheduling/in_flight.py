@@ -46,6 +46,11 @@ class InFlight:
         del self.entries[entry.sequence]
         return True
 
+    @property
+    def has_drafts(self) -> bool:
+        """True if the next rows of some sequence depend on what is accepted."""
+        return any(entry.drafts for own in self.entries.values() for entry in own)
+
     def clear(self) -> list[Sequence]:
         """Remove all entries; return their sequences in rank order."""
         sequences = sorted(self.entries, key=rank)

@@ -132,7 +132,9 @@ def may_draft(num_prompts: int, num_startable: int) -> bool:
     return not (num_prompts or num_startable)
 
 
-def most_drafts(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
+def most_drafts(
+    sequence: Sequence, num_left: int, bounds: Bounds, *, is_ahead: bool = False
+) -> int:
     """Return the maximum number of drafts for a running answer in a step.
 
     None for beams, which depend on all results of a step. Each draft may become a token, and one
@@ -141,9 +143,11 @@ def most_drafts(sequence: Sequence, num_left: int, bounds: Bounds) -> int:
 
     Args:
         num_left: its own rows in this step.
+        is_ahead: a step in flight samples the token before them.
     """
-    num_tokens = len(sequence.token_ids)
-    if sequence.request.sampling.use_beam_search or sequence.num_computed + num_left < num_tokens:
+    num_tokens = len(sequence.token_ids) + is_ahead
+    computed = len(sequence.token_ids) if is_ahead else sequence.num_computed
+    if sequence.request.sampling.use_beam_search or computed + num_left < num_tokens:
         return 0
     room = min(bounds.max_tokens, sequence.max_tokens) - num_tokens
     most = min(room - 1, MAX_DRAFTS, MAX_ANSWER_ROWS - num_left)

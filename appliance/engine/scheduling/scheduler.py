@@ -55,7 +55,8 @@ class Scheduler:
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: the runner can feed a sampled token to the next plan by itself.
         tiers: keep evicted content; None keeps nothing.
-        speculator: proposes drafts; None runs none. Excludes `look_ahead`.
+        speculator: proposes drafts; None runs none. With `look_ahead` no plan is made while drafts
+            are in flight, nor while its own next drafts promise more than planning ahead.
     """
 
     def __init__(
@@ -68,7 +69,6 @@ class Scheduler:
         tiers: Tiers | None = None,
         speculator: Speculates | None = None,
     ) -> None:
-        assert speculator is None or not look_ahead, "what follows a draft is not known"
         assert limits.max_num_seqs <= MAX_OWNER, "slots are written down in 16 bits"
         bounds = Bounds(
             limits,
@@ -168,9 +168,8 @@ class Scheduler:
             now: monotonic seconds.
 
         Returns:
-            None if there is nothing to run; without a plan in flight, that means no work at all, or
-                only
-            sequences that wait for the disk.
+            None if there is nothing to run before the plan in flight is committed; without one,
+            that means no work at all, or only sequences that wait for the disk.
         """
         state = self._state
         state.blocks.metadata.begin_step(now)
@@ -178,6 +177,8 @@ class Scheduler:
         state.wake()
         decodes, prompts = wanted_rows(state)
         state.in_flight.starved = None
+        if self._waits(decodes, prompts):
+            return None
         drafts = self._drafts(decodes, prompts)
         for place, (sequence, num_left) in enumerate(decodes, 1):
             if num_left > 1:
@@ -249,22 +250,44 @@ class Scheduler:
         assert next(results, None) is None, "there are more results than the plan has rows for"
         return updates
 
+    def _waits(self, decodes: Rows, prompts: Rows) -> bool:
+        """Return True if the plan in flight decides what the next one should hold."""
+        speculator, in_flight = self._speculator, self._state.in_flight
+        if speculator is None or not in_flight.entries:
+            return False
+        if in_flight.has_drafts:
+            return True
+        if not self._may_draft(decodes, prompts):
+            return False
+        ahead = [(one, rows) for one, rows in decodes if one in in_flight.entries]
+        # Their next token is on its way: the drafts are those after it.
+        bounds = self._state.bounds
+        most = [(one, rows, most_drafts(one, rows, bounds, is_ahead=True)) for one, rows in ahead]
+        return bool(ahead) and speculator.awaits(most, self._room(decodes))
+
     def _drafts(self, decodes: Rows, prompts: Rows) -> dict[Sequence, tuple[int, ...]]:
         """Ask for drafts, in steps that may hold some."""
-        state, speculator = self._state, self._speculator
-        num_startable = len(state.waiting) if state.slots else 0
-        if speculator is None or not decodes or not may_draft(len(prompts), num_startable):
+        speculator, in_flight = self._speculator, self._state.in_flight
+        if speculator is None or not self._may_draft(decodes, prompts):
             return {}
-        limits = state.bounds.limits
-        room = min(
-            limits.max_num_batched_tokens - sum([rows for _, rows in decodes]) - len(prompts),
+        bounds = self._state.bounds
+        most = [
+            (one, rows, 0 if one in in_flight.entries else most_drafts(one, rows, bounds))
+            for one, rows in decodes
+        ]
+        return speculator.propose(most, self._room(decodes))
+
+    def _may_draft(self, decodes: Rows, prompts: Rows) -> bool:
+        num_startable = len(self._state.waiting) if self._state.slots else 0
+        return bool(decodes) and may_draft(len(prompts), num_startable)
+
+    def _room(self, decodes: Rows) -> int:
+        """Return the number of drafts that a step of answers has room for."""
+        limits = self._state.bounds.limits
+        return min(
+            limits.max_num_batched_tokens - sum([rows for _, rows in decodes]),
             limits.sample_rows - len(decodes),
         )
-        most = [
-            (sequence, rows, most_drafts(sequence, rows, state.bounds))
-            for sequence, rows in decodes
-        ]
-        return speculator.propose(most, room)
 
     def _commit_run(
         self, entry: ScheduledSequence, results: Ordered[Sampled], updates: list[Update]
@@ -298,11 +321,15 @@ class Scheduler:
                 state.requeue(sequence)
         state.tiers.discard_saves()
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn a step's duration, to size the prompt rows and drafts of others."""
+    def observe(self, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None:
+        """Learn a step's duration, to size the prompt rows and drafts of others.
+
+        Args:
+            is_ahead: the step was planned while the one before it ran.
+        """
         self._state.budget.observe(load, seconds)
         if self._speculator is not None:
-            self._speculator.observe(load, seconds)
+            self._speculator.observe(load, seconds, is_ahead=is_ahead)
 
     def stats(self) -> EngineStats:
         """Return the scheduler's part of the snapshot; the engine adds times."""

@@ -31,11 +31,20 @@ class Speculates(Protocol):
         """
         ...
 
+    def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
+        """Return True if drafts after the results in flight promise more than planning ahead.
+
+        Args:
+            answers: in flight without drafts; see `propose`.
+            room: drafts in all.
+        """
+        ...
+
     def check(self, request: Request) -> None:
         """Raise RequestError if a request excludes speculation."""
         ...
 
-    def observe(self, load: StepLoad, seconds: float) -> None: ...
+    def observe(self, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None: ...
 
     def end(self, sequence: Sequence) -> None: ...
 

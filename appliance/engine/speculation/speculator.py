@@ -54,27 +54,14 @@ class Speculator:
     def propose(
         self, answers: Ordered[tuple[Sequence, int, int]], room: int
     ) -> dict[Sequence, tuple[int, ...]]:
-        acceptance = self.controller.acceptance
-        asked = []
-        for sequence, _, most in answers:
-            acceptance.learn(sequence)
-            if most > 0:
-                asked.append((sequence, min(most, self._most)))
-        proposals: dict[Sequence, Proposal] = {}
-        most_of = dict(asked)
-        for proposer in self._proposers:
-            if not asked:
-                break
-            proposals |= proposer.propose(asked)
-            asked = [one for one in asked if one[0] not in proposals]
+        most_of = {one: min(most, self._most) for one, _, most in answers if most > 0}
+        proposals = self._proposed(most_of)
         own_rows = sum([rows for _, rows, _ in answers])
         drafted = self._drafted(most_of, proposals, own_rows, len(answers))
         proposals |= drafted
         if not proposals:
             return {}
-        proposals = self._allowed(proposals)
-        for sequence, proposal in proposals.items():
-            acceptance.watch(sequence, proposal)
+        proposals = self._watched(proposals)
         chosen = self.controller.choose(proposals, own_rows, len(answers), room)
         if self._drafting is not None and self._drafting.is_trial:
             for sequence in drafted.keys() & proposals.keys():
@@ -84,6 +71,12 @@ class Speculator:
         return {
             sequence: proposals[sequence].token_ids[:count] for sequence, count in chosen.items()
         }
+
+    def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
+        most_of = {one: min(most, self._most) + 1 for one, _, most in answers if most > 0}
+        proposals = self._watched(self._proposed(most_of))
+        own_rows = sum([rows for _, rows, _ in answers])
+        return self.controller.awaits(proposals, own_rows, len(answers), room)
 
     def check(self, request: Request) -> None:
         """Refuse beam search if the settings require speculation.
@@ -99,10 +92,10 @@ class Speculator:
                 param="use_beam_search",
             )
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
+    def observe(self, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None:
         """See `Speculates`; excludes drafting time from the cost of rows."""
         spent, self._spent = self._spent, 0.0
-        self.controller.observe(load, seconds - spent)
+        self.controller.observe(load, seconds - spent, is_ahead=is_ahead)
         if self._drafting is not None:
             run, self._run = self._run, {}
             gained = sum([len(one.token_ids) - before - 1 for one, before in run.items()])
@@ -115,6 +108,25 @@ class Speculator:
             proposer.end(sequence)
         if self._drafting is not None:
             self._drafting.end(sequence)
+
+    def _proposed(self, most_of: Mapping[Sequence, int]) -> dict[Sequence, Proposal]:
+        """Ask the fast proposers, each for the sequences that those before it leave."""
+        for sequence in most_of:
+            self.controller.acceptance.learn(sequence)
+        proposals: dict[Sequence, Proposal] = {}
+        for proposer in self._proposers:
+            asked = [(one, most) for one, most in most_of.items() if one not in proposals]
+            if not asked:
+                break
+            proposals |= proposer.propose(asked)
+        return proposals
+
+    def _watched(self, proposals: dict[Sequence, Proposal]) -> dict[Sequence, Proposal]:
+        """Return what grammars allow of proposals; learn from it once the next tokens are there."""
+        proposals = self._allowed(proposals)
+        for sequence, proposal in proposals.items():
+            self.controller.acceptance.watch(sequence, proposal)
+        return proposals
 
     def _drafted(
         self,

@@ -4,8 +4,8 @@
     scripts/benchmark adapters --adapters 100 --slots 8 --requests 400
     scripts/benchmark adapters --shape 1B --adapters 8 --requests 8   # random weights of 4 bits
 
-Steps of answers are compared in alternation, in one process, by the processor's time where one
-thread computes, so that other work on the machine counts little:
+Steps of answers are compared pair by pair, of two engines in one process, by the processor's time
+where one thread computes, so that other work on the machine counts little:
 
 - `unused_ratio`: slots for adapters that no request uses, over an engine without slots.
 - `one_ratio`: batch 1 with an adapter over batch 1 without.
@@ -90,57 +90,77 @@ def load(options: Namespace, model: Path, **settings: Any) -> LLMEngine:
     return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
 
 
-def decode_seconds(
-    engine: LLMEngine,
-    adapters: Sequence[AdapterRef | None],
-    tokens: int,
-    clock: Callable[[], float],
-) -> float:
-    """Return the median time of a step in which each of some requests goes on by a token."""
-    for number, adapter in enumerate(adapters):
-        engine.submit(request(f"r{number}", number, tokens, adapter))
-    taken = []
-    while engine.has_work:
+class Answers:
+    """Requests of one engine that go on together, a token a step.
+
+    Args:
+        adapters: of each request.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, adapters: Sequence[AdapterRef | None], tokens: int
+    ) -> None:
+        self._engine, self._count = engine, len(adapters)
+        for number, adapter in enumerate(adapters):
+            engine.submit(request(f"r{number}", number, tokens, adapter))
+
+    def step(self, clock: Callable[[], float]) -> float | None:
+        """Return a step's seconds; None if it holds a prompt or not all requests."""
         begin = clock()
-        engine.step()
-        seconds, stats = clock() - begin, engine.stats()
-        if stats.step_decode_tokens == len(adapters) and not stats.step_prefill_tokens:
+        self._engine.step()
+        seconds, stats = clock() - begin, self._engine.stats()
+        is_whole = stats.step_decode_tokens == self._count and not stats.step_prefill_tokens
+        return seconds if is_whole else None
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+
+def decode_seconds(engine: LLMEngine, adapters: Sequence[AdapterRef | None], tokens: int) -> float:
+    """Return the median time of a step in which each of some requests goes on by a token."""
+    answers, taken = Answers(engine, adapters, tokens), []
+    while answers.has_work:
+        seconds = answers.step(time.perf_counter)
+        if seconds is not None:
             taken.append(seconds)
     return statistics.median(taken)
 
 
 def steps(options: Namespace, bare: LLMEngine, adapted: LLMEngine, refs: list[AdapterRef]) -> Any:
-    """Compare steps in alternation; ratios are medians of those of each round."""
+    """Compare pairs of steps, one of each engine; ratios are medians over all pairs."""
     clock = time.process_time if options.threads == 1 else time.perf_counter
     none: list[AdapterRef | None] = [None] * options.slots
-    kinds: dict[str, tuple[LLMEngine, Sequence[AdapterRef | None]]] = {
-        "bare": (bare, none[:1]),
-        "unused": (adapted, none[:1]),
-        "one": (adapted, refs[:1]),
-        "bare_batch": (bare, none),
-        "unused_batch": (adapted, none),
-        "several": (adapted, refs[: options.slots]),
-        "same": (adapted, refs[:1] * options.slots),
+    kinds: dict[str, Sequence[AdapterRef | None]] = {
+        "unused": none[:1],
+        "one": refs[:1],
+        "unused_batch": none,
+        "several": refs[: options.slots],
+        "same": refs[:1] * options.slots,
     }
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for turn in range(options.rounds + 1):
-        for kind, (engine, adapters) in kinds.items():
-            seconds = decode_seconds(engine, adapters, options.tokens, clock)
-            if turn:  # the first one warms up
-                found[kind].append(seconds)
-
-    def ratio(kind: str, base: str) -> float:
-        pairs = zip(found[kind], found[base], strict=True)
-        return round(statistics.median(one / other for one, other in pairs), 3)
-
+        for kind, adapters in kinds.items():
+            both = (
+                Answers(bare, [None] * len(adapters), options.tokens),
+                Answers(adapted, adapters, options.tokens),
+            )
+            while both[0].has_work:
+                base, seconds = (answers.step(clock) for answers in both)
+                if turn and base is not None and seconds is not None:  # the first one warms up
+                    found[kind].append((base, seconds))
+            assert not both[1].has_work
     return {
         "clock": clock.__name__,
-        "ms": {kind: round(1e3 * statistics.median(times), 3) for kind, times in found.items()},
-        "unused_ratio": ratio("unused", "bare"),
-        "unused_batch_ratio": ratio("unused_batch", "bare_batch"),
-        "one_ratio": ratio("one", "bare"),
-        "several_ratio": ratio("several", "bare_batch"),
-        "same_ratio": ratio("same", "bare_batch"),
+        "pairs": len(found["one"]),
+        "ms": {
+            kind: [round(1e3 * statistics.median(times), 3) for times in zip(*pairs, strict=True)]
+            for kind, pairs in found.items()
+        },
+        **{
+            f"{kind}_ratio": round(statistics.median(one / base for base, one in pairs), 3)
+            for kind, pairs in found.items()
+        },
     }
 
 
@@ -194,7 +214,7 @@ def peer_throughput(
     ]
     speeds: dict[str, list[float]] = {"ours": [], "llama.cpp": []}
     for turn in range(options.rounds + 1):
-        seconds = decode_seconds(engine, own, options.tokens, time.perf_counter)
+        seconds = decode_seconds(engine, own, options.tokens)
         begin = time.perf_counter()
         answered = peer.ask({"bodies": bodies})
         took = time.perf_counter() - begin

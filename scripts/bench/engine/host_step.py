@@ -6,7 +6,10 @@
 The engine runs on a device that executes nothing: the model and the sampling kernels return at
 once, and a graph's replay is an empty call. That leaves the host's work for a step, from the plan
 to the encoded report of its tokens, in CPU milliseconds of one thread. It leaves out the CUDA
-driver's time for each copy, kernel and graph, so these are counted. By part:
+driver's time for each copy, kernel and graph, so these are counted.
+
+All of it is hidden while the device runs the step before, except with `drafts`: a step that follows
+drafts is planned when these are verified, so the device waits for all of the host's work. By part:
 
     plan    the scheduler's decision
     stage   writing the step's inputs into the buffer that is copied to the device
@@ -38,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from appliance.bench.figures import percentile
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
+from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.messages import EngineInfo
 from appliance.engine.process.framing import encode_frame
 from appliance.engine.rates import Rates
@@ -45,7 +49,7 @@ from appliance.engine.request import Request
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import stage
 from appliance.engine.run.block_moves import HostMoves
-from appliance.engine.run.cuda_graphs import PROMPTS, StepSize
+from appliance.engine.run.cuda_graphs import MOST_ROWS, PROMPTS, StepSize
 from appliance.engine.run.geometry import Spare
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
@@ -53,15 +57,22 @@ from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.speculation.proposal import Proposal
+from appliance.engine.speculation.row_costs import RowCosts
+from appliance.engine.speculation.speculator import Speculator
+from appliance.engine.speculation.suffix import SuffixProposer
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.token_scores.reference import score_tokens
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Ordered
+
     from numpy.typing import NDArray
 
     from appliance.engine.run.device import Event, Graph
+    from appliance.engine.sequence import Sequence
 
 BLOCK_SIZE = 32  # as on CUDA
 VOCABULARY = 4096  # little arithmetic, and about as many different tokens as a long prompt has
@@ -76,9 +87,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "bias": {"temperature": 0.8, "logit_bias": dict.fromkeys(range(8), -1.0)},
     "logprobs": {"temperature": 0.8, "logprobs": 5},
+    "drafts": {"temperature": 0.0},
 }
+MOST_DRAFTING = 16  # sequences; with more there is hardly room for drafts
 # Log probabilities are computed outside of the graph, so they get a vocabulary that is little work.
 VOCABULARIES = {"logprobs": 64}
+TOKEN = 7  # of all answers
+TOKENS = (1, MOST_ROWS)  # most of a step, without drafts and with some
 PARTS = ("plan", "stage", "launch", "sample", "read", "commit", "report", "other")
 ENQUEUED = (
     *("copies to the device", "copies to the host", "replays", "kernels", "operators"),
@@ -165,7 +180,7 @@ class Stub:
     def __init__(self, rows: int, vocab_size: int, counts: Counter[str]) -> None:
         self.spec = SimpleNamespace(vocab_size=vocab_size)
         self.logits = torch.zeros(rows, vocab_size)
-        self.tokens = torch.full((rows,), 7)
+        self.tokens = torch.full((rows,), TOKEN)
         self.counts = counts
 
     def forward(self, token_ids: Tensor, *arguments: Any) -> Tensor:
@@ -178,8 +193,24 @@ class Stub:
         self.counts["kernels"] += SAMPLING_KERNELS
         return self.tokens[: len(logits)]
 
-    def penalize(self, *arguments: Any) -> None:
+    def penalize(self, *arguments: Any, is_counted: bool = False) -> None:
         self.counts["kernels"] += 1
+
+
+class Same(SuffixProposer):
+    """Reads answers as ever, and proposes the token that the model repeats."""
+
+    def propose(self, answers: Ordered[tuple[Sequence, int]]) -> dict[Sequence, Proposal]:
+        """Propose the most tokens for each answer."""
+        super().propose(answers)
+        return {one: Proposal((TOKEN,) * most, "suffix", 32) for one, most in answers}
+
+
+class FreeRows(RowCosts):
+    """Rows that cost nothing, so that all drafts are run."""
+
+    def seconds(self, rows: int) -> float:
+        return 1.0
 
 
 class Stopwatch:
@@ -208,11 +239,15 @@ class Stopwatch:
         return timed
 
 
-def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevice]:
+def build(
+    batch: int, context: int, vocab_size: int, *, drafts: bool = False
+) -> tuple[LLMEngine, NoDevice]:
     device = NoDevice()
-    limits = SchedulerLimits(batch, batch * context, 2 * context)  # all prompts at once
+    # All prompts at once.
+    limits = SchedulerLimits(batch, batch * context, 2 * context, verifies=drafts)
     num_blocks = 2 * batch * context // BLOCK_SIZE
-    stub: Any = Stub(batch + PROMPTS, vocab_size, device.counts)
+    rows = max(batch + PROMPTS, limits.sample_rows)
+    stub: Any = Stub(rows, vocab_size, device.counts)
     runner: ModelRunner[Any] = ModelRunner(
         stub,
         stub,
@@ -240,14 +275,19 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
         kv_bytes=0, workspace_bytes=0, memory_bytes=0, load_seconds=0.0, fingerprint="none",
     )  # fmt: skip
     tiers = Tiers.none(blocks)
-    scheduler = Scheduler(blocks, limits, look_ahead=True, tiers=tiers)
+    speculator = None
+    if drafts:
+        speculator = Speculator((Same(),), Matchers(vocab_size, ()), MOST_ROWS - 1)
+        speculator.controller.costs = speculator.controller.ahead_costs = FreeRows()
+    scheduler = Scheduler(blocks, limits, look_ahead=True, tiers=tiers, speculator=speculator)
     return LLMEngine(scheduler, tiers, runner, info), device
 
 
 def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevice]:
     """Return an engine that decodes all its requests by replaying a graph."""
     vocab_size = VOCABULARIES.get(setting, VOCABULARY)
-    engine, device = build(batch, context, vocab_size)
+    drafts = setting == "drafts"
+    engine, device = build(batch, context, vocab_size, drafts=drafts)
     sampling = SamplingParams(max_tokens=None, ignore_eos=True, **SETTINGS[setting])
     noise = random.Random(batch)
     for number in range(batch):
@@ -257,6 +297,7 @@ def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevic
         engine.step()
     for _ in range(8):
         engine.step()
+    assert bool(engine.stats().draft_tokens_total) == drafts
     assert StepSize(batch) in engine._runner.graphs.captured  # type: ignore[attr-defined]
     return engine, device
 
@@ -333,10 +374,11 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.disable()  # as little of it as in an engine between two requests
     cases = [
-        (batch, setting, context, options.steps)
+        (batch, setting, context, min(options.steps, context // 2 // TOKENS[setting == "drafts"]))
         for setting in options.settings
         for context in options.contexts
         for batch in options.batches
+        if setting != "drafts" or batch <= MOST_DRAFTING
     ]
     if options.profile:
         for case in cases:

@@ -123,9 +123,28 @@ class Counts(NamedTuple):
     answers: dict[str, list[int]]
 
 
-def run(engine: LLMEngine, prompts: list[list[int]], options: Any, salt: str) -> Counts:
-    """Answer all prompts at once; answers of another `salt` are not copied."""
-    for number, prompt in enumerate(prompts):
+def run(
+    engine: LLMEngine, prompts: list[list[int]], streams: int, options: Any, salt: str
+) -> Counts:
+    """Answer all prompts, so many at a time; answers of another `salt` are not copied."""
+    parts = [
+        answer(engine, list(enumerate(prompts))[first : first + streams], options, salt)
+        for first in range(0, len(prompts), streams)
+    ]
+    return Counts(
+        seconds=sum(part.seconds for part in parts),
+        processor_seconds=sum(part.processor_seconds for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        steps=sum(part.steps for part in parts),
+        answers={name: ids for part in parts for name, ids in part.answers.items()},
+    )
+
+
+def answer(
+    engine: LLMEngine, prompts: Ordered[tuple[int, list[int]]], options: Any, salt: str
+) -> Counts:
+    """Answer numbered prompts at once."""
+    for number, prompt in prompts:
         sampling = SamplingParams(
             temperature=options.temperature,
             seed=number,
@@ -156,20 +175,22 @@ def run(engine: LLMEngine, prompts: list[list[int]], options: Any, salt: str) ->
     return Counts(seconds, processor, tokens, steps, found)
 
 
-def compare(engine: LLMEngine, prompts: list[list[int]], options: Any) -> dict[str, Any]:
+def compare(
+    engine: LLMEngine, prompts: list[list[int]], streams: int, options: Any
+) -> dict[str, Any]:
     """Run prompts with the draft model and without, in alternation."""
     speculator: Any = engine._scheduler._speculator
     runs: dict[bool, list[Counts]] = {True: [], False: []}
     if options.shape:
         engine._scheduler._speculator = None
-        answers = run(engine, prompts, options, "first").answers
+        answers = run(engine, prompts, streams, options, "first").answers
         proposer = speculator._drafting._proposer
         proposer._model = Agreeing(own_model(proposer), answers, options.accepted)
     before = engine.stats()
     for repeat in range(options.repeats + 1):
         for on, found in runs.items():
             engine._scheduler._speculator = speculator if on else None
-            found.append(run(engine, prompts, options, f"{len(prompts)} {on} {repeat}"))
+            found.append(run(engine, prompts, streams, options, f"{streams} {on} {repeat}"))
         assert runs[True][-1].answers == runs[False][-1].answers, "it changed an answer"
     engine._scheduler._speculator = speculator
     after = engine.stats()
@@ -180,7 +201,7 @@ def compare(engine: LLMEngine, prompts: list[list[int]], options: Any) -> dict[s
     return {
         "accepted_share": round(accepted / max(1, drafted), 3),
         "token_acceptance": round(learned.hits / learned.tokens, 3),
-        "tokens_per_step": round(pairs[-1][0].tokens / pairs[-1][0].steps / len(prompts), 3),
+        "tokens_per_step": round(pairs[-1][0].tokens / pairs[-1][0].steps / streams, 3),
         "tokens_per_second": spread([on.tokens / on.seconds for on, _ in pairs]),
         "tokens_per_second_off": spread([off.tokens / off.seconds for _, off in pairs]),
         "speed_ratio": round(
@@ -235,7 +256,7 @@ def measure(path: Path, prompts: list[list[int]], options: Any) -> dict[str, Any
     if options.shape:
         result["accepted"] = options.accepted
     for streams in options.streams:
-        result[f"{streams} streams"] = compare(engine, prompts[:streams], options)
+        result[f"{streams} streams"] = compare(engine, prompts, streams, options)
     return result
 
 

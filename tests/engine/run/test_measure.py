@@ -11,7 +11,7 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.limits import LOGIT_ROWS
+from appliance.engine.limits import LOGIT_ROWS, SAMPLE_ROWS
 from appliance.engine.loading import load_parts
 from appliance.engine.run import measure
 from appliance.engine.run.host_device import HostDevice
@@ -141,8 +141,9 @@ def test_the_largest_step_is_run_and_peaks_are_read(
     assert positions[0] == context - 1
     assert int(positions.max()) < context
     assert batch.block_tables.shape[1] == -(-context // 16)
-    assert wanted.tolist() == [0, 1, 2, 3, 4]
-    assert sampled[-1][0] == (5, 100)
+    most = min(rows, SAMPLE_ROWS)  # with drafts
+    assert wanted.tolist() == list(range(most))
+    assert sampled[-1][0] == (most, 100)
     assert all(share < 1.0 for share in sampled[-1][1])
     assert model.read == [(rows, min(rows, LOGIT_ROWS))]
 

@@ -14,6 +14,7 @@ from late_device import LateDevice
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.limits import SAMPLE_ROWS
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason, Request
@@ -152,16 +153,21 @@ def test_sealed_blocks_say_the_same_with_and_without_graphs(tiny_llama: Path, kv
 def test_all_graphs_are_there_before_the_first_request(tiny_llama: Path) -> None:
     device = LateDevice()
     engine = load(tiny_llama, device, max_num_seqs=9)
-    graphs = graphs_of(engine)
-    decodes, mixed = (1, 2, 4, 8, 9), (StepSize(8, 32), StepSize(8, 64))
-    assert graphs.captured == tuple(sorted([*map(StepSize, decodes), *mixed]))
-    assert device.captures == 7
+    graphs, decodes = graphs_of(engine), (1, 2, 4, 8, 9)
+    drafts = [
+        StepSize(size, draft_rows=min(size * (rows - 1), SAMPLE_ROWS - size), rows_each=rows)
+        for size in decodes
+        for rows in (2, 4, 8)
+    ]
+    mixed = StepSize(8, 32), StepSize(8, 64)
+    assert graphs.captured == tuple(sorted([*map(StepSize, decodes), *mixed, *drafts]))
+    assert device.captures == 22
     five = [request(f"r{i}", prompt(20 + i, i), ignore_eos=True) for i in range(5)]
     expected = run(load(tiny_llama, None), *five)
     for _ in range(2):
         assert run(engine, *five) == expected
         assert run(engine, five[0]) == {("r0", 0): expected["r0", 0]}
-    assert device.captures == 7, "no request waits for a capture"
+    assert device.captures == 22, "no request waits for a capture"
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int4-sealed"])
@@ -200,7 +206,8 @@ def answers_of(deltas: Iterable[SequenceDelta], answers: dict[tuple[str, int], l
 
 def test_graphs_are_told_while_they_are_made(tiny_llama: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    load_telling(lambda *now: told.append(now), tiny_llama, LateDevice(), {"max_num_seqs": 3})
+    options = {"max_num_seqs": 3, "speculate": "off"}
+    load_telling(lambda *now: told.append(now), tiny_llama, LateDevice(), options)
     assert [now for now in told if now[0] == "graphs"] == [("graphs", i, 5) for i in range(6)]
 
 

@@ -118,7 +118,8 @@ def test_what_a_graph_has_drawn_counts_unless_single_logits_are_adjusted() -> No
         assert tensors.penalties.counted.any() == (step > 0)
         read = torch.tensor([*(one.sequence.token_ids[-1] for one in entries), 0])
         drawn = sampler.choose(logits.clone(), read, tensors, latest)
-        found = sampler.launch(logits, entries, settings, tensors, latest, drawn=drawn).read()
+        step_of = (logits, entries, settings, tensors, latest)
+        found = sampler.launch(*step_of, read=read, drawn=drawn).read()
         assert found == expected
         for one, result in zip(entries, found, strict=True):
             one.sequence.token_ids.append(result.token_id)

@@ -8,7 +8,15 @@ import torch
 from late_device import LateDevice
 
 from appliance.engine.limits import SchedulerLimits
-from appliance.engine.run.cuda_graphs import PROMPTS, GraphCache, StepSize, buckets, step_sizes
+from appliance.engine.run.cuda_graphs import (
+    MOST_ROWS,
+    MOST_VERIFYING,
+    PROMPTS,
+    GraphCache,
+    StepSize,
+    buckets,
+    step_sizes,
+)
 from appliance.engine.run.device import CaptureError, Graph
 from appliance.engine.run.host_device import HostDevice
 from appliance.engine.run.staging import ALIGNMENT, Staging, StepShape
@@ -92,7 +100,7 @@ def test_buckets_rise_to_the_largest_batch_and_waste_little(most: int) -> None:
     assert all(low < high for low, high in pairwise(sizes))
     cache = GraphCache(HostDevice(), step_sizes(SchedulerLimits(most, 2048, 4096)), 0)
     for rows in range(1, most + 1):
-        size = cache.size_of(rows)
+        size = cache.size_of(StepSize(rows))
         assert size is not None
         assert rows <= size.num_rows <= min(most, max(2 * rows - 1, rows + 31))
 
@@ -104,18 +112,40 @@ def test_steps_with_prompts_are_padded_to_what_has_a_graph(most: int) -> None:
     assert len(set(sizes)) == len(sizes)
     assert max(size.num_rows for size in sizes) <= 875
     cache = GraphCache(HostDevice(), sizes, 1)
-    assert cache.size_of(0, 20) is None, "nothing is captured yet"
+    assert cache.size_of(StepSize(0, 20)) is None, "nothing is captured yet"
     for size in sizes:
         cache.capture(size, lambda: None)
     for singles in range(most):
         for rows in (2, 32, 33, 150):
-            found = cache.size_of(singles, rows)
+            found = cache.size_of(StepSize(singles, rows))
             assert found is not None
             assert found.num_singles <= max(8, 4 * singles)
             assert singles <= found.num_singles < max(most, 1)
             assert rows <= found.prompt_rows <= max(32, 2 * rows)
             assert found.num_samples == found.num_singles + PROMPTS
-    assert cache.size_of(0, 600) is None
+    assert cache.size_of(StepSize(0, 600)) is None
+
+
+@pytest.mark.parametrize("most", [1, 2, 9, 16, 64])
+def test_steps_with_drafts_are_padded_to_what_has_a_graph(most: int) -> None:
+    limits = SchedulerLimits(most, 700, 4096)
+    cache = GraphCache(HostDevice(), step_sizes(limits), 1)
+    for size in cache.sizes:
+        assert size.num_rows <= max(limits.sample_rows, 875)
+        cache.capture(size, lambda: None)
+    for sequences in range(1, min(most, MOST_VERIFYING) + 1):
+        for each in range(1, MOST_ROWS):
+            step = StepSize(sequences, draft_rows=each, rows_each=1 + each)
+            found = cache.size_of(step)
+            assert found is not None
+            assert found.holds(step)
+            assert found.rows_each <= 2 * step.rows_each
+            assert found.num_samples == found.num_rows <= limits.sample_rows
+            assert not cache.size_of(StepSize(sequences)).draft_rows  # type: ignore[union-attr]
+    assert cache.size_of(StepSize(1, draft_rows=8, rows_each=9)) is None
+    assert not any(size.draft_rows for size in step_sizes(limits, is_recurrent=True))
+    off = SchedulerLimits(most, 700, 4096, verifies=False)
+    assert not any(size.draft_rows for size in step_sizes(off))
 
 
 @pytest.mark.parametrize("most", [1, 2, 9, 64, 256])
@@ -126,7 +156,7 @@ def test_a_chunk_that_fills_a_step_has_a_graph_whatever_is_beside_it(most: int) 
     for size in cache.sizes:
         cache.capture(size, lambda: None)
     for singles in range(most):
-        found = cache.size_of(singles, budget - singles)
+        found = cache.size_of(StepSize(singles, budget - singles))
         assert found is not None
         assert found.num_rows <= budget * 5 // 4
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 import pytest
 from plan_judge import num_results
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import Plan, Sampled
+from appliance.engine.plan import Plan, Sampled, StepLoad
 from appliance.engine.request import FinishReason, Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.sequence import Sequence
 
 EOS = 2
 Row = tuple[str, int, int, bool, bool]  # request, first row, rows, samples, follows
@@ -78,6 +80,49 @@ def test_without_it_sequences_in_flight_are_left_alone() -> None:
     add(engine, "a", 3)
     engine.plan()
     assert engine.scheduler.plan(now=0.0) is None
+
+
+class Waiting:
+    """Drafts after results that it waits for, if told so."""
+
+    waits = False
+
+    def awaits(self, answers: Ordered[tuple[Sequence, int, int]], room: int) -> bool:
+        """See `Speculates`; the next token of each is on its way."""
+        assert room > 0
+        assert all(most > 0 for _, _, most in answers)
+        return self.waits
+
+    def propose(
+        self, answers: Ordered[tuple[Sequence, int, int]], room: int
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """See `Speculates`."""
+        return {one: (51, 52) for one, _, most in answers if most and self.waits}
+
+    def check(self, request: Request) -> None: ...
+    def observe(self, load: StepLoad, seconds: float, *, is_ahead: bool = False) -> None: ...
+    def end(self, sequence: Sequence) -> None: ...
+
+
+def test_nothing_is_planned_behind_drafts_nor_while_they_promise_more() -> None:
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, context_length=100)
+    drafts = Waiting()
+    blocks = BlockManager(32, 4)
+    engine = Pipeline(Scheduler(blocks, limits, (EOS,), look_ahead=True, speculator=drafts))
+    add(engine, "a", 3)
+    first, second = engine.plan(), engine.plan()
+    assert rows(second) == [("a", 3, 1, True, True)], "it plans ahead while nothing is promised"
+    engine.commit(first, 50)
+    drafts.waits = True
+    assert engine.scheduler.plan(now=0.0) is None
+    engine.commit(second, 50)
+    third = engine.plan()
+    assert [entry.drafts for entry in third.scheduled] == [(51, 52)]
+    drafts.waits = False
+    assert engine.scheduler.plan(now=0.0) is None, "its next row depends on what is accepted"
+    updates = engine.scheduler.commit(third, [Sampled(51), Sampled(60), Sampled(61)])
+    assert [update.token_ids for update in updates] == [(51, 60)]
+    assert rows(engine.plan()) == [("a", 6, 1, True, False)]
 
 
 def test_chunks_of_a_prompt_are_planned_one_ahead() -> None:

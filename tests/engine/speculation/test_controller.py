@@ -13,6 +13,7 @@ from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.engine.speculation.acceptance import Acceptance
+from appliance.engine.speculation.controller import Controller
 from appliance.engine.speculation.proposal import Chance, Proposal
 from appliance.engine.speculation.row_costs import RowCosts
 from appliance.engine.speculation.speculator import Speculator
@@ -250,3 +251,55 @@ def test_a_draft_model_that_is_right_is_asked_where_it_is_fast_enough() -> None:
     assert fast > 1.6 * off
     slow, _ = with_a_draft_model(LARGE, 0.9, 1, 1.2 * LARGE[1] / 1000)
     assert slow >= 0.97 * off
+
+
+@pytest.mark.parametrize(("lost", "drafts"), [(0.0, 2), (0.9, 0)], ids=["nothing", "much"])
+def test_a_device_that_would_wait_for_the_host_takes_only_drafts_that_bring_more(
+    lost: float, drafts: int
+) -> None:
+    """Rows cost nothing there; a step that was not planned ahead takes longer."""
+    controller, one = Controller(), sequence()
+    for rows in (1, 2, 3):
+        load = StepLoad(1, 10, draft_rows=rows - 1)
+        for _ in range(8):
+            controller.observe(load, 0.01 * (1 + lost))
+    for _ in range(8):
+        controller.observe(StepLoad(1, 10), 0.01, is_ahead=True)
+    proposal = Proposal((5, 6), "suffix", 5)
+    assert sum(controller.choose({one: proposal}, 1, 1, room=8).values()) == drafts
+
+
+def test_a_device_is_waited_for_if_the_token_after_the_next_one_is_foreseen() -> None:
+    controller, one = Controller(), sequence()
+    for _ in range(8):
+        controller.observe(StepLoad(1, 10), 0.01, is_ahead=True)
+        controller.observe(StepLoad(1, 10, draft_rows=1), 0.01)
+    assert controller.awaits({one: Proposal((5, 6), "suffix", 20)}, 1, 1, room=8)
+    assert not controller.awaits({one: Proposal((5,), "suffix", 20)}, 1, 1, room=8)
+    assert not controller.awaits({one: Proposal((5, 6), "suffix", 20)}, 1, 1, room=0)
+    assert not controller.awaits({}, 1, 1, room=8)
+
+
+def test_drafts_that_hardly_pay_give_way_to_a_step_without_them_now_and_then() -> None:
+    """Otherwise nobody would notice that such steps have become faster."""
+    controller, one = Controller(), sequence()
+    controller.observe(StepLoad(1, 10, draft_rows=1), 0.0125)
+    controller.observe(StepLoad(1, 10), 0.01)
+    chosen: list[int] = []
+    for _ in range(150):
+        drafts = sum(controller.choose({one: Proposal((5,), "suffix", 5)}, 1, 1, room=8).values())
+        chosen.append(drafts)
+        # 1.5 tokens in 1.25 times the time, and later in twice the time.
+        plain = 0.01 if len(chosen) < 30 else 0.006
+        controller.observe(StepLoad(1, 10, draft_rows=drafts), 0.0125 if drafts else plain)
+    assert 0 in chosen[:30]
+    assert sum(chosen[:30]) > 26
+    assert sum(chosen[-25:]) == 0
+
+
+def test_drafts_that_pay_well_need_no_step_without_them() -> None:
+    controller, one = Controller(), sequence()
+    controller.observe(StepLoad(1, 10), 0.01)
+    for _ in range(60):
+        assert controller.choose({one: Proposal((5,), "suffix", 40)}, 1, 1, room=8) == {one: 1}
+        controller.observe(StepLoad(1, 10, draft_rows=1), 0.011)

@@ -7,21 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from draft_answers import SIZES, load, requests_of, run
+from drafting import draft_always
+from late_device import LateDevice
+from products import exact_products
 from recurrent_models import RECURRENT
 from replaying import ReplayingSpeculator
 from sure_models import write_sure_model
+
+from appliance.engine.request import Request
+from appliance.engine.run.cuda_graphs import MOST_ROWS
+from appliance.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.engine.engine import LLMEngine
-    from appliance.engine.request import Request
 
 
 def compare(folder: Path, requests: list[Request], share: float, **options: Any) -> LLMEngine:
     """Assert that answers are the same with drafts, of which about a share is right."""
     expected, pieces = run(load(folder, **options), requests)
-    engine = load(folder, **options)
+    engine = load(folder, **options, speculate="suffix")
     engine._scheduler._speculator = ReplayingSpeculator(
         expected, share, engine._grammars._matchers, random.Random(5)
     )
@@ -65,3 +71,52 @@ def test_answers_of_recurrent_models_are_the_same(
     requests = [one for one in requests_of(97) if one.request_id in ("greedy", "seeded", "several")]
     engine = compare(folder, requests, 0.7, max_num_seqs=4)
     assert engine.stats().state_saves_total > 0
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", "int4-sealed"])
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_answers_of_a_device_that_is_late_are_the_same(
+    tiny_llama: Path, kv: str, graphs: str
+) -> None:
+    device = LateDevice()
+    options: dict[str, Any] = {"kernels": "torch", "dtype": "float32", "cuda_graphs": graphs}
+    with exact_products():
+        compare(tiny_llama, requests_of(512), 0.8, device=device, kv_cache_dtype=kv, **options)
+    assert bool(device.captures) == (graphs == "auto")
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_answers_of_recurrent_models_on_a_late_device_are_the_same(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model_type, settings = RECURRENT[name]
+    folder = tmp_path_factory.mktemp(name)
+    write_sure_model(model_type, folder, **SIZES | settings)
+    requests = [one for one in requests_of(97) if one.request_id in ("greedy", "seeded", "several")]
+    options: dict[str, Any] = {"kernels": "torch", "max_num_seqs": 4}
+    with exact_products():
+        engine = compare(folder, requests, 0.7, device=LateDevice(), **options)
+    assert engine.stats().state_saves_total > 0
+
+
+def test_a_late_device_repeats_an_earlier_answer(tiny_llama: Path) -> None:
+    """By the proposer that serves, without waiting where it foresees nothing."""
+    options: dict[str, Any] = {"kernels": "torch", "dtype": "float32", "max_model_len": 256}
+    sampling = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    first, again = (
+        [
+            Request(
+                request_id=f"{name}{at}", prompt_token_ids=(*range(at, at + 12),), sampling=sampling
+            )
+            for at in (20, 300)
+        ]
+        for name in "ab"
+    )
+    with exact_products():
+        engine = load(tiny_llama, LateDevice(), **options, speculate="auto")
+        draft_always(engine)
+        expected, pieces = run(engine, first)
+        found, fewer = run(engine, again)
+    assert [one[0] for one in found.values()] == [one[0] for one in expected.values()]
+    assert fewer < 0.4 * pieces
+    assert not any(engine.stats().accepted_tokens_by_place[MOST_ROWS - 1 :]), "beyond any graph"

@@ -48,8 +48,8 @@ def test_what_there_is_not_is_refused(options: dict[str, Any], says: str) -> Non
         EngineConfig(**options)
 
 
-def test_it_needs_the_cpu_library(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match="--speculate suffix needs the CPU library"):
+def test_it_needs_a_gpu_or_the_cpu_library(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="--speculate suffix needs a GPU or the CPU library"):
         load(tiny_llama, kernels="torch", speculate="suffix")
     assert load(tiny_llama, kernels="torch")._scheduler._speculator is None
     assert load(tiny_llama, speculate="off")._scheduler._speculator is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from adapter_requests import ref
 from expert_models import save_experts
 from late_device import LateDevice
 from lora import write_adapter
+from replaying import Answers, ReplayingSpeculator
 
 from appliance.engine.adapters.loader import AdapterLoader
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution.execution import Precision
 from appliance.engine.execution.torch_execution import TorchExecution
+from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request
@@ -40,11 +43,18 @@ from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, EOS = 12, 32, 2
-LIMITS = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=40, context_length=100)
+LIMITS = SchedulerLimits(
+    max_num_seqs=3, max_num_batched_tokens=40, context_length=100, verifies=False
+)
 
 
 def engine_of(
-    model: Path, backend: Backend, *, asynchronous: bool, num_adapters: int = 0
+    model: Path,
+    backend: Backend,
+    *,
+    asynchronous: bool,
+    num_adapters: int = 0,
+    limits: SchedulerLimits = LIMITS,
 ) -> LLMEngine:
     source = open_model(model)
     precision = Precision(CPU, torch.float32, KVFormat.FP32, BLOCK_SIZE)
@@ -56,10 +66,12 @@ def engine_of(
     device = LateDevice() if asynchronous else HostDevice()
     sampler = Sampler(
         (EOS,),
-        execution.sample_tokens(source.spec, LIMITS.max_num_seqs + PROMPTS),
+        execution.sample_tokens(
+            source.spec, max(limits.sample_rows, limits.max_num_seqs + PROMPTS)
+        ),
         execution.penalize,
         device,
-        num_slots=LIMITS.max_num_seqs,
+        num_slots=limits.max_num_seqs,
         vocab_size=source.spec.vocab_size,
     )
     adapters = None
@@ -72,7 +84,7 @@ def engine_of(
         cache,
         sampler,
         device,
-        LIMITS,
+        limits,
         HostMoves(cache, Rates()),
         PromptReader(executor, execution.score_tokens, device),
         spare=Spare(NUM_BLOCKS) if asynchronous else None,
@@ -82,7 +94,7 @@ def engine_of(
     runner.capture(lambda stage, done, total: None)
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
     tiers = Tiers.none(blocks)
-    scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous, tiers=tiers)
+    scheduler = Scheduler(blocks, limits, (EOS,), look_ahead=asynchronous, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=(EOS,))
     return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info), adapters=adapters)
 
@@ -146,6 +158,34 @@ def test_adapters_are_mixed_in_graphs(tiny_llama: Path, tmp_path: Path) -> None:
     assert run(engine, *requests) == expected
     graphs = engine._runner.graphs  # type: ignore[attr-defined]
     assert StepSize(2, 32, is_adapted=True) in graphs.captured
+
+
+def test_drafts_are_verified_in_graphs(tiny_llama: Path) -> None:
+    """Of two sequences, one with penalties and a seed, by the kernel that decodes."""
+    penalties: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    penalties["temperature"] = 0.8
+    requests = [request("a", 20, max_tokens=14), request("b", 30, max_tokens=14, **penalties)]
+    expected = run(engine_of(tiny_llama, REFERENCE, asynchronous=False), *requests)
+    limits = replace(LIMITS, max_num_seqs=2, verifies=True)
+    kernels = select_backend(torch.device("cuda"))
+    engine = engine_of(tiny_llama, kernels, asynchronous=True, limits=limits)
+    known: Answers = {name: (tokens, [], None) for name, tokens in expected.items()}
+    engine._scheduler._speculator = ReplayingSpeculator(
+        known, 0.9, Matchers(512, ()), random.Random(1)
+    )
+    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    replayed, real = set[StepSize](), graphs.run
+
+    def noted(size: StepSize, function: Callable[[], None]) -> None:
+        replayed.add(size)
+        real(size, function)
+
+    graphs.run = noted
+    assert run(engine, *requests) == expected
+    assert len({size.rows_each for size in replayed}) > 2
+    assert replayed <= {*graphs.captured}
+    stats = engine._scheduler.stats()
+    assert 4 < stats.accepted_tokens_total < stats.draft_tokens_total
 
 
 def test_experts_run_in_graphs(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def penalties_signature(shape: SamplingShape) -> KernelSignature:
             "presence_ptr": "*fp64",
             "frequency_ptr": "*fp64",
             "stride": "i32",
+            "num_rows": "i32",
         },
         constexprs={"VOCAB": shape.vocab_size, "CHUNK": CHUNK, "COUNTS": True},
         multiples_of_16=frozenset({"stride"}),
