@@ -16,6 +16,7 @@ from appliance.engine.speculation.token_index import (
     MAX_MATCH,
     SEPARATOR,
     TokenIndex,
+    ends_of,
 )
 
 if TYPE_CHECKING:
@@ -60,13 +61,15 @@ class Corpus:
         while len(self._halves) > 1 and self.num_tokens > self._all_tokens:
             self._halves.popitem(last=False)
 
-    def find(self, salt: str, context: Ordered[int], most: int) -> tuple[int, tuple[int, ...]]:
+    def find(
+        self, salt: str, text: Ordered[int], ends: tuple[int, ...], most: int
+    ) -> tuple[int, tuple[int, ...]]:
         """See `TokenIndex.find`; prefers the newer of two equal matches."""
         old, new = self._halves.get(salt, (None, None))
         if old is None or new is None:
             return 0, ()
-        found = new.find(context, most)
-        other = old.find(context, most)
+        found = new.find(text, ends, most)
+        other = old.find(text, ends, most)
         return other if other[0] > found[0] else found
 
 
@@ -88,11 +91,11 @@ class SuffixProposer:
         """See `Proposer`; the support of a proposal is the length of its match."""
         found: dict[Sequence, Proposal] = {}
         for sequence, most in answers:
-            history = self._read(sequence)
-            context = sequence.token_ids[-MAX_MATCH:]
-            length, tokens = history.find(context, most)
+            text, history = sequence.token_ids, self._read(sequence)
+            ends = history.ends if len(history) == len(text) else ends_of(text)
+            length, tokens = history.find(text, ends, most)
             if length < MAX_MATCH:
-                other = self._corpus.find(sequence.request.cache_salt, context, most)
+                other = self._corpus.find(sequence.request.cache_salt, text, ends, most)
                 if other[0] > length:
                     length, tokens = other
             if tokens:

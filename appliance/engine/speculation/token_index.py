@@ -23,6 +23,8 @@ SEPARATOR = -1  # between texts: no token, so no match crosses it
 
 _MASK64 = 2**64 - 1
 _BASE = 0x9E3779B97F4A7C15  # odd, so that all bits of a token reach the top ones
+# Factor of a window's first token.
+_LEAVING = tuple(pow(_BASE, window, 2**64) for window in WINDOWS)
 _SMALLEST = 256  # places of the smallest table
 
 
@@ -31,10 +33,12 @@ class TokenIndex:
 
     Attributes:
         tokens: all of them, 32 bits each.
+        ends: `ends_of` them.
     """
 
     def __init__(self) -> None:
         self.tokens = array("i")
+        self.ends: tuple[int, ...] = ends_of(self.tokens)
         self._tables = [array("i", [-1]) * _SMALLEST for _ in WINDOWS]
 
     def __len__(self) -> int:
@@ -42,6 +46,10 @@ class TokenIndex:
 
     def extend(self, token_ids: Ordered[int]) -> None:
         # A window is findable once a token follows it, so that a text's end does not find itself.
+        if len(token_ids) <= 16 and len(self.tokens) + len(token_ids) <= len(self._tables[0]) // 2:
+            for token_id in token_ids:  # the usual case: a step's tokens
+                self._append(token_id)
+            return
         first = max(0, len(self.tokens) - 1)
         self.tokens.extend(token_ids)
         if len(self.tokens) > len(self._tables[0]) // 2:
@@ -50,26 +58,23 @@ class TokenIndex:
                 size *= 2
             self._tables = [array("i", [-1]) * size for _ in WINDOWS]
             first = 0
-        if len(self.tokens) - 1 - first <= 4:  # the usual case: a step's tokens
-            for last in range(first, len(self.tokens) - 1):
-                self._put(last)
-        else:
-            self._put_many(first)
+        self._put_many(first)
+        self.ends = ends_of(self.tokens)
 
-    def find(self, context: Ordered[int], most: int) -> tuple[int, tuple[int, ...]]:
+    def find(
+        self, text: Ordered[int], ends: tuple[int, ...], most: int
+    ) -> tuple[int, tuple[int, ...]]:
         """Return the length of the best match of a text's end, and the tokens after it.
 
         Args:
-            context: the text's last tokens, `MAX_MATCH` at most.
+            ends: `ends_of` the text.
             most: maximum number of tokens to return.
         """
-        for window, table in zip(WINDOWS, self._tables, strict=True):
-            if len(context) < window:
-                continue
-            place = table[_slot(context[-window:], len(table))]
+        for window, table, end in zip(WINDOWS, self._tables, ends, strict=True):
+            place = table[end >> (65 - len(table).bit_length())]
             if place < 0:
                 continue
-            length = self._match(context, place)
+            length = self._match(text, place)
             if length >= window:
                 following = self.tokens[place + 1 : place + 1 + most]
                 if SEPARATOR in following:
@@ -77,22 +82,29 @@ class TokenIndex:
                 return length, tuple(following)
         return 0, ()
 
-    def _match(self, context: Ordered[int], place: int) -> int:
-        """Count the tokens up to a place that equal the context's last ones."""
+    def _match(self, text: Ordered[int], place: int) -> int:
+        """Count the tokens up to a place that equal the text's last ones."""
         tokens, length = self.tokens, 0
-        for token_id in reversed(context):
-            if length > place or tokens[place - length] != token_id:
-                break
+        most = min(MAX_MATCH, len(text), place + 1)
+        while length < most and tokens[place - length] == text[-1 - length]:
             length += 1
         return length
 
-    def _put(self, last: int) -> None:
-        for window, table in zip(WINDOWS, self._tables, strict=True):
-            if last + 1 >= window:
-                table[_slot(self.tokens[last + 1 - window : last + 1], len(table))] = last
+    def _append(self, token_id: int) -> None:
+        tokens, ends, last = self.tokens, [], len(self.tokens) - 1
+        for window, table, end, leaving in zip(
+            WINDOWS, self._tables, self.ends, _LEAVING, strict=True
+        ):
+            first = last + 1 - window
+            if first >= 0:
+                table[end >> (65 - len(table).bit_length())] = last
+                end -= tokens[first] * leaving
+            ends.append(((end + token_id) * _BASE) & _MASK64)
+        tokens.append(token_id)
+        self.ends = tuple(ends)
 
     def _put_many(self, first: int) -> None:
-        """Put the windows that end at `first` or later, as `_put` does."""
+        """Put the windows that end at `first` or later, as `_append` does."""
         for window, table in zip(WINDOWS, self._tables, strict=True):
             begin = max(0, first + 1 - window)
             tokens = np.frombuffer(self.tokens, dtype=np.int32)[begin:-1].astype(np.uint64)
@@ -102,11 +114,15 @@ class TokenIndex:
                 found[_slots(tokens, window, len(table))] = places
 
 
-def _slot(window: Ordered[int], size: int) -> int:
-    value = 0
-    for token_id in window:
-        value = ((value + token_id) * _BASE) & _MASK64
-    return value >> (65 - size.bit_length())
+def ends_of(text: Ordered[int]) -> tuple[int, ...]:
+    """Return a hash of a text's last tokens for each window, 64 bits; of all, if it is shorter."""
+    found = []
+    for window in WINDOWS:
+        value = 0
+        for token_id in text[-window:]:
+            value = ((value + token_id) * _BASE) & _MASK64
+        found.append(value)
+    return tuple(found)
 
 
 def _slots(tokens: NDArray[np.uint64], window: int, size: int) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Measure what speculation saves and costs: one trace with it and without, in alternation.
+"""Measure what speculation saves and costs: one trace with it and without, side by side.
 
     scripts/benchmark speculation                        # the packaged default model
     scripts/benchmark speculation --streams 8 --max-tokens 200
@@ -12,11 +12,13 @@ copies badly. Its logits decide nothing then, and cost what they cost. Kinds of 
 - `tool_call`: calls of functions as JSON, each like the one before.
 - `prose`: text that copies nothing.
 
-Each run has a cache salt of its own, so that no run copies the answers of an earlier one.
+Each run has a cache salt of its own, so that no run copies the answers of an earlier one. Two
+engines answer at the same time, a step of each in turn, so that both meet the same machine.
 
 `steps_ratio` and `rows_per_token` are counts, which a busy machine changes little (the controller
-learns from times); `speed_ratio` is tokens a second with speculation over without. The answers of
-both are compared, token for token.
+learns from times); `speed_ratio` is tokens a second with speculation over without, and
+`processor_ratio` tokens a second of processor time. The answers of both are compared, token for
+token.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ from bench.lib.synthetic import Schemes
 from bench.lib.synthetic_checkpoint import write_checkpoint
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator
+    from collections.abc import Sequence as Ordered
 
     from torch import Tensor
 
@@ -67,17 +71,6 @@ class Turn(NamedTuple):
 
     prompt: list[int]
     answer: list[int]
-
-
-class Counts(NamedTuple):
-    """What a run came to."""
-
-    tokens: int
-    steps: int
-    rows: int  # that sampled
-    drafted: int
-    accepted: int
-    seconds: float
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -170,77 +163,104 @@ def replaying(sampler: Sampler, answers: dict[str, list[int]]) -> Iterator[None]
         yield
 
 
-def run(
-    engine: LLMEngine, turns: list[Turn], max_tokens: int, salt: str
-) -> tuple[Counts, list[list[int]]]:
-    """Answer all turns at once; count and time the steps that hold no prompt.
+class Answers:
+    """Answers of one engine to turns, all at once; counts and times steps that hold no prompt.
 
     Answers of another `salt` are not copied.
     """
-    found: dict[str, list[int]] = {}
-    answers = {f"{number}": turn.answer for number, turn in enumerate(turns)}
-    for number, turn in enumerate(turns):
-        most = min(max_tokens, len(turn.answer) - 16)
-        sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-        engine.submit(
-            Request(
-                request_id=f"{number}",
-                prompt_token_ids=tuple(turn.prompt),
-                sampling=sampling,
-                cache_salt=salt,
+
+    def __init__(self, engine: LLMEngine, turns: list[Turn], max_tokens: int, salt: str) -> None:
+        self.said: dict[str, list[int]] = {f"{number}": [] for number in range(len(turns))}
+        self.answers = {f"{number}": turn.answer for number, turn in enumerate(turns)}
+        self.seconds = self.processor_seconds = 0.0
+        self.tokens = self.steps = self.rows = 0
+        self._engine = engine
+        for number, turn in enumerate(turns):
+            most = min(max_tokens, len(turn.answer) - 16)
+            sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+            engine.submit(
+                Request(
+                    request_id=f"{number}",
+                    prompt_token_ids=tuple(turn.prompt),
+                    sampling=sampling,
+                    cache_salt=salt,
+                )
             )
-        )
-    before, seconds, steps, tokens, rows = engine.stats(), 0.0, 0, 0, 0
-    sampler: Sampler = engine._runner._sampler  # type: ignore[attr-defined]
-    with replaying(sampler, answers):
-        while engine.has_work:
-            begin = time.perf_counter()
-            report = engine.step()
-            took, stats = time.perf_counter() - begin, engine.stats()
-            for delta in report.deltas:
-                found.setdefault(delta.request_id, []).extend(delta.token_ids)
-            if stats.step_prefill_tokens == 0 and report.deltas:
-                seconds += took
-                steps += 1
-                tokens += sum(len(delta.token_ids) for delta in report.deltas)
-                rows += stats.step_decode_tokens
-    after = engine.stats()
-    drafted = after.draft_tokens_total - before.draft_tokens_total
-    accepted = after.accepted_tokens_total - before.accepted_tokens_total
-    return Counts(tokens, steps, rows, drafted, accepted, seconds), [found[key] for key in answers]
+        self._before = engine.stats()
+
+    def step(self) -> None:
+        """Run a step, if there is one left."""
+        if not self._engine.has_work:
+            return
+        begin, spent = time.perf_counter(), time.process_time()
+        report = self._engine.step()
+        took, used = time.perf_counter() - begin, time.process_time() - spent
+        stats = self._engine.stats()
+        for delta in report.deltas:
+            self.said[delta.request_id].extend(delta.token_ids)
+        if stats.step_prefill_tokens == 0 and report.deltas:
+            self.seconds += took
+            self.processor_seconds += used
+            self.steps += 1
+            self.tokens += sum(len(delta.token_ids) for delta in report.deltas)
+            self.rows += stats.step_decode_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def drafted(self) -> int:
+        return self._engine.stats().draft_tokens_total - self._before.draft_tokens_total
+
+    @property
+    def accepted(self) -> int:
+        return self._engine.stats().accepted_tokens_total - self._before.accepted_tokens_total
 
 
-def compare(engine: LLMEngine, turns: list[Turn], max_tokens: int, repeats: int) -> dict[str, Any]:
-    """Run turns with speculation and without, in alternation."""
-    scheduler = engine._scheduler
-    speculator = scheduler._speculator
-    assert speculator is not None, "this engine does not speculate"
-    runs: dict[bool, list[Counts]] = {True: [], False: []}
-    ratios = []
+def compare(
+    engines: Ordered[LLMEngine], turns: list[Turn], max_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Run turns on an engine that speculates and on one that does not, a step of each in turn."""
+    runs: list[tuple[Answers, Answers]] = []
     for repeat in range(repeats + 1):
-        said = []
-        for on, counts in runs.items():
-            scheduler._speculator = speculator if on else None
-            found, answers = run(engine, turns, max_tokens, f"{on} {repeat}")
-            said.append(answers)
-            if repeat:  # the first one warms up
-                counts.append(found)
-        assert said[0] == said[1], "speculation changed an answer"
-        if repeat:
-            with_, without = runs[True][-1], runs[False][-1]
-            ratios.append(with_.tokens / with_.seconds * without.seconds / without.tokens)
-    scheduler._speculator = speculator
-    with_, without = runs[True][-1], runs[False][-1]
+        on, off = (Answers(engine, turns, max_tokens, f"{repeat}") for engine in engines)
+        samplers = [engine._runner._sampler for engine in engines]  # type: ignore[attr-defined]
+        with replaying(samplers[0], on.answers), replaying(samplers[1], off.answers):
+            while on.has_work or off.has_work:
+                on.step()
+                off.step()
+        assert on.said == off.said, "speculation changed an answer"
+        runs.append((on, off))
+    on, off = runs[-1]
+    del runs[0]  # it warms up
+    speeds, used = (
+        [[one.tokens / getattr(one, spent) for one in pair] for pair in runs]
+        for spent in ("seconds", "processor_seconds")
+    )
     return {
-        "tokens": with_.tokens,
-        "steps_ratio": round(without.steps / with_.steps, 3),
-        "rows_per_token": round(with_.rows / with_.tokens, 3),
-        "drafted": with_.drafted,
-        "accepted": with_.accepted,
-        "tokens_per_second": spread([one.tokens / one.seconds for one in runs[True]]),
-        "tokens_per_second_off": spread([one.tokens / one.seconds for one in runs[False]]),
-        "speed_ratio": round(statistics.median(ratios), 3),
+        "tokens": on.tokens,
+        "steps_ratio": round(off.steps / on.steps, 3),
+        "rows_per_token": round(on.rows / on.tokens, 3),
+        "drafted": on.drafted,
+        "accepted": on.accepted,
+        "tokens_per_second": spread([pair[0] for pair in speeds]),
+        "tokens_per_second_off": spread([pair[1] for pair in speeds]),
+        "speed_ratio": round(statistics.median(with_ / without for with_, without in speeds), 3),
+        "processor_ratio": round(statistics.median(with_ / without for with_, without in used), 3),
     }
+
+
+def load(model: Path, options: Namespace, speculate: str) -> LLMEngine:
+    config = EngineConfig(
+        model=str(model),
+        threads=options.threads,
+        max_model_len=4096,
+        max_num_seqs=options.streams,
+        speculate=speculate,
+        kv_cache_memory=2**29,
+    )
+    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
 
 
 def main() -> None:
@@ -260,26 +280,18 @@ def main() -> None:
             model = Path(folder) / options.shape
             ends = WeightScheme(8, 32)
             write_checkpoint(model, DENSE[options.shape], Schemes(WeightScheme(4, 64), ends, ends))
-        config = EngineConfig(
-            model=str(model),
-            threads=options.threads,
-            max_model_len=4096,
-            max_num_seqs=options.streams,
-        )
-        engine = LLMEngine.load(
-            config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None
-        )
+        engines = [load(model, options, speculate) for speculate in ("auto", "off")]
     tokenizer = Tokenizer.from_path(path)
     result: dict[str, Any] = {
         "benchmark": "speculation",
         "conditions": conditions(),
-        "model": options.shape or engine.info.model,
-        "weights": engine.info.weight_format,
+        "model": options.shape or engines[0].info.model,
+        "weights": engines[0].info.weight_format,
         "streams": options.streams,
     }
     for kind in options.kinds:
         turns = list(KINDS[kind](tokenizer, options.streams))
-        result[kind] = compare(engine, turns, options.max_tokens, options.repeats)
+        result[kind] = compare(engines, turns, options.max_tokens, options.repeats)
     write_result(options.out, result)
 
 

@@ -16,6 +16,7 @@ from appliance.engine.speculation.token_index import (
     SEPARATOR,
     WINDOWS,
     TokenIndex,
+    ends_of,
 )
 
 MOST = 6
@@ -57,7 +58,7 @@ def test_what_is_found_was_there(chunks: list[int]) -> None:
             index.extend(added[:chunk])
             tokens += added[:chunk]
         context = tokens[-MAX_MATCH:]
-        length, following = index.find(context, MOST)
+        length, following = index.find(context, ends_of(context), MOST)
         if not length:
             continue
         found += 1
@@ -80,16 +81,20 @@ def test_a_text_of_one_kind_of_token_is_found_in_either_way_of_reading() -> None
     for token in tokens:
         slowly.extend([token])
     context = tokens[-MAX_MATCH:]
-    assert at_once.find(context, 1) == slowly.find(context, 1) == (MAX_MATCH, (7,))
+    assert (
+        at_once.find(context, ends_of(context), 1)
+        == slowly.find(context, ends_of(context), 1)
+        == (MAX_MATCH, (7,))
+    )
     assert at_once._tables == slowly._tables
 
 
 def test_no_match_leads_from_one_text_into_another() -> None:
     index = TokenIndex()
     index.extend([1, 2, 3, 4, SEPARATOR, 5, 6, 7, 8, SEPARATOR])
-    assert index.find([1, 2, 3], MOST) == (3, (4,))
-    assert index.find([2, 3, 4], MOST) == (3, ())
-    assert index.find([3, 4, 5], MOST) == (0, ())
+    assert index.find([1, 2, 3], ends_of([1, 2, 3]), MOST) == (3, (4,))
+    assert index.find([2, 3, 4], ends_of([2, 3, 4]), MOST) == (3, ())
+    assert index.find([3, 4, 5], ends_of([3, 4, 5]), MOST) == (0, ())
 
 
 def test_an_answer_that_copies_its_prompt_is_proposed_from_there() -> None:
@@ -117,7 +122,10 @@ def test_its_memory_is_bounded() -> None:
         corpus.add(f"salt {number % 5}", [number] * 90)
         assert corpus.num_tokens <= 1000
     corpus.add("salt 1", list(range(5000)))
-    assert corpus.find("salt 1", [4990, 4991, 4992], 2) == (3, (4993, 4994)), "the last are kept"
+    assert corpus.find("salt 1", [4990, 4991, 4992], ends_of([4990, 4991, 4992]), 2) == (
+        3,
+        (4993, 4994),
+    ), "the last are kept"
     assert corpus.num_tokens <= 1000
     proposer = SuffixProposer(history_tokens=45)
     first, second = sequence([1, 2, 3] * 15), sequence([4, 5, 6] * 15)
