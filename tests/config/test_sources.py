@@ -61,6 +61,8 @@ def test_the_kernels_are_chosen_by_file_environment_and_flag(
         ("show_prompts", "yes", True),
         ("gpu_memory_utilization", "0.5", 0.5),
         ("max_model_len", "auto", None),
+        ("experts_on_cpu", "auto", None),
+        ("experts_on_cpu", "12", 12),
         ("block_size", "32", 32),
         ("served_model_name", "", None),
     ],
