@@ -244,33 +244,45 @@ def imports() -> str:
     return f"{head}{body}\nAll may import the leaves: {', '.join(f'`{one}`' for one in leaves)}.\n"
 
 
+HELD_TYPES = ("smollm2", "1b", "1b_more", "avx2_smollm2", "few_layers")
+
+
 def held_types() -> str:
     """Compare GGUF types held as they are with their files, with float32, and with llama.cpp."""
-    result = read("cpu/held_types.json")
     head = [
         *("weights", "file, MB", "held over file", "mean KLD to float32"),
         *("1 stream, tokens/s", "8 streams", "prefill", "over llama.cpp"),
     ]
-    rows = []
-    for row in result["rows"]:
-        speed = row.get("speed", {"runs": {"ours": []}})
-        runs, ratios = speed["runs"]["ours"], speed.get("ratios", {})
-        places = ("decode_1", "decode_8", "prefill")
-        rates = [f"{median(run[place] for run in runs):,.0f}" if runs else "" for place in places]
-        over = " / ".join(f"{ratios[place]['median']:.1f}x" for place in places) if ratios else ""
-        rows.append(
-            [
-                row["model"].replace("random-", "random, "),
-                f"{row['file_bytes'] / 1e6:,.0f}",
-                f"{row['held_bytes'] / row['file_bytes']:.3f}",
-                f"{row['closeness']['kld_mean']:.4f}",
-                *(*rates, over),
-            ]
-        )
-    where = result["conditions"]
-    note = "" if rows[0][4] else " Speeds were not measured: the machine was shared."
-    text = f"{where['cpu']}, {where['time'][:10]}, commit {where['commit']}.{note}"
-    return f"{table(head, rows)}\n{text}\n"
+    rows, origins, is_timed = [], [], False
+    for name in HELD_TYPES:
+        if not (RESULTS / f"cpu/held_types_{name}.json").exists():
+            continue
+        result = read(f"cpu/held_types_{name}.json")
+        for row in result["rows"]:
+            rows.append(held_row(row, result["layers"]))
+            is_timed = is_timed or "speed" in row
+        where = result["conditions"]
+        origins.append(f"{where['cpu']}, {where['time'][:10]}, commit {where['commit']}")
+    note = "" if is_timed else " Speeds were not measured: the machine was shared."
+    return f"{table(head, rows)}\n{'; '.join(dict.fromkeys(origins))}.{note}\n"
+
+
+def held_row(row: dict[str, Any], layers: int | None) -> list[str]:
+    """Format one file; ratios are by streams and then of the prefill."""
+    speed = row.get("speed", {"runs": {"ours": []}})
+    runs, ratios = speed["runs"]["ours"], speed.get("ratios", {})
+    places = ("decode_1", "decode_8", "prefill")
+    rates = [f"{median(run[place] for run in runs):,.0f}" if runs else "" for place in places]
+    is_random = row["model"].startswith("random")
+    name = f"random, {layers} layers" if is_random else row["model"]
+    words = [name, row.get("type"), "AVX2" if row.get("isa") == "avx2" else None]
+    return [
+        ", ".join(word for word in words if word),
+        f"{row['file_bytes'] / 1e6:,.0f}",
+        f"{row['held_bytes'] / row['file_bytes']:.3f}",
+        f"{row['closeness']['kld_mean']:.4f}",
+        *(*rates, " / ".join(f"{each['median']:.1f}x" for each in ratios.values())),
+    ]
 
 
 MAKERS = {
