@@ -8,6 +8,8 @@ texts by length and pads them in batches of 32, in float32. Here the same texts 
 and with --weight-bits 8. All take turns in one process, tokenization included. `ratio` is texts a
 second over theirs, by processor seconds, which other work changes least, and by wall clock;
 `most_off` is the largest difference of an element of a vector, `least_alike` the lowest cosine.
+`linears` are the products of the layers' matrices alone: billions of operations for each processor
+second of all the work, beside those of torch's product of a large matrix in float32.
 """
 
 from __future__ import annotations
@@ -103,6 +105,28 @@ def shares(work: Callable[[], Any]) -> dict[str, float]:
     return {key: round(spent[key] / total, 3) for key in ordered[:12]}
 
 
+def gigaflops(peer: Any, tokens: int) -> float:
+    """Count what the layers' matrices cost: two operations for each weight and token."""
+    sizes: list[int] = [
+        each.numel() for name, each in peer.named_parameters() if is_in_layers(name, each)
+    ]
+    return 2e-9 * tokens * sum(sizes)
+
+
+def is_in_layers(name: str, parameter: Any) -> bool:
+    return parameter.dim() == 2 and ".layer" in name
+
+
+def product_rate(width: int) -> float:
+    """Return billions of operations a processor second of torch's float32 product."""
+    import torch
+
+    rows, matrix = torch.randn(2048, width), torch.randn(width, 4 * width)
+    torch.mm(rows, matrix)
+    seconds = timed(lambda: [torch.mm(rows, matrix) for _ in range(20)])[0]
+    return 20 * 2e-9 * rows.numel() * 4 * width / seconds
+
+
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
     """Return the processor's seconds and the wall clock's."""
     begin, begin_wall = time.process_time(), time.perf_counter()
@@ -147,6 +171,7 @@ def main() -> None:
     ]
     tokenizer = ours["float32"].tokenizer
     lengths = [len(tokenizer.encode(text, add_special_tokens=True)) for text in texts]
+    linears = gigaflops(peer, sum(lengths))
     result = {
         "benchmark": "encoders",
         "conditions": conditions(),
@@ -155,6 +180,14 @@ def main() -> None:
         "backend": ours["float32"].engine.info.backend,
         "tokens": sum(lengths),
         "padding": round(padding(lengths), 3),
+        "linears": {
+            "gigaflops": round(linears, 1),
+            "per_processor_second": {
+                name: round(linears / statistics.median(each[name][0] for each in rounds), 1)
+                for name in ours
+            },
+            "torch_product": round(product_rate(vectors["float32"].shape[1]), 1),
+        },
         "texts_per_processor_second": {
             name: spread([len(texts) / each[name][0] for each in rounds]) for name in rounds[0]
         },
