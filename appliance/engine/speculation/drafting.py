@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.speculation.controller import MARGIN
+from appliance.engine.speculation.controller import margin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
@@ -113,7 +113,7 @@ class Drafting:
         each, base = self._proposer.costs.seconds(count), costs.seconds(own_rows)
         if not each:
             return False, 1.0
-        tokens, best, length = float(num_answers), MARGIN * num_answers / base, 0
+        tokens, best, length = float(num_answers), margin_of(num_answers) * num_answers / base, 0
         survivals = [1.0] * count
         for rounds in range(1, self._most + 1):
             survivals = [left * chance for left, chance in zip(survivals, chances, strict=True)]
