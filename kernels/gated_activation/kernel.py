@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from appliance.kernels.dependent_launch.kernel import wait_for_previous
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Keeps exp2 finite; a sigmoid this small is below the rounding of any result.
 EXPONENT_LIMIT: tl.constexpr = tl.constexpr(126.0)
@@ -19,7 +21,10 @@ def gated_activation_kernel(
     ALPHA: tl.constexpr,
     RUN: tl.constexpr,  # columns of gate, then of up, in turns; 0: half a row each
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,  # see `dependent_launch`
 ):
+    if EARLY:
+        wait_for_previous()
     i_token = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_mask = o_column < intermediate

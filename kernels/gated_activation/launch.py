@@ -8,6 +8,7 @@ import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation, ClampedSwiGLU
+from appliance.kernels.dependent_launch.launch import early_options, starts_early
 from appliance.kernels.gated_activation.kernel import gated_activation_kernel
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Te
     intermediate = width // 2
     output = gate_up.new_empty(num_tokens, intermediate)
     if num_tokens:
+        early = starts_early(gate_up.device)
         with torch.cuda.device(gate_up.get_device()):
             gated_activation_kernel[(num_tokens, -(-intermediate // BLOCK))](
                 output,
@@ -56,7 +58,9 @@ def gated_activation(gate_up: Tensor, activation: Gating, *, run: int = 0) -> Te
                 **constexprs(activation),
                 RUN=run,
                 BLOCK=BLOCK,
+                EARLY=early,
                 num_warps=NUM_WARPS,
+                **early_options(early=early),
             )
     return output
 

@@ -103,9 +103,11 @@ def grouped_matmul_kernel(
     params_ptr,  # as in `packed_matmul_kernel`, of all experts
     channel_scale_ptr,
     bias_ptr,  # (experts * tiles_n * TILE_N,) float32, or None
+    sums_ptr,  # of `group_sums_kernel` for the rows of x if groups with OFFSETS span tiles, or None
     out_features,
     in_features,
     x_stride,
+    sums_stride,  # or None
     tiles_n,  # of one expert
     blocks_k,  # of BLOCK_K inputs
     SHARE: tl.constexpr,  # pairs that read one row of x
@@ -140,6 +142,7 @@ def grouped_matmul_kernel(
     b_pair = tl.load(pairs_ptr + i_m * BLOCK_M + tl.arange(0, BLOCK_M))
     b_valid = b_pair >= 0
     b_x_row = (b_pair // SHARE).to(tl.int64) * x_stride
+    b_sums_row = tl.maximum(b_pair, 0) // SHARE  # padding takes any, and is not stored
     o_n = tl.arange(0, BLOCK_N)
     b_n = i_n * BLOCK_N + o_n
     i_tile = i_expert * tiles_n + i_n * TILES_N
@@ -174,7 +177,6 @@ def grouped_matmul_kernel(
                 for i_part in tl.static_range(BLOCK_K // PART_K):
                     start = i_block * BLOCK_K + i_part * PART_K
                     b_product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUP != 0 else b_acc
-                    b_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if OFFSETS else None
                     for i_step in tl.static_range(PART_K // STEP_K):
                         at = start + i_step * STEP_K
                         b_words = tl.load(p_tiles + o_word + at // TILE_K * WORDS)
@@ -184,17 +186,19 @@ def grouped_matmul_kernel(
                             AXES, TILE_K, PARAMS, GROUP, SCALES, CODES, STEP_K, DTYPE, ASM,
                         )  # fmt: skip
                         b_product = tl.dot(b_weight, b_x, b_product)
-                        if OFFSETS:
-                            # The sum of x, the same in all rows.
-                            b_ones = tl.full((BLOCK_N, STEP_K), 1.0, tl.float32).to(DTYPE)
-                            b_sums = tl.dot(b_ones, b_x, b_sums)
                     if GROUP == 0:
                         b_acc = b_product
                     else:
+                        i_group = start // GROUP
                         b_scale, b_offset = load_scales(
-                            params_ptr, i_tile, num_groups, start // GROUP, TILES_N, PARAMS
+                            params_ptr, i_tile, num_groups, i_group, TILES_N, PARAMS
                         )
-                        b_acc = add_group(b_acc, b_product, b_sums, b_scale, b_offset, None, 0)
+                        b_sums_at = b_sums_row
+                        if sums_ptr is not None:
+                            b_sums_at += i_group * sums_stride
+                        b_acc = add_group(
+                            b_acc, b_product, None, b_scale, b_offset, sums_ptr, b_sums_at
+                        )
     if channel_scale_ptr is not None:
         b_acc *= tl.load(channel_scale_ptr + i_tile * TILE_N + o_n)[:, None]
     if bias_ptr is not None:

@@ -25,8 +25,10 @@ from appliance.kernels.grouped_matmul.variant import (
 )
 from appliance.kernels.grouped_matmul.weights import laid_out, laid_out_bias
 from appliance.kernels.packed_matmul.launch import launch_options
+from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiled import TiledWeight
 from appliance.kernels.packed_matmul.tiles import architecture
+from appliance.kernels.packed_matmul.variant import takes_sums
 from appliance.kernels.target import target_of
 from appliance.kernels.weight_codes.order import TILE_N
 
@@ -87,6 +89,13 @@ class GroupedLinear:
         )
         grid = (len(rows.experts), -(-self.out_features // tile.block_n))
         with torch.cuda.device(x.get_device()):
+            sums = None
+            if (
+                isinstance(weight, TiledWeight)
+                and takes_sums(weight.params_kind, tile.max_rows)
+                and weight.group_size >= weight.order.tile_k  # shorter ones take products with ones
+            ):
+                sums = group_sums(weight, x, len(x))
             grouped_matmul_kernel[grid](
                 out,
                 x,
@@ -94,9 +103,11 @@ class GroupedLinear:
                 rows.experts,
                 *stored,
                 self.bias,
+                sums,
                 self.out_features,
                 x.shape[1],
                 x.stride(0),
+                None if sums is None else sums.shape[1],
                 self.expert_rows // TILE_N,
                 blocks_k,
                 SHARE=rows.num_pairs // len(x),

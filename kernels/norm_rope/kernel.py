@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from appliance.kernels.dependent_launch.kernel import wait_for_previous
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
@@ -19,7 +21,10 @@ def rms_norm_kernel(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    EARLY: tl.constexpr,  # see `dependent_launch`
 ):
+    if EARLY:
+        wait_for_previous()
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_dim = tl.arange(0, DIM_PADDED)
     b_mask = (o_row < num_rows)[:, None] & (o_dim < DIM)[None, :]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.dependent_launch.launch import early_options, starts_early
 from appliance.kernels.norm_rope.kernel import rms_norm_kernel
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def _launch(
     assert weight.dtype is torch.float32, weight.dtype
     if not num_rows:
         return
-    fixed = constexprs(dim, has_residual=residual is not None)
+    early = starts_early(x.device)
+    fixed = constexprs(dim, has_residual=residual is not None, early=early)
     with torch.cuda.device(x.get_device()):
         rms_norm_kernel[(-(-num_rows // fixed["BLOCK_ROWS"]),)](
             normed,
@@ -108,6 +110,7 @@ def _launch(
             eps,
             **fixed,
             num_warps=num_warps(fixed),
+            **early_options(early=early),
         )
 
 
@@ -118,9 +121,10 @@ class RMSNormConstexprs(TypedDict):
     DIM: int
     DIM_PADDED: int
     BLOCK_ROWS: int
+    EARLY: bool
 
 
-def constexprs(dim: int, *, has_residual: bool) -> RMSNormConstexprs:
+def constexprs(dim: int, *, has_residual: bool, early: bool = False) -> RMSNormConstexprs:
     """Return the compile-time arguments of `rms_norm_kernel`, the same for any number of rows."""
     padded = max(16, 1 << (dim - 1).bit_length())
     return {
@@ -128,6 +132,7 @@ def constexprs(dim: int, *, has_residual: bool) -> RMSNormConstexprs:
         "DIM": dim,
         "DIM_PADDED": padded,
         "BLOCK_ROWS": max(1, PROGRAM_ELEMENTS // padded),
+        "EARLY": early,
     }
 
 

@@ -9,12 +9,15 @@ import triton
 import triton.language as tl
 
 from appliance.kernels.code_planes.kernel import code_of, iq4_value
+from appliance.kernels.dependent_launch.kernel import prefetch_lines, wait_for_previous
 from appliance.kernels.group_products.kernel import add_group, add_tiles, load_scales, load_x
 from appliance.kernels.scale_records.kernel import load_record, record_scales
 from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
 
 TILE_N: tl.constexpr = tl.constexpr(64)
 LARGE: tl.constexpr = tl.constexpr(80.0)  # an exponent within float32
+LINE: tl.constexpr = tl.constexpr(32)  # words of memory that are prefetched together
+LINES: tl.constexpr = tl.constexpr(128)  # of codes that are prefetched for each tile of features
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def packed_matmul_kernel(
     params_ptr,
     channel_scale_ptr,  # (padded out_features,) float32 where GROUP is 0, or None
     bias_ptr,  # (padded out_features,) float32, or None
-    sums_ptr,
+    sums_ptr,  # (groups, sums_stride) float32, of `group_sums_kernel`; or None, see `takes_sums`
     partial_ptr,  # (programs, BLOCK_N * BLOCK_M) float32 where inputs are split
     arrived_ptr,  # (programs / splits,) int32, zero before and after
     num_tokens,
@@ -74,7 +77,6 @@ def packed_matmul_kernel(
     RECORD: tl.constexpr,  # words of a record of scales; 0: they lie apart
     GROUP: tl.constexpr,  # inputs whose product has a scale; 0: all
     SCALES: tl.constexpr,  # of a feature in a stored tile, applied to weights in registers
-    SUMS: tl.constexpr,  # take the sums of x from sums_ptr, else from a product with ones
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -82,11 +84,11 @@ def packed_matmul_kernel(
     BLOCK_K: tl.constexpr,
     TILEWISE: tl.constexpr,  # one product for each stored tile, else for each group
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,  # see `dependent_launch`
     ASM: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TILES_N: tl.constexpr = BLOCK_N // TILE_N
-    ONES: tl.constexpr = OFFSETS and not SUMS
     # Inputs multiplied before a scale is applied: a group, or the two of one tile.
     PART_K: tl.constexpr = BLOCK_K if GROUP == 0 else max(GROUP, TILE_K)
     STEP_K: tl.constexpr = TILE_K if TILEWISE else PART_K
@@ -103,6 +105,13 @@ def packed_matmul_kernel(
     b_words_at = (i_tile + tl.arange(0, TILES_N)).to(tl.int64)[:, None] * tiles_k * WORDS
     p_tiles = codes_ptr + b_words_at
     b_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if EARLY:
+        # The codes of the first blocks, one after another for each tile of features.
+        BLOCK_WORDS: tl.constexpr = BLOCK_K // TILE_K * WORDS
+        o_line = blocks_k * i_split // splits * BLOCK_WORDS + tl.arange(0, LINES) * LINE
+        o_line = tl.minimum(o_line, blocks_k * BLOCK_WORDS - 1)
+        prefetch_lines(p_tiles + o_line[None, :])
+        wait_for_previous()
 
     # A number of stages here prefetches the scales too, not only the operands.
     for i_block in tl.range(
@@ -119,7 +128,6 @@ def packed_matmul_kernel(
             for i_part in tl.static_range(BLOCK_K // PART_K):
                 start = i_block * BLOCK_K + i_part * PART_K
                 b_product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUP != 0 else b_acc
-                b_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if ONES else None
                 for i_step in tl.static_range(PART_K // STEP_K):
                     at = start + i_step * STEP_K
                     b_words = tl.load(p_tiles + o_word + at // TILE_K * WORDS)
@@ -140,10 +148,6 @@ def packed_matmul_kernel(
                         DTYPE, ASM,
                     )  # fmt: skip
                     b_product = tl.dot(b_weight, b_x, b_product)
-                    if ONES:
-                        # The sum of x, the same in all rows, if it is needed.
-                        b_ones = tl.full((BLOCK_N, STEP_K), 1.0, tl.float32).to(DTYPE)
-                        b_sums = tl.dot(b_ones, b_x, b_sums)
                 if GROUP == 0:
                     b_acc = b_product
                 else:
@@ -152,7 +156,7 @@ def packed_matmul_kernel(
                         params_ptr, i_tile, num_groups, i_group, TILES_N, PARAMS
                     )
                     b_acc = add_group(
-                        b_acc, b_product, b_sums, b_scale, b_offset, sums_ptr,
+                        b_acc, b_product, None, b_scale, b_offset, sums_ptr,
                         i_group * sums_stride + b_m,
                     )  # fmt: skip
 
@@ -193,7 +197,10 @@ def group_sums_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        wait_for_previous()
     GROUPS: tl.constexpr = BLOCK_K // GROUP
     b_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.activation import Activation
+from appliance.kernels.dependent_launch.launch import early_options, starts_early
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.ggml import GgmlWeight
@@ -18,12 +19,12 @@ from appliance.kernels.packed import PackedWeight
 from appliance.kernels.packed_matmul.ggml_tiles import tile_ggml
 from appliance.kernels.packed_matmul.kernel import (
     dequantize_kernel,
-    group_sums_kernel,
     packed_matmul_kernel,
     rows_kernel,
 )
 from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.kernels.packed_matmul.reorder import reordered
+from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiled import (
     GATE_RUN,
     ROW_MULTIPLE,
@@ -48,12 +49,11 @@ from appliance.kernels.packed_matmul.variant import (
     DEQUANTIZED_AT_ONCE,
     LOOKUP_BLOCK_M,
     ROWS_WARPS,
-    SUMS_BLOCK_K,
-    SUMS_BLOCK_M,
     dequantize_constexprs,
     matmul_constexprs,
     product_group,
     rows_constexprs,
+    takes_sums,
 )
 from appliance.kernels.residency import MOST_PROGRAMS, Footprints, multiprocessors_of
 from appliance.kernels.target import target_of
@@ -220,9 +220,11 @@ def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> 
     blocks_m = -(-num_tokens // tile.block_m)
     blocks_n = -(-weight.out_features // tile.block_n)
     blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
-    asm = not target_of(x.device).is_interpreted
-    fixed = matmul_constexprs(weight, tile, gated=linear.gated, asm=asm)
-    sums = _group_sums(weight, x, blocks_m * tile.block_m) if fixed["SUMS"] else None
+    asm, early = not target_of(x.device).is_interpreted, starts_early(x.device)
+    fixed = matmul_constexprs(weight, tile, gated=linear.gated, early=early, asm=asm)
+    sums = None
+    if takes_sums(weight.params_kind, tile.max_rows):
+        sums = group_sums(weight, x, blocks_m * tile.block_m)
     workspace = workspace_of(x.device)
     arguments = (
         out,
@@ -238,10 +240,10 @@ def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> 
         linear.out_features,
         weight.in_features,
         x.stride(0),
-        blocks_m * tile.block_m,
+        0 if sums is None else sums.shape[1],
         blocks_k,
     )
-    options = {**fixed, **launch_options(tile)}
+    options = {**fixed, **launch_options(tile), **early_options(early=early)}
     splits = choose_splits(
         -(-weight.out_features // TILE_N),
         blocks_k,
@@ -272,29 +274,6 @@ def place_of(
     card = multiprocessors_of(device, target.capability)
     program = None if target.is_interpreted else footprints.of(device, arguments, options)
     return TileDevice(target.capability, card, card.resident(program) if program else MOST_PROGRAMS)
-
-
-def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:
-    """Sum x over each group: (groups, padded_tokens) float32."""
-    width = weight.codes.shape[1] * weight.order.tile_k
-    sums = torch.empty(
-        width // weight.group_size, padded_tokens, dtype=torch.float32, device=x.device
-    )
-    grid = (-(-padded_tokens // SUMS_BLOCK_M), -(-width // SUMS_BLOCK_K))
-    group_sums_kernel[grid](
-        sums,
-        x,
-        x.shape[0],
-        weight.in_features,
-        x.stride(0),
-        padded_tokens,
-        sums.shape[0],
-        GROUP=weight.group_size,
-        BLOCK_M=SUMS_BLOCK_M,
-        BLOCK_K=SUMS_BLOCK_K,
-        num_warps=4,
-    )
-    return sums
 
 
 def _multiply_dense(linear: TiledLinear, x: Tensor) -> Tensor:

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from appliance.kernels.packed_matmul.tiled import TiledWeight
     from appliance.kernels.packed_matmul.tiles import MatmulTile
 
-MIDDLE_ROWS = 17  # rows from which a separate kernel sums x over its groups
-SUMS_BLOCK_M = 16
-SUMS_BLOCK_K = 128
 # Elements of a dense slice, 16 MiB: with its part of the result it fits the L2 of most cards, so
 # the product does not read it back from memory.
 DEQUANTIZED_AT_ONCE = 8 << 20
@@ -21,13 +18,9 @@ DEQUANTIZED_AT_ONCE = 8 << 20
 LOOKUP_BLOCK_M = 1
 DENSE_BLOCK_M = 16
 ROWS_WARPS = 4
-OFFSETS = (
-    Params.FP16_OFFSET,
-    Params.FP32_OFFSET,
-    Params.Q2_K,
-    Params.Q4_K,
-    Params.Q5_1,
-)
+RECORD_OFFSETS = (Params.Q2_K, Params.Q4_K, Params.Q5_1)
+OFFSETS = (Params.FP16_OFFSET, Params.FP32_OFFSET, *RECORD_OFFSETS)
+MIDDLE_ROWS = 17  # rows from which weights with records take sums of x, too
 
 
 class MatmulConstexprs(TypedDict):
@@ -42,7 +35,6 @@ class MatmulConstexprs(TypedDict):
     RECORD: int
     GROUP: int
     SCALES: int
-    SUMS: bool
     GATED: bool
     EVEN_K: bool
     BLOCK_M: int
@@ -50,11 +42,12 @@ class MatmulConstexprs(TypedDict):
     BLOCK_K: int
     TILEWISE: bool
     STAGES: int
+    EARLY: bool
     ASM: bool
 
 
 def matmul_constexprs(
-    weight: TiledWeight, tile: MatmulTile, *, gated: bool, asm: bool
+    weight: TiledWeight, tile: MatmulTile, *, gated: bool, early: bool, asm: bool
 ) -> MatmulConstexprs:
     """Return the compile-time arguments of `packed_matmul_kernel`."""
     return constexprs_of(
@@ -65,6 +58,7 @@ def matmul_constexprs(
         tile,
         gated=gated,
         even_k=weight.in_features % weight.block_k == 0,
+        early=early,
         asm=asm,
     )
 
@@ -78,11 +72,14 @@ def constexprs_of(
     *,
     gated: bool = False,
     even_k: bool = True,
+    early: bool = False,
     asm: bool = True,
 ) -> MatmulConstexprs:
     """Return `matmul_constexprs` of a weight that need not exist."""
     order = TileOrder(kind.bits)
     group = _scaling(kind, group_size)["GROUP"]
+    is_record = params_kind in RECORD_OFFSETS
+    assert not is_record or group < order.tile_k, "only short groups take products with ones"
     return {
         "CODES": kind.value,
         "AXES": order.kernel_axes(groups=max(1, order.tile_k // group) if group else 1),
@@ -92,7 +89,6 @@ def constexprs_of(
         "OFFSETS": params_kind in OFFSETS,
         "RECORD": record_words(params_kind, block_k),
         **_scaling(kind, group_size),
-        "SUMS": params_kind in OFFSETS and tile.max_rows >= MIDDLE_ROWS,
         "GATED": gated,
         "EVEN_K": even_k,
         "BLOCK_M": tile.block_m,
@@ -100,6 +96,7 @@ def constexprs_of(
         "BLOCK_K": block_k,
         "TILEWISE": tile.tilewise,
         "STAGES": tile.num_stages,
+        "EARLY": early,
         "ASM": asm,
     }
 
@@ -119,6 +116,16 @@ def _scaling(kind: Codes, group_size: int) -> _Scaling:
 def product_group(kind: Codes, group_size: int) -> int:
     """Return the inputs of one scaled product; 0 means all, scaled once at the end."""
     return _scaling(kind, group_size)["GROUP"]
+
+
+def takes_sums(params_kind: Params, max_rows: int) -> bool:
+    """Return True if a kernel before the product sums x over its groups.
+
+    Other weights with offsets take a product with ones beside each product. With records and few
+    rows that is fewer instructions: loads of sums come on top of unpacking scales.
+    """
+    is_packed = params_kind not in RECORD_OFFSETS
+    return params_kind in OFFSETS and (is_packed or max_rows >= MIDDLE_ROWS)
 
 
 def dequantize_constexprs(

@@ -361,3 +361,32 @@ def test_counts_of_accesses(stride: int, width: int, sectors: int, turns: int) -
     assert traffic["shared turns"] == turns
     assert traffic["shared turns at best"] == width
     assert traffic["mul"] == 1
+
+
+WAIT = "griddepcontrol.wait;"
+LOAD = f"{INDEX} ld.global.b32 r0, [d0];"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (f"{WAIT} {LOAD}", None),
+        (f"{INDEX} prefetch.global.L2 [d0]; {WAIT} griddepcontrol.launch_dependents;", None),
+        (f"{LOAD} {WAIT}", "before waiting"),
+        (f"{INDEX} st.global.b32 [d0], tid; {WAIT}", "before waiting"),
+        (
+            f"{INDEX} mov.b32 r1, 0; cp.async.ca.shared.global [r1], [d0], 4; {WAIT}",
+            "before waiting",
+        ),
+        (f"setp.lt.u32 c0, tid, 8; @c0 ret; {WAIT}", "ends without waiting"),
+        (f"setp.lt.u32 c0, tid, 8; @c0 {WAIT} {LOAD}", "before waiting"),
+    ],
+)
+def test_what_waits_for_the_kernel_before_touches_nothing_until_then(
+    body: str, message: str | None
+) -> None:
+    if message is None:
+        launch(body, uints(32), shared=4)
+        return
+    with pytest.raises(MemoryAccessError, match=message):
+        launch(body, uints(32), shared=4)

@@ -254,7 +254,8 @@ def rounded(stacked: StackedExperts, dtype: torch.dtype) -> StackedExperts:
 
 
 @pytest.mark.parametrize(
-    "form", ["int4 g128 zero", "int8 g128 additive", "fp8 blocks", "Q5_1", "IQ4_NL"]
+    "form",
+    ["int4 g128 zero", "int4 g128 additive", "int8 g128 additive", "fp8 blocks", "Q5_1", "IQ4_NL"],
 )
 @pytest.mark.parametrize("num_tokens", [3, 60, 120])
 def test_many_rows_of_an_expert_and_long_groups(form: str, num_tokens: int) -> None:

@@ -119,6 +119,7 @@ class _Launcher:
     def __init__(self, source: Any, metadata: Any) -> None:
         self._is_constant = [kind == "constexpr" for kind in source.signature.values()]
         self._kinds = list(source.signature.values())
+        self._is_early = metadata.launch_pdl
         assert metadata.global_scratch_size == 0
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *more: Any) -> None:
@@ -127,6 +128,7 @@ class _Launcher:
         if not driver.executes:
             return
         program, steps, shared = function
+        assert program.waits == self._is_early, "what is launched early waits, and nothing else"
         values = [
             value
             for value, is_constant in zip(more[4:], self._is_constant, strict=True)

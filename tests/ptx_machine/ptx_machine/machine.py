@@ -58,7 +58,7 @@ class Machine:
         traffic: Counter[str] | None,
     ) -> None:
         self.program = program
-        self.memory = memory
+        self._memory = memory
         self.threads = program.threads
         self.size = len(blocks) * program.threads
         self.shared = SharedMemory(shared_bytes, program.threads, len(blocks), traffic)
@@ -86,6 +86,8 @@ class Machine:
         ]
         self._waiting: list[tuple[int, Mask]] = []  # at a barrier: where to go on, and who
         self.alive = np.ones(self.size, bool)
+        # Threads that have to wait for the kernel before; until then they neither load nor store.
+        self._early: Mask | None = self._everyone if program.waits else None
 
     def run(self, steps: Sequence[Step]) -> None:
         """Execute to the end.
@@ -129,6 +131,8 @@ class Machine:
                     at += 1
             elif head in {"ret", "exit"}:
                 goes = self.guarded(instruction, mask)
+                if self._early is not None and self._early[goes].any():
+                    raise MemoryAccessError("a thread ends without waiting for the kernel before")
                 self.alive &= ~goes
                 left = mask & ~goes
                 return self._released() + ([(at + 1, left)] if left.any() else [])
@@ -160,6 +164,21 @@ class Machine:
             raise MemoryAccessError("threads of a warp wait at different barriers")
         self._waiting = [(at, mask & ~goes) for at, mask in self._waiting if (mask & ~goes).any()]
         return [(at, mask) for at, mask in released.items() if mask.any()]
+
+    def wait_for_previous(self, mask: Mask) -> None:
+        """Let threads load and store."""
+        if self._early is not None:
+            self._early = left if (left := self._early & ~mask).any() else None
+
+    def global_memory(self, lanes: Lanes) -> GlobalMemory:
+        """Return what pointers point to, for the threads with these numbers.
+
+        Raises:
+            MemoryAccessError: one of them has not waited for the kernel before.
+        """
+        if self._early is not None and self._early[lanes].any():
+            raise MemoryAccessError("an access before waiting for the kernel before")
+        return self._memory
 
     def guarded(self, instruction: Instruction, mask: Mask) -> Mask:
         """Those of the threads whose predicate holds."""

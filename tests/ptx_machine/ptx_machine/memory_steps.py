@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptx_machine.numbers import UNSIGNED
-from ptx_machine.syntax import Immediate, Instruction, Register, Vector
+from ptx_machine.syntax import WAIT_FOR_PREVIOUS, Immediate, Instruction, Register, Vector
 
 if TYPE_CHECKING:
     from ptx_machine.machine import Machine
@@ -28,7 +28,7 @@ def _load(instruction: Instruction) -> Step:
 
     def load(machine: Machine, mask: Mask) -> None:
         lanes = machine.lanes(mask)
-        memory = machine.shared if "shared" in space else machine.memory
+        memory = machine.shared if "shared" in space else machine.global_memory(lanes)
         address = machine.address(source)
         results = memory.load(address, lanes, width // 8, len(items))
         for item, result in zip(items, results, strict=True):
@@ -46,7 +46,7 @@ def _store(instruction: Instruction) -> Step:
 
     def store(machine: Machine, mask: Mask) -> None:
         lanes = machine.lanes(mask)
-        memory = machine.shared if "shared" in space else machine.memory
+        memory = machine.shared if "shared" in space else machine.global_memory(lanes)
         values = [
             machine.read(item, width)[lanes].astype(UNSIGNED[width], copy=False) for item in items
         ]
@@ -66,7 +66,7 @@ def _atomic(instruction: Instruction) -> Step:
         target, place, operand = instruction.operands[:3]
         lanes = machine.lanes(mask)
         values = machine.read(operand, width)[lanes]
-        memory = machine.shared if is_shared else machine.memory
+        memory = machine.shared if is_shared else machine.global_memory(lanes)
         old = memory.add(machine.address(place), lanes, values)
         if isinstance(target, Register):
             machine.set_lanes(target, old, lanes)
@@ -95,11 +95,16 @@ def _copy(instruction: Instruction) -> Step:
         assert np.isin(count[lanes], (0, size.bits)).all(), "a part of a copy"
         full = count[lanes] != 0
         address = machine.address(source)
-        words = machine.memory.load(address, lanes[full], 4, size.bits // 4)
+        memory = machine.global_memory(lanes[full])
+        words = memory.load(address, lanes[full], 4, size.bits // 4)
         data[full] = np.stack(words, axis=1).view(np.uint8)
         machine.shared.copy(machine.address(target), lanes, data)
 
     return copy
+
+
+def _wait_for_previous(instruction: Instruction) -> Step:
+    return lambda machine, mask: machine.wait_for_previous(mask)
 
 
 MEMORY_STEPS: dict[str, Callable[[Instruction], Step]] = {
@@ -107,4 +112,5 @@ MEMORY_STEPS: dict[str, Callable[[Instruction], Step]] = {
     "st.": _store,
     "atom.": _atomic,
     "cp.async.": _copy,
+    WAIT_FOR_PREVIOUS: _wait_for_previous,
 }

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_]
 Step = Callable[["Machine", Mask], None]
 
-_NOTHING = ("bar.warp.sync", "fence.", "membar", "griddepcontrol", "wgmma.fence", "wgmma.commit")
+_NOTHING = (
+    *("bar.warp.sync", "fence.", "membar", "wgmma.fence", "wgmma.commit"),
+    *("prefetch.", "griddepcontrol.launch_dependents"),
+)
 
 _STEPS = {**MEMORY_STEPS, **WARP_STEPS, **TENSOR_STEPS}  # by how an opcode begins
 _HEADS = {prefix.partition(".")[0] for prefix in _STEPS}

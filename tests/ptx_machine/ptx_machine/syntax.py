@@ -81,6 +81,9 @@ class Instruction:
         return self.opcode.split(".")
 
 
+WAIT_FOR_PREVIOUS = "griddepcontrol.wait"
+
+
 @dataclass(slots=True)
 class Program:
     """A kernel."""
@@ -91,6 +94,11 @@ class Program:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     widths: list[int] = field(default_factory=list)  # of the registers
+
+    @property
+    def waits(self) -> bool:
+        """True if it may be launched before the kernel before it has ended."""
+        return any(one.opcode == WAIT_FOR_PREVIOUS for one in self.instructions)
 
 
 def parse(text: str) -> Program:

@@ -179,12 +179,11 @@ def widening_slowly(table: Table) -> Collection[object]:
 
 
 def multiplying_for_zero_points(table: Table) -> Collection[object]:
-    """Return the matmuls of weights with zero points that take more products than without."""
+    """Return the matmuls of weights with zero points or offsets with more products than without."""
     return [
         key
-        for key, found in matmuls(table, "packed").items()
-        if " fp16_zero " in key[0]
-        and (plain := table.get((key[0].replace("fp16_zero", "fp32"), key[1])))
+        for key, found in matmuls(table, WIDENING).items()
+        if (plain := table.get((re.sub(r"fp16_zero|fp(16|32)_offset", "fp32", key[0]), key[1])))
         and found["matrix_products"] > plain["matrix_products"]
     ]
 
@@ -220,10 +219,7 @@ KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
         *(("packed_matmul llama_8b down int5 g32 q4_k bf16 rows 32", cc) for cc in (86, 90, 120)),
     ),
     ("3.6.0", widening_slowly): (
-        *(
-            (f"packed_matmul llama_8b gate_up int4 g128 fp16_offset bf16 rows {rows}", 120)
-            for rows in (16, 32)
-        ),
+        ("grouped_matmul qwen3_30b_a3b gate_up int4 g128 fp16_offset bf16 rows 32", 120),
         *((f"{_NVFP4} {rows}", cc) for rows in (8, 16) for cc in (86, 90, 120)),
     ),
 }

@@ -48,7 +48,7 @@ def activation_signature(shape: ActivationShape) -> KernelSignature:
             "intermediate": "i32",
             "stride": "i32",
         },
-        constexprs=gating | {"RUN": shape.run, "BLOCK": BLOCK},
+        constexprs=gating | {"RUN": shape.run, "BLOCK": BLOCK, "EARLY": False},
         multiples_of_16=frozenset({"intermediate", "stride"}),
         num_warps=NUM_WARPS,
         num_stages=1,

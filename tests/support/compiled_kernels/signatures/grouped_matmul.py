@@ -15,9 +15,13 @@ from appliance.kernels.grouped_matmul.variant import (
 )
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import MatmulTile
+from appliance.kernels.packed_matmul.variant import takes_sums
+from appliance.kernels.weight_codes.order import TileOrder
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 from compiled_kernels.signatures.packed_matmul import (
+    INT4_OFFSET,
     INT4_SHORT,
+    INT4_SYMMETRIC,
     INT4_ZERO,
     LIKE_MOST_COMPILED,
     MXFP4,
@@ -39,6 +43,9 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         return
     for tile in TILES:
         yield grouped_signature(MXFP4, tile)
+    for tile in TILES[:3]:
+        yield grouped_signature(INT4_SYMMETRIC, tile)
+        yield grouped_signature(INT4_OFFSET, tile)
     yield grouped_signature(INT4_SHORT, TILES[0])
     yield grouped_signature(FP8, TILES[0])
     yield grouped_signature(ggml_case("Q4_K"), TILES[0])
@@ -60,6 +67,9 @@ def grouped_signature(case: MatmulCase, tile: MatmulTile) -> KernelSignature:
         types["params_ptr"] = "*i32"
     if case.params_kind in (Params.NONE, Params.HALVES):
         types["channel_scale_ptr"] = "*fp32"
+    spans_tiles = case.group_size >= TileOrder(case.kind.bits).tile_k
+    if takes_sums(case.params_kind, tile.max_rows) and spans_tiles:
+        types |= {"sums_ptr": "*fp32", "sums_stride": "i32"}
     group = f"g{case.group_size}" if case.group_size else "per channel"
     name = f"{case.kind.value} {group} {case.params_kind.value}"
     return _signature(name, types, fixed, tile, tile.block_n * 128)
@@ -76,14 +86,16 @@ def _signature(
 ) -> KernelSignature:
     pointers = {"out_ptr": "*bf16", "x_ptr": "*bf16", "pairs_ptr": "*i32", "experts_ptr": "*i32"}
     sizes = ("out_features", "in_features", "x_stride", "tiles_n", "blocks_k")
-    optional = {"params_ptr", "channel_scale_ptr", "bias_ptr"}
+    optional = {"params_ptr", "channel_scale_ptr", "bias_ptr", "sums_ptr", "sums_stride"}
     return KernelSignature(
         name=f"grouped_matmul {MODEL} gate_up {form} bf16 rows {tile.block_m}",
         module=MODULE,
         function="grouped_matmul_kernel",
         types={**pointers, **types, **dict.fromkeys(sizes, "i32")},
         constexprs={**fixed, "SHARE": TOP_K, **dict.fromkeys(optional - types.keys())},
-        multiples_of_16=frozenset({"out_features", "in_features", "x_stride"}),
+        multiples_of_16=frozenset(
+            {"out_features", "in_features", "x_stride"} | types.keys() & {"sums_stride"}
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         max_registers=tile.max_registers,

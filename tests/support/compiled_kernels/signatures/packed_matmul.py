@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from appliance.kernels.dependent_launch.launch import LEAST_DEPENDENT
 from appliance.kernels.packed_matmul.ggml_tiles import GGML_TILES
+from appliance.kernels.packed_matmul.sums import SUMS_BLOCK_K, SUMS_BLOCK_M
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import (
     SHORT_GROUP_TILES,
@@ -17,11 +19,10 @@ from appliance.kernels.packed_matmul.variant import (
     DENSE_BLOCK_M,
     LOOKUP_BLOCK_M,
     ROWS_WARPS,
-    SUMS_BLOCK_K,
-    SUMS_BLOCK_M,
     constexprs_of,
     dequantize_constexprs,
     rows_constexprs,
+    takes_sums,
 )
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
@@ -98,6 +99,9 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         yield matmul_signature(GATE_UP, INT4_SYMMETRIC, tile, capability)
     for tile in table.tiles[:2]:
         yield matmul_signature(GATE_UP, INT4_OFFSET, tile, capability)
+    # What comes before the loop, which alone differs, is the same for all others.
+    if capability >= LEAST_DEPENDENT:
+        yield matmul_signature(GATE_UP, INT4_ZERO, table.tiles[0], capability, early=True)
     for case in (MXFP4, NVFP4):
         for tile in distinct:
             yield matmul_signature(GATE_UP, case, summing_at_once(tile, capability), capability)
@@ -132,13 +136,24 @@ def summing_at_once(tile: MatmulTile, capability: int) -> MatmulTile:
 
 
 def matmul_signature(
-    shape: MatmulShape, case: MatmulCase, tile: MatmulTile, capability: int
+    shape: MatmulShape,
+    case: MatmulCase,
+    tile: MatmulTile,
+    capability: int,
+    *,
+    early: bool = False,
 ) -> KernelSignature:
     """How `packed_matmul_kernel` is compiled for a weight, with a tile."""
     activation = f"*{case.dtype}"
     block_k = 128 if shape.in_features % 128 == 0 else 64
     fixed = constexprs_of(
-        case.kind, case.params_kind, case.group_size, block_k, tile, gated=case.gated
+        case.kind,
+        case.params_kind,
+        case.group_size,
+        block_k,
+        tile,
+        gated=case.gated,
+        early=early,
     )
     types = {
         "out_ptr": activation,
@@ -157,13 +172,13 @@ def matmul_signature(
         types["channel_scale_ptr"] = "*fp32"
     if case.params_kind is not Params.NONE:
         types["params_ptr"] = "*i32"
-    if fixed["SUMS"]:
+    if takes_sums(case.params_kind, tile.max_rows):
         types["sums_ptr"] = "*fp32"
     if case.bias:
         types["bias_ptr"] = "*fp32"
     optional = {"params_ptr", "channel_scale_ptr", "bias_ptr", "sums_ptr"}
     group = f"g{case.group_size}" if case.group_size else "per channel"
-    more = " gated" * case.gated + " bias" * case.bias
+    more = " gated" * case.gated + " bias" * case.bias + " early" * early
     return KernelSignature(
         name=f"packed_matmul {shape.name} {case.kind.value} {group} {case.params_kind.value} "
         f"{case.dtype}{more} rows {tile.max_rows}",
@@ -194,7 +209,12 @@ def sums_signature(group_size: int) -> KernelSignature:
             "sums_stride": "i32",
             "num_groups": "i32",
         },
-        constexprs={"GROUP": group_size, "BLOCK_M": SUMS_BLOCK_M, "BLOCK_K": SUMS_BLOCK_K},
+        constexprs={
+            "GROUP": group_size,
+            "BLOCK_M": SUMS_BLOCK_M,
+            "BLOCK_K": SUMS_BLOCK_K,
+            "EARLY": False,
+        },
         multiples_of_16=frozenset({"x_stride", "sums_stride", "in_features"}),
         num_warps=4,
         num_stages=1,

@@ -1,0 +1,1 @@
+"""Starts kernels while the one before them still ends, on GPUs that can."""
