@@ -52,21 +52,19 @@ def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
             return True  # do not compile or launch it now
 
         before, parse = triton.knobs.runtime.jit_cache_hook, JITFunction.parse
-        triton.knobs.runtime.jit_cache_hook = note
         JITFunction.parse = _one_at_a_time(parse)
-        triton.runtime.driver.set_active(NoDevice(target))
         try:
-            yield
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
-        finally:
-            triton.runtime.driver.set_active(driver)
-            triton.knobs.runtime.jit_cache_hook = before
-        try:
+            triton.knobs.runtime.jit_cache_hook = note
+            triton.runtime.driver.set_active(NoDevice(target))
+            try:
+                yield
+            finally:
+                triton.runtime.driver.set_active(driver)
+                triton.knobs.runtime.jit_cache_hook = before
             for done, _ in enumerate(as_completed(found.values()), start=1):
                 on_progress(done, len(found))
         finally:
+            threads.shutdown(cancel_futures=True)  # they parse by the lock until they end
             JITFunction.parse = parse
 
 

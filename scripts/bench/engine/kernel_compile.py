@@ -104,7 +104,7 @@ def measure(folder: Path, capability: int, kv_format: KVFormat) -> dict[str, Any
     """Measure one row of the result, in a process of its own."""
     triton.runtime.driver.set_active(NoDevice(GPUTarget("cuda", capability, 32)))
     execution, decoder = load(folder)
-    sample_tokens = execution.sample_tokens(decoder.spec, LIMITS.max_num_seqs)
+    sample_tokens = execution.sample_tokens(decoder.spec, LIMITS.sample_rows)
 
     def first_steps(few: Decoder, kv_layers: Sequence[LayerPrecision]) -> None:
         measure_workspace(

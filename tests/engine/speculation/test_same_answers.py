@@ -9,7 +9,7 @@ import pytest
 from draft_answers import SIZES, load, requests_of, run
 from drafting import draft_always
 from late_device import LateDevice
-from products import exact_products
+from products import exact_products, unlike_products
 from recurrent_models import RECURRENT
 from replaying import ReplayingSpeculator
 from sure_models import write_sure_model
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.engine.engine import LLMEngine
+
+CLOSENESS = 0.07  # of log probabilities: a step of bfloat16 at the size of these logits
 
 
 def compare(folder: Path, requests: list[Request], share: float, **options: Any) -> LLMEngine:
@@ -120,3 +122,31 @@ def test_a_late_device_repeats_an_earlier_answer(tiny_llama: Path) -> None:
     assert [one[0] for one in found.values()] == [one[0] for one in expected.values()]
     assert fewer < 0.4 * pieces
     assert not any(engine.stats().accepted_tokens_by_place[MOST_ROWS - 1 :]), "beyond any graph"
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_where_sums_depend_on_rows_answers_part_only_between_tokens_that_are_nearly_equal(
+    tiny_llama: Path, kv: str
+) -> None:
+    """As on a GPU. In 16 bits, of greedy answers, up to where they part."""
+    options: dict[str, Any] = {"kernels": "torch", "dtype": "bfloat16", "kv_cache_dtype": kv}
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=5)
+    requests = [
+        Request(request_id=f"{at}", prompt_token_ids=(*range(at, at + 20),), sampling=sampling)
+        for at in range(10, 400, 50)
+    ]
+    with unlike_products():
+        expected, _ = run(load(tiny_llama, LateDevice(), **options), requests)
+        engine = load(tiny_llama, LateDevice(), **options, speculate="suffix")
+        engine._scheduler._speculator = ReplayingSpeculator(
+            expected, 0.9, engine._grammars._matchers, random.Random(5)
+        )
+        found, _ = run(engine, requests)
+    assert engine.stats().accepted_tokens_total > 100
+    for key, (tokens, reports, _) in expected.items():
+        pairs = zip(found[key][0], tokens, reports, strict=True)
+        parted = next(((token, report.top) for token, own, report in pairs if token != own), None)
+        if parted is not None:
+            token, top = parted
+            other = next(one for one in top if one.token_id == token)
+            assert top[0].logprob - other.logprob < CLOSENESS

@@ -19,6 +19,7 @@ from kernel_gpu import gpu
 from late_device import LateDevice
 from packed_weights import random_packed
 from ptx_machine.driver import TARGETS
+from triton.runtime.jit import JITFunction
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
@@ -101,7 +102,7 @@ def engine_of(
         executor,
         LateDevice(),
         LIMITS,
-        execution.sample_tokens(source.spec, LIMITS.max_num_seqs),
+        execution.sample_tokens(source.spec, LIMITS.sample_rows),
         num_open,
         with_graphs=False,
     )
@@ -207,3 +208,21 @@ def test_what_fails_to_compile_ahead_is_left_to_its_launch(
         assert rms_norm(x, torch.ones(64), 0.0).equal(x)
     assert compiled == [("rms_norm_kernel", True)]
     assert "rms_norm_kernel was not compiled ahead: no ptxas" in caplog.text
+
+
+@pytest.mark.compiled
+def test_steps_that_fail_leave_nothing_behind_that_the_next_load_would_wait_for(
+    target: str, compiled: list[tuple[str, bool]]
+) -> None:
+    before = JITFunction.parse
+    with gpu(TARGETS[target], has_compiled=False) as machine:
+        machine.executes = False
+        with (
+            pytest.raises(MemoryError, match="no room"),
+            compiled_ahead(lambda done, total: None),
+        ):
+            raise MemoryError("no room for the largest step")
+        assert JITFunction.parse is before
+        with compiled_ahead(lambda done, total: None):
+            rms_norm(torch.ones(3, 64), torch.ones(64), 1e-6)
+    assert {name for name, _ in compiled} == {"rms_norm_kernel"}
