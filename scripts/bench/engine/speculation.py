@@ -11,6 +11,8 @@ copies badly. Its logits decide nothing then, and cost what they cost. Kinds of 
 - `summary`: an answer that quotes sentences of its prompt.
 - `tool_call`: calls of functions as JSON, each like the one before.
 - `prose`: text that copies nothing.
+- `agent`: the model's own greedy reply in the eighth turn of a conversation as `scripts/benchmark
+  agent` holds it, after eight outputs of tools and all that was said before; not with `--shape`.
 
 Each run has a cache salt of its own, so that no run copies the answers of an earlier one. Two
 engines answer at the same time, a step of each in turn, so that both meet the same machine.
@@ -46,6 +48,7 @@ from bench.lib.conditions import conditions
 from bench.lib.model_shapes import DENSE
 from bench.lib.synthetic import Schemes
 from bench.lib.synthetic_checkpoint import write_checkpoint
+from bench.server.agent import SYSTEM, tool_output
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -139,6 +142,7 @@ def prose(tokenizer: Tokenizer, count: int) -> Iterator[Turn]:
 
 
 KINDS = {"rewrite": rewrites, "summary": summaries, "tool_call": tool_calls, "prose": prose}
+AGENT_TURNS, AGENT_TOKENS = 8, 100
 
 
 @contextmanager
@@ -161,6 +165,24 @@ def replaying(sampler: Sampler, answers: dict[str, list[int]]) -> Iterator[None]
 
     with patch.object(sampler, "_sample_tokens", drawn), patch.object(sampler, "stage", staged):
         yield
+
+
+def agent_turns(engine: LLMEngine, tokenizer: Tokenizer, count: int) -> Iterator[Turn]:
+    """Yield turns of conversations, with the greedy replies of an engine without drafts."""
+    talks = [[{"role": "system", "content": SYSTEM}] for _ in range(count)]
+    for number in range(AGENT_TURNS):
+        for who, messages in enumerate(talks):
+            output = tool_output(60, 1000 * who + number)
+            messages.append({"role": "user", "content": f"Output of the tool:\n{output}"})
+            prompt = tokenizer.encode_chat(messages)
+            turn = Turn(prompt, [0] * (16 + AGENT_TOKENS))
+            answers = Answers(engine, [turn], AGENT_TOKENS, f"agent {who} {number}")
+            while answers.has_work:
+                answers.step()
+            (reply,) = answers.said.values()
+            messages.append({"role": "assistant", "content": tokenizer.decode(reply)})
+            if number == AGENT_TURNS - 1:
+                yield Turn(prompt, reply + [0] * 16)
 
 
 class Answers:
@@ -270,7 +292,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, "agent"], default=list(KINDS))
     parser.add_argument("--shape", choices=DENSE, default="", help="random weights instead")
     options = parser.parse_args()
     path = resolve_model(options.model, cache_dir=cache_dir(), progress=lambda *_: None).path
@@ -290,7 +312,10 @@ def main() -> None:
         "streams": options.streams,
     }
     for kind in options.kinds:
-        turns = list(KINDS[kind](tokenizer, options.streams))
+        if kind == "agent":
+            turns = list(agent_turns(engines[1], tokenizer, options.streams))
+        else:
+            turns = list(KINDS[kind](tokenizer, options.streams))
         result[kind] = compare(engines, turns, options.max_tokens, options.repeats)
     write_result(options.out, result)
 
