@@ -263,7 +263,7 @@ class Scheduler:
         # Their next token is on its way: the drafts are those after it.
         bounds = self._state.bounds
         most = [(one, rows, most_drafts(one, rows, bounds, is_ahead=True)) for one, rows in ahead]
-        return bool(ahead) and speculator.awaits(most, self._room(decodes))
+        return bool(ahead) and speculator.awaits(most, self._room(decodes, prompts))
 
     def _drafts(self, decodes: Rows, prompts: Rows) -> dict[Sequence, tuple[int, ...]]:
         """Ask for drafts, in steps that may hold some."""
@@ -275,17 +275,17 @@ class Scheduler:
             (one, rows, 0 if one in in_flight.entries else most_drafts(one, rows, bounds))
             for one, rows in decodes
         ]
-        return speculator.propose(most, self._room(decodes))
+        return speculator.propose(most, self._room(decodes, prompts))
 
     def _may_draft(self, decodes: Rows, prompts: Rows) -> bool:
         num_startable = len(self._state.waiting) if self._state.slots else 0
         return bool(decodes) and may_draft(len(prompts), num_startable)
 
-    def _room(self, decodes: Rows) -> int:
-        """Return the number of drafts that a step of answers has room for."""
+    def _room(self, decodes: Rows, prompts: Rows) -> int:
+        """Return the number of drafts for which a step has room; a row is left for each prompt."""
         limits = self._state.bounds.limits
         return min(
-            limits.max_num_batched_tokens - sum([rows for _, rows in decodes]),
+            limits.max_num_batched_tokens - sum([rows for _, rows in decodes]) - len(prompts),
             limits.sample_rows - len(decodes),
         )
 

@@ -45,6 +45,14 @@ def compare(folder: Path, requests: list[Request], share: float, **options: Any)
     return engine
 
 
+def compare_recurrent(folder: Path, name: str, **options: Any) -> None:
+    model_type, settings = RECURRENT[name]
+    write_sure_model(model_type, folder, **SIZES | settings)
+    requests = [one for one in requests_of(97) if one.request_id in ("greedy", "seeded", "several")]
+    engine = compare(folder, requests, 0.7, max_num_seqs=4, **options)
+    assert engine.stats().state_saves_total > 0
+
+
 @pytest.mark.parametrize("kv", ["bf16", "int8", "int4", "int4-sealed", "k8v4"])
 def test_answers_are_the_same_in_every_format(tiny_llama: Path, kv: str) -> None:
     compare(tiny_llama, requests_of(512), 0.8, kv_cache_dtype=kv)
@@ -67,12 +75,7 @@ def test_answers_are_the_same_where_they_have_to_make_room(tiny_llama: Path, hos
 def test_answers_of_recurrent_models_are_the_same(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    model_type, settings = RECURRENT[name]
-    folder = tmp_path_factory.mktemp(name)
-    write_sure_model(model_type, folder, **SIZES | settings)
-    requests = [one for one in requests_of(97) if one.request_id in ("greedy", "seeded", "several")]
-    engine = compare(folder, requests, 0.7, max_num_seqs=4)
-    assert engine.stats().state_saves_total > 0
+    compare_recurrent(tmp_path_factory.mktemp(name), name)
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8", "int4-sealed"])
@@ -91,14 +94,8 @@ def test_answers_of_a_device_that_is_late_are_the_same(
 def test_answers_of_recurrent_models_on_a_late_device_are_the_same(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    model_type, settings = RECURRENT[name]
-    folder = tmp_path_factory.mktemp(name)
-    write_sure_model(model_type, folder, **SIZES | settings)
-    requests = [one for one in requests_of(97) if one.request_id in ("greedy", "seeded", "several")]
-    options: dict[str, Any] = {"kernels": "torch", "max_num_seqs": 4}
     with exact_products():
-        engine = compare(folder, requests, 0.7, device=LateDevice(), **options)
-    assert engine.stats().state_saves_total > 0
+        compare_recurrent(tmp_path_factory.mktemp(name), name, device=LateDevice(), kernels="torch")
 
 
 def test_a_late_device_repeats_an_earlier_answer(tiny_llama: Path) -> None:

@@ -160,6 +160,19 @@ def test_adapters_are_mixed_in_graphs(tiny_llama: Path, tmp_path: Path) -> None:
     assert StepSize(2, 32, is_adapted=True) in graphs.captured
 
 
+def noting_replays(engine: LLMEngine) -> tuple[Any, set[StepSize]]:
+    """Return an engine's graphs, and the sizes that it will replay from now on."""
+    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
+    replayed, real = set[StepSize](), graphs.run
+
+    def noted(size: StepSize, function: Callable[[], None]) -> None:
+        replayed.add(size)
+        real(size, function)
+
+    graphs.run = noted
+    return graphs, replayed
+
+
 def test_drafts_are_verified_in_graphs(tiny_llama: Path) -> None:
     """Of two sequences, one with penalties and a seed, by the kernel that decodes."""
     penalties: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
@@ -173,14 +186,7 @@ def test_drafts_are_verified_in_graphs(tiny_llama: Path) -> None:
     engine._scheduler._speculator = ReplayingSpeculator(
         known, 0.9, Matchers(512, ()), random.Random(1)
     )
-    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
-    replayed, real = set[StepSize](), graphs.run
-
-    def noted(size: StepSize, function: Callable[[], None]) -> None:
-        replayed.add(size)
-        real(size, function)
-
-    graphs.run = noted
+    graphs, replayed = noting_replays(engine)
     assert run(engine, *requests) == expected
     assert len({size.rows_each for size in replayed}) > 2
     assert replayed <= {*graphs.captured}
@@ -193,13 +199,6 @@ def test_experts_run_in_graphs(tmp_path: Path) -> None:
     requests = [request("one", 20, vocab=50), request("other", 7, vocab=50)]
     expected = run(engine_of(tmp_path, REFERENCE, asynchronous=False), *requests)
     engine = engine_of(tmp_path, select_backend(torch.device("cuda")), asynchronous=True)
-    graphs: Any = engine._runner.graphs  # type: ignore[attr-defined]
-    replayed, real = set[StepSize](), graphs.run
-
-    def noted(size: StepSize, function: Callable[[], None]) -> None:
-        replayed.add(size)
-        real(size, function)
-
-    graphs.run = noted
+    graphs, replayed = noting_replays(engine)
     assert run(engine, *requests) == expected
     assert {StepSize(2), StepSize(2, 32)} <= replayed <= {*graphs.captured}
