@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from late_device import LateDevice
 from lora import write_adapter
 from rank_engines import CACHED_TOKENS, PROMPTS, answers, assert_best, best_two, loaded
 from recurrent_models import RECURRENT
+from replaying import ReplayingSpeculator
 from sure_models import THREE_GROUPS, write_sure_model
 from teacher_forcing import BLOCK_SIZE, logits_of, one_sequence
 
@@ -111,6 +113,25 @@ def test_steps_look_ahead_and_blocks_are_sealed(tmp_path: Path) -> None:
         assert "every layer, since torch executes no pipeline" in " ".join(engine.info.notes)
         assert_best(answers(engine, PROMPTS), expected, closeness=0.02)
         assert device.captures > 0
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_drafts_are_verified_by_all_ranks(tmp_path: Path) -> None:
+    """With some of them wrong, beside steps planned before the last one's tokens."""
+    write_sure_model("llama", tmp_path, **THREE_GROUPS)
+    options = TORCH | {"kv_cache_dtype": "int8"}
+    with loaded(tmp_path, speculate="off", **options) as alone:
+        expected = answers(alone, PROMPTS)
+    with loaded(tmp_path, LateDevice(), tensor_parallel=2, speculate="suffix", **options) as engine:
+        engine._scheduler._speculator = ReplayingSpeculator(
+            {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(expected)},
+            0.8,
+            engine._grammars._matchers,
+            random.Random(5),
+        )
+        assert answers(engine, PROMPTS) == expected
+        stats = engine.stats()
+        assert stats.draft_tokens_total > stats.accepted_tokens_total > 20
 
 
 @pytest.mark.usefixtures("exact_products")
