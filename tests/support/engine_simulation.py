@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 300  # steps in which nobody gets a token
 TICK = 1e-9  # seconds, more than a few steps of the clock's last bit
+MIN_WAIT = 1.0  # seconds: less than a slow disk takes for three reads
 MIN_DISK_TOKENS = 4  # of what is written, and of what is read: prompts are short here
 
 
@@ -86,6 +87,7 @@ class Simulation:
             patch("appliance.engine.scheduling.scheduler.may_draft", drafting),
             patch("appliance.engine.tiers.disk_rule.MIN_TOKENS", MIN_DISK_TOKENS),
             patch("appliance.engine.tiers.read_ahead.MIN_READ_TOKENS", MIN_DISK_TOKENS),
+            patch("appliance.engine.tiers.read_ahead.MIN_WAIT", MIN_WAIT),
             patch(
                 "appliance.engine.scheduling.checkpoint_rule.FIRST_DISTANCE",
                 setting.first_distance,

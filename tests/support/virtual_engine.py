@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from virtual_disk import VirtualDisk
     from virtual_runner import Clock
 
+PREFILL = 100.0  # tokens per second
+
 
 class Parts(NamedTuple):
     """An engine, and what is looked at inside it."""
@@ -76,7 +78,7 @@ def build_engine(
         state_bytes=16 if setting.recurrent else 0,
     )
     # To move a block takes as long as to compute so many tokens.
-    rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
+    rates = Rates(prefill=PREFILL, moves=8.0 * PREFILL / setting.tokens_per_move)
     writes = None
     if disk is not None:
         writes = WriteBehind(

@@ -174,7 +174,7 @@ class Scheduler:
         state = self._state
         state.blocks.metadata.begin_step(now)
         builder = PlanBuilder(state.bounds.limits.max_num_batched_tokens, now)
-        state.wake()
+        state.wake(now)
         decodes, prompts = wanted_rows(state)
         state.in_flight.starved = None
         if self._waits(decodes, prompts):

@@ -86,9 +86,9 @@ class State:
         if not self.tiers.begin_reading(sequence):
             self.waiting.push(sequence)
 
-    def wake(self) -> None:
-        """Queue the sequences whose disk reads have ended."""
-        for sequence in self.tiers.take_read():
+    def wake(self, now: float) -> None:
+        """Queue the sequences whose disk reads have ended, or take too long."""
+        for sequence in self.tiers.take_read(now):
             self.waiting.push(sequence)
 
     def run(self, sequence: Sequence, now: float) -> bool:

@@ -85,7 +85,7 @@ class Tiers:
         self._last_room = 1 - (-sizes.open_bytes // sizes.block_bytes)
         self._kept: dict[Sequence, Reservation] = {}
         self._loading: dict[Sequence, _Loading] = {}  # loads in uncommitted plans
-        self._reads = ReadAhead(blocks, self.host, disk)
+        self._reads = ReadAhead(blocks, self.host, rates, disk)
         self._saves = PlannedSaves()
         blocks.pool.on_evict = self._evicted
         if blocks.states is not None:
@@ -135,9 +135,13 @@ class Tiers:
         """Start reading a chain's blocks from disk; return True if the sequence must wait."""
         return self._reads.begin(sequence)
 
-    def take_read(self) -> Iterator[Sequence]:
-        """Yield sequences whose disk reads have ended, successfully or not."""
-        for sequence, reserved in self._reads.take():
+    def take_read(self, now: float) -> Iterator[Sequence]:
+        """Yield sequences whose disk reads have ended, successfully or not, or take too long.
+
+        Args:
+            now: monotonic seconds.
+        """
+        for sequence, reserved in self._reads.take(now):
             self._kept.setdefault(sequence, Reservation()).hashes += reserved
             yield sequence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
-from appliance.engine.tiers import disk_rule, disk_tier
+from appliance.engine.tiers import disk_rule, disk_tier, read_ahead
 from appliance.engine.tiers.disk_rule import ON_DISK
 from appliance.engine.tiers.disk_store import DiskStore
 
@@ -196,6 +197,40 @@ def test_others_go_ahead_while_one_waits_for_the_disk(
                 answers[delta.request_id] += delta.token_ids
         assert answers == expected
         assert second.stats().prefix_hits_disk_total > 0
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nor asked again, until it has answered."""
+    with running(tiny_llama, tmp_path) as first:
+        expected = run_twice(first, request("a"), request("b", seed=1))
+    gate = held_back_reads(monkeypatch)
+    monkeypatch.setattr(read_ahead, "MIN_WAIT", 0.1)
+    with running(tiny_llama, tmp_path) as second:
+        disk = second._tiers.disk
+        assert disk is not None
+        assert run(second, request("a")) == {"a": expected["a"]}
+        assert caplog.text.count("the disk of KV blocks has not answered") == 1
+        assert len(disk.unfinished) == 1
+        assert run(second, request("b", seed=1)) == {"b": expected["b"]}
+        assert len(disk.unfinished) == 1
+        assert second.stats().prefix_hits_disk_total == 0
+        gate.set()
+
+        def has_answered() -> bool:
+            second._scheduler.plan(time.monotonic())
+            return not disk.unfinished
+
+        wait_until(has_answered)
+        second._scheduler.check_invariants()
+        assert second._tiers.host.room == second._tiers.host.capacity
+    with running(tiny_llama, tmp_path) as third:
+        assert run(third, request("a")) == {"a": expected["a"]}
+        assert third.stats().prefix_hits_disk_total > 0
 
 
 def test_whoever_ends_while_it_waits_for_the_disk_leaves_nothing(
