@@ -1,6 +1,7 @@
 """The description of a step in shared memory: rank 0 writes it, the other ranks read it.
 
-It holds what the CPU library reads of a step: about 100 bytes per sequence and 4 per block.
+It holds what the CPU library reads of a step: about 100 bytes per sequence and 2 per block, or 4 in
+a cache of more than 65,536 blocks.
 """
 
 from __future__ import annotations
@@ -90,19 +91,23 @@ class SharedStep:
         self._header[:4] = RankOrder.STEP, batch.num_seqs, width, step.wants_logits
         counts = [_NONE if part is None else part.numel() for part in parts]
         self._header[4 : 4 + len(counts)] = counts
+        types = _types(is_narrow=int(batch.block_tables.max()) <= _MOST_NARROW)
+        self._header[-1] = types[_TABLES].itemsize
         end = 8 * _HEADER
-        for part, (begin, end) in zip(parts, _places(counts), strict=True):
+        for part, dtype, (begin, end) in zip(parts, types, _places(counts, types), strict=True):
             if part is not None:
-                self._bytes[begin:end] = part.contiguous().view(-1).numpy().view(np.uint8)
+                self._bytes[begin:end].view(dtype)[:] = part.contiguous().view(-1).numpy()
         return end
 
     def read_step(self, adapters: object | None) -> RankStep:
         """Read a step in place; `adapters` is this rank's table of slots."""
         _, num_seqs, width, wants_logits = self._header[:4].tolist()
         counts = self._header[4 : 4 + len(_TYPES)].tolist()
+        types = _types(is_narrow=self._header[-1] == 2)
+        views = [self._bytes[begin:end] for begin, end in _places(counts, types)]
         found: list[Tensor | None] = [
-            None if count == _NONE else arrays.of_numpy(self._bytes[begin:end].view(dtype))
-            for count, (begin, end), dtype in zip(counts, _places(counts), _TYPES, strict=True)
+            None if count == _NONE else arrays.of_numpy(view.view(written).astype(read, copy=False))
+            for count, view, written, read in zip(counts, views, types, _TYPES, strict=True)
         ]
         tokens, positions, slots, starts, contexts, tables, rows, opened, states, lora = found
         assert tokens is not None
@@ -151,12 +156,20 @@ class SharedStep:
 _TYPES = tuple(
     map(np.dtype, (*("int64",) * 3, *("int32",) * 3, "int64", *("int32",) * 3)),
 )
+_TABLES = 5  # the place of block tables
+_NARROW = np.dtype("uint16")
+_MOST_NARROW = np.iinfo(_NARROW).max
 
 
-def _places(counts: list[int]) -> Iterator[tuple[int, int]]:
+def _types(*, is_narrow: bool) -> tuple[np.dtype[Any], ...]:
+    """Return the types in which the parts are written."""
+    return (*_TYPES[:_TABLES], _NARROW, *_TYPES[_TABLES + 1 :]) if is_narrow else _TYPES
+
+
+def _places(counts: list[int], types: tuple[np.dtype[Any], ...]) -> Iterator[tuple[int, int]]:
     """Yield the first byte of each part, and one after its last."""
     end = 8 * _HEADER
-    for count, dtype in zip(counts, _TYPES, strict=True):
+    for count, dtype in zip(counts, types, strict=True):
         begin = -(-end // ALIGNMENT) * ALIGNMENT
         end = begin + max(count, 0) * dtype.itemsize
         yield begin, end
