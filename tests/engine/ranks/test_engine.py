@@ -239,7 +239,7 @@ def test_a_pipeline_gives_the_faster_rank_more_layers(
 ) -> None:
     """Unless shares are asked for."""
     monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: speeds)
-    write_sure_model("llama", tmp_path, num_hidden_layers=3, vocab_size=97)
+    write_sure_model("llama", tmp_path, **THREE_GROUPS | {"num_hidden_layers": 3})
     options: dict[str, Any] = {"pipeline_parallel": 2, "gpu_split": gpu_split}
     with loaded(tmp_path, max_model_len=160, **options) as engine:
         runs = [rank.layers for rank in engine.info.ranks]
