@@ -3,16 +3,19 @@
     scripts/benchmark cpu_experts --layers 4 --threads 1
     scripts/benchmark cpu_experts --shape qwen3.6-35b-a3b
     scripts/benchmark cpu_experts --peer FOLDER  # where the package xllamacpp is installed
+    scripts/benchmark cpu_experts --peer FOLDER --layers 34 --apart  # 12 GiB of weights
 
-The two take turns: decode of one stream and of several, then the prefill of one prompt. llama.cpp's
-numbers are those that its own server takes, ours are of the library's whole steps, without HTTP and
-sampling. The peer is built for AVX2; `--isa avx2` keeps ours to that. Threads that wait for each
-other suffer from other programs: look at the load that the result names. The bytes of weights that
-a token's step reads are counted from the file, without those of experts that it does not choose.
+The two take turns, or with `--apart` one is measured after the other has left the memory: decode of
+one stream and of several, then the prefill of one prompt. llama.cpp's numbers are those that its
+own server takes, ours are of the library's whole steps, without HTTP and sampling. The peer is
+built for AVX2; `--isa avx2` keeps ours to that. Threads that wait for each other suffer from other
+programs: look at the load that the result names. The bytes of weights that a token's step reads
+are counted from the file, without those of experts that it does not choose.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import tempfile
@@ -104,23 +107,31 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     library = load_library()
     isa = select_isa(library, options.isa)
     decoder = load_native(open_model(model), NativeEngine(library, options.threads), torch.bfloat16)
+    result: dict[str, Any] = {
+        "isa": isa.name.lower(),
+        "weights": decoder.weight_format,
+        "weight_bytes": decoder.weight_bytes,
+    }
     peer = None
-    if options.peer is not None:
-        peer = Peer(options.peer, model, options.threads, max(options.streams))
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "llama.cpp": []}
     load = []
+
+    def started() -> Peer:
+        return Peer(options.peer, model, options.threads, max(options.streams))
+
+    if options.peer is not None and not options.apart:
+        peer = started()
     for _ in range(options.repeats):
         load.append(round(os.getloadavg()[0], 2))
         runs["ours"].append(ours(decoder, options))
         if peer is not None:
             runs["llama.cpp"].append(theirs(peer, options))
-    result: dict[str, Any] = {
-        "isa": isa.name.lower(),
-        "weights": decoder.weight_format,
-        "weight_bytes": decoder.weight_bytes,
-        "load": load,
-        "runs": runs,
-    }
+    if options.peer is not None and options.apart:
+        del decoder
+        gc.collect()
+        peer = started()
+        runs["llama.cpp"] = [theirs(peer, options) for _ in range(options.repeats)]
+    result |= {"load": load, "runs": runs}
     if peer is not None:
         result |= {"peer": peer.about, "ratios": ratios(runs)}
         peer.close()
@@ -140,6 +151,7 @@ def ratios(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--peer", type=Path, help="folder with the package xllamacpp")
+    parser.add_argument("--apart", action="store_true", help="never both in memory")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
