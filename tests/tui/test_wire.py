@@ -142,13 +142,14 @@ class NoTerminal:
 
 async def test_a_terminal_of_another_size_is_painted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [os.terminal_size((80, 24)), os.terminal_size((80, 24)), os.terminal_size((81, 24))]
-    monkeypatch.setattr(os, "get_terminal_size", lambda file: sizes.pop(0))
     sent: list[str] = []
     monkeypatch.setattr(LinuxDriver, "__init__", lambda driver, app: setattr(driver, "fileno", 0))
     monkeypatch.setattr(LinuxDriver, "write", lambda driver, data: sent.append(data))
     app = NoTerminal()
     driver = ThriftyDriver(app)  # type: ignore[arg-type]
     assert app.terminal is driver
-    for _ in range(3):
-        driver.write(written(0, 0, "abc", Style()))
+    with monkeypatch.context() as patch:  # pytest asks for the size as well
+        patch.setattr(os, "get_terminal_size", lambda file: sizes.pop(0))
+        for _ in range(3):
+            driver.write(written(0, 0, "abc", Style()))
     assert len(sent) == 2
