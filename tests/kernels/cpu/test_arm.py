@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from cpu_sections import CACHED
 
 from appliance.kernels.cpu import build
 from appliance.kernels.cpu.structs import Isa
@@ -24,22 +26,34 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, beside the library with its sections."""
-    folder = tmp_path_factory.mktemp("arm")
-    sections = ("-include", str(HERE / "sections.c"), f"-I{build.SOURCES}", "-O1")
+def check() -> Path:
+    """The program, beside the library with its sections; compiled anew when a source has changed.
+
+    It runs for a third of a second at -O0, which compiles in three quarters of -O1's time.
+    """
+    folder = CACHED.with_name("arm")
+    program, made_of = folder / "check", folder / "made_of"
+    sources = [HERE / "sections.c", HERE / "arm_check.c"]
+    flags = ("-include", str(HERE / "sections.c"), f"-I{build.SOURCES}", "-O0")
+    own = b"".join(path.read_bytes() for path in sources)
+    now = build.source_digest(flags, "aarch64") + hashlib.sha256(own).hexdigest()
+    if program.exists() and made_of.exists() and made_of.read_text() == now:
+        return program
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", COMPILER)
-        build.build(folder / "libsections.so", sections)
+        build.build(folder / "libsections.so", flags)
     subprocess.run(
         [
-            *(COMPILER, "-O1", "-std=gnu11", "-Wall", "-Werror", "-DAP_ARM"),
+            *(COMPILER, "-O0", "-std=gnu11", "-Wall", "-Werror", "-DAP_ARM"),
             *(f"-I{build.SOURCES}", str(HERE / "arm_check.c"), str(folder / "libsections.so")),
-            *("-Wl,-rpath,$ORIGIN", "-lm", "-pthread", "-o", str(folder / "check")),
+            *("-Wl,-rpath,$ORIGIN", "-lm", "-pthread", "-o", str(program)),
         ],
         check=True,
     )
-    return folder / "check"
+    made_of.write_text(now)
+    return program
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from cpu_sections import build_sections
+from cpu_sections import CACHED, build_sections
 
 from appliance.kernels.cpu import build
 from appliance.kernels.cpu.library import load_library, supported_isas
@@ -41,13 +41,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sanitized() -> Path:
     """The library and its sections, compiled by gcc, whose runtimes `run` preloads.
 
     What this processor cannot run is only linked, so it is compiled without them: three times as
-    fast.
+    fast. All of it is compiled anew when a source has changed.
     """
-    can_run = {isa.name.lower() for isa in supported_isas(load_library())}
+    can_run = [isa.name.lower() for isa in supported_isas(load_library())]
+    out = CACHED.with_name("-".join(("sanitized", *can_run))) / "library.so"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", "gcc")
         for target, (define, isas) in build.TARGETS.items():
@@ -56,7 +57,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for isa, own in isas.items()
             }
             patch.setitem(build.TARGETS, target, (define, flags))
-        return build_sections(tmp_path_factory.mktemp("sanitized") / "library.so", FLAGS)
+        return build_sections(out, FLAGS)
 
 
 def run(
