@@ -27,7 +27,7 @@ LAYERS = 2
 SCHEME = WeightScheme(4, 64, symmetric=False)
 CPU = torch.device("cpu")
 CHARACTERS = 24_000
-NUM_ROWS, ROW, STRIDE = 8, 192, 512  # of held-out tokens; the head takes most of the time
+NUM_ROWS, ROW, STRIDE = 8, 96, 512  # of held-out tokens; the head takes most of the time
 
 
 def topics(*, held_out: bool) -> str:
@@ -74,7 +74,7 @@ def test_calibrated_methods_beat_rounding_and_both_together_lose_to_neither(
         each = [(e.exp() * (e - found)).sum(-1).mean() for e, found in pairs]
         lost[method] = float(torch.stack(each).mean())
     # The text is other help topics in every version of Python. With those of 3.11, 3.12 and 3.13 it
-    # is 0.66 to 0.69, 0.38 to 0.45, and 0.85 to 0.99.
+    # is 0.57 to 0.69, 0.38 to 0.43, and 0.84 to 0.93.
     assert lost[Method.AWQ] < 0.75 * lost[Method.RTN]
     assert lost[Method.GPTQ] < 0.5 * lost[Method.RTN]
     assert lost[Method.AWQ_GPTQ] < 1.03 * min(lost[Method.AWQ], lost[Method.GPTQ])
