@@ -20,7 +20,7 @@ CLIENTS = "tests/e2e/clients"
 BY_TEST = {"tests/kernels/executed/test_compiled_once.py", "tests/quant/run/test_memory.py"}
 # Seconds of one processor. Who begins one of these last leaves the others without work.
 SECONDS = {
-    ONE_UNIT: 75,
+    ONE_UNIT: 100,
     CLIENTS: 60,  # with their server
     "tests/model/test_packaged_models.py": 51,
     "tests/kernels/cpu/test_sanitizers.py": 48,
@@ -30,6 +30,7 @@ SECONDS = {
     "tests/e2e/test_cluster.py": 35,
     "tests/engine/ranks/test_torch_engine.py": 30,
     "tests/quant/run/test_resume.py": 27,
+    "tests/server/test_page_in_browser.py": 26,
     "tests/kernels/executed/test_compiled_once.py": 24,
     "tests/kernels/executed/test_traffic.py": 24,
     "tests/engine/run/test_model_runner.py": 24,
@@ -37,17 +38,28 @@ SECONDS = {
     "tests/quant/kv/test_served_plan.py": 20,
     "tests/engine/test_simulation.py": 20,
     "tests/engine/speculation/test_draft_head.py": 20,
+    "tests/engine/ranks/test_engine.py": 19,
+    "tests/engine/test_expert_models.py": 19,
+    "tests/server/test_chaos.py": 18,
     "tests/e2e/test_refusals.py": 18,
     "tests/e2e/test_ranks.py": 17,
     "tests/engine/blocks/test_block_machine.py": 16,
     "tests/tui/test_replay_memory.py": 16,
     "tests/engine/test_recurrent_models.py": 16,
+    "tests/test_quantize_command.py": 15,
     "tests/kernels/executed/test_recurrence.py": 15,
+    "tests/engine/speculation/test_same_answers.py": 15,
     "tests/engine/beams/test_beam_search_smollm2.py": 15,
+    "tests/kernels/cpu/test_attention.py": 14,
+    "tests/kernels/executed/test_engine.py": 14,
     "tests/quant/run/test_memory.py": 14,
     "tests/quant/run/test_evaluation_memory.py": 14,
+    "tests/quant/run/test_quantize_smollm2.py": 13,
+    "tests/server/test_serve.py": 12,
+    "tests/tui/test_run.py": 11,
     "tests/kernels/executed/test_paged_attention.py": 11,
     "tests/kernels/test_compiled_kernels.py": 11,
+    "tests/tui/test_snapshots.py": 10,
 }
 
 
