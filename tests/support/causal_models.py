@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+MOST_PARAMETERS = 2**26  # a size that is left out is as large as in a real model
+
 
 def random_model(model_type: str, attention: str | None = None, **settings: Any) -> Any:
-    """A model in the mode for answers."""
+    """A small model in the mode for answers."""
     import transformers
 
     config = transformers.AutoConfig.for_model(model_type, **settings)
@@ -15,5 +17,9 @@ def random_model(model_type: str, attention: str | None = None, **settings: Any)
     if model_type == "mistral4":
         from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
-        return Mistral4ForCausalLM(config).eval()
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+        made = Mistral4ForCausalLM
+    else:
+        made = transformers.AutoModelForCausalLM.from_config
+    model = made(config).eval()
+    assert model.num_parameters() < MOST_PARAMETERS, f"not small: {config}"
+    return model
