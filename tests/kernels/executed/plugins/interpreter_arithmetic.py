@@ -8,17 +8,21 @@ numpy 2.4 does not allow any more.
 
 The rest saves time: Triton gives the language its interpreted functions again at every call from
 one function to another, adds integers once more in 64 bits for an assertion that it does not make,
-and makes a table of numpy's types whenever it needs one of them.
+makes a table of numpy's types whenever it needs one of them, wraps the numbers of a shape anew for
+every tensor and every type of one, and compares equal shapes size by size.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
@@ -28,7 +32,12 @@ _UNARY = InterpreterBuilder.unary_op
 _PATCH_TENSOR = interpreter._patch_lang_tensor
 _PATCH_LANG = interpreter._patch_lang
 _NUMPY_TYPE = interpreter._get_np_dtype
+_BLOCK_TYPE = tl.block_type.__init__
+_TENSOR = tl.tensor.__init__
+_BROADCAST = TritonSemantic.broadcast_impl_value
 _NUMPY_TYPES: dict[str, Any] = {}
+_SHAPES_OF_TYPES: dict[tuple[int, ...], tuple[Any, ...]] = {}  # also as numbers and in words
+_SHAPES_OF_TENSORS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -88,21 +97,55 @@ def numpy_type(type: Any) -> Any:
     return _NUMPY_TYPES[scalar.name]
 
 
+def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    if sizes not in _SHAPES_OF_TYPES:
+        _BLOCK_TYPE(self, element_ty, shape)
+        _SHAPES_OF_TYPES[sizes] = self.shape, self.numel, str(self.shape)
+    self.element_ty = element_ty
+    self.shape, self.numel, words = _SHAPES_OF_TYPES[sizes]
+    self.name = f"<{words}, {element_ty}>"
+
+
+def tensor(self: Any, handle: Any, type: Any) -> None:
+    sizes = tuple(type.shape) if type.is_block() else ()
+    if sizes not in _SHAPES_OF_TENSORS:
+        _TENSOR(self, handle, type)
+        _SHAPES_OF_TENSORS[sizes] = self.shape, self.numel
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _SHAPES_OF_TENSORS[sizes]
+
+
+def broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+        return left, right
+    both: tuple[Any, Any] = _BROADCAST(self, left, right)
+    return both
+
+
 def patch_tensor(tensor: type, scope: Any) -> None:
     _PATCH_TENSOR(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+@cache
+def language_of(fn: Callable[..., Any]) -> set[ModuleType]:
+    """The modules of Triton's language that a function sees."""
+    return {value for value in fn.__globals__.values() if inspect.ismodule(value)} & {tl, tl.core}
+
+
 def patch_lang(fn: Callable[..., Any]) -> Any:
     """Only where one of the modules that a function sees is as it is for the compiler."""
-    seen = {value for value in fn.__globals__.values() if inspect.ismodule(value)} & {tl, tl.core}
-    if all(module.static_print is print for module in seen):
+    if all(module.static_print is print for module in language_of(fn)):
         return interpreter._LangPatchScope()
     return _PATCH_LANG(fn)
 
 
 interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 interpreter._get_np_dtype = numpy_type
+tl.block_type.__init__ = block_type
+tl.tensor.__init__ = tensor
+TritonSemantic.broadcast_impl_value = broadcast
 interpreter._patch_lang = patch_lang
 interpreter._patch_lang_tensor = patch_tensor
 InterpreterBuilder.create_dot = create_dot
