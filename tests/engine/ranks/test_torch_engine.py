@@ -91,7 +91,8 @@ def test_two_ranks_answer_as_one_process(family: str, tmp_path: Path) -> None:
             "no state is held twice"
         )
         assert answers(engine, PROMPTS) == expected
-        assert answers(engine, PROMPTS) == expected
+        if state_bytes:  # states too are kept where prompts part
+            assert answers(engine, PROMPTS) == expected
         stats = engine.stats()
         assert stats.swapped_in_total > 0
         assert stats.prefix_hits_total > 0
