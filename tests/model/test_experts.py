@@ -135,8 +135,9 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("num_local_experts", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 8} | settings))
-    with pytest.raises(ModelError, match=named):
+    with pytest.raises(ModelError, match=named) as refused:
         open_model(tmp_path)
+    assert "config.json" in str(refused.value)
 
 
 def test_an_expert_that_a_shard_lacks_is_named(

@@ -143,8 +143,9 @@ def test_state_sizes_that_do_not_fit_are_refused_by_name(
     make_model(model_type, **SIZES | settings).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=said) as refused:
         open_model(tmp_path)
+    assert "config.json" in str(refused.value)
 
 
 def test_the_text_of_a_larger_checkpoint_is_served_without_its_draft(
