@@ -49,6 +49,7 @@ def prefill_kernel(
     HEAD_DIM_STORED: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     FP8_FACTOR: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,  # query rows times padded group
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -139,6 +140,7 @@ def prefill_kernel(
             HAS_SOFTCAP,
             HEAD_DIM,
             HEAD_DIM_STORED,
+            PARTS,
             BLOCK_N,
             NUM_STAGES,
         )
@@ -179,6 +181,7 @@ def prefill_kernel(
             HAS_SOFTCAP,
             HEAD_DIM,
             HEAD_DIM_STORED,
+            PARTS,
             BLOCK_N,
             NUM_STAGES,
         )

@@ -7,6 +7,15 @@ probabilities, and sums of queries and probabilities bring in the offsets.
 import triton
 import triton.language as tl
 
+from appliance.kernels.attention_parts.kernel import (
+    add_values,
+    by_part,
+    by_row,
+    decayed,
+    query_places,
+    score,
+    whole,
+)
 from appliance.kernels.kv_page.kernel import as_value_rows, codes_tile, scale_of
 
 PAGE: tl.constexpr = tl.constexpr(32)  # tokens
@@ -119,6 +128,7 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_STORED: tl.constexpr,
+    PARTS: tl.constexpr,  # of a head's dimensions, one for each warp; 1 leaves them together
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -139,15 +149,19 @@ def attend(
         WORDS: tl.constexpr = HEAD_DIM_STORED * CODE_BITS  # of keys, then of values: 32 tokens
         o_word = tl.arange(0, HEAD_DIM_PADDED * CODE_BITS)
 
+    b_query = by_part(b_query, PARTS)
+    b_acc = by_part(b_acc, PARTS)
     b_scale = row_scale if CODES == "none" else row_scale[:, None]
     b_extra = tl.zeros([BLOCK_M], tl.float32)  # what the values' offsets add to every dimension
     for key_start in tl.range(key_begin, key_end, BLOCK_N, num_stages=NUM_STAGES):
         b_key_position = key_start + o_n
         b_valid_n = (b_key_position < key_end) if EDGES else None
         if CODES == "none":
-            if BLOCK_N == PAGE:
+            if BLOCK_N <= PAGE:
                 i_block = tl.load(p_table + (key_start - table_begin) // PAGE).to(tl.int64)
                 p_page = pages_ptr + (i_block * num_kv_heads + i_kv_head) * PAGE_ELEMENTS
+                if BLOCK_N < PAGE:
+                    p_page += (key_start - key_start // PAGE * PAGE) * HEAD_DIM
                 p_key = p_page + ((o_n * HEAD_DIM)[:, None] + o_dim[None, :])
             else:
                 p_block = p_table + (b_key_position - table_begin) // PAGE
@@ -191,7 +205,7 @@ def attend(
             b_value = codes_tile(b_value_word, CODES, ASM, False, HEAD_DIM_PADDED)
             b_value = b_value.to(b_query.dtype)
 
-        b_score = tl.dot(b_query, b_key, input_precision=PRECISION)
+        b_score = score(b_query, b_key, PRECISION, PARTS)
         if CODES == "int8":
             b_score *= scale_of(b_record)[None, :]
             b_value_scale = scale_of(b_record >> 16)
@@ -236,14 +250,15 @@ def attend(
         if BY_TOKEN:
             b_share *= tl.minimum(exp2(-b_addend, ASM), LARGEST_INVERSE)[None, :]
         b_sum = b_sum * b_decay + tl.sum(b_share, 1)
-        b_acc *= b_decay[:, None]
+        b_acc = decayed(b_acc, b_decay, PARTS)
         if CODES == "int4" or CODES == "sealed":
             b_offset = scale_of(b_value_record >> 16)
             b_extra = b_extra * b_decay + tl.sum(b_share * b_offset[None, :], 1)
         b_weight = b_weight.to(b_query.dtype)
         if CODES != "none":
             b_weight = as_value_rows(b_weight)
-        b_acc = tl.dot(b_weight, b_value, b_acc, input_precision=PRECISION)
+        b_acc = add_values(b_acc, b_weight, b_value, PRECISION, PARTS)
+    b_acc = whole(b_acc, PARTS)
     if CODES == "int4" or CODES == "sealed":
         b_acc += b_extra[:, None]
     return b_max, b_sum, b_acc
@@ -259,12 +274,12 @@ def load_group(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Return some tokens' queries of a group of heads, (16, HEAD_DIM_PADDED), and their inverse
     scale.
 
-    Against codes they become float16 after an exact multiplication by a power of two. They are read
-    in fragment order, 8 neighbours per thread, so they stay in the registers that they arrive in.
+    Against codes they become float16 after an exact multiplication by a power of two.
     """
     if CODES == "none":
         o_m = tl.arange(0, 16)
@@ -275,12 +290,10 @@ def load_group(
         return b_query.to(tl.dtype(COMPUTE)), 1.0
     else:
         o = tl.arange(0, 16 * HEAD_DIM_PADDED)
-        o_dim = o // 512 * 32 + o % 32
-        o_m = o // 256 % 2 * 8 + o // 32 % 8
+        o_m, o_dim = query_places(o, PARTS)
         b_mask = (o_m < num_m) & (o_dim < HEAD_DIM)
         b_row = o_m // GROUP * query_stride + o_m % GROUP * HEAD_DIM
         b_query = tl.load(p_query + b_row + o_dim, mask=b_mask, other=0.0).to(tl.float32)
-        b_query = tl.reshape(b_query, (HEAD_DIM_PADDED // 32, 2, 8, 4, 2, 4))
-        b_query = tl.reshape(tl.permute(b_query, 1, 2, 0, 4, 3, 5), (16, HEAD_DIM_PADDED))
+        b_query = by_row(b_query, PARTS)
         b_factor = power_for(tl.max(tl.abs(b_query), 1))
         return (b_query * b_factor[:, None]).to(tl.dtype(COMPUTE)), 1.0 / b_factor

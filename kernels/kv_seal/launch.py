@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.sealed_blocks import SealedBlocks
 
-NUM_WARPS = 4
+WARP_DIMS = 64  # most of a warp, which holds 32 tokens of each in registers
 
 
 def seal(cache: SealedBlocks, moves: Tensor) -> None:
@@ -34,7 +34,7 @@ def seal(cache: SealedBlocks, moves: Tensor) -> None:
             moves,
             cache.num_kv_heads,
             **constexprs(cache.head_dim),
-            num_warps=NUM_WARPS,
+            num_warps=num_warps(cache.head_dim),
         )
 
 
@@ -47,3 +47,8 @@ def constexprs(head_dim: int) -> dict[str, int]:
         "CLOSED_BYTES": page_bytes("int4-sealed", head_dim),
         "OPEN_BYTES": page_bytes("int8", head_dim),
     }
+
+
+def num_warps(head_dim: int) -> int:
+    """Return the warps of a program, which together hold the keys or values of a page."""
+    return max(4, -(-head_dim // WARP_DIMS))

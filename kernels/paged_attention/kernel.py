@@ -62,6 +62,7 @@ def decode_kernel(
     HEAD_DIM_STORED: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     FP8_FACTOR: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN_COLUMNS: tl.constexpr,
@@ -113,7 +114,15 @@ def decode_kernel(
         first_query = (query_start + first_token).to(tl.int64)
         p_query = query_ptr + first_query * query_stride + i_kv_head * GROUP * HEAD_DIM
         b_query, undo = load_group(
-            p_query, query_stride, num_m, COMPUTE, CODES, GROUP, HEAD_DIM, HEAD_DIM_PADDED
+            p_query,
+            query_stride,
+            num_m,
+            COMPUTE,
+            CODES,
+            GROUP,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            PARTS,
         )
         b_query_sum = tl.sum(b_query.to(tl.float32), 1)
         scale = score_scale
@@ -159,6 +168,7 @@ def decode_kernel(
                 HAS_SOFTCAP,
                 HEAD_DIM,
                 HEAD_DIM_STORED,
+                PARTS,
                 BLOCK_N,
                 NUM_STAGES,
             )
@@ -195,6 +205,7 @@ def decode_kernel(
                     HAS_SOFTCAP,
                     HEAD_DIM,
                     HEAD_DIM_STORED,
+                    PARTS,
                     BLOCK_N,
                     NUM_STAGES,
                 )
@@ -227,6 +238,7 @@ def decode_kernel(
                     HAS_SOFTCAP,
                     HEAD_DIM,
                     HEAD_DIM_STORED,
+                    PARTS,
                     BLOCK_N,
                     NUM_STAGES,
                 )

@@ -51,9 +51,11 @@ if TYPE_CHECKING:
 __all__ = ["AttentionWork", "check_supported", "paged_attention", "plan_attention"]
 
 LOG2_E = math.log2(math.e)
-HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
 MAX_GROUP = 16
-WIDEST_FLOAT32 = 128  # head_dim over codes; more needs more shared memory than most GPUs have
+# head_dim in float32, over elements and over codes; more needs more shared memory than most GPUs
+# have.
+WIDEST_FLOAT32 = 256, 128
 INTERPRETED_PROGRAMS = 3  # few, so that each has several spans
 _FOOTPRINTS = Footprints(decode_kernel)
 
@@ -117,7 +119,8 @@ def paged_attention(
 
     Both matrix products use the dtype of the query, or float16 with quantized pages, and sum in
     float32. From compute capability 8.9 on, prefill over FP8 pages multiplies E4M3, unless the
-    query is float32: each element of a query and each weight is rounded to 4 significant bits.
+    query is float32 or a head has more than 256 dimensions: each element of a query and each weight
+    is rounded to 4 significant bits.
 
     Args:
         query: (num_tokens, num_heads, head_dim) bfloat16, float16 or float32; the heads of a row
@@ -241,6 +244,7 @@ def check_supported(
     layer: int | None = None,
 ) -> None:
     """Raise UnsupportedModelError, with the layer and what is supported, if no kernel covers it."""
+    is_float32 = dtype is torch.float32 or kv_format is KVFormat.FP32
     if head_dim not in HEAD_DIMS:
         what = f"head_dim {head_dim}"
         supported = ", ".join(map(str, HEAD_DIMS))
@@ -259,9 +263,11 @@ def check_supported(
     elif dtype not in COMPUTE_NAMES:
         what = f"activation dtype {dtype}"
         supported = ", ".join(map(str, COMPUTE_NAMES))
-    elif dtype is torch.float32 and kv_format.is_quantized and head_dim > WIDEST_FLOAT32:
+    elif is_float32 and head_dim > WIDEST_FLOAT32[kv_format.is_quantized]:
         what = f"activation dtype {dtype}, KV blocks of {kv_format.value} and head_dim {head_dim}"
         supported = "bfloat16 and float16, or KV blocks that are not quantized"
+        if head_dim > max(WIDEST_FLOAT32):
+            supported = "bfloat16 and float16, KV blocks of up to 16 bits"
     else:
         return
     where = "" if layer is None else f"layer {layer}: "

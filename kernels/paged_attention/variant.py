@@ -25,6 +25,7 @@ COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 CODES = {"fp8": "fp8", "int8": "int8", "int4": "int4", "int4-sealed": "sealed"}
 FP8_CAPABILITY = 89  # capability from which the hardware converts E4M3
 FP8_FACTOR = 256.0  # factor left to multiply where bits are moved instead
+WIDEST_WHOLE = 256  # head_dim whose queries and sums a warp can hold
 
 
 class Phase(Enum):
@@ -74,11 +75,17 @@ class Variant:
         """Rows of a group in a prefill tile."""
         return padded(self.group)
 
+    @property
+    def is_in_parts(self) -> bool:
+        """True if each warp has a part of a head's dimensions, see `attention_parts`."""
+        return self.head_dim > WIDEST_WHOLE
+
     def multiplies_codes(self, capability: int | None) -> bool:
         """Return True if tensor cores multiply E4M3 codes as they are, see `attention_fp8`."""
         has_products = capability is not None and capability >= FP8_CAPABILITY
         is_fp8 = self.kv_format.value == "fp8" and self.dtype is not torch.float32
-        return self.phase is Phase.PREFILL and is_fp8 and has_products
+        is_prefill = self.phase is Phase.PREFILL
+        return is_prefill and is_fp8 and has_products and not self.is_in_parts
 
     def constexprs(self, tile: Tile, capability: int | None) -> dict[str, object]:
         """Return the compile-time arguments; capability None is Triton's interpreter."""
@@ -109,6 +116,7 @@ class Variant:
             "PAGE_ELEMENTS": size // element,
             "OPEN_ELEMENTS": page_bytes("int8", self.head_dim) // 4,
             "FP8_FACTOR": 1.0 if fp8 else FP8_FACTOR,
+            "PARTS": tile.num_warps if self.is_in_parts else 1,
             "BLOCK_N": tile.block_n,
         }
         if self.phase is Phase.PREFILL:
@@ -179,18 +187,29 @@ _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
 }
 # For head_dim 256: sealed and open pages in one program leave fewer registers.
 _SEALED_PREFILL = Tile(32, _PAGE, 8, 3)
+# For head_dim 512, whose parts the warps share out: of elements half a page at a time, as two pages
+# would not fit. More rows of codes would not fit into the registers, nor would a block id that is
+# brought a stage ahead of its page.
+_IN_PARTS: dict[tuple[Phase, bool], Tile] = {
+    (Phase.DECODE, False): Tile(16, _PAGE // 2, 4, 5, max_registers=255),
+    (Phase.DECODE, True): Tile(16, _PAGE, 4, 5, max_registers=255),
+    (Phase.PREFILL, False): Tile(32, _PAGE // 2, 8, 3, max_registers=255),
+    (Phase.PREFILL, True): Tile(16, _PAGE, 8, 2, max_registers=255),
+}
 
 
 @lru_cache(maxsize=1024)
 def choose_tile(variant: Variant, capability: int) -> Tile:
     """Return the tile for a variant on one compute capability (86 is 8.6)."""
-    is_wide = variant.head_dim > 128
+    kind, is_wide = (variant.phase, variant.kv_format.is_quantized), variant.head_dim > 128
+    if variant.is_in_parts:
+        return _IN_PARTS[kind]
     if torch.float32 in (variant.dtype, _storage(variant.kv_format)):
         tiles = _FLOAT32[variant.phase]
     elif is_wide and variant.phase is Phase.PREFILL and variant.kv_format.is_sealed:
         return _SEALED_PREFILL
     else:
-        tiles = _TABLES.get(capability, _MMA_SYNC)[variant.phase, variant.kv_format.is_quantized]
+        tiles = _TABLES.get(capability, _MMA_SYNC)[kind]
     return tiles[2 if is_wide else 1 if variant.head_dim > 64 else 0]
 
 

@@ -18,6 +18,7 @@ from compiled_kernels.decode_gates import Loop, moves_codes, too_many
 from compiled_kernels.gates import (
     GATES,
     Gate,
+    costly_parts,
     multiplies_e4m3,
     offenders,
     sharing_rows,
@@ -28,6 +29,7 @@ from compiled_kernels.gates import (
     widening_slowly,
     without_wide_loads,
 )
+from compiled_kernels.signatures.paged_attention import IN_PARTS
 from compiled_kernels.table import (
     Table,
     every_signature,
@@ -102,12 +104,15 @@ def test_no_kernel_is(table: Table, triton: str, offending: Gate) -> None:
 
 
 def test_prefill_takes_the_warpgroup_products_of_hopper(table: Table) -> None:
-    # Their 64 rows would leave too few registers for this one.
-    other = "attention prefill gemma3_270m bf16 kv int4-sealed"
+    # Their 64 rows would leave too few registers for the first; they multiply no heads in parts.
+    others = (
+        "attention prefill gemma3_270m bf16 kv int4-sealed",
+        f"attention prefill {IN_PARTS.name}",
+    )
     kinds = {
         key: found["matrix_kinds"]
         for key, found in table.items()
-        if key[1] == 90 and key[0].startswith("attention prefill") and key[0] != other
+        if key[1] == 90 and key[0].startswith("attention prefill") and not key[0].startswith(others)
     }
     assert kinds
     for key, kind in kinds.items():
@@ -165,3 +170,11 @@ def test_gates_of_decode_catch_planted_regressions(
     table: Table, regression: str, offends: Callable[[Loop], bool]
 ) -> None:
     assert offends(table[f"planted decode: {regression}", 86]["loop"])
+
+
+def test_a_longer_loop_over_heads_in_parts_is_caught(table: Table) -> None:
+    key = (f"attention decode {IN_PARTS.name} bf16 kv int8", 86)
+    found = table[key]
+    longer = {**found["loop"], "FFMA": found["loop_elements"]}
+    assert not costly_parts({key: found})
+    assert costly_parts({key: {**found, "loop": longer}}) == [("int8", 86)]

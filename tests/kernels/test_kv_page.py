@@ -25,7 +25,7 @@ from appliance.kernels.kv_page.layout import (
 from appliance.kernels.kv_write.reference import write_kv
 
 ORDERS = [*KEYS.values(), *VALUES.values()]
-HEAD_DIMS = [32, 64, 96, 128, 256]
+HEAD_DIMS = [32, 64, 96, 128, 256, 512]
 
 
 @pytest.mark.parametrize("order", ORDERS)

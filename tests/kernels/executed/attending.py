@@ -9,7 +9,7 @@ import torch
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
-from appliance.kernels.paged_attention.variant import FP8_CAPABILITY
+from appliance.kernels.paged_attention.variant import FP8_CAPABILITY, WIDEST_WHOLE
 from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
@@ -72,4 +72,5 @@ def multiplies_e4m3(case: Case) -> bool:
     """Whether chunks of a case are multiplied in E4M3 by the GPU that the test stands for."""
     target = target_of(case.query.device)
     is_fp8 = case.cache.format is KVFormat.FP8 and case.query.dtype is not FP32
-    return is_fp8 and not target.is_interpreted and target.capability >= FP8_CAPABILITY
+    has_products = not target.is_interpreted and target.capability >= FP8_CAPABILITY
+    return is_fp8 and has_products and case.cache.head_dim <= WIDEST_WHOLE

@@ -67,8 +67,9 @@ def test_a_gguf_file_takes_as_much_memory_as_on_disk_with_a_tied_head_once(
     assert (expected.exp() * (expected - said)).sum(-1).mean() < 0.002
 
 
-# A token's experts renormalised; of groups, beside a shared one; with biases, a clamp and sinks.
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+# A token's experts renormalised; of groups, beside a shared one; with biases, a clamp and sinks;
+# beside an MLP, in layers of unlike heads whose keys are their values.
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss", "gemma4"])
 def test_a_model_with_experts_says_what_it_says_one_expert_after_another(
     family: str, tmp_path: Path
 ) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from adapter_requests import ref
 from expert_models import save_experts
 from late_device import LateDevice
 from lora import write_adapter
 from replaying import Answers, ReplayingSpeculator
+from sure_models import TWO_LAYERS, write_sure_model
 
 from appliance.engine.adapters.loader import AdapterLoader
 from appliance.engine.blocks.block_manager import BlockManager
@@ -55,13 +57,15 @@ def engine_of(
     asynchronous: bool,
     num_adapters: int = 0,
     limits: SchedulerLimits = LIMITS,
+    dtype: torch.dtype = torch.float32,
+    kv_format: KVFormat = KVFormat.FP32,
 ) -> LLMEngine:
     source = open_model(model)
-    precision = Precision(CPU, torch.float32, KVFormat.FP32, BLOCK_SIZE)
+    precision = Precision(CPU, dtype, kv_format, BLOCK_SIZE)
     execution = TorchExecution(precision, backend)
     executor = execution.load(source, lambda stage, done, total: None, 100)
     cache = executor.allocate_cache(
-        KVFormat.FP32, num_blocks=NUM_BLOCKS + asynchronous, block_size=BLOCK_SIZE
+        kv_format, num_blocks=NUM_BLOCKS + asynchronous, block_size=BLOCK_SIZE
     )
     device = LateDevice() if asynchronous else HostDevice()
     sampler = Sampler(
@@ -202,3 +206,36 @@ def test_experts_run_in_graphs(tmp_path: Path) -> None:
     graphs, replayed = noting_replays(engine)
     assert run(engine, *requests) == expected
     assert {StepSize(2), StepSize(2, 32)} <= replayed <= {*graphs.captured}
+
+
+# A capture writes codes of keys that no step computed, at which the interpreter warns.
+@pytest.mark.compiled
+def test_layers_of_unlike_heads_that_share_keys_run_in_graphs(tmp_path: Path) -> None:
+    settings = {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 9,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+        "tie_word_embeddings": False,
+    }
+    write_sure_model("gemma4_text", tmp_path, **TWO_LAYERS | settings)
+    requests = [request("one", 40, vocab=97), request("other", 7, vocab=97)]
+    expected, found = (
+        run(
+            engine_of(
+                *(tmp_path, backend),
+                asynchronous=backend is not REFERENCE,
+                dtype=torch.float16,
+                kv_format=KVFormat.INT8,
+            ),
+            *requests,
+        )
+        for backend in (REFERENCE, select_backend(torch.device("cuda")))
+    )
+    assert len(set(expected["one", 0])) > 1, "it says something"
+    assert found == expected

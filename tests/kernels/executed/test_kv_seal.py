@@ -27,7 +27,7 @@ def filled(head_dim: int, num_kv_heads: int = 2, num_open: int = 40) -> SealedBl
     return cache
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 512])
 def test_a_sealed_page_is_the_references(head_dim: int) -> None:
     found, expected = filled(head_dim, num_open=3), filled(head_dim, num_open=3)
     seal(found, torch.tensor([[2, 7], [-1, 9], [0, 30]]))
@@ -56,6 +56,7 @@ def test_a_channel_that_lies_off_costs_the_others_nothing() -> None:
         *(((8, 2, 64), None, torch.bfloat16), ((8, 2, 64), 50, torch.float32)),
         *(((2, 2, 80), None, torch.float32), ((2, 2, 80), 50, torch.bfloat16)),
         *(((3, 1, 128), None, torch.bfloat16), ((3, 1, 128), 50, torch.float32)),
+        ((8, 1, 512), None, torch.bfloat16),
     ],
 )
 def test_attention_over_closed_and_open_blocks(

@@ -50,7 +50,9 @@ def test_every_format_bit_for_bit(kv_format: KVFormat, dtype: torch.dtype) -> No
     assert_writes_what_the_reference_writes(key, value * 5, kv_format)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (8, 128), (5, 256), (9, 80)])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim"), [(1, 16), (8, 128), (5, 256), (9, 80), (2, 512)]
+)
 @pytest.mark.parametrize("kv_format", PAGED)
 def test_every_shape_of_heads(num_kv_heads: int, head_dim: int, kv_format: KVFormat) -> None:
     random = torch.Generator().manual_seed(0)

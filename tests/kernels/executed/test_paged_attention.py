@@ -31,6 +31,7 @@ PAGED = [KVFormat.FP16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4]
 # Decode rows of one and several spans, then chunks: whole, continued, of one row.
 QUERY_LENS = (1, 1, 1, 20, 37, 1)
 CONTEXT_LENS = (1, 17, 300, 20, 100, 33)
+WIDE = (1, 2, 21), (150, 33, 70)  # fewer, for heads of 512
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ CONTEXT_LENS = (1, 17, 300, 20, 100, 33)
         ((8, 2, 64, 32), BF16, KVFormat.K8V4, r"k8v4; supported: .*int8"),
         ((8, 2, 64, 32), torch.float64, KVFormat.BF16, r"float64; supported: torch.bfloat16"),
         ((8, 2, 256, 32), FP32, KVFormat.INT8, r"int8 and head_dim 256; supported: bfloat16"),
+        ((8, 1, 512, 32), FP32, KVFormat.BF16, r"bf16 and head_dim 512; .*KV blocks of up to 16"),
+        ((8, 1, 512, 32), BF16, KVFormat.FP32, r"fp32 and head_dim 512; .*KV blocks of up to 16"),
     ],
 )
 def test_what_no_kernel_covers_is_refused(
@@ -111,6 +114,22 @@ def test_every_shape_of_heads(
         kv_format=kv_format,
     )
     assert_matches_reference(case, window=60)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.INT4, KVFormat.INT8, KVFormat.FP8])
+def test_codes_of_heads_that_warps_share_out(make_case: MakeCase, kv_format: KVFormat) -> None:
+    assert_matches_reference(
+        make_case(*WIDE, num_heads=8, head_dim=512, kv_format=kv_format, decode_rows=2)
+    )
+
+
+@pytest.mark.parametrize(("kv_format", "dtype"), [(KVFormat.FP16, FP16), (KVFormat.BF16, BF16)])
+def test_elements_of_heads_that_warps_share_out(
+    make_case: MakeCase, kv_format: KVFormat, dtype: torch.dtype
+) -> None:
+    case = make_case(*WIDE, num_heads=3, head_dim=512, kv_format=kv_format, dtype=dtype)
+    sinks = torch.linspace(-1, 1, 3)
+    assert_matches_reference(case, window=60, softcap=5.0, sinks=sinks)
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT4])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from ptx_machine.driver import SHARED_LIMIT
 
 from compiled_kernels.decode_gates import LIMITS, Loop, moves_codes, too_many
-from compiled_kernels.signatures.paged_attention import LLAMA
+from compiled_kernels.signatures.paged_attention import IN_PARTS, LLAMA
 from compiled_kernels.table import Key, Table
 
 REGISTER_LIMIT = 255
@@ -43,7 +43,8 @@ def too_large(table: Table) -> Collection[object]:
 
 def multiplies_e4m3(key: Key) -> bool:
     """Whether it is a prefill over FP8 pages on tensor cores that multiply them as they are."""
-    return bool(re.match(r"attention prefill .* [bf]*16 kv fp8$", key[0])) and key[1] >= 89
+    whole = re.match(rf"attention prefill (?!{IN_PARTS.name}).* [bf]*16 kv fp8$", key[0])
+    return bool(whole) and key[1] >= 89
 
 
 def without_tensor_cores(table: Table) -> Collection[object]:
@@ -206,6 +207,27 @@ def costly_elements(table: Table) -> Collection[object]:
     return wrong
 
 
+# Instructions per element, lane and warp of decode over heads whose dimensions warps share out.
+MOST_IN_PARTS = {"bf16": 4.3, "fp8": 4.6, "int8": 3.4, "int4": 3.6, "int4-sealed": 3.7}
+
+
+def costly_parts(table: Table) -> Collection[object]:
+    """Decode kernels of heads in parts that take too many instructions for an element."""
+    rows = {
+        (kv_format, capability): table.get(
+            (f"attention decode {IN_PARTS.name} bf16 kv {kv_format}", capability)
+        )
+        for kv_format in MOST_IN_PARTS
+        for capability in {capability for _, capability in table}
+    }
+    each = {
+        key: sum(found["loop"].values()) / found["loop_elements"]
+        for key, found in rows.items()
+        if found is not None  # one capability has all formats
+    }
+    return [key for key, count in each.items() if count > MOST_IN_PARTS[key[0]]]
+
+
 # What older compilers make of a kernel, and nobody has mended: a few registers of a tile in float32
 # are spilled, and codes are widened with more instructions; scales of groups of 16, and with many
 # rows fifth bits, reach their weights through shared memory.
@@ -242,4 +264,5 @@ GATES: tuple[Gate, ...] = (
     widening_slowly,
     multiplying_for_zero_points,
     costly_elements,
+    costly_parts,
 )

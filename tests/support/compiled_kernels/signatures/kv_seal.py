@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.kernels.kv_seal.launch import NUM_WARPS, constexprs
+from appliance.kernels.kv_seal.launch import constexprs, num_warps
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
-HEAD_DIMS = (128, 64, 256)
+HEAD_DIMS = (128, 64, 256, 512)
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
@@ -27,6 +27,6 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
             },
             constexprs=constexprs(head_dim),
             multiples_of_16=frozenset(),
-            num_warps=NUM_WARPS,
+            num_warps=num_warps(head_dim),
             num_stages=1,
         )

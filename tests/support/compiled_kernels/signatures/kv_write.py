@@ -27,6 +27,7 @@ SHAPES = (
     KVWriteShape("smollm2_135m", 3, 64, 9, 64),
     KVWriteShape("gemma3_270m", 1, 256, 4, 256, has_norm=True),
     KVWriteShape("phi2", 32, 80, 32, 32),
+    KVWriteShape("gemma4_26b", 2, 512, 16, 128, has_norm=True),
 )
 
 

@@ -47,6 +47,7 @@ SHAPES = (
     AttentionShape("phi3_mini", 32, 32, 96),
     AttentionShape("phi2", 32, 32, 80),
 )
+IN_PARTS = AttentionShape("gemma4_26b", 16, 2, 512)  # warps share out its heads' dimensions
 LLAMA = SHAPES[1]
 WIDEST = SHAPES[3]
 CORE_SHAPES = SHAPES[1:3]  # the usual one, and the one with all options
@@ -60,6 +61,8 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     for shape, phase in product(SHAPES if full else CORE_SHAPES, Phase):
         for kv_format in FORMATS if shape is LLAMA else CORE_FORMATS:
             yield attention_signature(shape, phase, torch.bfloat16, kv_format, capability)
+    for phase, kv_format in product(Phase, FORMATS if full else (*CORE_FORMATS, KVFormat.INT8)):
+        yield attention_signature(IN_PARTS, phase, torch.bfloat16, kv_format, capability)
     for phase in Phase:  # the most registers
         sealed = KVFormat.INT4_SEALED
         yield attention_signature(WIDEST, phase, torch.bfloat16, sealed, capability)
