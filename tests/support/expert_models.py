@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from causal_models import random_model
+from causal_models import random_model, spread_weights
 from model_families import SIZES
 
 # Routers of every kind: dense layers among those with experts, a shared expert with and without
@@ -198,10 +198,5 @@ def save_experts(family: str, folder: Path) -> None:
     model_type, settings = EXPERTS[family]
     torch.manual_seed(0)
     model = random_model(model_type, **SIZES | {"num_hidden_layers": 3} | settings)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
-            elif "norm" not in name:
-                parameter.normal_(std=0.3)
+    spread_weights(model)
     model.save_pretrained(folder)
