@@ -20,22 +20,21 @@ CLIENTS = "tests/e2e/clients"
 BY_TEST = {"tests/kernels/executed/test_compiled_once.py", "tests/quant/run/test_memory.py"}
 # Seconds of one processor. Who begins one of these last leaves the others without work.
 SECONDS = {
-    ONE_UNIT: 100,
+    ONE_UNIT: 80,
     CLIENTS: 60,  # with their server
     "tests/model/test_packaged_models.py": 51,
     "tests/kernels/cpu/test_sanitizers.py": 48,
+    "tests/engine/ranks/test_torch_engine.py": 45,
     "tests/engine/ranks/test_torch_probes.py": 40,  # most of them waiting
-    "tests/quant/methods/test_quality_smollm2.py": 38,
     "tests/bench/test_gpu_trial.py": 37,
     "tests/e2e/test_cluster.py": 35,
-    "tests/engine/ranks/test_torch_engine.py": 30,
+    "tests/quant/methods/test_quality_smollm2.py": 34,
     "tests/quant/run/test_resume.py": 27,
     "tests/server/test_page_in_browser.py": 26,
     "tests/kernels/executed/test_compiled_once.py": 24,
     "tests/kernels/executed/test_traffic.py": 24,
     "tests/engine/run/test_model_runner.py": 24,
     "tests/kernels/cpu/test_arm.py": 21,
-    "tests/quant/kv/test_served_plan.py": 20,
     "tests/engine/test_simulation.py": 20,
     "tests/engine/speculation/test_draft_head.py": 20,
     "tests/engine/ranks/test_engine.py": 19,
@@ -55,6 +54,7 @@ SECONDS = {
     "tests/quant/run/test_memory.py": 14,
     "tests/quant/run/test_evaluation_memory.py": 14,
     "tests/quant/run/test_quantize_smollm2.py": 13,
+    "tests/quant/kv/test_served_plan.py": 12,
     "tests/server/test_serve.py": 12,
     "tests/tui/test_run.py": 11,
     "tests/kernels/executed/test_paged_attention.py": 11,
