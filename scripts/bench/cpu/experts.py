@@ -103,7 +103,7 @@ def theirs(peer: Peer, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Path, options: argparse.Namespace, *, is_apart: bool = False) -> dict[str, Any]:
     library = load_library()
     isa = select_isa(library, options.isa)
     decoder = load_native(open_model(model), NativeEngine(library, options.threads), torch.bfloat16)
@@ -119,14 +119,14 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     def started() -> Peer:
         return Peer(options.peer, model, options.threads, max(options.streams))
 
-    if options.peer is not None and not options.apart:
+    if options.peer is not None and not is_apart:
         peer = started()
     for _ in range(options.repeats):
         load.append(round(os.getloadavg()[0], 2))
         runs["ours"].append(ours(decoder, options))
         if peer is not None:
             runs["llama.cpp"].append(theirs(peer, options))
-    if options.peer is not None and options.apart:
+    if options.peer is not None and is_apart:
         del decoder
         gc.collect()
         peer = started()
@@ -166,7 +166,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "experts.gguf"
         write_model(model, shape)
-        found = measure(model, options) | bytes_of_a_token(open_model(model))
+        found = measure(model, options, is_apart=options.apart)
+        found |= bytes_of_a_token(open_model(model))
     result = {
         "benchmark": "cpu_experts",
         "conditions": conditions(),
