@@ -17,6 +17,8 @@ from appliance.kernels.gated_delta import reference as reference_gated_delta
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
+from appliance.kernels.latent_attention import cpu as cpu_latents
+from appliance.kernels.latent_attention import reference as reference_latents
 from appliance.kernels.library_tiles import reference as reference_tiles
 from appliance.kernels.norm_rope import cpu as cpu_norm_rope
 from appliance.kernels.norm_rope import reference as reference_norm_rope
@@ -53,6 +55,7 @@ REFERENCE = Backend(
     allocate_cache=allocate_blocks,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
+    latent_attention=reference_latents.latent_attention,
     gated_delta=reference_gated_delta.gated_delta,
     selective_scan=reference_selective_scan.selective_scan,
     short_conv=reference_short_conv.short_conv,
@@ -77,6 +80,7 @@ CPU = replace(
     gated_activation=cpu_activation.gated_activation,
     plan_attention=cpu_attention.plan_attention,
     paged_attention=cpu_attention.paged_attention,
+    latent_attention=cpu_latents.latent_attention,
 )
 
 
@@ -119,6 +123,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.grouped_matmul.launch import prepare_experts
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
+    from appliance.kernels.latent_attention.launch import latent_attention
     from appliance.kernels.library_tiles.launch import widen
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
     from appliance.kernels.packed import PackedWeight
@@ -156,6 +161,7 @@ def triton_backend() -> Backend:
         allocate_cache=KVPages.allocate,
         plan_attention=plan_attention,
         paged_attention=paged_attention,
+        latent_attention=latent_attention,
         gated_delta=gated_delta,
         selective_scan=selective_scan,
         short_conv=short_conv,

@@ -139,6 +139,22 @@ class PagedAttention(Protocol):
         ...
 
 
+class AttentionOverLatents(Protocol):
+    """Attends from every row to the latents of its own sequence."""
+
+    def __call__(
+        self,
+        query: Tensor,  # (num_tokens, num_heads, width)
+        cache: AnyLayerCache,  # this step's tokens are already written
+        work: object,  # what this backend's plan_attention returned for the step
+        *,
+        scale: float,
+        latent: int,
+    ) -> Tensor:  # (num_tokens, num_heads, latent), dtype of query
+        """Attend; see `latent_attention.reference` for the arguments."""
+        ...
+
+
 class RotateAndWrite(Protocol):
     """Brings a step's queries and keys into their final form, and writes keys and values."""
 
@@ -182,6 +198,7 @@ class Backend:
     # once per step, shared by all layers; the second argument is the block size
     plan_attention: Callable[[RaggedBatch, int], object]
     paged_attention: PagedAttention
+    latent_attention: AttentionOverLatents
     gated_delta: GatedDeltaRule
     selective_scan: SelectiveScan
     short_conv: ShortConvolution

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.latent_attention import latent_attention
 from appliance.kernels.sealed_blocks import SealedBlocks
 
 if TYPE_CHECKING:
@@ -60,7 +59,9 @@ class LatentAttention:
         factor = step.query_scales[self.rope]
         if factor is not None:
             query = query * factor.view(-1, 1, 1).to(query.dtype)
-        attended = latent_attention(query, cache, step.batch, scale=spec.scale, latent=spec.latent)
+        attended = self.backend.latent_attention(
+            query, cache, step.attention_work, scale=spec.scale, latent=spec.latent
+        )
         values = torch.einsum("nhl,hvl->nhv", attended, self.values.to(attended.dtype))
         return self.output(values.flatten(1))
 

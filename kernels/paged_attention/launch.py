@@ -218,7 +218,8 @@ def paged_attention(
                 spans.max_groups,
                 *after_query,
             )
-            programs = min(len(spans.table) * tiles, _at_once(query.device, arguments, fixed))
+            at_once = programs_at_once(_FOOTPRINTS, query.device, arguments, fixed)
+            programs = min(len(spans.table) * tiles, at_once)
             decode_kernel[(programs,)](*arguments, **fixed)
         if len(work.tiles):
             variant, tile, fixed = configure(Phase.PREFILL)
@@ -275,10 +276,15 @@ def check_supported(
     raise UnsupportedModelError(msg)
 
 
-def _at_once(device: torch.device, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the number of decode programs that the device executes at a time."""
+def programs_at_once(
+    kernels: Footprints,
+    device: torch.device,
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> int:
+    """Return the number of programs of a decode kernel that the device executes at a time."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    program = _FOOTPRINTS.of(device, arguments, options)
+    program = kernels.of(device, arguments, options)
     card = multiprocessors_of(device, target_of(device).capability)
     return card.num_sms * (card.resident(program) if program else 1)

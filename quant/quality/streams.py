@@ -264,6 +264,7 @@ def _with_every_cache(device: torch.device) -> Backend:
         allocate_cache=REFERENCE.allocate_cache,
         plan_attention=REFERENCE.plan_attention,
         paged_attention=REFERENCE.paged_attention,
+        latent_attention=REFERENCE.latent_attention,
     )
 
 

@@ -18,6 +18,7 @@ from compiled_kernels.decode_gates import Loop, moves_codes, too_many
 from compiled_kernels.gates import (
     GATES,
     Gate,
+    costly_latents,
     costly_parts,
     multiplies_e4m3,
     offenders,
@@ -178,3 +179,11 @@ def test_a_longer_loop_over_heads_in_parts_is_caught(table: Table) -> None:
     longer = {**found["loop"], "FFMA": found["loop_elements"]}
     assert not costly_parts({key: found})
     assert costly_parts({key: {**found, "loop": longer}}) == [("int8", 86)]
+
+
+def test_latents_that_pass_by_registers_and_a_longer_loop_are_caught(table: Table) -> None:
+    key = ("latent_attention decode deepseek_v2_lite bf16 kv bf16", 86)
+    found = table[key]
+    assert not costly_latents({key: found})
+    for more in {"LDG": 1}, {"FFMA": found["loop_elements"]}:
+        assert costly_latents({key: {**found, "loop": found["loop"] | more}}) == [key]

@@ -182,7 +182,7 @@ def _check_block_size(precision: Precision, num_layers: int) -> None:
 
 
 def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
-    """Refuse KV formats that would change latents, and devices without a kernel."""
+    """Refuse KV formats that would change latents."""
     formats, places = precision.kv_of(len(spec.cache_layers)), spec.cache_places
     for index in spec.latent_layers:
         format = formats[places[index]].format
@@ -191,11 +191,6 @@ def _check_latents(spec: DecoderSpec, precision: Precision) -> None:
             raise ConfigError(
                 f"layer {index} caches latents, which {format.value} blocks do not hold; choose "
                 f"--kv-cache-dtype among {held}"
-            )
-        if precision.device.type != "cpu":
-            raise ConfigError(
-                f"layer {index} has latent attention, for which there is no kernel on "
-                f"{precision.device.type}; serve the model with --device cpu"
             )
 
 
@@ -218,6 +213,7 @@ def why_no_library(config: EngineConfig, source: ModelSource) -> str | None:
 
 
 def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
+    from appliance.kernels.latent_attention.launch import check_latents
     from appliance.kernels.norm_rope.launch import check_supported as check_norm
     from appliance.kernels.paged_attention.launch import check_supported
     from appliance.kernels.sampling.launch import check_vocabulary
@@ -230,6 +226,15 @@ def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
             attention.num_heads,
             attention.num_kv_heads,
             attention.head_dim,
+            precision.block_size,
+            precision.dtype,
+            formats[places[index]].format,
+            layer=index,
+        )
+    for index, mixer in spec.latent_layers.items():
+        check_latents(
+            mixer.latent,
+            mixer.rope_dim,
             precision.block_size,
             precision.dtype,
             formats[places[index]].format,

@@ -56,7 +56,8 @@ def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> li
     attention, places = spec.attention_layers, spec.cache_places
     kinds: dict[Hashable, int] = {}
     for index, layer in enumerate(decoder.layers):
-        precision = kv_layers[places[index]] if index in attention else None
+        cached = index in attention or index in spec.latent_layers
+        precision = kv_layers[places[index]] if cached else None
         anywhere = replace(layer, index=0, cache_place=0)
         kinds.setdefault(_kind((spec.layers[index], anywhere, precision, index == last)), index)
     kept = set(kinds.values())

@@ -208,6 +208,29 @@ def test_experts_run_in_graphs(tmp_path: Path) -> None:
     assert {StepSize(2), StepSize(2, 32)} <= replayed <= {*graphs.captured}
 
 
+# The kernels are compiled and executed in test_latent_attention.
+@pytest.mark.interpreted
+def test_latents_and_their_drafts_run_in_graphs(tmp_path: Path) -> None:
+    """Prompts of several chunks, rows of one token, and rows that verify drafts."""
+    save_experts("deepseek_v3", tmp_path)
+    requests = [
+        request("one", 45, vocab=50, max_tokens=12),
+        request("other", 7, vocab=50, max_tokens=12),
+    ]
+    expected = run(engine_of(tmp_path, REFERENCE, asynchronous=False), *requests)
+    limits = replace(LIMITS, max_num_seqs=2, verifies=True)
+    kernels = select_backend(torch.device("cuda"))
+    engine = engine_of(tmp_path, kernels, asynchronous=True, limits=limits)
+    known: Answers = {name: (tokens, [], None) for name, tokens in expected.items()}
+    engine._scheduler._speculator = ReplayingSpeculator(
+        known, 0.9, Matchers(512, ()), random.Random(1)
+    )
+    graphs, replayed = noting_replays(engine)
+    assert run(engine, *requests) == expected
+    assert {size.rows_each for size in replayed} > {1}
+    assert replayed <= {*graphs.captured}
+
+
 # A capture writes codes of keys that no step computed, at which the interpreter warns.
 @pytest.mark.compiled
 def test_layers_of_unlike_heads_that_share_keys_run_in_graphs(tmp_path: Path) -> None:

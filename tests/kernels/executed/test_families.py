@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from causal_models import random_model, spread_weights
-from family_settings import LATENT, OF_FAMILY, SIZES
+from family_settings import OF_FAMILY, SIZES
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import REFERENCE, select_backend
@@ -14,12 +14,11 @@ from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 
 MODEL_TYPES = dict.fromkeys(family.model_type for family in FAMILIES)
-WITHOUT_KERNELS = {kind for kind, forms in OF_FAMILY.items() if LATENT.keys() <= forms[0].keys()}
 OWN_HEADS = {"falcon"}  # their size follows from the width
 TOKEN_IDS = torch.randint(3, 40, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES.keys() - WITHOUT_KERNELS))
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_each_family_says_on_the_kernels_what_it_says_on_the_reference(
     model_type: str, tmp_path: Path
 ) -> None:

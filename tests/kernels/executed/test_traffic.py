@@ -19,6 +19,7 @@ from ptx_machine.memory import SECTOR
 from appliance.kernels.fp4 import Fp4Weight
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.latent_attention.launch import latent_attention
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import launch as matmul_launch
 from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_linear
@@ -68,6 +69,20 @@ def counted() -> Counter[str]:
     return driver.traffic
 
 
+def one_sequence(rows: int, context: int) -> RaggedBatch:
+    """A step of the last rows of a context whose blocks lie anywhere."""
+    return RaggedBatch(
+        query_start=torch.tensor([0, rows], dtype=torch.int32),
+        context_lens=torch.tensor([context], dtype=torch.int32),
+        block_tables=torch.randperm(context // PAGE, dtype=torch.int32).unsqueeze(0),
+        slot_mapping=torch.zeros(rows, dtype=torch.int64),
+        num_decodes=1,
+        host_query_lens=(rows,),
+        host_context_lens=(context,),
+        decode_rows=rows,
+    )
+
+
 def decode(
     kv_format: KVFormat,
     rows: int = 1,
@@ -76,17 +91,8 @@ def decode(
     context: int = CONTEXT,
 ) -> Cost:
     """Rows over one context: pages, for each span queries and a partial result, a block table."""
-    table = torch.randperm(context // PAGE, dtype=torch.int32)
-    batch = RaggedBatch(
-        query_start=torch.tensor([0, rows], dtype=torch.int32),
-        context_lens=torch.tensor([context], dtype=torch.int32),
-        block_tables=table.unsqueeze(0),
-        slot_mapping=torch.zeros(rows, dtype=torch.int64),
-        num_decodes=1,
-        host_query_lens=(rows,),
-        host_context_lens=(context,),
-        decode_rows=rows,
-    )
+    batch = one_sequence(rows, context)
+    table = batch.block_tables[0]
     sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": head_dim, "device": CPU}
     cache: KVPages | SealedBlocks
     if kv_format.is_sealed:
@@ -109,6 +115,28 @@ def decode(
     read = pages.nbytes * seen // context
     needed = read + programs * (partial + query.nbytes // KV_HEADS) + table_entries
     return cost_of(traffic, needed, 2 * seen * KV_HEADS * head_dim)
+
+
+def decode_latents(num_heads: int, rows: int, tiles: int, context: int = 512) -> Cost:
+    """Heads of rows over latents: pages for each tile of heads, for each span as `decode`."""
+    latent, rotary = 512, 64
+    cache = KVPages.allocate(
+        KVFormat.BF16,
+        num_blocks=context // PAGE,
+        block_size=PAGE,
+        num_kv_heads=1,
+        head_dim=(latent + rotary) // 2,
+        device=CPU,
+    )
+    query = torch.randn(rows, num_heads, latent + rotary).bfloat16()
+    work = plan_attention(one_sequence(rows, context), PAGE)
+    traffic = counted()
+    latent_attention(query, cache, work, scale=0.1, latent=latent)
+    spans = len(span_table([context], [rows], None))
+    partial = rows * num_heads * (latent + 1) * 4
+    needed = tiles * (cache.pages.nbytes + context // PAGE * SECTOR)
+    needed += spans * (query.nbytes + partial)
+    return cost_of(traffic, needed, tiles * context * (latent + rotary))
 
 
 def matmul(rows: int, group_size: int) -> Cost:
@@ -153,6 +181,8 @@ IN_PARTS = {
     KVFormat.INT8: (1.016, 0.193),
     KVFormat.INT4_SEALED: (1.027, 0.206),
 }
+# The same of latents, whose elements are keys and values at once: of up to 16 heads, and of more.
+LATENTS = ((1.04, 0.3), (1.06, 0.59))
 FP8_BY_HARDWARE = 0.130  # from 8.9 on
 MATMUL = {  # by rows and group size; what is read on top is the sums of splits
     (1, 32): (1.1, 0.203),
@@ -191,6 +221,13 @@ def test_warps_that_share_out_a_head_read_its_pages_once() -> None:
     for kv_format, limits in IN_PARTS.items():
         cost = decode(kv_format, head_dim=512, context=512)
         assert not offends(cost, limits), (kv_format, cost)
+
+
+# Of few heads, of a token and its drafts, and of more heads than a tile of 16 rows has.
+@pytest.mark.parametrize(("num_heads", "rows", "tiles"), [(16, 1, 1), (8, 2, 1), (32, 1, 1)])
+def test_latents_are_read_once_for_scores_and_sums(num_heads: int, rows: int, tiles: int) -> None:
+    cost = decode_latents(num_heads, rows, tiles)
+    assert not offends(cost, LATENTS[num_heads > 16]), cost
 
 
 def test_packed_matmul_reads_little_more_than_weights() -> None:

@@ -26,7 +26,9 @@ def shipped(table: Table) -> Table:
 
 
 def attention(table: Table) -> Table:
-    return {key: found for key, found in table.items() if key[0].startswith("attention")}
+    """Those that multiply, of attention over keys and values and over latents."""
+    ours = re.compile(r"attention|latent_attention (decode|prefill)")
+    return {key: found for key, found in table.items() if ours.match(key[0])}
 
 
 def spilling(table: Table) -> Collection[object]:
@@ -228,6 +230,28 @@ def costly_parts(table: Table) -> Collection[object]:
     return [key for key, count in each.items() if count > MOST_IN_PARTS[key[0]]]
 
 
+# The same of latents, each element of which is a key's and a value's: a few heads in decode, many,
+# and a prompt's rows.
+MOST_OF_LATENTS = {
+    "decode deepseek_v2_lite": 4.2,
+    "decode deepseek_v3": 9.4,
+    "prefill deepseek_v2_lite": 10.4,
+}
+
+
+def costly_latents(table: Table) -> Collection[object]:
+    """Return latent attention with too many instructions, or whose latents pass by registers."""
+    wrong = []
+    for key, found in table.items():
+        for name, limit in MOST_OF_LATENTS.items():
+            if key[0] == f"latent_attention {name} bf16 kv bf16":
+                loop = found["loop"]
+                each = sum(loop.values()) / found["loop_elements"]
+                if each > limit or "LDG" in loop or not loop.get("LDGSTS"):
+                    wrong.append(key)
+    return wrong
+
+
 # What older compilers make of a kernel, and nobody has mended: a few registers of a tile in float32
 # are spilled, and codes are widened with more instructions; scales of groups of 16, and with many
 # rows fifth bits, reach their weights through shared memory.
@@ -265,4 +289,5 @@ GATES: tuple[Gate, ...] = (
     multiplying_for_zero_points,
     costly_elements,
     costly_parts,
+    costly_latents,
 )

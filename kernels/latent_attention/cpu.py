@@ -1,0 +1,21 @@
+"""Latent attention on the CPU in torch: the reference, on the step that torch's attention plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.kernels.latent_attention import reference
+from appliance.kernels.paged_attention.cpu_plan import CpuAttentionWork
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.decoder_cache import AnyLayerCache
+
+
+def latent_attention(
+    query: Tensor, cache: AnyLayerCache, work: object, *, scale: float, latent: int
+) -> Tensor:
+    """Attend; see `reference.latent_attention`, with the work from `cpu_plan.plan_attention`."""
+    assert isinstance(work, CpuAttentionWork)
+    return reference.latent_attention(query, cache, work.batch, scale=scale, latent=latent)

@@ -1,0 +1,310 @@
+"""Latent attention on the GPU: all heads read one row of each token, as its key and as its value.
+
+A row of queries is a head of a token; a sequence's rows lie one after another, so a tile takes any
+neighbours of them. In decode programs share out spans of the keys and leave partial results, which
+`latent_merge_kernel` merges; in prefill a program folds all keys of its rows.
+"""
+
+import triton
+import triton.language as tl
+
+from appliance.kernels.attention_merge.kernel import merge
+from appliance.kernels.attention_spans.kernel import seen_spans
+from appliance.kernels.attention_tile.kernel import PAGE, SMALLEST, exp2, start
+
+
+@triton.jit
+def load_queries(
+    p_query,  # where the first row's query begins
+    num_rows,  # rows of the tile that exist
+    o_dim,  # elements of a query
+    last,  # the first element that is padding
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Return some elements of the queries, (BLOCK_M, elements), for a product."""
+    o_m = tl.arange(0, BLOCK_M)
+    b_mask = (o_m < num_rows)[:, None] & (o_dim < last)[None, :]
+    p_row = p_query + (o_m * WIDTH)[:, None] + o_dim[None, :]
+    return tl.load(p_row, mask=b_mask, other=0.0).to(tl.dtype(COMPUTE))
+
+
+@triton.jit
+def attend_latents(
+    p_query,  # where the tile's first query begins
+    num_rows,  # of the tile
+    b_position,  # (BLOCK_M,) positions of the rows
+    pages_ptr,
+    p_table,  # the sequence's blocks
+    key_begin,  # a multiple of BLOCK_N
+    key_end,
+    score_scale,  # from scores to exponents of 2
+    ASM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Return a tile's mean of the latents up to each row's position, and its logarithm of the sum.
+
+    A row without a key gets zeros and -inf. Each latent is read once, for both products.
+    """
+    PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
+    WIDTH: tl.constexpr = LATENT + ROTARY
+    HALF: tl.constexpr = WIDTH // 2  # of a token, which a page holds in two halves
+    STEP: tl.constexpr = (PAGE - 1) * HALF  # more, from the last of a first half to the second's
+    o_n = tl.arange(0, BLOCK_N)
+    o_latent = tl.arange(0, LATENT_PADDED)
+    o_rotary = LATENT + tl.arange(0, ROTARY_PADDED)
+    b_query = load_queries(p_query, num_rows, o_latent, LATENT, BLOCK_M, WIDTH, COMPUTE)
+    b_turned = load_queries(p_query, num_rows, o_rotary, WIDTH, BLOCK_M, WIDTH, COMPUTE)
+    o_latent_place = o_latent + o_latent // HALF * STEP
+    o_rotary_place = o_rotary + o_rotary // HALF * STEP
+    b_max, b_sum, b_acc = start(BLOCK_M, LATENT_PADDED)
+    for key_start in tl.range(key_begin, key_end, BLOCK_N, num_stages=NUM_STAGES):
+        i_block = tl.load(p_table + key_start // PAGE).to(tl.int64)
+        b_key_position = key_start + o_n
+        b_valid = (b_key_position < key_end)[:, None]
+        p_token = pages_ptr + i_block * PAGE_ELEMENTS
+        p_token += (key_start - key_start // PAGE * PAGE) * HALF
+        p_token += (o_n * HALF)[:, None]
+        b_mask = b_valid
+        if LATENT < LATENT_PADDED:
+            b_mask = b_valid & (o_latent < LATENT)[None, :]
+        b_latent = tl.load(p_token + o_latent_place[None, :], mask=b_mask, other=0.0)
+        b_mask = b_valid
+        if ROTARY < ROTARY_PADDED:
+            b_mask = b_valid & (o_rotary < WIDTH)[None, :]
+        b_key = tl.load(p_token + o_rotary_place[None, :], mask=b_mask, other=0.0)
+        b_latent = b_latent.to(b_query.dtype)
+        b_key = b_key.to(b_query.dtype)
+
+        b_score = tl.dot(b_query, tl.trans(b_latent), input_precision=PRECISION)
+        b_score = tl.dot(b_turned, tl.trans(b_key), b_score, input_precision=PRECISION)
+        b_seen = b_key_position[None, :] <= b_position[:, None]
+        b_score = tl.where(b_seen, b_score * score_scale, -float("inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_score, 1))
+        b_weight = exp2(b_score - b_new_max[:, None], ASM)
+        b_decay = exp2(b_max - b_new_max, ASM)
+        b_max = b_new_max
+        b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
+        b_acc *= b_decay[:, None]
+        b_weight = b_weight.to(b_query.dtype)
+        b_acc = tl.dot(b_weight, b_latent, b_acc, input_precision=PRECISION)
+    b_acc *= (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
+    b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, SMALLEST)), -float("inf"))
+    return b_acc, b_lse
+
+
+# A new width of the block tables, or number of rows, must not recompile a kernel while serving.
+@triton.jit(
+    do_not_specialize=["block_tables_stride", "num_heads", "max_rows", "most_spans", "num_tiles"]
+)
+def latent_decode_kernel(
+    partial_ptr,  # (num_seqs, most_spans, max_rows * num_heads, LATENT) float32
+    partial_lse_ptr,  # (num_seqs, most_spans, max_rows * num_heads) float32, base 2
+    query_ptr,  # (num_tokens, num_heads, LATENT + ROTARY)
+    pages_ptr,  # (num_blocks, page) elements
+    spans_ptr,  # (capacity, SPAN_COLUMNS) int32
+    num_spans_ptr,  # (1,) int32
+    query_start_ptr,  # (num_seqs + 1,) int32
+    context_lens_ptr,  # (num_seqs,) int32
+    block_tables_ptr,  # (num_seqs, max_blocks) int32
+    block_tables_stride,
+    num_heads,
+    max_rows,  # most tokens of a sequence
+    most_spans,  # of a sequence
+    num_tiles,  # of the rows of max_rows tokens
+    score_scale,
+    ASM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPAN_COLUMNS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Take shares of the work in turn: a span of a sequence's keys for a tile of its rows."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_latent = tl.arange(0, LATENT_PADDED)
+    num_items = tl.load(num_spans_ptr) * num_tiles
+    for i in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        i_item = num_items - 1 - i  # late spans are the long ones
+        first_row = i_item % num_tiles * BLOCK_M
+        p_span = spans_ptr + i_item // num_tiles * SPAN_COLUMNS
+        i_seq = tl.load(p_span)
+        query_start = tl.load(query_start_ptr + i_seq)
+        num_tokens = tl.load(query_start_ptr + i_seq + 1) - query_start
+        context_len = tl.load(context_lens_ptr + i_seq)
+        num_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
+        first_position = context_len - num_tokens
+        last_position = first_position + (first_row + num_rows - 1) // num_heads
+        key_end = tl.minimum(tl.load(p_span + 2), last_position + 1)
+        p_query = query_ptr + query_start.to(tl.int64) * num_heads * (LATENT + ROTARY)
+        b_mean, b_lse = attend_latents(
+            p_query + first_row * (LATENT + ROTARY),
+            num_rows,
+            first_position + (first_row + o_m) // num_heads,
+            pages_ptr,
+            block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride,
+            tl.load(p_span + 1),
+            tl.where(num_rows > 0, key_end, 0),
+            score_scale,
+            ASM,
+            COMPUTE,
+            PAGE_ELEMENTS,
+            LATENT,
+            LATENT_PADDED,
+            ROTARY,
+            ROTARY_PADDED,
+            BLOCK_M,
+            BLOCK_N,
+            NUM_STAGES,
+        )
+        # Read anew: where the results go to takes no registers until here.
+        i_seq = tl.load(p_span, volatile=True)
+        query_start = tl.load(query_start_ptr + i_seq, volatile=True)
+        num_tokens = tl.load(query_start_ptr + i_seq + 1, volatile=True) - query_start
+        num_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
+        i_partial = i_seq.to(tl.int64) * most_spans + tl.load(p_span + 3)
+        i_partial = i_partial * (max_rows * num_heads) + first_row
+        b_valid = o_m < num_rows
+        tl.store(partial_lse_ptr + i_partial + o_m, b_lse, mask=b_valid)
+        p_partial = partial_ptr + i_partial * LATENT + (o_m * LATENT)[:, None] + o_latent[None, :]
+        tl.store(p_partial, b_mean, mask=b_valid[:, None] & (o_latent < LATENT)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_heads", "max_rows", "most_spans", "tokens"])
+def latent_merge_kernel(
+    output_ptr,  # (num_tokens, num_heads, LATENT)
+    partial_ptr,  # as in `latent_decode_kernel`, and so on
+    partial_lse_ptr,
+    query_start_ptr,
+    context_lens_ptr,
+    num_heads,
+    max_rows,
+    most_spans,
+    tokens,  # at least as many as a context has
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge the spans' partial results of some rows of a sequence."""
+    i_seq = tl.program_id(0).to(tl.int64)
+    first_row = tl.program_id(1) * ROWS
+    o_row = tl.arange(0, ROWS)
+    o_latent = tl.arange(0, LATENT_PADDED)
+    query_start = tl.load(query_start_ptr + i_seq)
+    num_tokens = tl.load(query_start_ptr + i_seq + 1) - query_start
+    context_len = tl.load(context_lens_ptr + i_seq)
+    b_valid = first_row + o_row < num_tokens * num_heads
+    _, _, last = seen_spans(context_len, num_tokens, tokens, BOUNDS, LENGTHS)
+    step = max_rows * num_heads
+    b_mean, _ = merge(
+        partial_ptr,
+        partial_lse_ptr,
+        i_seq * most_spans * step + first_row,
+        b_valid,
+        step,
+        0,
+        last,
+        0,
+        1,
+        ROWS,
+        LATENT,
+        LATENT_PADDED,
+        FAN_IN,
+    )
+    b_row = query_start.to(tl.int64) * num_heads + first_row + o_row
+    tl.store(
+        output_ptr + b_row[:, None] * LATENT + o_latent[None, :],
+        b_mean.to(output_ptr.dtype.element_ty),
+        mask=b_valid[:, None] & (o_latent < LATENT)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["block_tables_stride", "num_heads"])
+def latent_prefill_kernel(
+    output_ptr,  # (num_tokens, num_heads, LATENT)
+    query_ptr,  # as in `latent_decode_kernel`, and so on
+    pages_ptr,
+    tiles_ptr,  # (tiles, 2) int32: sequence, first token among its tokens
+    query_start_ptr,
+    context_lens_ptr,
+    block_tables_ptr,
+    block_tables_stride,
+    num_heads,
+    score_scale,
+    ASM: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Attend from some rows of a tile's tokens to all the keys that they see."""
+    o_m = tl.arange(0, BLOCK_M)
+    o_latent = tl.arange(0, LATENT_PADDED)
+    p_tile = tiles_ptr + tl.program_id(0) * 2
+    i_seq = tl.load(p_tile)
+    query_start = tl.load(query_start_ptr + i_seq)
+    num_tokens = tl.load(query_start_ptr + i_seq + 1) - query_start
+    context_len = tl.load(context_lens_ptr + i_seq)
+    first_token = tl.load(p_tile + 1)
+    if first_token >= num_tokens:  # a step's last tiles may be padding
+        return
+    first_row = first_token * num_heads + tl.program_id(1) * BLOCK_M
+    num_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
+    if num_rows <= 0:  # the last tile of a sequence may be short
+        return
+    first_position = context_len - num_tokens
+    last_position = first_position + (first_row + num_rows - 1) // num_heads
+    i_row = query_start.to(tl.int64) * num_heads + first_row
+    b_mean, _ = attend_latents(
+        query_ptr + i_row * (LATENT + ROTARY),
+        num_rows,
+        first_position + (first_row + o_m) // num_heads,
+        pages_ptr,
+        block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride,
+        0,
+        last_position + 1,
+        score_scale,
+        ASM,
+        COMPUTE,
+        PAGE_ELEMENTS,
+        LATENT,
+        LATENT_PADDED,
+        ROTARY,
+        ROTARY_PADDED,
+        BLOCK_M,
+        BLOCK_N,
+        NUM_STAGES,
+    )
+    # Read anew: where the rows go to takes no registers until here.
+    query_start = tl.load(query_start_ptr + i_seq, volatile=True)
+    num_tokens = tl.load(query_start_ptr + i_seq + 1, volatile=True) - query_start
+    first_row = tl.load(p_tile + 1, volatile=True) * num_heads + tl.program_id(1) * BLOCK_M
+    num_rows = tl.minimum(num_tokens * num_heads - first_row, BLOCK_M)
+    i_row = query_start.to(tl.int64) * num_heads + first_row
+    tl.store(
+        output_ptr + i_row * LATENT + (o_m * LATENT)[:, None] + o_latent[None, :],
+        b_mean.to(output_ptr.dtype.element_ty),
+        mask=(o_m < num_rows)[:, None] & (o_latent < LATENT)[None, :],
+    )

@@ -1,0 +1,110 @@
+"""The compile-time choices of the kernels of latent attention. Imports no triton.
+
+The sizes were chosen from compiled code alone, so that no register is spilled and the shared memory
+of every architecture suffices; none has been timed on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes
+from appliance.kernels.paged_attention.variant import (
+    COMPUTE_NAMES,
+    WIDEST_WHOLE,
+    Phase,
+    Tile,
+    padded,
+)
+from appliance.kernels.paged_attention.work import (
+    FAN_IN,
+    SPAN_BOUNDS,
+    SPAN_COLUMNS,
+    SPAN_LENGTHS,
+)
+
+if TYPE_CHECKING:
+    from appliance.kernels.kv_format import KVFormat
+
+LEAST_DIMS = 16  # that a product sums
+MERGE_WARPS = 4
+
+# Of five stages two bring block ids, so two tiles of tokens are in flight while one is multiplied.
+# Queries stay in shared memory beside them. A cap on registers keeps ptxas from spilling a few
+# bytes to fit more programs.
+_FEW_HEADS = Tile(16, PAGE_TOKENS, 4, 5, max_registers=255)
+_MANY_HEADS = Tile(32, PAGE_TOKENS, 4, 5, max_registers=255)
+_PROMPT = Tile(64, PAGE_TOKENS, 8, 5)
+# Rows of latents of 512: two pages would not fit beside them.
+_WIDE = Tile(32, PAGE_TOKENS // 2, 4, 5, max_registers=255)
+# Float32, for checks of the others, turns each product into three.
+_FLOAT32 = Tile(16, PAGE_TOKENS, 8, 1)
+WIDEST_FLOAT32 = 128  # elements of a latent
+WARPGROUPS = 90  # capability whose warpgroups multiply 64 rows, and whose shared memory has room
+
+
+@dataclass(frozen=True, slots=True)
+class LatentVariant:
+    """One specialization of the kernels of latent attention.
+
+    Attributes:
+        kv_format: of the cache; its blocks hold elements.
+        dtype: of query and output.
+        num_heads: of a token.
+        latent: elements of a token that are summed.
+        rotary: elements that only score.
+    """
+
+    kv_format: KVFormat
+    dtype: torch.dtype
+    num_heads: int
+    latent: int
+    rotary: int
+
+    def tile(self, phase: Phase, capability: int) -> Tile:
+        """Return the tile of a phase on one compute capability (86 is 8.6).
+
+        In decode it follows from the heads alone: with other rows beside it, such as drafts, a row
+        has the same sum.
+        """
+        if torch.float32 in (self.dtype, self.kv_format.storage_dtype):
+            return _FLOAT32
+        is_wide = self.latent > WIDEST_WHOLE
+        if phase is Phase.PREFILL:
+            return _WIDE if is_wide and capability != WARPGROUPS else _PROMPT
+        if self.num_heads <= _FEW_HEADS.block_m:
+            return _FEW_HEADS
+        return _WIDE if is_wide else _MANY_HEADS
+
+    def constexprs(self, phase: Phase, tile: Tile, *, is_interpreted: bool) -> dict[str, object]:
+        """Return the compile-time arguments of a phase's kernel."""
+        size = page_bytes(self.kv_format.value, (self.latent + self.rotary) // 2)
+        fixed = self._widths | {
+            "ASM": "none" if is_interpreted else "ptx",
+            "COMPUTE": COMPUTE_NAMES[self.dtype],
+            "PAGE_ELEMENTS": size // self.kv_format.storage_dtype.itemsize,
+            "ROTARY": self.rotary,
+            "ROTARY_PADDED": max(LEAST_DIMS, padded(self.rotary)),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "NUM_STAGES": tile.num_stages,
+        }
+        return fixed | ({"SPAN_COLUMNS": SPAN_COLUMNS} if phase is Phase.DECODE else {})
+
+    @property
+    def merge_constexprs(self) -> dict[str, object]:
+        """The compile-time arguments of the kernel that merges."""
+        cut = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS}
+        return self._widths | cut | {"FAN_IN": FAN_IN, "ROWS": self.merged_rows}
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows of a program that merges; a thread has four elements of one."""
+        return max(1, 4 * 32 * MERGE_WARPS // padded(self.latent))
+
+    @property
+    def _widths(self) -> dict[str, object]:
+        return {"LATENT": self.latent, "LATENT_PADDED": max(DIM_STEP, padded(self.latent))}

@@ -1,0 +1,162 @@
+"""Latent attention on the kernels, against the reference in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_write.launch import write_kv
+from appliance.kernels.latent_attention import reference
+from appliance.kernels.latent_attention.launch import check_latents, latent_attention
+from appliance.kernels.paged_attention.launch import plan_attention
+from tests.kernels.executed.attending import BF16, BOUNDS, FP16, FP32
+from tests.kernels.executed.conftest import Case, build_batch, slots_of
+
+# A decode row in one span, three in two, then chunks: whole, continued, of one row.
+QUERY_LENS, CONTEXT_LENS = (1, 3, 20, 37, 4), (17, 150, 20, 90, 33)
+DEEPSEEK, MISTRAL = (512, 64), (256, 64)
+
+
+def build(
+    query_lens: tuple[int, ...] = QUERY_LENS,
+    context_lens: tuple[int, ...] = CONTEXT_LENS,
+    *,
+    latent: int = 24,
+    rotary: int = 8,
+    num_heads: int = 3,
+    kv_format: KVFormat = KVFormat.FP16,
+    dtype: torch.dtype = FP16,
+    decode_rows: int = 3,
+    seed: int = 0,
+) -> Case:
+    """Random queries, and random tokens written by the kernel into pages of NaN."""
+    lengths = [-(-context // 32) for context in context_lens]
+    order = torch.randperm(sum(lengths) + 2, generator=torch.Generator().manual_seed(seed))
+    tables = [tuple(table.tolist()) for table in order[: sum(lengths)].split(lengths)]
+    half = (latent + rotary) // 2
+    cache = KVPages.allocate(
+        kv_format,
+        num_blocks=len(order),
+        block_size=32,
+        num_kv_heads=1,
+        head_dim=half,
+        device=torch.device("cpu"),
+    )
+    cache.elements.fill_(torch.nan)
+    queries = []
+    for i, (rows, context, table) in enumerate(zip(query_lens, context_lens, tables, strict=True)):
+        random = torch.Generator().manual_seed(i)
+        tokens = torch.randn(context, 1, 2 * half, generator=random).to(dtype)
+        first, second = (part.contiguous() for part in tokens.chunk(2, dim=-1))
+        write_kv(first, second, cache, slots_of(table, 0, context, 32))
+        query = torch.randn(context, num_heads, 2 * half, generator=random).to(dtype)
+        queries.append(query[context - rows :])
+    batch = build_batch(query_lens, context_lens, tables, 32, decode_rows)
+    return Case(torch.cat(queries), cache, batch)
+
+
+def attend(case: Case, latent: int = 24) -> torch.Tensor:
+    work = plan_attention(case.batch, 32)
+    return latent_attention(case.query, case.cache, work, scale=0.2, latent=latent)
+
+
+def assert_matches_reference(case: Case, latent: int = 24) -> None:
+    found = attend(case, latent)
+    assert found.dtype == case.query.dtype
+    expected = reference.latent_attention(
+        case.query.double(), case.cache, case.batch, scale=0.2, latent=latent
+    )
+    error = (found.double() - expected).abs().amax() / expected.abs().max()
+    assert error < BOUNDS[case.query.dtype]  # NaN is not
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "dtype"),
+    [
+        (KVFormat.BF16, BF16),
+        (KVFormat.FP16, FP16),
+        (KVFormat.FP32, FP32),
+        (KVFormat.BF16, FP32),
+    ],
+)
+def test_every_cache_format(kv_format: KVFormat, dtype: torch.dtype) -> None:
+    assert_matches_reference(build(kv_format=kv_format, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("latent", "rotary", "num_heads"),
+    [(*DEEPSEEK, 16), (*DEEPSEEK, 20), (*MISTRAL, 5), (48, 16, 1), (128, 10, 40)],
+)
+def test_every_shape(latent: int, rotary: int, num_heads: int) -> None:
+    case = build(
+        (1, 2, 9),
+        (150, 33, 40),
+        latent=latent,
+        rotary=rotary,
+        num_heads=num_heads,
+        kv_format=KVFormat.BF16,
+        dtype=BF16,
+        decode_rows=2,
+    )
+    assert_matches_reference(case, latent)
+
+
+def test_lengths_around_pages_and_spans() -> None:
+    lengths = (1, 2, 31, 32, 33, 127, 128, 129, 257, 1024, 1025, 1300)
+    assert_matches_reference(build((1,) * len(lengths), lengths))
+
+
+def test_chunk_lengths_around_tiles() -> None:
+    chunks = [(4, 4), (15, 16), (33, 64), (127, 127), (128, 130), (129, 129)]
+    query_lens, context_lens = zip(*chunks, strict=True)
+    assert_matches_reference(build(query_lens, context_lens))
+
+
+def test_neighbours_places_and_drafts_change_no_bit() -> None:
+    """A row's result is the same alone, beside others, in other blocks, and after rows."""
+    case = build((1, 3, 40), (300, 64, 60))
+    together = attend(case)
+    assert torch.equal(attend(build((1, 3, 40), (300, 64, 60), seed=1)), together)
+    alone = build((1,), (300,))
+    assert torch.equal(attend(alone), together[:1])
+    with_drafts = build((3,), (300,))
+    assert torch.equal(attend(with_drafts)[2:], together[:1])
+
+
+def test_how_a_prompt_is_cut_changes_no_bit() -> None:
+    whole = attend(build((150,), (150,)))
+    # The same tokens, whose first 67 were read in an earlier step.
+    assert torch.equal(attend(build((83,), (150,))), whole[67:])
+
+
+def test_rows_that_only_fill_up_a_batch_are_zero_and_change_no_bit() -> None:
+    case = build((1, 1, 1, 1), (300, 20, 1, 1))
+    expected = attend(case)
+    context_lens = torch.tensor([300, 20, 0, 0], dtype=torch.int32)
+    found = attend(replace(case, batch=replace(case.batch, context_lens=context_lens)))
+    assert torch.equal(found[:2], expected[:2])
+    assert not found[2:].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kv_format", "words"),
+    [
+        ((576, 64, 32), BF16, KVFormat.BF16, r"layer 3: .*of 576 .* 64 that .*: up to 512 beside"),
+        ((512, 96, 32), BF16, KVFormat.BF16, r"of 512 elements beside 96 that rotate"),
+        ((512, 64, 16), BF16, KVFormat.BF16, r"block size 16; supported: 32"),
+        ((512, 64, 32), BF16, KVFormat.FP8, r"KV blocks of fp8; supported: bf16, fp16, fp32"),
+        ((512, 64, 32), torch.float64, KVFormat.BF16, r"float64; supported: torch.bfloat16"),
+        ((256, 64, 32), FP32, KVFormat.BF16, r"float32.* latents of 256; supported: bfloat16"),
+        ((256, 64, 32), BF16, KVFormat.FP32, r"fp32 and latents of 256; supported: bfloat16"),
+    ],
+)
+def test_what_no_kernel_covers_is_refused(
+    shape: tuple[int, int, int], dtype: torch.dtype, kv_format: KVFormat, words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_latents(*shape, dtype, kv_format, layer=3)
