@@ -41,6 +41,13 @@ INLINE void prefetch_scales(const ap_linear *w, int64_t index, int format) {
 
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
+#ifndef SUM_NOW
+#define SUM_NOW(sums) ((void)(sums))
+#endif
+/* one row's products fit the registers */
+#define SUM_ROWS_NOW(sums)                                                                     \
+    if (rows > 1) EACH_ROW SUM_NOW((sums)[r])
+
 /* The initial value of dot products of 16 inputs, which end at VI_BIAS + the sum. */
 INLINE void start_dots(const ap_linear *w, const row_scale *row, int format, int rows, vint *dot) {
     if (format == AP_E2M1) { /* E2M1_ZERO is one and a half times 8 */
@@ -66,8 +73,10 @@ INLINE void add_dots_nibbles(const uint8_t *codes, const int8_t *x, ptrdiff_t x_
         if (format == AP_E2M1)
             low = vb_lookup(low, e2m1_values), high = vb_lookup(high, e2m1_values);
         EACH_ROW part[r] = vp_dot_nibbles(part[r], low, x + 4 * r);
+        SUM_ROWS_NOW(part);
         x += x_step;
         EACH_ROW part[r] = vp_dot_nibbles(part[r], high, x + 4 * r);
+        SUM_ROWS_NOW(part);
         x += x_step;
     }
     EACH_ROW dot[r] = vp_end(part[r], dot[r]);
@@ -80,6 +89,7 @@ INLINE void add_dots_bytes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_st
         vbyte packed = vb_load(codes);
         prefetch(codes + PREFETCH_BYTES);
         EACH_ROW dot[r] = vi_dot_bytes(dot[r], packed, x + 4 * r);
+        SUM_ROWS_NOW(dot);
     }
 }
 
@@ -139,6 +149,7 @@ INLINE void expand_codes(const multiplication *m, int rows) {
         UNROLL for (int i = 0; i < 4; i++, codes += 64) {
             vbyte packed = vb_load(codes);
             EACH_ROW dot[r] = vi_dot_bytes(dot[r], packed, x + 4 * (i * beside + r));
+            SUM_ROWS_NOW(dot);
         }
         EACH_ROW {
             vfloat sum = vf_unbias(dot[r], row[r].scale, row[r].lift);

@@ -87,6 +87,7 @@ INLINE void add_dots_planes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_s
         UNROLL for (int v = 0; v < 4; v++, x += x_step) {
             vbyte values = plane_codes(&p, half, v, format);
             EACH_ROW dot[r] = vi_dot_bytes(dot[r], values, x + 4 * r);
+            SUM_ROWS_NOW(dot);
         }
         return;
     }
@@ -97,6 +98,7 @@ INLINE void add_dots_planes(const uint8_t *codes, const int8_t *x, ptrdiff_t x_s
         UNROLL for (int v = first; v < first + at_once; v++, x += x_step) {
             vbyte values = plane_codes(&p, half, v, format);
             EACH_ROW part[r] = vp_dot_nibbles(part[r], values, x + 4 * r);
+            SUM_ROWS_NOW(part);
         }
         EACH_ROW dot[r] = vp_end(part[r], dot[r]);
     }

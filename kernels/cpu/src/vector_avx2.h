@@ -254,9 +254,6 @@ INLINE vbyte vb_bits(vbyte a, int from, int to, int mask) {
     return (vbyte){moved_bits(a.low, from, to, mask), moved_bits(a.high, from, to, mask)};
 }
 
-/* Sums so far, before the next product: a compiler that adds products later spills them. */
-#define IN_ORDER(sums) __asm__("" : "+x"((sums).low), "+x"((sums).high))
-
 INLINE __m256i four_everywhere(const int8_t *four) {
     int32_t word;
     memcpy(&word, four, 4);
@@ -295,10 +292,8 @@ INLINE __m256i dot_nibbles(__m256i a, __m256i b, int16_t weight) {
 }
 INLINE vint vi_dot_nibbles(vint acc, vbyte a, const int8_t *four) {
     __m256i b = four_everywhere(four);
-    acc.low = _mm256_add_epi32(acc.low, dot_nibbles(a.low, b, 1));
-    acc.high = _mm256_add_epi32(acc.high, dot_nibbles(a.high, b, 1));
-    IN_ORDER(acc);
-    return acc;
+    return (vint){_mm256_add_epi32(acc.low, dot_nibbles(a.low, b, 1)),
+                  _mm256_add_epi32(acc.high, dot_nibbles(a.high, b, 1))};
 }
 /* the same for four from -64 to 64: the sums of two products fit too */
 INLINE vint vi_dot_small(vint acc, vbyte a, const int8_t *four) {
@@ -324,10 +319,8 @@ typedef vint vpart;
 INLINE vpart vp_begin(vint acc) { return (void)acc, vi_set(0); }
 INLINE vpart vp_dot_nibbles(vpart part, vbyte a, const int8_t *four) {
     __m256i b = four_everywhere(four);
-    part.low = _mm256_add_epi16(part.low, _mm256_maddubs_epi16(a.low, b));
-    part.high = _mm256_add_epi16(part.high, _mm256_maddubs_epi16(a.high, b));
-    IN_ORDER(part);
-    return part;
+    return (vint){_mm256_add_epi16(part.low, _mm256_maddubs_epi16(a.low, b)),
+                  _mm256_add_epi16(part.high, _mm256_maddubs_epi16(a.high, b))};
 }
 INLINE vint vp_end(vpart part, vint acc) {
     __m256i ones = _mm256_set1_epi16(1);
@@ -344,11 +337,10 @@ INLINE __m256i dot_centered(__m256i acc, __m256i a, __m256i b) {
 }
 INLINE vint vi_dot_bytes(vint acc, vbyte a, const int8_t *four) {
     __m256i b = four_everywhere(four);
-    acc.low = dot_centered(acc.low, a.low, b);
-    acc.high = dot_centered(acc.high, a.high, b);
-    IN_ORDER(acc);
-    return acc;
+    return (vint){dot_centered(acc.low, a.low, b), dot_centered(acc.high, a.high, b)};
 }
+/* the sums so far: a compiler that makes more products before it adds them spills those */
+#define SUM_NOW(sums) __asm__("" : "+x"((sums).low), "+x"((sums).high))
 #endif
 INLINE void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 /* into the second-level cache */
