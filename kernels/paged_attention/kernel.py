@@ -19,13 +19,14 @@ from appliance.kernels.attention_tile.kernel import SMALLEST, attend, load_group
         "num_kv_heads",
         "window",
         "max_rows",
+        "num_rows",
         "max_groups",
     ]
 )
 def decode_kernel(
     output_ptr,  # (num_tokens, num_heads, head_dim)
-    partial_ptr,  # (capacity, num_tiles, tile_rows, head_dim) float32
-    partial_lse_ptr,  # (capacity, num_tiles, tile_rows) float32, base 2
+    partial_ptr,  # (most_spans, num_kv_heads, num_rows * GROUP, head_dim) float32
+    partial_lse_ptr,  # (most_spans, num_kv_heads, num_rows * GROUP) float32, base 2
     arrived_ptr,  # (num_seqs, 1 + max_groups, num_tiles) int32, zeros before and after
     query_ptr,  # (num_tokens, num_heads, head_dim), rows query_stride apart
     pages_ptr,  # (num_blocks, num_kv_heads, page) elements, or words of 4 bytes if quantized
@@ -38,7 +39,9 @@ def decode_kernel(
     sinks_ptr,  # (num_heads,) float32, or None
     spans_ptr,  # (capacity, SPAN_COLUMNS) int32
     num_spans_ptr,  # (1,) int32
+    ends_ptr,  # (num_seqs, 2) int32, the first and the last span of each sequence
     max_rows,  # most tokens of a sequence
+    num_rows,  # most of all sequences
     max_groups,  # most groups of FAN_IN spans of a sequence
     query_start_ptr,  # (num_seqs + 1,) int32
     context_lens_ptr,  # (num_seqs,) int32
@@ -72,9 +75,10 @@ def decode_kernel(
 ):
     """Take shares of the work in turn: a span for a KV head and some of its rows.
 
-    Tokens times the heads of a group are the rows of one tile, so a few tokens cost as much as one.
-    The last program to finish merges the partial results: first those of FAN_IN neighbouring spans,
-    then the results of that.
+    Tokens times the heads of a group are the rows of one tile, so a few tokens cost as much as one:
+    of one sequence, or of several that share a pass over the span. The last program to finish
+    merges a sequence's partial results: first those of FAN_IN neighbouring spans, then the results
+    of that.
     """
     PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile
@@ -82,7 +86,7 @@ def decode_kernel(
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
     num_heads = num_kv_heads * GROUP
     num_tiles = num_kv_heads * ((max_rows + TOKENS - 1) // TOKENS)
-    tile_rows = tl.minimum(max_rows, TOKENS) * GROUP  # of a tile's partial results
+    step = num_heads.to(tl.int64) * num_rows  # from a span's partial results to the next one's
     num_items = tl.load(num_spans_ptr) * num_tiles
 
     for i in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
@@ -93,16 +97,21 @@ def decode_kernel(
         i_seq = tl.load(p_span)
         key_begin = tl.load(p_span + 1)
         key_end = tl.load(p_span + 2)
+        i_span = tl.load(p_span + 3)
+        num_members = tl.load(p_span + 4)
         query_start = tl.load(query_start_ptr + i_seq)
-        num_rows = tl.load(query_start_ptr + i_seq + 1) - query_start
+        own_rows = tl.load(query_start_ptr + i_seq + 1) - query_start
         context_len = tl.load(context_lens_ptr + i_seq)
 
         i_kv_head = i_tile % num_kv_heads
         first_token = i_tile // num_kv_heads * TOKENS
-        num_tokens = tl.minimum(num_rows - first_token, TOKENS)
+        # What is read of the first sequence holds for all that share the span, but for their rows.
+        shared_rows = tl.load(query_start_ptr + i_seq + num_members) - query_start
+        num_tokens = tl.minimum(shared_rows - first_token, TOKENS)
         num_m = tl.maximum(num_tokens, 0) * GROUP
         b_valid_m = o_m < num_m
-        first_position = context_len - num_rows + first_token
+        first_position = context_len - own_rows + first_token
+        ends_context = key_end == context_len
         key_end = tl.where(num_tokens > 0, tl.minimum(key_end, first_position + num_tokens), 0)
         window_end = 0
         if HAS_WINDOW:
@@ -247,10 +256,10 @@ def decode_kernel(
         b_acc *= (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
         b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, SMALLEST)), -float("inf"))
         b_mask = b_valid_m[:, None] & (o_dim < HEAD_DIM)[None, :]
-        i_span = tl.load(p_span + 3)
-        first_span = tl.load(p_span + 4)
-        last_span = tl.load(p_span + 5)
-        if first_span == last_span:
+        first_span = 0
+        if HAS_WINDOW:
+            first_span = tl.load(ends_ptr + i_seq * 2)
+        if (i_span == first_span) & ends_context:
             b_head = i_kv_head * GROUP + o_m % GROUP
             b_output = b_acc
             if HAS_SINKS:
@@ -260,77 +269,83 @@ def decode_kernel(
             p_output = output_ptr + b_row[:, None] * HEAD_DIM + o_dim[None, :]
             tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=b_mask)
         else:
-            # Place of the partial results of the sequence's span 0, which need not exist.
-            i_zero = ((i_row - i_span).to(tl.int64) * num_tiles + i_tile) * tile_rows
-            step = num_tiles * tile_rows
-            b_partial = i_zero + i_span * step + o_m
+            # Place of the head's partial results of span 0, which need not exist.
+            i_zero = (i_kv_head * num_rows + first_token) * GROUP - first_span * step
+            b_partial = i_zero + query_start * GROUP + i_span * step + o_m
             tl.store(partial_lse_ptr + b_partial, b_lse, mask=b_valid_m)
             p_partial = partial_ptr + b_partial[:, None] * HEAD_DIM + o_dim[None, :]
             tl.store(p_partial, b_acc, mask=b_mask)
-            first_group = first_span // FAN_IN
-            last_group = last_span // FAN_IN
-            i_group = i_span // FAN_IN
-            begin = tl.maximum(i_group * FAN_IN, first_span)
-            end = tl.minimum(i_group * FAN_IN + FAN_IN - 1, last_span)
-            p_arrived = arrived_ptr + i_seq * (max_groups + 1) * num_tiles + i_tile
-            p_group = p_arrived + (1 + i_group - first_group) * num_tiles
-            if last_to_arrive(p_group, end - begin + 1):
-                o_row = tl.arange(0, MERGE_ROWS)
-                b_in_dim = (o_dim < HEAD_DIM)[None, :]
-                if first_group < last_group:
-                    for m in range(0, num_m, MERGE_ROWS):
-                        b_valid = m + o_row < num_m
-                        b_mean, b_weight = merge(
-                            partial_ptr,
-                            partial_lse_ptr,
-                            i_zero + m,
-                            b_valid,
-                            step,
-                            begin,
-                            end,
-                            begin,
-                            1,
-                            MERGE_ROWS,
-                            HEAD_DIM,
-                            HEAD_DIM_PADDED,
-                            FAN_IN,
-                        )
-                        # Overwrite the first one's place, once all threads have read it.
-                        tl.debug_barrier()
-                        b_merged = i_zero + begin * step + m + o_row
-                        p_merged = partial_ptr + b_merged[:, None] * HEAD_DIM + o_dim[None, :]
-                        tl.store(p_merged, b_mean, mask=b_valid[:, None] & b_in_dim)
-                        tl.store(partial_lse_ptr + b_merged, b_weight, mask=b_valid)
-                is_last = first_group == last_group
-                stride = 1
-                if first_group < last_group:
-                    is_last = last_to_arrive(p_arrived, last_group - first_group + 1)
-                    begin, end, stride = first_group, last_group, FAN_IN
-                if is_last:
-                    for m in range(0, num_m, MERGE_ROWS):
-                        b_valid = m + o_row < num_m
-                        b_mean, b_weight = merge(
-                            partial_ptr,
-                            partial_lse_ptr,
-                            i_zero + m,
-                            b_valid,
-                            step,
-                            begin,
-                            end,
-                            first_span,
-                            stride,
-                            MERGE_ROWS,
-                            HEAD_DIM,
-                            HEAD_DIM_PADDED,
-                            FAN_IN,
-                        )
-                        b_at_head = i_kv_head * GROUP + (m + o_row) % GROUP
-                        if HAS_SINKS:
-                            b_beside = tl.load(sinks_ptr + b_at_head, mask=b_valid, other=0.0)
-                            b_mean *= beside_sink(b_weight, b_beside)[:, None]
-                        b_at = (first_query + (m + o_row) // GROUP) * num_heads + b_at_head
-                        tl.store(
-                            output_ptr + b_at[:, None] * HEAD_DIM + o_dim[None, :],
-                            b_mean.to(output_ptr.dtype.element_ty),
-                            mask=b_valid[:, None] & b_in_dim,
-                        )
+            for i_of in tl.range(i_seq, i_seq + num_members, num_stages=1):
+                last_span = tl.load(ends_ptr + i_of * 2 + 1)
+                first_group = first_span // FAN_IN
+                last_group = last_span // FAN_IN
+                i_group = i_span // FAN_IN
+                begin = tl.maximum(i_group * FAN_IN, first_span)
+                end = tl.minimum(i_group * FAN_IN + FAN_IN - 1, last_span)
+                p_arrived = arrived_ptr + i_of * (max_groups + 1) * num_tiles + i_tile
+                p_group = p_arrived + (1 + i_group - first_group) * num_tiles
+                if last_to_arrive(p_group, end - begin + 1):
+                    o_row = tl.arange(0, MERGE_ROWS)
+                    b_in_dim = (o_dim < HEAD_DIM)[None, :]
+                    own_start = tl.load(query_start_ptr + i_of)
+                    own_tokens = tl.load(query_start_ptr + i_of + 1) - own_start - first_token
+                    own_m = tl.maximum(tl.minimum(own_tokens, TOKENS), 0) * GROUP
+                    i_own = i_zero + own_start * GROUP
+                    if first_group < last_group:
+                        for m in range(0, own_m, MERGE_ROWS):
+                            b_valid = m + o_row < own_m
+                            b_mean, b_weight = merge(
+                                partial_ptr,
+                                partial_lse_ptr,
+                                i_own + m,
+                                b_valid,
+                                step,
+                                begin,
+                                end,
+                                begin,
+                                1,
+                                MERGE_ROWS,
+                                HEAD_DIM,
+                                HEAD_DIM_PADDED,
+                                FAN_IN,
+                            )
+                            # Overwrite the first one's place, once all threads have read it.
+                            tl.debug_barrier()
+                            b_merged = i_own + begin * step + m + o_row
+                            p_merged = partial_ptr + b_merged[:, None] * HEAD_DIM + o_dim[None, :]
+                            tl.store(p_merged, b_mean, mask=b_valid[:, None] & b_in_dim)
+                            tl.store(partial_lse_ptr + b_merged, b_weight, mask=b_valid)
+                    is_last = first_group == last_group
+                    stride = 1
+                    if first_group < last_group:
+                        is_last = last_to_arrive(p_arrived, last_group - first_group + 1)
+                        begin, end, stride = first_group, last_group, FAN_IN
+                    if is_last:
+                        for m in range(0, own_m, MERGE_ROWS):
+                            b_valid = m + o_row < own_m
+                            b_mean, b_weight = merge(
+                                partial_ptr,
+                                partial_lse_ptr,
+                                i_own + m,
+                                b_valid,
+                                step,
+                                begin,
+                                end,
+                                first_span,
+                                stride,
+                                MERGE_ROWS,
+                                HEAD_DIM,
+                                HEAD_DIM_PADDED,
+                                FAN_IN,
+                            )
+                            b_at_head = i_kv_head * GROUP + (m + o_row) % GROUP
+                            if HAS_SINKS:
+                                b_beside = tl.load(sinks_ptr + b_at_head, mask=b_valid, other=0.0)
+                                b_mean *= beside_sink(b_weight, b_beside)[:, None]
+                            b_at = (own_start + first_token + (m + o_row) // GROUP).to(tl.int64)
+                            b_at = b_at * num_heads + b_at_head
+                            tl.store(
+                                output_ptr + b_at[:, None] * HEAD_DIM + o_dim[None, :],
+                                b_mean.to(output_ptr.dtype.element_ty),
+                                mask=b_valid[:, None] & b_in_dim,
+                            )

@@ -10,7 +10,7 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.attention_fp8.kernel import fp8_prefill_kernel
 from appliance.kernels.attention_prefill.kernel import prefill_kernel
-from appliance.kernels.attention_spans.kernel import plan_spans_kernel
+from appliance.kernels.attention_spans.kernel import plan_spans_kernel, share_spans_kernel
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
@@ -78,31 +78,67 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
     return AttentionWork(batch, tiles)
 
 
-def decode_spans(work: AttentionWork, window: int | None) -> DecodeSpans:
-    """Return the spans of decode rows for layers of one window."""
-    if window not in work.spans:
-        batch = work.batch
-        device, decodes = batch.query_start.device, batch.num_decodes
-        tokens = batch.block_tables.shape[1] * PAGE_TOKENS
-        most = most_spans(tokens, batch.decode_rows, window)
-        table = torch.empty((decodes * most, SPAN_COLUMNS), dtype=torch.int32, device=device)
-        count = torch.empty(1, dtype=torch.int32, device=device)
-        plan_spans_kernel[(decodes,)](
-            table,
-            count,
-            batch.query_start,
-            batch.context_lens,
-            decodes,
-            tokens if window is None else window,
-            BOUNDS=SPAN_BOUNDS,
-            LENGTHS=SPAN_LENGTHS,
-            COLUMNS=SPAN_COLUMNS,
-            BLOCK=max(32, padded(decodes)),
-            num_warps=1,
-        )
+def decode_spans(work: AttentionWork, window: int | None, most_members: int = 1) -> DecodeSpans:
+    """Return the spans of decode rows for layers of one window.
+
+    Args:
+        work: of the step.
+        window: latest positions that a row sees; None is all.
+        most_members: sequences that one pass over a span can serve. With a window each has spans of
+            its own: few see the same ones whole.
+    """
+    if window is not None:
+        most_members = 1
+    if (window, most_members) not in work.spans:
+        work.spans[window, most_members] = _cut_spans(work.batch, window, most_members)
+    return work.spans[window, most_members]
+
+
+def _cut_spans(batch: RaggedBatch, window: int | None, most_members: int) -> DecodeSpans:
+    device, decodes = batch.query_start.device, batch.num_decodes
+    tokens = batch.block_tables.shape[1] * PAGE_TOKENS
+    most = most_spans(tokens, batch.decode_rows, window)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    spans = DecodeSpans(
+        table=empty(decodes * most, SPAN_COLUMNS),
+        count=empty(1),
+        ends=empty(decodes, 2),
         # A window that begins inside a group may touch one more.
-        work.spans[window] = DecodeSpans(table, count, -(-most // FAN_IN) + 1)
-    return work.spans[window]
+        max_groups=-(-most // FAN_IN) + 1,
+    )
+    cut: dict[str, Any] = {"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS, "num_warps": 1}
+    lengths = batch.query_start, batch.context_lens
+    shared = None
+    if most_members > 1:  # a step's number of sequences must not choose another kernel
+        shared = empty(decodes)
+        most_members = min(most_members, decodes)
+    if shared is not None and most_members > 1:
+        share_spans_kernel[(decodes,)](
+            shared,
+            *lengths,
+            None if batch.sealed is None else batch.sealed.lens,
+            batch.block_tables,
+            batch.block_tables.stride(0),
+            most_members,
+            **cut,
+        )
+    plan_spans_kernel[(decodes,)](
+        spans.table,
+        spans.count,
+        spans.ends,
+        shared,
+        *lengths,
+        decodes,
+        tokens if window is None else window,
+        most_members,
+        COLUMNS=SPAN_COLUMNS,
+        BLOCK=max(32, padded(decodes)),
+        **cut,
+    )
+    return spans
 
 
 def paged_attention(
@@ -195,14 +231,14 @@ def paged_attention(
     with torch.cuda.device(query.get_device()):
         if batch.num_decodes:
             variant, tile, fixed = configure(Phase.DECODE)
-            spans = decode_spans(work, window)
             tokens = tile.block_m // variant.group  # of a program's rows
+            spans = decode_spans(work, window, max(1, tokens // batch.decode_rows))
             tiles = num_kv_heads * -(-batch.decode_rows // tokens)
             if tiles not in spans.arrived:
                 counters = (batch.num_decodes, 1 + spans.max_groups, tiles)
                 spans.arrived[tiles] = torch.zeros(counters, dtype=torch.int32, device=query.device)
             # Partial results of rows that are split; other rows are written at once.
-            rows = len(spans.table) * tiles * min(batch.decode_rows, tokens) * variant.group
+            rows = len(spans.table) * num_heads * batch.decode_rows
             partial = query.new_empty((rows, head_dim), dtype=torch.float32)
             partial_lse = query.new_empty(rows, dtype=torch.float32)
             arguments = (
@@ -214,7 +250,9 @@ def paged_attention(
                 *stored,
                 spans.table,
                 spans.count,
+                spans.ends,
                 batch.decode_rows,
+                batch.num_decodes * batch.decode_rows,
                 spans.max_groups,
                 *after_query,
             )

@@ -150,7 +150,7 @@ _Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: codes, not e
 _PAGE = PAGE_TOKENS
 _MMA_SYNC: _Tiles = {
     (Phase.DECODE, False): (
-        Tile(16, _PAGE, 2, 5),
+        Tile(16, _PAGE, 2, 5, max_registers=255),
         Tile(16, _PAGE, 2, 5, max_registers=255),
         Tile(16, _PAGE, 4, 3, max_registers=255),
     ),

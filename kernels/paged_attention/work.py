@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 SPAN_BOUNDS = (0, 1024, 16384, 65536, 1 << 30)
 SPAN_LENGTHS = (128, 256, 512, 1024)
 FAN_IN = 16  # partial results that are merged at a time
-SPAN_COLUMNS = 6  # int32: sequence, first key, last key + 1, span, the sequence's first and last
 MAX_ROWS = 16  # of a sequence in decode
+SPAN_COLUMNS = 5  # see `DecodeSpans.table`
 TILE_ROWS = 128  # query rows of a prefill tile; programs divide them by the size of their group
 NO_TILE = (0, 1 << 30)  # behind all rows of any sequence
 MAX_KV_HEADS = 128
@@ -41,9 +41,10 @@ class DecodeSpans:
 
     Attributes:
         table: (capacity, SPAN_COLUMNS) int32: sequence, first key, last key + 1, which span it is
-            from the start of the context, and the sequence's first and last such. Only the first
-            `count` mean anything.
+            from the start of the context, and how many sequences from this one on share it. Only
+            the first `count` mean anything.
         count: (1,) int32.
+        ends: (num_decodes, 2) int32, the first and the last span of each sequence.
         max_groups: most groups of FAN_IN spans of a sequence.
         arrived: (num_decodes, 1 + max_groups, shares) int32, zero: programs count in it who has
             finished, and leave zeros; by number of shares, KV heads times tiles of rows.
@@ -51,6 +52,7 @@ class DecodeSpans:
 
     table: Tensor
     count: Tensor
+    ends: Tensor
     max_groups: int
     arrived: dict[int, Tensor] = field(default_factory=dict)
 
@@ -62,12 +64,13 @@ class AttentionWork:
     Attributes:
         batch: the step it was made for.
         tiles: (num_tiles, 2) int32, prefill: sequence, first row among its rows.
-        spans: of decode rows, by window; made for the first layer that asks for them.
+        spans: of decode rows, by window and by how many sequences one pass may serve; made for the
+            first layer that asks for them.
     """
 
     batch: RaggedBatch
     tiles: Tensor
-    spans: dict[int | None, DecodeSpans] = field(default_factory=dict)
+    spans: dict[tuple[int | None, int], DecodeSpans] = field(default_factory=dict)
 
 
 def span_of(position: int) -> int:

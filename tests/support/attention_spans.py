@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.paged_attention.work import (
     SPAN_BOUNDS,
-    SPAN_COLUMNS,
     SPAN_LENGTHS,
     span_of,
 )
@@ -29,7 +28,10 @@ def begin_of(span: int) -> int:
 def span_table(
     contexts: Sequence[int], rows: Sequence[int] | None = None, window: int | None = None
 ) -> NDArray[np.int32]:
-    """The table of the last rows, one each unless said: (num_spans, SPAN_COLUMNS)."""
+    """Spans that nobody shares: sequence, first key, last key + 1, span, its first and last span.
+
+    They are of the last rows of each sequence, one unless `rows` says more.
+    """
     table: list[tuple[int, ...]] = []
     for i, context in enumerate(contexts):
         count = rows[i] if rows is not None else 1
@@ -38,4 +40,4 @@ def span_table(
         for span in range(first, last + 1):
             begin = max(begin_of(span), lowest // PAGE_TOKENS * PAGE_TOKENS)
             table.append((i, begin, min(begin_of(span + 1), context), span, first, last))
-    return np.array(table, dtype=np.int32).reshape(-1, SPAN_COLUMNS)
+    return np.array(table, dtype=np.int32).reshape(-1, 6)

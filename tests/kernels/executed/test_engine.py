@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+import triton
 from adapter_requests import ref
 from expert_models import save_experts
 from late_device import LateDevice
 from lora import write_adapter
+from msgspec.structs import replace as changed
+from ptx_machine.driver import PtxDriver
 from replaying import Answers, ReplayingSpeculator
 from sure_models import TWO_LAYERS, write_sure_model
+from torch import Tensor
 
 from appliance.engine.adapters.loader import AdapterLoader
 from appliance.engine.blocks.block_manager import BlockManager
@@ -40,6 +45,8 @@ from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.backend import REFERENCE, select_backend
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.operations import Backend
+from appliance.kernels.paged_attention import launch as attention_launch
+from appliance.kernels.paged_attention.work import AttentionWork
 from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
@@ -63,7 +70,7 @@ def engine_of(
     source = open_model(model)
     precision = Precision(CPU, dtype, kv_format, BLOCK_SIZE)
     execution = TorchExecution(precision, backend)
-    executor = execution.load(source, lambda stage, done, total: None, 100)
+    executor = execution.load(source, lambda stage, done, total: None, limits.context_length)
     cache = executor.allocate_cache(
         kv_format, num_blocks=NUM_BLOCKS + asynchronous, block_size=BLOCK_SIZE
     )
@@ -262,3 +269,39 @@ def test_layers_of_unlike_heads_that_share_keys_run_in_graphs(tmp_path: Path) ->
     )
     assert len(set(expected["one", 0])) > 1, "it says something"
     assert found == expected
+
+
+@pytest.mark.compiled
+def test_answers_that_begin_alike_share_passes_over_their_blocks(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 6 blocks each the first 5 are the same, and the first span has 4 of these."""
+    driver = triton.runtime.driver.active
+    assert isinstance(driver, PtxDriver)
+    together, apart = Counter[str](), Counter[str]()
+    kernels, alone = select_backend(torch.device("cuda")), attention_launch.decode_spans
+
+    def compared(query: Tensor, cache: Any, work: object, **options: Any) -> Tensor:
+        assert isinstance(work, AttentionWork)
+        is_shared = work.batch.num_decodes == 3
+        driver.traffic = together if is_shared else None
+        out = kernels.paged_attention(query, cache, work, **options)
+        if is_shared:
+            driver.traffic = apart
+            with monkeypatch.context() as plain:
+                plain.setattr(attention_launch, "decode_spans", lambda *args: alone(*args[:2]))
+                assert torch.equal(kernels.paged_attention(query, cache, work, **options), out)
+        driver.traffic = None
+        return out
+
+    counting = replace(kernels, paged_attention=compared)
+    limits = replace(LIMITS, max_num_batched_tokens=192, context_length=192)
+    engine = engine_of(tiny_llama, counting, asynchronous=False, limits=limits)
+    common = request("first", 160)
+    endings = {name: (*common.prompt_token_ids, i, 7) for i, name in enumerate("abc", 3)}
+    others = [changed(common, request_id=i, prompt_token_ids=ids) for i, ids in endings.items()]
+    run(engine, common)
+    answers = run(engine, *others)
+    expected = run(engine_of(tiny_llama, REFERENCE, asynchronous=False, limits=limits), *others)
+    assert answers == expected
+    assert 0 < together["global load sectors"] < 0.7 * apart["global load sectors"]

@@ -123,7 +123,7 @@ def test_a_window_leaves_few_spans(make_case: MakeCase) -> None:
     case = make_case((1, 1), (5000, 100))
     work = plan_attention(case.batch, case.cache.block_size)
     paged_attention(case.query, case.cache, work, scale=0.1, window=128)
-    spans = work.spans[128]
+    spans = work.spans[128, 1]
     assert spans.count.item() <= 3
     assert len(spans.table) <= 2 * 2
     assert spans.table[0, :3].tolist() == [0, 4864, 5000]
@@ -152,4 +152,8 @@ def test_the_device_cuts_contexts_as_the_model_does(
     spans = decode_spans(plan_attention(batch, 32), window)
     expected = torch.from_numpy(span_table(contexts, rows, window))
     assert spans.count.item() == len(expected) <= len(spans.table)
-    assert torch.equal(spans.table[: len(expected)], expected)
+    table = spans.table[: len(expected)]
+    assert torch.equal(table[:, :4], expected[:, :4])
+    assert table[:, 4].eq(1).all()
+    of_sequence = table[:, 0].long()
+    assert torch.equal(spans.ends[of_sequence], expected[:, 4:])

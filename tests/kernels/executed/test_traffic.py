@@ -27,7 +27,11 @@ from appliance.kernels.packed_matmul.sums import group_sums
 from appliance.kernels.packed_matmul.tiles import TILE_N, choose_splits
 from appliance.kernels.packed_matmul.variant import takes_sums
 from appliance.kernels.paged_attention import launch as attention_launch
-from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+from appliance.kernels.paged_attention.launch import (
+    decode_spans,
+    paged_attention,
+    plan_attention,
+)
 from appliance.kernels.paged_attention.variant import Tile, Variant, choose_tile
 from appliance.kernels.ragged import RaggedBatch, SealedSpans
 from appliance.kernels.sealed_blocks import SealedBlocks
@@ -139,6 +143,37 @@ def decode_latents(num_heads: int, rows: int, tiles: int, context: int = 512) ->
     return cost_of(traffic, needed, tiles * context * (latent + rotary))
 
 
+def beginning_alike(sequences: int, blocks: int, shared_blocks: int) -> RaggedBatch:
+    """Sequences of so many blocks, of which the first are the same."""
+    tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+    tables[:, :shared_blocks] = tables[0, :shared_blocks]
+    contexts = (blocks * PAGE - 7,) * sequences
+    return RaggedBatch(
+        query_start=torch.arange(sequences + 1, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.zeros(sequences, dtype=torch.int64),
+        num_decodes=sequences,
+        host_query_lens=(1,) * sequences,
+        host_context_lens=contexts,
+    )
+
+
+def decode_alike(kv_format: KVFormat, sequences: int, shared_blocks: int) -> Cost:
+    """A layer after the first, over 34 blocks each: the pages that the sequences hold, once."""
+    batch = beginning_alike(sequences, 34, shared_blocks)
+    tables = batch.block_tables
+    sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "device": CPU}
+    cache = KVPages.allocate(kv_format, num_blocks=tables.numel(), block_size=PAGE, **sizes)
+    query = torch.randn(sequences, HEADS, HEAD_DIM).bfloat16()
+    work = plan_attention(batch, PAGE)
+    decode_spans(work, None, 16 // HEADS)
+    traffic = counted()
+    paged_attention(query, cache, work, scale=0.1)
+    held = cache.pages.nbytes * len(tables.unique()) // tables.numel()
+    return cost_of(traffic, held, 2 * tables.numel() * PAGE * KV_HEADS * HEAD_DIM)
+
+
 def matmul(rows: int, group_size: int) -> Cost:
     """Rows by a weight of 4 bits with offsets of no integer zero points."""
     return matmul_of(random_packed(256, 2048, group_size), rows)
@@ -183,6 +218,11 @@ IN_PARTS = {
 }
 # The same of latents, whose elements are keys and values at once: of up to 16 heads, and of more.
 LATENTS = ((1.04, 0.3), (1.06, 0.59))
+# Bytes read for four sequences that begin alike, as a share of the pages that they hold: those
+# once, and the partial results of all.
+ALIKE = {KVFormat.BF16: 1.19, KVFormat.INT4: 1.74}
+# Instructions of warps for each sequence, once a step, by the blocks that all share.
+FINDING = {0: 160, 128: 210}
 FP8_BY_HARDWARE = 0.130  # from 8.9 on
 MATMUL = {  # by rows and group size; what is read on top is the sums of splits
     (1, 32): (1.1, 0.203),
@@ -254,6 +294,30 @@ def test_four_tokens_of_a_group_of_four_cost_what_one_does(kv_format: KVFormat) 
     # Of instructions four tokens have more for what follows the keys: a row is merged by itself.
     assert four.instructions < 1.2 * one.instructions
     assert four.sectors < 1.02 * one.sectors
+
+
+@pytest.mark.parametrize(("kv_format", "most"), ALIKE.items())
+def test_a_beginning_that_four_sequences_share_is_read_once(
+    kv_format: KVFormat, most: float
+) -> None:
+    """Of 34 blocks each 32 are the same, so 136 that are read alone are 40."""
+    together, apart = (decode_alike(kv_format, 4, blocks) for blocks in (32, 0))
+    assert together.sectors < most
+    assert together.instructions < 0.4 * apart.instructions
+
+
+@pytest.mark.parametrize(("shared_blocks", "most"), FINDING.items())
+def test_who_shares_a_beginning_is_found_with_few_instructions(
+    shared_blocks: int, most: int
+) -> None:
+    sequences = 16
+    batch = beginning_alike(sequences, 132, shared_blocks)
+    found = []
+    for most_members in (1, 4):
+        traffic = counted()
+        decode_spans(plan_attention(batch, PAGE), None, most_members)
+        found.append(sum(count for name, count in traffic.items() if " " not in name))
+    assert found[1] - found[0] < most * sequences
 
 
 def test_keys_before_a_window_are_not_read() -> None:

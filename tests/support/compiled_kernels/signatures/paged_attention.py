@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -76,6 +76,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         for phase, (shape, dtype, kv_format) in product(Phase, more):
             yield attention_signature(shape, phase, dtype, kv_format, capability)
     yield spans_signature()
+    yield sharing_signature()
 
 
 def attention_signature(
@@ -120,7 +121,9 @@ def attention_signature(
             "arrived_ptr": "*i32",
             "spans_ptr": "*i32",
             "num_spans_ptr": "*i32",
+            "ends_ptr": "*i32",
             "max_rows": "i32",
+            "num_rows": "i32",
             "max_groups": "i32",
         }
     else:
@@ -156,25 +159,34 @@ def attention_signature(
 
 
 def spans_signature() -> KernelSignature:
-    """How the kernel that cuts contexts is compiled."""
+    """How the kernel that cuts contexts is compiled, where sequences may share spans."""
+    pointers = ("spans", "num_spans", "ends", "shared")
+    numbers = ("num_seqs", "window", "most_members")
+    more = {"COLUMNS": SPAN_COLUMNS, "BLOCK": 64}
+    return _cutting_signature("spans", "plan_spans_kernel", pointers, numbers, more)
+
+
+def sharing_signature() -> KernelSignature:
+    """How the kernel that finds shared spans is compiled."""
+    pointers = ("shared", "sealed_lens", "block_tables")
+    numbers = ("block_tables_stride", "most_members")
+    return _cutting_signature("spans shared", "share_spans_kernel", pointers, numbers, {})
+
+
+def _cutting_signature(
+    name: str,
+    function: str,
+    pointers: tuple[str, ...],
+    numbers: tuple[str, ...],
+    constexprs: Mapping[str, object],
+) -> KernelSignature:
+    pointers += ("query_start", "context_lens")
     return KernelSignature(
-        name="spans",
+        name=name,
         module="appliance.kernels.attention_spans.kernel",
-        function="plan_spans_kernel",
-        types={
-            "spans_ptr": "*i32",
-            "num_spans_ptr": "*i32",
-            "query_start_ptr": "*i32",
-            "context_lens_ptr": "*i32",
-            "num_seqs": "i32",
-            "window": "i32",
-        },
-        constexprs={
-            "BOUNDS": SPAN_BOUNDS,
-            "LENGTHS": SPAN_LENGTHS,
-            "COLUMNS": SPAN_COLUMNS,
-            "BLOCK": 64,
-        },
+        function=function,
+        types={f"{pointer}_ptr": "*i32" for pointer in pointers} | dict.fromkeys(numbers, "i32"),
+        constexprs={"BOUNDS": SPAN_BOUNDS, "LENGTHS": SPAN_LENGTHS, **constexprs},
         multiples_of_16=frozenset(),
         num_warps=1,
         num_stages=1,
