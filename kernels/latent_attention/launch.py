@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
@@ -20,7 +19,12 @@ from appliance.kernels.latent_attention.variant import (
     WIDEST_FLOAT32,
     LatentVariant,
 )
-from appliance.kernels.paged_attention.launch import LOG2_E, decode_spans, programs_at_once
+from appliance.kernels.paged_attention.launch import (
+    LOG2_E,
+    decode_spans,
+    programs_at_once,
+    unsupported,
+)
 from appliance.kernels.paged_attention.variant import COMPUTE_NAMES, Phase
 from appliance.kernels.paged_attention.work import TILE_ROWS, AttentionWork
 from appliance.kernels.residency import Footprints
@@ -107,8 +111,7 @@ def _configured(
     """Return a tile's rows and a kernel's options."""
     tile = variant.tile(phase, target.capability)
     fixed = variant.constexprs(phase, tile, is_interpreted=target.is_interpreted)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return tile.block_m, fixed | options | {"maxnreg": tile.max_registers}
+    return tile.block_m, fixed | tile.options
 
 
 def check_latents(
@@ -136,6 +139,4 @@ def check_latents(
         supported = "bfloat16 and float16, KV blocks of 16 bits"
     else:
         return
-    where = "" if layer is None else f"layer {layer}: "
-    msg = f"{where}latent attention on the GPU has no kernel for {what}; supported: {supported}"
-    raise UnsupportedModelError(msg)
+    raise unsupported("latent attention", what, supported, layer)

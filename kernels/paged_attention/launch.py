@@ -224,9 +224,7 @@ def paged_attention(
             has_sinks=sinks is not None,
         )
         tile = choose_tile(variant, target.capability)
-        fixed = variant.constexprs(tile, capability)
-        fixed |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return variant, tile, fixed | {"maxnreg": tile.max_registers}
+        return variant, tile, variant.constexprs(tile, capability) | tile.options
 
     with torch.cuda.device(query.get_device()):
         if batch.num_decodes:
@@ -309,9 +307,17 @@ def check_supported(
             supported = "bfloat16 and float16, KV blocks of up to 16 bits"
     else:
         return
+    raise unsupported("paged attention", what, supported, layer)
+
+
+def unsupported(
+    attention: str, what: str, supported: str, layer: int | None
+) -> UnsupportedModelError:
+    """Return the error of a kind of attention without a kernel for `what`, in a layer if known."""
     where = "" if layer is None else f"layer {layer}: "
-    msg = f"{where}paged attention on the GPU has no kernel for {what}; supported: {supported}"
-    raise UnsupportedModelError(msg)
+    return UnsupportedModelError(
+        f"{where}{attention} on the GPU has no kernel for {what}; supported: {supported}"
+    )
 
 
 def programs_at_once(

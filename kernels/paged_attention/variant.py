@@ -45,6 +45,15 @@ class Tile:
     num_stages: int
     max_registers: int | None = None  # per thread; None leaves the choice to ptxas
 
+    @property
+    def options(self) -> dict[str, int | None]:
+        """The compiler's options."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.max_registers,
+        }
+
 
 @dataclass(frozen=True)
 class Variant:
