@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import httpx
 import pytest
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field, SecretStr
+
+if TYPE_CHECKING:
+    from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 pytestmark = pytest.mark.model
 
@@ -24,7 +26,15 @@ class Place(BaseModel):
     country: Annotated[str, Field(max_length=20)]
 
 
-@tool
+@pytest.fixture(scope="module", autouse=True)
+def _client_is_imported() -> None:
+    """Seconds of work, for the one process that comes to this file."""
+    global AIMessage, HumanMessage, ToolMessage, tool, ChatOpenAI, OpenAIEmbeddings
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+
+
 def rain(city: Annotated[str, Field(max_length=20)]) -> str:
     """Say how much it rains in a town."""
     return f"12 mm in {city}"
@@ -58,10 +68,11 @@ def test_a_chat_is_answered_and_streamed_alike(chat: ChatOpenAI) -> None:
 
 def test_a_bound_tool_is_called_and_its_result_taken_back(chat: ChatOpenAI) -> None:
     history: list[BaseMessage] = [HumanMessage("Does it rain in Oslo?")]
-    asked = chat.bind_tools([rain], tool_choice="rain").invoke(history)
+    bound = tool(rain)
+    asked = chat.bind_tools([bound], tool_choice="rain").invoke(history)
     (call,) = asked.tool_calls
     assert call["name"] == "rain"
-    result = rain.invoke(call)
+    result = bound.invoke(call)
     assert isinstance(result, ToolMessage)
     told = chat.invoke([*history, asked, result])
     assert told.content
@@ -69,7 +80,7 @@ def test_a_bound_tool_is_called_and_its_result_taken_back(chat: ChatOpenAI) -> N
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_a_structured_answer_is_of_the_class_asked_for(chat: ChatOpenAI, method: str) -> None:
-    answer = chat.with_structured_output(Place, method=method).invoke(QUESTION)  # type: ignore[arg-type]
+    answer = chat.with_structured_output(Place, method=method).invoke(QUESTION)
     assert isinstance(answer, Place)
 
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, ModelSettings, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
+
+if TYPE_CHECKING:
+    from pydantic_ai import Agent, ModelSettings, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
 pytestmark = pytest.mark.model
 
-SETTINGS = ModelSettings(max_tokens=120, temperature=0)
+SETTINGS: ModelSettings = {"max_tokens": 120, "temperature": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _client_is_imported() -> None:
+    """A second's work, for the one process that comes to this file."""
+    global Agent, ToolOutput, OpenAIChatModel, OpenAIProvider
+    from pydantic_ai import Agent, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
 
 class Place(BaseModel):

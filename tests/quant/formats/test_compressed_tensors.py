@@ -6,12 +6,10 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -35,6 +33,10 @@ from appliance.quant.formats.pack import pack_codes
 from appliance.quant.formats.scheme import Fp8Scheme, LinearScheme, WeightScheme
 from appliance.quant.methods import fp8
 
+if TYPE_CHECKING:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
 NAME = "model.layers.0.mlp.up_proj.weight"
 MODULE = NAME.removesuffix(".weight")
 SCHEMES = [
@@ -43,6 +45,14 @@ SCHEMES = [
 ]
 schemes = st.sampled_from(SCHEMES)
 scale_dtypes = st.sampled_from([torch.bfloat16, torch.float16])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _other_package_is_imported() -> None:
+    """Seconds of work, for the one process that comes to this file."""
+    global BaseCompressor, QuantizationConfig
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
 
 
 def random_weight(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -11,10 +13,20 @@ from torch import Tensor
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats import pack
 
+if TYPE_CHECKING:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
 bits = st.sampled_from([4, 8])  # codes in memory
 stored_bits = st.sampled_from([3, 4, 8])
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _other_package_is_imported() -> None:
+    """A second's work, for the one process that comes to this file."""
+    global pack_to_int32
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 
 def random_codes(rows: int, columns: int, bits: int, seed: int) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from echo_templates import TOOLS
 from waiting import LIMIT, until
@@ -17,6 +16,7 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    import anthropic
     from anthropic.types import MessageParam, ToolParam
 
     from tests.server.conftest import Running, Serve
@@ -28,6 +28,13 @@ WEATHER: ToolParam = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 THOUGHT = f"<think>\nHm, 🎈.\n</think>\n\nLet me see.\n{OSLO}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _client_is_imported() -> None:
+    """A second's work, for the one process that comes to this file."""
+    global anthropic
+    import anthropic
 
 
 @pytest.fixture
