@@ -329,7 +329,10 @@ def test_what_needs_no_torch_loads_none() -> None:
 
 
 def test_the_server_loads_nothing_that_is_large_and_not_needed() -> None:
-    loaded = loaded_after("import appliance.server.app, appliance.server.serve, appliance.hub")
+    loaded = loaded_after(
+        "import appliance.server.app, appliance.server.serve, appliance.hub\n"
+        "import appliance.engine.blocks.block_metadata, appliance.engine.process.entry"
+    )
     large = {"torch", "transformers", "triton", "numpy", "gguf", "safetensors", "huggingface_hub"}
     assert loaded.isdisjoint(large | {"httpx", "rich", "textual", "appliance.engine.engine"})
 

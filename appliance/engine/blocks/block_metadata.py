@@ -1,14 +1,12 @@
 """Publishes each block's state as a 64-bit word in memory that other processes can map.
 
-Writes a word when a block changes hands, never per token. A reader needs only numpy and this file.
+Writes a word when a block changes hands, never per token. `block_fields` reads them. Imports no
+numpy, which an engine that computes nothing can do without.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from appliance.engine.blocks.block_word import (
     MAX_REFERENCES,
@@ -22,32 +20,10 @@ from appliance.engine.blocks.block_word import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from numpy.typing import NDArray
-
     from appliance.events import BlockState
 
 BYTES_PER_BLOCK = 8
 STAMPS_PER_SECOND = 10
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFields:
-    owner: NDArray[np.uint16]  # (num_blocks,) slot of its last owner, 0 after that has ended
-    state: NDArray[np.uint8]  # (num_blocks,) a BlockState
-    references: NDArray[np.uint8]  # (num_blocks,) block tables that hold it; saturates at 255
-    precision: NDArray[np.uint8]  # (num_blocks,) index into `EngineInfo.precisions`
-    stamp: NDArray[np.uint32]  # (num_blocks,) time of its last change of hands, see `stamp_of`
-
-
-def unpack(words: NDArray[np.uint64]) -> BlockFields:
-    """Split words (num_blocks,) into fields of the same shape."""
-    return BlockFields(
-        owner=(words >> np.uint64(OWNER_SHIFT)).astype(np.uint16),
-        state=(words >> np.uint64(STATE_SHIFT) & np.uint64(0xF)).astype(np.uint8),
-        references=(words >> np.uint64(REFERENCES_SHIFT) & np.uint64(0xFF)).astype(np.uint8),
-        precision=(words >> np.uint64(PRECISION_SHIFT) & np.uint64(0xF)).astype(np.uint8),
-        stamp=(words & np.uint64(STAMP_MASK)).astype(np.uint32),
-    )
 
 
 def stamp_of(now: float) -> int:
@@ -63,7 +39,7 @@ class BlockMetadata:
             ones.
 
     Attributes:
-        words: the same memory as a read-only array, (num_blocks,) uint64.
+        words: the same memory, read-only, (num_blocks,) of 64 bits.
     """
 
     def __init__(self, buffer: memoryview | None = None, *, num_blocks: int) -> None:
@@ -76,7 +52,7 @@ class BlockMetadata:
         # Item assignment through a memoryview is one aligned store, at half of numpy's cost.
         self._cells = whole.cast("Q")
         self._stamp = 0
-        self.words: NDArray[np.uint64] = np.frombuffer(whole.toreadonly(), dtype=np.uint64)
+        self.words = self._cells.toreadonly()
 
     def begin_step(self, now: float) -> None:
         """Stamp later writes with a monotonic time, in seconds."""
@@ -116,14 +92,9 @@ class BlockMetadata:
         owners: Mapping[int, Collection[int]],
     ) -> None:
         """Assert that the words match each block's state; `owners` lists the valid owners."""
-        fields = unpack(self.words)
-        words = zip(
-            *(fields.state.tolist(), fields.references.tolist()),
-            *(fields.precision.tolist(), fields.owner.tolist()),
-            strict=True,
-        )
-        for block, (state, count, precision, owner) in enumerate(words):
-            assert state == states[block], block
-            assert count == min(references.get(block, 0), MAX_REFERENCES), block
-            assert precision == precisions[block], block
-            assert owner in owners[block], block
+        for block, word in enumerate(self.words):
+            assert word >> STATE_SHIFT & 0xF == states[block], block
+            count = min(references.get(block, 0), MAX_REFERENCES)
+            assert word >> REFERENCES_SHIFT & MAX_REFERENCES == count, block
+            assert word >> PRECISION_SHIFT & 0xF == precisions[block], block
+            assert word >> OWNER_SHIFT in owners[block], block

@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engine.blocks.block_fields import unpack
 from appliance.engine.blocks.block_metadata import (
     BYTES_PER_BLOCK,
     STAMPS_PER_SECOND,
     BlockMetadata,
-    unpack,
 )
 from appliance.engine.blocks.block_word import MAX_OWNER, count_states
 from appliance.events import BlockState
@@ -58,6 +58,6 @@ def test_every_block_is_counted_once_by_its_state() -> None:
     metadata.write(5, BlockState.WRITING, owner=2, references=1)
     metadata.write(6, BlockState.LOADING, owner=2, references=1)
     metadata.write(7, BlockState.LOADING, owner=2, references=1)
-    assert count_states(metadata.words.data) == {
+    assert count_states(metadata.words) == {
         "free": 3, "cached": 1, "active": 1, "shared": 2, "writing": 1, "loading": 2,
     }  # fmt: skip
