@@ -14,6 +14,8 @@ from appliance.quant.run.options import RUN_ONLY
 from appliance.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.quant.run.options import QuantizeOptions
     from appliance.quant.text.calibration import Calibration
 
@@ -87,11 +89,12 @@ def _content_of(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         if size <= SAMPLED_ABOVE:
-            digest.update(file.read())
+            starts: Iterable[int] = range(0, size, SAMPLE_BYTES)
         else:
-            for start in (*range(0, size, SAMPLE_EVERY), size - SAMPLE_BYTES):
-                file.seek(start)
-                digest.update(file.read(SAMPLE_BYTES))
+            starts = (*range(0, size, SAMPLE_EVERY), size - SAMPLE_BYTES)
+        for start in starts:
+            file.seek(start)
+            digest.update(file.read(SAMPLE_BYTES))
     return f"{size} bytes, {digest.hexdigest()}"
 
 
