@@ -7,6 +7,7 @@ both: as halves or alternating rows, outputs first or inputs first. Knows no fam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError
@@ -109,11 +110,16 @@ def _stack(slot: TensorSlot, names: ExpertNames) -> str:
 
 
 class SeparatedExperts:
-    """A `WeightReader` that cuts experts' tensors out of stored stacks."""
+    """A `WeightReader` that cuts experts' tensors out of stored stacks.
+
+    It keeps the last matrix with inputs before outputs whose outputs are read in pieces.
+    """
 
     def __init__(self, weights: WeightReader, parts: dict[str, _Part]) -> None:
         self._weights = weights
         self._parts = parts
+        self._lock = Lock()
+        self._last: tuple[tuple[str, int | None], Tensor] | None = None
 
     def tensor_names(self) -> list[str]:
         """List all tensors, with each expert's instead of stacks."""
@@ -145,11 +151,11 @@ class SeparatedExperts:
         if part is None:
             assert isinstance(self._weights, DenseWeights), name
             return self._weights.load_rows(name, start, stop)
-        rows = self._rows(part, start, stop)
+        rows = self._rows(part, start, stop, in_pieces=True)
         assert arrays.is_array(rows), name
         return rows
 
-    def _rows(self, part: _Part, start: int, stop: int) -> Weight:
+    def _rows(self, part: _Part, start: int, stop: int, *, in_pieces: bool = False) -> Weight:
         outputs = part.outputs(start, stop)
         if part.expert is None or len(part.shape) == 1:
             whole = self._weights.load(part.stored)
@@ -159,10 +165,23 @@ class SeparatedExperts:
             return (whole if part.expert is None else whole[part.expert])[outputs].contiguous()
         assert isinstance(self._weights, DenseWeights), "a stack of quantized weights"
         if part.transposed:
-            matrix = self._weights.load_part(part.stored, part.expert, 0, part.shape[1])
+            matrix = self._kept(part) if in_pieces else self._turned(part)
             return matrix[:, outputs].T.contiguous()
         matrix = self._weights.load_part(part.stored, part.expert, outputs.start, outputs.stop)
         return matrix[:: part.step].contiguous()
+
+    def _kept(self, part: _Part) -> Tensor:
+        with self._lock:
+            if self._last is None or self._last[0] != (part.stored, part.expert):
+                self._last = None  # two would be in memory
+                self._last = (part.stored, part.expert), self._turned(part)
+            return self._last[1]
+
+    def _turned(self, part: _Part) -> Tensor:
+        """Read the whole stored matrix (inputs, outputs) of an expert."""
+        assert part.expert is not None
+        assert isinstance(self._weights, DenseWeights), "a stack of quantized weights"
+        return self._weights.load_part(part.stored, part.expert, 0, part.shape[1])
 
     def _stored(self, name: str) -> str:
         part = self._parts.get(name)
