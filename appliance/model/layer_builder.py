@@ -73,8 +73,9 @@ class LayerBuilder:
         weights: LayerWeights,
         spec: LayerSpec,
         next_norm: Norm,
-        in_host: HostExperts | None = None,
+        experts: HostExperts | RoutedMLPs | None = None,
     ) -> DecoderLayer:
+        """Build a layer; `experts` run in place of its routed ones, which are not read."""
         mixer_joint, mlp_joint = (None, None) if self._part is None else self._part.joints(index)
         norms_sums = isinstance(spec.mlp, ExpertsSpec) and spec.mlp.own_norms
         return DecoderLayer(
@@ -85,7 +86,7 @@ class LayerBuilder:
             mlp=None
             if weights.mlp is None or spec.mlp is None
             else self._mlp_or_experts(
-                weights.mlp, spec.mlp, in_host, mlp_joint if norms_sums else None
+                weights.mlp, spec.mlp, experts, mlp_joint if norms_sums else None
             ),
             mlp_norm=self.optional(weights.mlp_norm),
             next_norm=next_norm,
@@ -235,15 +236,15 @@ class LayerBuilder:
         self,
         weights: MLPWeights | ExpertsWeights,
         spec: MLPSpec | ExpertsSpec,
-        in_host: HostExperts | None,
+        elsewhere: HostExperts | RoutedMLPs | None,
         joint: Joint | None,
     ) -> MLP | Experts:
         if isinstance(weights, MLPWeights):
-            return self._mlp(weights, spec)
+            return self.mlp(weights, spec)
         assert isinstance(spec, ExpertsSpec)
-        return self._experts(weights, spec, in_host, joint)
+        return self._experts(weights, spec, elsewhere, joint)
 
-    def _mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
+    def mlp(self, weights: MLPWeights, spec: MLPSpec | ExpertsSpec) -> MLP:
         """Build an MLP or one expert."""
         down = self._linear([weights.down])
         if spec.gated:
@@ -255,13 +256,13 @@ class LayerBuilder:
         self,
         weights: ExpertsWeights,
         spec: ExpertsSpec,
-        in_host: HostExperts | None,
+        elsewhere: HostExperts | RoutedMLPs | None,
         joint: Joint | None,
     ) -> Experts:
         shared = None
         if weights.shared is not None:
             assert spec.shared is not None
-            shared = self._mlp(weights.shared, spec.shared)
+            shared = self.mlp(weights.shared, spec.shared)
         others = (
             weights.router,
             weights.router_bias,
@@ -269,8 +270,8 @@ class LayerBuilder:
             weights.shared_gate,
         )
         self.nbytes += sum(tensor.nbytes for tensor in others if tensor is not None)
-        grouped: RoutedMLPs | HostExperts | None = in_host
-        if in_host is None:
+        grouped = elsewhere
+        if grouped is None:
             grouped = group_experts(weights.expert, spec, self._backend, self._dtype)
             self.nbytes += 0 if grouped is None else grouped.nbytes
         return Experts(
@@ -280,7 +281,7 @@ class LayerBuilder:
             router_bias=weights.router_bias,
             selection_bias=weights.selection_bias,
             grouped=grouped,
-            experts=tuple(self._mlp(weights.expert(number), spec) for number in spec.experts)
+            experts=tuple(self.mlp(weights.expert(number), spec) for number in spec.experts)
             if grouped is None
             else (),
             shared=shared,

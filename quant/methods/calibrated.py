@@ -1,6 +1,6 @@
 """Runs GPTQ and AWQ over a model, each layer on the outputs of the quantized ones before it.
 
-Per layer: read the weights, observe them on the calibration rows, quantize and hand them on to be
+Per layer: read the weights, observe them on the calibration rows, quantize and hand each on to be
 written, then pass the rows through the stored result.
 """
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.kernels.packed import PackedWeight
     from appliance.model.source import ModelSource
     from appliance.quant.formats.scheme import GroupedScheme, LinearScheme
+    from appliance.quant.methods.quantized_layer import Keep
     from appliance.quant.run.options import Method
     from appliance.quant.walk.block import ObservedLinear, TransformerBlock
     from appliance.quant.walk.walk import Walk
@@ -40,6 +41,7 @@ def quantize_layers(
     method: Method,
     schemes: Mapping[str, LinearScheme | None],
     dtype: torch.dtype,
+    keep: Keep,
     *,
     first: int = 0,
 ) -> Iterator[QuantizedLayer]:
@@ -49,6 +51,7 @@ def quantize_layers(
         walk: the calibration rows, having reached layer `first`.
         schemes: one per linear weight, by name; None keeps 16 bits.
         dtype: of stored scales, norms and unquantized tensors.
+        keep: takes each tensor of a layer once, before the layer is yielded.
         first: the layer to begin with; an earlier run quantized those before it.
 
     Raises:
@@ -56,7 +59,7 @@ def quantize_layers(
     """
     for index in range(first, len(source.spec.layers)):
         one = _quantize_layer if is_plain(source.spec.layers[index]) else quantize_any_layer
-        yield one(source, walk, method, schemes, dtype, index)
+        yield one(source, walk, method, schemes, dtype, index, keep)
 
 
 def _quantize_layer(
@@ -66,6 +69,7 @@ def _quantize_layer(
     schemes: Mapping[str, LinearScheme | None],
     dtype: torch.dtype,
     index: int,
+    keep: Keep,
 ) -> QuantizedLayer:
     """Quantize one layer; nothing but the result outlives the call."""
     block = walk.block(index)
@@ -80,7 +84,8 @@ def _quantize_layer(
         for place, found in zip(places, folded, strict=True):
             scales[place] = found.scales
         del moments
-    tensors = _norms_and_biases(source, index, block, parts)
+    for name, tensor in _norms_and_biases(source, index, block, parts).items():
+        keep(name, tensor)
     losses: dict[str, float] = {}
     notes: list[str] = []
     for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
@@ -96,9 +101,9 @@ def _quantize_layer(
                     " calibration text; their weights are rounded"
                 )
         for part, where in rows:
-            tensors[part] = whole[where] if isinstance(whole, Tensor) else whole.rows(where)
+            keep(part, whole[where] if isinstance(whole, Tensor) else whole.rows(where))
     walk.advance(block)
-    return QuantizedLayer(index, tensors, losses, tuple(notes), tuple(scales))
+    return QuantizedLayer(index, losses, tuple(notes), tuple(scales))
 
 
 def _quantize(
@@ -157,10 +162,10 @@ def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> Gro
 
 def _norms_and_biases(
     source: ModelSource, index: int, block: TransformerBlock, parts: list[list[tuple[str, slice]]]
-) -> dict[str, Tensor | PackedWeight | GgmlWeight]:
+) -> dict[str, Tensor]:
     """Return a layer's tensors besides linear weights, as stored, with folded scales."""
     names, offset = source.family.names, source.spec.layers[index].norm.offset
-    tensors: dict[str, Tensor | PackedWeight | GgmlWeight] = {
+    tensors = {
         slot.name: WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))
         for slot in source.slots()
         if slot.layer == index and slot.role is Role.NORM

@@ -1,41 +1,46 @@
 """Runs GPTQ and AWQ's ranges over a layer of any kind: experts, recurrent mixers, latents.
 
 In stages: text passes through the layer, each weight of the stage is quantized by its linear's
-inputs, and the next stage sees the results. Inputs are not scaled as in AWQ, since nothing before
-experts or a state could absorb the inverse scales; but AWQ's ranges are chosen by the inputs'
-energy.
+inputs, and the next stage sees the results. Routed experts follow one after another, each on the
+rows that chose it, so that memory holds one of them. Inputs are not scaled as in AWQ, since nothing
+before experts or a state could absorb the inverse scales; but AWQ's ranges are chosen by the
+inputs' energy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
+from appliance.model.spec import ExpertsSpec
+from appliance.model.tensors import layer_slots
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import gptq, rtn
 from appliance.quant.methods.quantized_layer import QuantizedLayer
 from appliance.quant.methods.ranges import SHRUNK, choose_steps
 from appliance.quant.walk.pieces import WeightPieces
-from appliance.quant.walk.places import linear_of, stage_of
+from appliance.quant.walk.places import linear_in, linear_of, stage_of
 from appliance.wording import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from torch import Tensor
-
-    from appliance.kernels.ggml import GgmlWeight
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats.scheme import LinearScheme
+    from appliance.quant.methods.quantized_layer import Keep
     from appliance.quant.run.options import Method
     from appliance.quant.walk.block import Moments
+    from appliance.quant.walk.routed_rows import RoutedRows
     from appliance.quant.walk.walk import Walk
 
-MOMENT_BYTES = 512 << 20  # of second moments at once; more experts need more passes
+    Done: TypeAlias = dict[str, PackedWeight]
+    # The moments of a weight's inputs while other weights are quantized; None without inputs.
+    Observe: TypeAlias = Callable[[TensorSlot, Done], Moments | None]
 
 
 def quantize_any_layer(
@@ -45,87 +50,103 @@ def quantize_any_layer(
     schemes: Mapping[str, LinearScheme | None],
     dtype: torch.dtype,
     index: int,
+    keep: Keep,
 ) -> QuantizedLayer:
     """Quantize one layer; arguments as for `calibrated.quantize_layers`.
 
     Raises:
         QuantizeError: activations or weights are not finite; the message names the weight.
     """
-    slots = [slot for slot in source.slots() if slot.layer == index]
-    chosen = [slot for slot in slots if schemes.get(slot.name) is not None]
-    names = source.family.names
-    done: dict[str, PackedWeight] = {}
-    losses: dict[str, float] = {}
-    unseen: list[TensorSlot] = []
-    for stage in sorted({stage_of(slot, names) for slot in chosen}):
-        block = walk.layer(index, done)
-        of_stage: dict[str, PackedWeight] = {}
-        together = [slot for slot in chosen if stage_of(slot, names) == stage]
-        for some in _by_memory(together):
-            linears = {slot.name: linear_of(slot, block.layer, names) for slot in some}
-            distinct = list({id(linear): linear for linear in linears.values()}.values())
-            seen = dict(
-                zip(map(id, distinct), walk.observe(block, distinct, to_end=True), strict=True)
-            )
-            for slot in some:
-                moments = seen[id(linears[slot.name])]
-                scheme = _scheme(schemes[slot.name])
-                weight, loss = _quantize(source, slot, moments, scheme, method, dtype)
-                of_stage[slot.name] = weight
-                if loss is None:
-                    unseen.append(slot)
-                else:
-                    losses[slot.name] = loss
-        done |= of_stage
-    tensors: dict[str, Tensor | PackedWeight | GgmlWeight] = {
-        slot.name: WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))
-        for slot in slots
-        if slot.name not in done
-    }
-    walk.advance(walk.layer(index, done))
-    tensors.update(done)
-    return QuantizedLayer(index, tensors, losses, tuple(_notes(index, unseen)))
+    return _LayerInWork(source, walk, method, schemes, dtype, index, keep).quantized()
 
 
-def _by_memory(slots: Sequence[TensorSlot]) -> Iterator[list[TensorSlot]]:
-    """Split a stage's weights so that the moments of each part fit; experts stay whole."""
-    groups: dict[int | None, list[TensorSlot]] = {}
-    for slot in slots:
-        groups.setdefault(slot.expert, []).append(slot)
-    part: list[TensorSlot] = []
-    size = 0
-    for group in groups.values():
-        added = 4 * group[0].shape[1] ** 2
-        if part and size + added > MOMENT_BYTES:
-            yield part
-            part, size = [], 0
-        part, size = [*part, *group], size + added
-    yield part
+@dataclass(slots=True)
+class _LayerInWork:
+    source: ModelSource
+    walk: Walk
+    method: Method
+    schemes: Mapping[str, LinearScheme | None]
+    dtype: torch.dtype
+    index: int
+    keep: Keep
+    losses: dict[str, float] = field(default_factory=dict)
+    unseen: list[TensorSlot] = field(default_factory=list)
 
+    def quantized(self) -> QuantizedLayer:
+        by_expert: dict[int | None, list[TensorSlot]] = {}
+        for slot in layer_slots(self.source.spec, self.source.family.names, self.index):
+            if self.schemes.get(slot.name) is None:
+                self.keep(slot.name, self._read(slot))
+            else:
+                by_expert.setdefault(slot.expert, []).append(slot)
+        done = self._in_stages(by_expert.get(None, []), self._observe_layer)
+        mlp = self.source.spec.layers[self.index].mlp
+        if isinstance(mlp, ExpertsSpec):
+            with self.walk.routed(self.index, done) as rows:
+                for number in mlp.experts:
+                    self._quantize_expert(number, by_expert.get(number, []), rows)
+                self.walk.advance(self.walk.layer(self.index, done, rows.summed()))
+        else:
+            self.walk.advance(self.walk.layer(self.index, done))
+        notes = tuple(_notes(self.index, self.unseen))
+        return QuantizedLayer(self.index, self.losses, notes)
 
-def _quantize(
-    source: ModelSource,
-    slot: TensorSlot,
-    moments: Moments,
-    scheme: WeightScheme,
-    method: Method,
-    dtype: torch.dtype,
-) -> tuple[PackedWeight, float | None]:
-    """Quantize a weight by its linear's inputs; the loss is None if it had none."""
-    weight = WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))
-    weight = weight.to(moments.hessian.device)
-    if not moments.tokens:
-        return rtn.quantize(weight, scheme, dtype), None
-    hessian = moments.hessian
-    if not bool(torch.isfinite(hessian).all()):
-        raise QuantizeError(f"the activations before {slot.name} hold NaN or infinity")
-    if method.makes_up:
-        result = gptq.quantize(weight, hessian, scheme, dtype)
-        assert isinstance(result.weight, PackedWeight), "of a scheme of its own"
-        return result.weight, result.loss
-    steps = choose_steps(weight, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
-    packed = steps.pack(steps.codes(weight))
-    return packed, gptq.output_loss(weight, packed.dequantize(), hessian)
+    def _quantize_expert(self, number: int, slots: list[TensorSlot], rows: RoutedRows) -> None:
+        def observe(slot: TensorSlot, done: Done) -> Moments | None:
+            if not rows.is_chosen(number):
+                return None
+            mlp = self.walk.expert(self.index, number, done)
+            return rows.observe(number, mlp, linear_in(slot, mlp))
+
+        done = self._in_stages(slots, observe)
+        if rows.is_chosen(number):
+            rows.add(number, self.walk.expert(self.index, number, done))
+
+    def _observe_layer(self, slot: TensorSlot, done: Done) -> Moments:
+        block = self.walk.layer(self.index, done)
+        linear = linear_of(slot, block.layer, self.source.family.names)
+        (moments,) = self.walk.observe(block, [linear])
+        return moments
+
+    def _in_stages(self, slots: list[TensorSlot], observe: Observe) -> Done:
+        done: Done = {}
+        stages: dict[int, list[TensorSlot]] = {}
+        for slot in slots:
+            stages.setdefault(stage_of(slot, self.source.family.names), []).append(slot)
+        for _, together in sorted(stages.items()):
+            done |= self._quantize_stage(together, observe, done)
+        return done
+
+    def _quantize_stage(self, slots: list[TensorSlot], observe: Observe, before: Done) -> Done:
+        """Quantize weights with one input."""
+        moments = observe(slots[0], before)
+        done = {slot.name: self._quantize(slot, moments) for slot in slots}
+        for name, weight in done.items():
+            self.keep(name, weight)
+        return done
+
+    def _quantize(self, slot: TensorSlot, moments: Moments | None) -> PackedWeight:
+        weight, scheme = self._read(slot), _scheme(self.schemes[slot.name])
+        if moments is None:
+            self.unseen.append(slot)
+            return rtn.quantize(weight, scheme, self.dtype)
+        hessian = moments.hessian
+        weight = weight.to(hessian.device)
+        if not bool(torch.isfinite(hessian).all()):
+            raise QuantizeError(f"the activations before {slot.name} hold NaN or infinity")
+        if self.method.makes_up:
+            result = gptq.quantize(weight, hessian, scheme, self.dtype)
+            assert isinstance(result.weight, PackedWeight), "of a scheme of its own"
+            self.losses[slot.name] = result.loss
+            return result.weight
+        importance = hessian.diagonal()
+        steps = choose_steps(weight, scheme, self.dtype, importance=importance, shares=SHRUNK)
+        packed = steps.pack(steps.codes(weight))
+        self.losses[slot.name] = gptq.output_loss(weight, packed.dequantize(), hessian)
+        return packed
+
+    def _read(self, slot: TensorSlot) -> torch.Tensor:
+        return WeightPieces(self.source.weights, slot.name).rows(slice(0, slot.shape[0]))
 
 
 def _scheme(scheme: LinearScheme | None) -> WeightScheme:

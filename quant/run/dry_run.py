@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import MemoryPlanError, QuantizeError
+from appliance.kernels.fp4 import Fp4Weight
 from appliance.model.tensors import Role
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.evaluation_memory import EvaluationMemory
@@ -20,14 +21,14 @@ from appliance.quant.run.memory import MemoryUse
 from appliance.quant.run.memory_plan import MIB, plan_memory
 from appliance.quant.run.plan import growth_note
 from appliance.quant.run.writing import PIECE_ELEMENTS, Rounding, units_of
-from appliance.quant.walk.stream import stream_bytes
-from appliance.quant.walk.walk import Walk, tokens_at_once
+from appliance.quant.walk.walk import Walk, disk_bytes, tokens_at_once
 from appliance.quantize_events import RunPlanned, TensorClass
 from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.run.memory_plan import RunMemory
     from appliance.quant.run.options import Method, QuantizeOptions
@@ -56,12 +57,18 @@ def plan_run(
         QuantizeError: activations of the first layer are not finite.
     """
     device = torch.device(options.device)
-    row_tokens = 0 if calibration is None else calibration.rows.shape[1]
+    num_rows, row_tokens = (0, 0) if calibration is None else calibration.rows.shape
     use = MemoryUse.now(device)
     card = EvaluationMemory.of_run(source, options)
     card_ram = 0 if card is None else card.peak(use.ram)
     memory = plan_memory(
-        source, plan, options, row_tokens, use, torch.get_num_threads(), PIECE_ELEMENTS
+        source,
+        plan,
+        options,
+        (num_rows, row_tokens),
+        use,
+        torch.get_num_threads(),
+        PIECE_ELEMENTS,
     )
     if is_tried is None:
         is_tried = (options.max_ram or options.max_vram) is not None or (
@@ -82,7 +89,7 @@ def plan_run(
     disk = 0
     if calibration is not None:
         ram = max(ram, calibration.peak_ram)
-        disk = 2 * stream_bytes(calibration.rows, source.spec.hidden_size)
+        disk = disk_bytes(source.spec, calibration.rows)
     growth = growth_note(source, plan)
     return memory, RunPlanned(
         peak_ram=max(ram, card_ram),
@@ -159,10 +166,19 @@ def _calibrate_largest(
     num_rows, row_tokens = calibration.rows.shape
     at_once = tokens_at_once(row_tokens) // row_tokens
     schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
+
+    def keep(name: str, value: Weight) -> None:
+        scheme = schemes[name]
+        if scheme is not None:
+            assert not isinstance(value, torch.Tensor | Fp4Weight), name
+            plan.store.encode(name, value, scheme)
+
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
         walk = Walk(source, calibration.rows[:at_once], Path(folder), device)
-        layers = quantize_layers(source, walk, options.method, schemes, plan.dtype, first=largest)
+        layers = quantize_layers(
+            source, walk, options.method, schemes, plan.dtype, keep, first=largest
+        )
         try:
             next(layers)
         except QuantizeError:

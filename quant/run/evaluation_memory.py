@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import MemoryPlanError
 from appliance.model.spec import AttentionSpec
-from appliance.quant.run.memory_plan import FLOAT_BYTES, HEAP, MIB, layer_parts
+from appliance.quant.run.memory_plan import FLOAT_BYTES, HEAP, MIB, running_bytes
 from appliance.quant.run.options import Method, QuantizeOptions
 
 if TYPE_CHECKING:
@@ -107,13 +107,11 @@ class EvaluationMemory:
         return 2 * self.num_models * spec.vocab_size * spec.hidden_size
 
     def layer_bytes(self, tokens: int) -> int:
-        """Bytes of the largest layer while `tokens` pass through it."""
-        options = QuantizeOptions(method=Method.RTN)
-        parts = layer_parts(self.source, options, self.window, tokens)
+        """Bytes of the largest layer, all experts included, while `tokens` pass through it."""
         mixers = (layer.mixer for layer in self.source.spec.layers)
         heads = max((m.num_heads for m in mixers if isinstance(m, AttentionSpec)), default=0)
         scores = SCORES * heads * self.window**2 * FLOAT_BYTES
-        return parts["layer"] + parts["activations"] + scores + HEAP
+        return running_bytes(self.source, self.window, tokens) + scores + HEAP
 
     def logits_bytes(self, entries: int) -> int:
         """Bytes of the logits of `entries`, and of arrays derived from them."""

@@ -1,8 +1,9 @@
 """Computes a run's peak memory from the model's shapes.
 
 The peak is one layer in float32, the rows of text that pass it together, and the method's working
-memory for the largest linear; it does not depend on the number of layers. The factors are upper
-bounds of what `rtn`, `awq` and `gptq` allocate; a test compares them with a real run.
+memory for the largest linear; it does not depend on the number of layers, nor on that of a layer's
+routed experts, which come one by one. The factors are upper bounds of what `rtn`, `awq` and `gptq`
+allocate; a test compares them with a real run.
 """
 
 from __future__ import annotations
@@ -14,32 +15,36 @@ from typing import TYPE_CHECKING
 import psutil
 
 from appliance.errors import MemoryPlanError
-from appliance.model.spec import AttentionSpec, MLPSpec
+from appliance.model.spec import AttentionSpec, ExpertsSpec, MLPSpec
 from appliance.model.tensors import layer_slots
-from appliance.quant.methods.calibrated_any import MOMENT_BYTES
 from appliance.quant.methods.sensitivity import HEAD_ROWS
-from appliance.quant.run.options import Method
+from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.walk.pieces import ROW_MULTIPLE
 from appliance.quant.walk.places import is_plain
+from appliance.quant.walk.routed_rows import ROUTE_BYTES
 from appliance.quant.walk.walk import tokens_at_once
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from appliance.model.source import ModelSource
-    from appliance.model.spec import LayerSpec
+    from appliance.model.spec import LayerSpec, MixerSpec
     from appliance.model.tensors import TensorSlot
     from appliance.quant.run.memory import MemoryUse
-    from appliance.quant.run.options import QuantizeOptions
     from appliance.quant.run.plan import QuantizePlan
 
 FLOAT_BYTES = 4
+STORED_BYTES = 2  # of a number in a checkpoint
 MIB = 1 << 20
 
 # Allocated by a method at once: matrices of second moments, and float32 copies of the weight.
 GPTQ_MOMENTS, GPTQ_WEIGHTS = 6, 7
-AWQ_WEIGHTS = 8
+AWQ_WEIGHTS, RANGE_WEIGHTS = 8, 6  # with scaled inputs, or ranges alone
 ROUND_PIECES = 8  # copies of a piece in float32, for each worker
 ROUND_PACKED = 3  # copies of a tensor's result: as pieces, as one, and as stored
-MIXER_COPIES = 8  # copies of the linears' outputs for a token, chunks of states included
+# Copies of the linears' outputs for a token; of other mixers with chunks of states.
+ATTENTION_COPIES, MIXER_COPIES = 5, 8
+SCORE_COPIES = 3
 LINEARS = 4  # per layer; each has a variant when sensitivity is measured
 END_BYTES = 12  # per number of embedding and head: in the page cache, as read, and in float32
 LOGITS = 4  # copies of a few tokens' logits
@@ -77,7 +82,7 @@ def plan_memory(
     source: ModelSource,
     plan: QuantizePlan,
     options: QuantizeOptions,
-    row_tokens: int,
+    text: tuple[int, int],
     use: MemoryUse,
     workers: int,
     piece_elements: int,
@@ -85,7 +90,7 @@ def plan_memory(
     """Compute the peak, with as many workers as fit.
 
     Args:
-        row_tokens: tokens per row of calibration text; 0 without.
+        text: number of calibration rows and their tokens; zeros without.
         use: current memory use, with all libraries loaded.
         piece_elements: numbers that one worker rounds at once.
 
@@ -95,9 +100,13 @@ def plan_memory(
     on_gpu = options.device.startswith("cuda")
     packed = max(tensor.nbytes for tensor in plan.tensors if tensor.scheme is not None)
     layer = {}
+    num_rows, row_tokens = text
     if row_tokens:
         layer = layer_parts(source, options, row_tokens, tokens_at_once(row_tokens))
-    heap = {"results": ROUND_PACKED * packed, "allocators": HEAP}
+    heap = _experts_parts(source, num_rows * row_tokens) | {
+        "results": ROUND_PACKED * packed,
+        "allocators": HEAP,
+    }
     vram = sum(layer.values()) if on_gpu else 0
     parts = heap if on_gpu else layer | heap
     free = psutil.virtual_memory().available
@@ -155,15 +164,43 @@ def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
 def layer_parts(
     source: ModelSource, options: QuantizeOptions, row_tokens: int, tokens: int
 ) -> dict[str, int]:
-    spec, hidden = source.spec, source.spec.hidden_size
-    first = {layer: index for index, layer in reversed(list(enumerate(spec.layers)))}
+    """Compute the parts of the layer, or the expert, that needs most memory to be quantized.
+
+    Args:
+        tokens: number that passes the layer together.
+    """
+    found = []
+    for layer, slots in _kinds_of_layers(source):
+        if is_plain(layer):
+            found.append(_parts_of(layer, source.spec.hidden_size, options, row_tokens, tokens))
+            continue
+        for some in _held_together(slots):
+            moments, copies = _method_bytes(some, options)
+            method = options.method.value
+            running = _running(layer, some, source.spec.hidden_size, options, row_tokens, tokens)
+            found.append(running | {method: moments})
+            found.append({method: moments + copies})  # the layer is read again afterwards
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def running_bytes(source: ModelSource, row_tokens: int, tokens: int) -> int:
+    """Compute the bytes of the largest layer, all experts included, while `tokens` pass it."""
+    options, hidden = QuantizeOptions(method=Method.RTN), source.spec.hidden_size
     found = [
         _parts_of(layer, hidden, options, row_tokens, tokens)
         if is_plain(layer)
-        else _parts_of_any(layer_slots(spec, source.family.names, index), hidden, options, tokens)
-        for layer, index in first.items()
+        else _running(layer, slots, hidden, options, row_tokens, tokens)
+        for layer, slots in _kinds_of_layers(source)
     ]
-    return max(found, key=lambda parts: sum(parts.values()))
+    return max(parts["layer"] + parts["activations"] for parts in found)
+
+
+def _kinds_of_layers(source: ModelSource) -> Iterator[tuple[LayerSpec, list[TensorSlot]]]:
+    """Yield each distinct layer with its tensors."""
+    spec = source.spec
+    first = {layer: index for index, layer in reversed(list(enumerate(spec.layers)))}
+    for layer, index in first.items():
+        yield layer, layer_slots(spec, source.family.names, index)
 
 
 def _parts_of(
@@ -182,9 +219,7 @@ def _parts_of(
         (hidden, middle),
     ]
     widths = 4 * hidden + 3 * (queries + 2 * keys) + 2 * queries + 2 * keys + 3 * middle
-    scores = 0
-    if attention.softcap is not None or options.device.startswith("cuda"):
-        scores = 3 * attention.num_heads * row_tokens  # no flash kernel: all scores exist at once
+    scores = _scores(attention, options, row_tokens)
     moments = [columns * columns for _, columns in linears]
     method = 0
     for (rows, columns), square in zip(linears, moments, strict=True):
@@ -202,19 +237,60 @@ def _parts_of(
     }
 
 
-def _parts_of_any(
-    slots: list[TensorSlot], hidden: int, options: QuantizeOptions, tokens: int
+def _scores(mixer: MixerSpec | None, options: QuantizeOptions, row_tokens: int) -> int:
+    """Count a token's scores that exist at once where attention has no flash kernel."""
+    if not isinstance(mixer, AttentionSpec):
+        return 0
+    is_whole = mixer.softcap is not None or mixer.sinks or options.device.startswith("cuda")
+    return SCORE_COPIES * mixer.num_heads * row_tokens if is_whole else 0
+
+
+def _running(
+    layer: LayerSpec,
+    slots: list[TensorSlot],
+    hidden: int,
+    options: QuantizeOptions,
+    row_tokens: int,
+    tokens: int,
 ) -> dict[str, int]:
-    """Compute the parts of a layer with experts, a state or latents; see `calibrated_any`."""
-    linears = [slot.shape for slot in slots if slot.is_linear]
+    """Compute the parts of a layer of another kind, or of one expert, while tokens pass it."""
     rows = sum(slot.shape[0] for slot in slots if slot.is_linear and slot.expert is None)
     widest = max(slot.shape[0] for slot in slots)
-    moments = sum(shape[1] ** 2 for shape in linears)
-    square = max(shape[1] for shape in linears) ** 2
-    weight = max(shape[0] * shape[1] for shape in linears)
-    copies = GPTQ_MOMENTS * square + GPTQ_WEIGHTS * weight
+    copies = ATTENTION_COPIES if isinstance(layer.mixer, AttentionSpec) else MIXER_COPIES
+    widths = 4 * hidden + copies * (rows + widest) + _scores(layer.mixer, options, row_tokens)
     return {
         "layer": sum(prod(slot.shape) for slot in slots) * FLOAT_BYTES,
-        "activations": tokens * (4 * hidden + MIXER_COPIES * (rows + widest)) * FLOAT_BYTES,
-        options.method.value: copies * FLOAT_BYTES + min(moments * FLOAT_BYTES, MOMENT_BYTES),
+        "activations": tokens * widths * FLOAT_BYTES,
+    }
+
+
+def _method_bytes(slots: list[TensorSlot], options: QuantizeOptions) -> tuple[int, int]:
+    """Compute the moments and the copies for the largest of some weights; see `calibrated_any`."""
+    linears = [slot.shape for slot in slots if slot.is_linear]
+    square = max((columns**2 for _, columns in linears), default=0)
+    weight = max(map(prod, linears), default=0)
+    copies = RANGE_WEIGHTS * weight
+    if options.method.makes_up:
+        copies = GPTQ_MOMENTS * square + GPTQ_WEIGHTS * weight
+    return square * FLOAT_BYTES, copies * FLOAT_BYTES
+
+
+def _held_together(slots: list[TensorSlot]) -> list[list[TensorSlot]]:
+    """Split a layer's tensors into those that memory holds at once: routed experts come alone."""
+    one = [slot for slot in slots if slot.expert == 0]
+    if not one:
+        return [slots]
+    return [[slot for slot in slots if slot.expert is None], one]
+
+
+def _experts_parts(source: ModelSource, num_tokens: int) -> dict[str, int]:
+    """Compute what all experts of a layer need beside the one in work."""
+    specs = [layer.mlp for layer in source.spec.layers if isinstance(layer.mlp, ExpertsSpec)]
+    choices = max((spec.router.top_k for spec in specs), default=0)
+    matrix = 0
+    if source.family.names.experts.transposed:  # read whole, for all of its rows
+        matrix = max((2 * spec.intermediate_size for spec in specs), default=0)
+    return {
+        "routes": num_tokens * choices * ROUTE_BYTES,
+        "stored expert": matrix * source.spec.hidden_size * STORED_BYTES,
     }

@@ -9,7 +9,7 @@ from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import QuantizeError
 from appliance.files import read_json
 from appliance.quant.walk.places import check_walked, is_plain
-from appliance.quant.walk.stream import stream_bytes
+from appliance.quant.walk.walk import disk_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ def check_space(run: QuantizeRun, staging: StagingFolders, calibration: Calibrat
     result = sum(tensor.nbytes for tensor in run.plan.tensors)
     work = 0
     if calibration is not None:
-        work = 2 * stream_bytes(calibration.rows, run.source.spec.hidden_size)
+        work = disk_bytes(run.source.spec, calibration.rows)
     there = sum(path.stat().st_blocks * 512 for path in staging.folder.rglob("*"))
     free = shutil.disk_usage(staging.out.parent).free
     if result + work > there + free:

@@ -100,16 +100,18 @@ class UnitWriter:
         layers = {unit.layer: unit for unit in units if unit.layer is not None}
         if layers:
             first = min(layers)
-            schemes = {tensor.name: tensor.scheme for tensor in self.plan.tensors}
+            planned = {tensor.name: tensor for tensor in self.plan.tensors}
+            schemes = {name: tensor.scheme for name, tensor in planned.items()}
+
+            def keep(name: str, value: Weight) -> None:
+                self._write(planned[name], value)
+
             started = time.perf_counter()
             walk = Walk(self.source, calibration.rows, folder, self.device, first)
             for layer in quantize_layers(
-                self.source, walk, method, schemes, self.plan.dtype, first=first
+                self.source, walk, method, schemes, self.plan.dtype, keep, first=first
             ):
-                unit = layers[layer.index]
-                for tensor in unit.tensors:
-                    self._write(tensor, layer.tensors.pop(tensor.name))
-                self._finish(unit, started, layer)
+                self._finish(layers[layer.index], started, layer)
                 started = time.perf_counter()
         self.round([unit for unit in units if unit.layer is None], method)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from appliance.model.attention import Attention
 from appliance.model.layers import MLP, GatedLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from appliance.kernels.operations import Backend
     from appliance.kernels.weight import Weight
@@ -115,6 +116,25 @@ def observed_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> 
 def observing(backend: Backend) -> Backend:
     """Return the backend with observed linears."""
     return replace(backend, name=f"{backend.name}, observed", prepare_linear=observed_linear)
+
+
+def observe_calls(
+    linears: list[ObservedLinear], device: torch.device, calls: Iterable[Callable[[], object]]
+) -> list[Moments]:
+    """Make calls, each up to the last of these linears; return the moments of all inputs."""
+    moments = [Moments(linear.in_features, device) for linear in linears]
+    for linear, seen in zip(linears, moments, strict=True):
+        linear.moments = seen
+    linears[-1].is_last_watched = True
+    try:
+        for call in calls:
+            with suppress(AllInputsSeen):
+                call()
+    finally:
+        linears[-1].is_last_watched = False
+        for linear in linears:
+            linear.moments = None
+    return moments
 
 
 @dataclass(frozen=True, slots=True)

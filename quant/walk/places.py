@@ -11,13 +11,13 @@ from appliance.errors import QuantizeError
 from appliance.model.attention import Attention
 from appliance.model.experts import Experts
 from appliance.model.latent_attention import LatentAttention
-from appliance.model.layers import MLP, ActivatedLinear, GatedLinear
+from appliance.model.layers import ActivatedLinear, GatedLinear
 from appliance.model.spec import AttentionSpec, MLPSpec
 from appliance.model.tensors import Role
 from appliance.quant.walk.block import ObservedLinear
 
 if TYPE_CHECKING:
-    from appliance.model.layers import DecoderLayer
+    from appliance.model.layers import MLP, DecoderLayer
     from appliance.model.names import TensorNames
     from appliance.model.source import ModelSource
     from appliance.model.spec import LayerSpec
@@ -51,7 +51,7 @@ def stage_of(slot: TensorSlot, names: TensorNames) -> int:
 
 
 def linear_of(slot: TensorSlot, layer: DecoderLayer, names: TensorNames) -> ObservedLinear:
-    """Return the linear that holds a weight."""
+    """Return the linear that holds a weight outside the routed experts."""
     mixer = layer.mixer
     if slot.role is Role.OUTPUT:
         assert mixer is not None
@@ -61,21 +61,19 @@ def linear_of(slot: TensorSlot, layer: DecoderLayer, names: TensorNames) -> Obse
             return _observed(mixer.queries)
         assert mixer is not None
         return _observed(mixer.qkv if isinstance(mixer, Attention) else mixer.inputs)
-    mlp = _mlp_of(slot, layer)
+    mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
+    assert mlp is not None
+    return linear_in(slot, mlp)
+
+
+def linear_in(slot: TensorSlot, mlp: MLP) -> ObservedLinear:
+    """Return the linear of an MLP or expert that holds a weight."""
     if slot.role is Role.DOWN:
         return _observed(mlp.down)
     if isinstance(mlp.middle, ActivatedLinear):
         return _observed(mlp.middle.up)
     assert isinstance(mlp.middle, GatedLinear)
     return _observed(mlp.middle.gate_up)
-
-
-def _mlp_of(slot: TensorSlot, layer: DecoderLayer) -> MLP:
-    found = layer.mlp
-    if isinstance(found, Experts):
-        found = found.shared if slot.expert is None else found.experts[slot.expert]
-    assert isinstance(found, MLP)
-    return found
 
 
 def _makes_heads(slot: TensorSlot, names: TensorNames) -> bool:

@@ -11,6 +11,7 @@ from appliance.kernels.kv_format import KVFormat
 from appliance.model.attention import Attention
 from appliance.model.latent_attention import LatentAttention
 from appliance.model.layer_builder import LayerBuilder
+from appliance.model.spec import ExpertsSpec
 from appliance.quant.walk.block import TransformerBlock
 from appliance.quant.walk.overlay import OverlaidWeights
 from appliance.quant.walk.pieces import FloatReader
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.operations import Backend
+    from appliance.kernels.operations import Backend, RoutedMLPs
     from appliance.kernels.packed import PackedWeight
-    from appliance.model.layers import MixerCache
+    from appliance.model.layers import MLP, MixerCache
     from appliance.model.source import ModelSource
     from appliance.model.step import Step
 
@@ -44,18 +45,32 @@ class RowLayers:
         self._steps = RowSteps(source.spec, row_tokens, backend, device)
 
     def block(
-        self, index: int, others: Mapping[str, PackedWeight] | None = None
+        self,
+        index: int,
+        others: Mapping[str, PackedWeight] | None = None,
+        experts: RoutedMLPs | None = None,
     ) -> TransformerBlock:
-        """Read a layer, with `others` in place of some of its weights."""
-        reader = self.reader
-        if others:
-            overlaid = OverlaidWeights(self._source.weights, others)
-            reader = FloatReader(replace(self._source, weights=overlaid), self._device)
-        weights = reader.layer(index)
+        """Read a layer, with `others` in place of some of its weights.
+
+        Routed experts are read too, unless others run in their place.
+        """
+        weights = self._reader_with(others).layer(index)
         norm = weights.first_norm
         assert norm is not None, "refused before"
-        layer = self._builder.layer(index, weights, self._specs[index], norm)
+        layer = self._builder.layer(index, weights, self._specs[index], norm, experts)
         return TransformerBlock(layer, norm)
+
+    def expert(self, index: int, number: int, others: Mapping[str, PackedWeight]) -> MLP:
+        """Read one expert of a layer, with `others` in place of some of its weights."""
+        spec = self._specs[index].mlp
+        assert isinstance(spec, ExpertsSpec)
+        return self._builder.mlp(self._reader_with(others).expert(index, number), spec)
+
+    def _reader_with(self, others: Mapping[str, PackedWeight] | None) -> FloatReader:
+        if not others:
+            return self.reader
+        overlaid = OverlaidWeights(self._source.weights, others)
+        return FloatReader(replace(self._source, weights=overlaid), self._device)
 
     def run(self, block: TransformerBlock, stream: Tensor) -> Tensor:
         """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the new stream."""

@@ -6,14 +6,17 @@ Results do not depend on memory: rows always pass through a layer in the same po
 from __future__ import annotations
 
 import time
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from appliance.kernels.backend import select_backend
-from appliance.quant.walk.block import AllInputsSeen, Moments, observing
+from appliance.quant.walk.block import observe_calls, observing
+from appliance.quant.walk.routed_rows import RoutedRows, nothing_yet
 from appliance.quant.walk.row_layers import RowLayers
-from appliance.quant.walk.stream import ResidualStream
+from appliance.quant.walk.stream import ResidualStream, stream_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,9 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.packed import PackedWeight
+    from appliance.model.layers import MLP
     from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
     from appliance.quant.kv.attention_watch import AttentionWatch
-    from appliance.quant.walk.block import ObservedLinear, TransformerBlock
+    from appliance.quant.walk.block import Moments, ObservedLinear, TransformerBlock
+    from appliance.quant.walk.routed_rows import RowsElsewhere
 
 TOKENS_AT_ONCE = 512  # in whole rows; a longer row passes alone
 
@@ -34,13 +40,17 @@ def tokens_at_once(row_tokens: int) -> int:
     return max(1, TOKENS_AT_ONCE // row_tokens) * row_tokens
 
 
+def disk_bytes(spec: DecoderSpec, rows: Tensor) -> int:
+    """Return the bytes of files of a walk: two streams, and what experts read and say."""
+    return (4 if spec.has_experts else 2) * stream_bytes(rows, spec.hidden_size)
+
+
 class Walk:
     """Runs calibration rows through a model, layer by layer.
 
     Args:
         rows: (num_rows, row_tokens) int64.
-        folder: for the residual stream, 4 bytes per token and hidden element, twice while it
-            advances; created if missing.
+        folder: for the residual stream and experts' rows, see `disk_bytes`; created if missing.
         layer: the layer that the rows have reached; unless it is 0, the folder holds its stream.
         watch: records every layer's attention, for `kv`.
 
@@ -59,6 +69,8 @@ class Walk:
     ) -> None:
         self.seconds = 0.0
         self._device = device
+        self._folder = folder
+        self._width = source.spec.hidden_size
         self._num_rows, self._row_tokens = rows.shape
         # GPU kernels have no float32 cache; torch's are fast on whole rows.
         choice = "reference" if device.type == "cuda" else "auto"
@@ -67,9 +79,7 @@ class Walk:
             backend = watch.on(backend)
         self._layers = RowLayers(source, self._row_tokens, backend, device)
         folder.mkdir(exist_ok=True)
-        self._stream = ResidualStream(
-            folder, self._num_rows, self._row_tokens, source.spec.hidden_size, layer
-        )
+        self._stream = ResidualStream(folder, self._num_rows, self._row_tokens, self._width, layer)
         if not self._stream.exists:
             assert layer == 0, f"the stream before layer {layer} is not in {folder}"
             with self._stream.written(0) as writer:
@@ -80,39 +90,46 @@ class Walk:
     def block(self, index: int) -> TransformerBlock:
         return self._layers.block(index)
 
-    def layer(self, index: int, others: Mapping[str, PackedWeight]) -> TransformerBlock:
-        """Read a layer of any kind, with `others` in place of some of its weights."""
-        return self._layers.block(index, others)
+    def layer(
+        self,
+        index: int,
+        others: Mapping[str, PackedWeight],
+        experts: RowsElsewhere | None = None,
+    ) -> TransformerBlock:
+        """Read a layer of any kind without its routed experts.
 
-    def observe(
-        self, block: TransformerBlock, linears: list[ObservedLinear], *, to_end: bool = False
-    ) -> list[Moments]:
-        """Run all rows through a layer; return the moments of some linears' inputs.
-
-        It stops after the last of these linears unless `to_end`: if rows choose experts, a linear
-        may get none of some rows.
+        Args:
+            others: replace some of its weights.
+            experts: answer for the routed ones; without, the layer must end before them.
         """
-        moments = [Moments(linear.in_features, self._device) for linear in linears]
-        for linear, seen in zip(linears, moments, strict=True):
-            linear.moments = seen
-        linears[-1].is_last_watched = not to_end
-        try:
-            for rows in self._portions():
-                try:
-                    self._run(block, rows)
-                except AllInputsSeen:
-                    continue
-        finally:
-            linears[-1].is_last_watched = False
-            for linear in linears:
-                linear.moments = None
-        return moments
+        return self._layers.block(index, others, experts or nothing_yet())
+
+    def expert(self, index: int, number: int, others: Mapping[str, PackedWeight]) -> MLP:
+        """Read one expert of a layer, with `others` in place of some of its weights."""
+        return self._layers.expert(index, number, others)
+
+    @contextmanager
+    def routed(self, index: int, others: Mapping[str, PackedWeight]) -> Iterator[RoutedRows]:
+        """Run all rows through a layer up to its routed experts; give what these read."""
+        count = self._num_rows * self._row_tokens
+        with closing(RoutedRows(self._folder, count, self._width, self._device)) as kept:
+            self._pass(self.layer(index, others, kept.keeper()))
+            yield kept
+
+    def observe(self, block: TransformerBlock, linears: list[ObservedLinear]) -> list[Moments]:
+        """Run all rows through a layer up to the last of some linears; return their moments."""
+        calls = (partial(self._run, block, rows) for rows in self._portions())
+        return observe_calls(linears, self._device, calls)
 
     def advance(self, block: TransformerBlock) -> None:
         """Run all rows through a layer as it is now, for the next layer."""
         with self._stream.written(self._stream.layer + 1) as writer:
             for rows in self._portions():
                 writer.write(self._run(block, rows).cpu())
+
+    def _pass(self, block: TransformerBlock) -> None:
+        for rows in self._portions():
+            self._run(block, rows)
 
     def energy(self) -> Tensor:
         """Return the mean squares of the current stream, (num_rows, row_tokens)."""

@@ -143,7 +143,7 @@ def test_packed_experts_are_stacked_from_their_parts(form: str, gated: bool) -> 
     hidden = torch.randn(5, width, generator=random).to(torch.bfloat16)
     ids, weights = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0], [0, 1]]), torch.rand(5, 2)
     builder = LayerBuilder(REFERENCE, torch.bfloat16, NO_LAYERS)
-    each = [builder._mlp(expert, spec) for expert in experts]
+    each = [builder.mlp(expert, spec) for expert in experts]
     expected = torch.stack(
         [
             sum((each[i](hidden[[row]])[0].float() * w for i, w in zip(*choice, strict=True)), 0)

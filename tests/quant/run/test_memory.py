@@ -75,7 +75,7 @@ def said(code: str, *arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "rtn": {"hidden": 1024, "middle": 4096, "layers": 10, "vocab": 150_000},
     "gptq": {"hidden": 512, "middle": 1024, "layers": 2, "vocab": 450_000},
     "awq": {"hidden": 512, "middle": 1024, "layers": 1, "vocab": 450_000},
@@ -220,8 +220,8 @@ def test_ceilings_of_the_gpu_are_kept_by_reckoning(large: Path, tmp_path: Path) 
     plan = make_plan(source, asked, torch.bfloat16)
     use = MemoryUse.now(torch.device("cpu"))
     with pytest.raises(MemoryPlanError, match=r"on the GPU, but 1 MiB .*--max-vram \d+MiB"):
-        plan_memory(source, plan, asked, 512, use, 2, 1 << 18)
+        plan_memory(source, plan, asked, (4, 512), use, 2, 1 << 18)
     roomy = replace(asked, max_vram=1 << 30)
-    found = plan_memory(source, plan, roomy, 512, use, 2, 1 << 18)
+    found = plan_memory(source, plan, roomy, (4, 512), use, 2, 1 << 18)
     assert 4 * MIB < found.vram < 40 * MIB
     assert found.ram < use.ram + 100 * MIB, "the layer is on the GPU"
