@@ -77,7 +77,7 @@ def quantize(
     order = torch.argsort(energy, descending=True, stable=True)
     factor, used = _inverse_factor(believed[order][:, order], damping)
     group_size = scheme.group_size or weight.shape[1]
-    groups = order // group_size
+    groups = (order // group_size).tolist()
     left = original[:, order].contiguous()
     codes = torch.empty_like(left)
     for start in range(0, left.shape[1], COLUMNS_AT_ONCE):
@@ -85,7 +85,7 @@ def quantize(
         block, inverse = left[:, start:end], factor[start:end, start:end]
         errors = torch.empty_like(block)
         for i in range(end - start):
-            column, group = block[:, i : i + 1], groups[start + i : start + i + 1]
+            column, group = block[:, i : i + 1], groups[start + i]
             code = steps.codes(column, group)
             codes[:, start + i : start + i + 1] = code
             error = (column - steps.weights(code, group)) / inverse[i, i]

@@ -42,27 +42,31 @@ class CodeGrid:
     scheme: WeightScheme
     dtype: torch.dtype
 
-    def codes(self, weight: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Return the nearest codes, float32, of columns (out_features, n) in `groups` (n,).
+    def codes(self, weight: Tensor, group: int | None = None) -> Tensor:
+        """Return the nearest codes, float32, of columns (out_features, n) of one group.
 
-        Without `groups` these are all columns in order.
+        Without `group` these are all columns in order.
         """
-        groups = self._all(weight) if groups is None else groups
-        steps = torch.round(weight / self.scale[:, groups]) + self.zero_point[:, groups]
-        return steps.clamp_(0, self.scheme.max_code)
+        columns, scale, zero_point = self._beside(weight, group)
+        steps = torch.round(columns / scale).add_(zero_point)
+        return steps.clamp_(0, self.scheme.max_code).reshape_as(weight)
 
-    def weights(self, codes: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Return the weights of codes (out_features, n)."""
-        groups = self._all(codes) if groups is None else groups
-        return (codes - self.zero_point[:, groups]) * self.scale[:, groups]
+    def weights(self, codes: Tensor, group: int | None = None) -> Tensor:
+        """Return the weights of codes (out_features, n), all or of one group."""
+        columns, scale, zero_point = self._beside(codes, group)
+        return ((columns - zero_point) * scale).reshape_as(codes)
 
     def pack(self, codes: Tensor) -> PackedWeight:
         """Pack codes (out_features, in_features), whole numbers of any float type."""
         return rtn.pack(codes, self.scale, self.zero_point, self.scheme, self.dtype)
 
-    def _all(self, columns: Tensor) -> Tensor:
-        count = columns.shape[1]
-        return torch.arange(count, device=columns.device) // (self.scheme.group_size or count)
+    def _beside(self, columns: Tensor, group: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return columns, their scales and zero points in shapes that broadcast, without a copy."""
+        if group is not None:
+            own = slice(group, group + 1)
+            return columns, self.scale[:, own], self.zero_point[:, own]
+        grouped = columns.unflatten(1, (self.scale.shape[1], -1))
+        return grouped, self.scale.unsqueeze(-1), self.zero_point.unsqueeze(-1)
 
 
 def choose_grid(

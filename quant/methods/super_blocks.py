@@ -48,25 +48,30 @@ class SuperBlockGrid:
         least = parts.min_step.float().repeat_interleave(per_block, 1) * parts.minima
         return cls(scheme, parts, scale, -least)
 
-    def codes(self, weight: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Return the nearest codes, float32, of columns (out_features, n) in `groups` (n,).
+    def codes(self, weight: Tensor, group: int | None = None) -> Tensor:
+        """Return the nearest codes, float32, of columns (out_features, n) of one group.
 
-        Without `groups` these are all columns in order.
+        Without `group` these are all columns in order.
         """
-        groups = self._all(weight) if groups is None else groups
-        return _nearest(weight, self.scale[:, groups], self.offset[:, groups], self.scheme)
+        columns, scale, offset = self._beside(weight, group)
+        return _nearest(columns, scale, offset, self.scheme).reshape_as(weight)
 
-    def weights(self, codes: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Return the weights of codes (out_features, n)."""
-        groups = self._all(codes) if groups is None else groups
-        return codes * self.scale[:, groups] + self.offset[:, groups]
+    def weights(self, codes: Tensor, group: int | None = None) -> Tensor:
+        """Return the weights of codes (out_features, n), all or of one group."""
+        columns, scale, offset = self._beside(codes, group)
+        return (columns * scale + offset).reshape_as(codes)
 
     def pack(self, codes: Tensor) -> GgmlWeight:
         """Pack codes (out_features, in_features), whole numbers of any float type."""
         return encode_super_blocks(self.scheme.type_name, codes.to(torch.uint8), self.parts)
 
-    def _all(self, columns: Tensor) -> Tensor:
-        return torch.arange(columns.shape[1], device=columns.device) // self.scheme.group_size
+    def _beside(self, columns: Tensor, group: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return columns, their scales and offsets in shapes that broadcast, without a copy."""
+        if group is not None:
+            own = slice(group, group + 1)
+            return columns, self.scale[:, own], self.offset[:, own]
+        grouped = columns.unflatten(1, (self.scale.shape[1], -1))
+        return grouped, self.scale.unsqueeze(-1), self.offset.unsqueeze(-1)
 
 
 def choose_super_blocks(

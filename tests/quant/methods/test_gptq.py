@@ -56,8 +56,7 @@ def error(x: torch.Tensor, weight: torch.Tensor, packed: PackedWeight | GgmlWeig
 def test_whole_ranges_without_importance_are_those_of_rtn(scheme: WeightScheme) -> None:
     weight = weights()
     steps = choose_steps(weight, scheme, torch.bfloat16, shares=WHOLE)
-    groups = torch.arange(128) // (scheme.group_size or 128)
-    packed, expected = steps.pack(steps.codes(weight, groups)), rtn.quantize(weight, scheme)
+    packed, expected = steps.pack(steps.codes(weight)), rtn.quantize(weight, scheme)
     assert torch.equal(packed.codes, expected.codes)
     assert torch.equal(packed.scale, expected.scale)
     assert torch.equal(packed.offset, expected.offset)
@@ -68,9 +67,12 @@ def test_whole_ranges_without_importance_are_those_of_rtn(scheme: WeightScheme) 
 def test_steps_mean_what_is_packed(scheme: WeightScheme) -> None:
     weight = weights()
     steps = choose_steps(weight, scheme, torch.float16, shares=SHRUNK)
-    groups = torch.arange(128) // (scheme.group_size or 128)
-    codes = steps.codes(weight, groups)
-    assert torch.equal(steps.pack(codes).dequantize(), steps.weights(codes, groups))
+    codes = steps.codes(weight)
+    assert torch.equal(steps.pack(codes).dequantize(), steps.weights(codes))
+    last = slice(-(scheme.group_size or 128), None)
+    group = steps.scale.shape[1] - 1
+    assert torch.equal(steps.codes(weight[:, last], group), codes[:, last])
+    assert torch.equal(steps.weights(codes[:, last], group), steps.weights(codes)[:, last])
 
 
 def test_ranges_are_cut_where_that_lowers_the_weighted_error() -> None:
@@ -78,11 +80,10 @@ def test_ranges_are_cut_where_that_lowers_the_weighted_error() -> None:
     weight[:, 5] *= 20  # an outlier whose input never moves
     energy = torch.ones(128)
     energy[5] = 0.0
-    groups = torch.arange(128) // 64
 
     def lost(shares: tuple[float, ...]) -> float:
         steps = choose_steps(weight, scheme, torch.bfloat16, importance=energy, shares=shares)
-        back = steps.weights(steps.codes(weight, groups), groups)
+        back = steps.weights(steps.codes(weight))
         return float(((back - weight).square() * energy).sum())
 
     assert lost(SHRUNK) < 0.5 * lost(WHOLE)
