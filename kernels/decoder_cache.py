@@ -148,6 +148,7 @@ def allocate_layer(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device,
+    in_rows: bool = False,
 ) -> AnyLayerCache:
     """Allocate one layer's blocks, and open blocks if it is sealed.
 
@@ -156,6 +157,7 @@ def allocate_layer(
         precision: how the layer is stored.
         block_size: token slots in a block.
         num_open: open blocks, if the layer is sealed.
+        in_rows: the layer holds latents, whose codes lie side by side in pages.
     """
     mean = None if precision.key_mean is None else precision.key_mean.float().to(device)
     if precision.format.is_sealed:
@@ -176,6 +178,8 @@ def allocate_layer(
         head_dim=head_dim,
         device=device,
     )
+    if isinstance(cache, KVPages):
+        cache = replace(cache, in_rows=in_rows)
     scales = precision.head_scales
     if isinstance(cache, KVPages) and scales is not None:
         return replace(cache, key_mean=mean, head_scales=scales.float().to(device))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.kv_page.layout import PAGE_TOKENS, page_bytes
+from appliance.kernels.kv_page.layout import PAGE_TOKENS, layout_name, page_bytes
 from appliance.kernels.kv_page.reference import read_pages
 
 if TYPE_CHECKING:
@@ -108,6 +108,9 @@ class KVPages:
 
     A page has all that a program reads of 32 tokens in one piece: elements or codes of keys, those
     of values, and a record of scales if they are quantized. `kv_page.layout` defines it.
+
+    Attributes:
+        in_rows: the codes of a token lie side by side, as latents are read.
     """
 
     format: KVFormat
@@ -117,6 +120,12 @@ class KVPages:
     halves: Tensor  # the same memory as float16, for scales
     head_scales: Tensor | None  # (2, num_kv_heads) float32, of keys and of values; FP8 only
     key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, subtracted from all keys
+    in_rows: bool = False
+
+    @property
+    def layout(self) -> str:
+        """The name of the pages' layout."""
+        return layout_name(self.format.value, self.in_rows)
 
     @classmethod
     def allocate(
@@ -166,9 +175,7 @@ class KVPages:
         """Return a sequence's dequantized keys and values: (context, num_kv_heads, head_dim)."""
         used = table[: -(-context // PAGE_TOKENS)]
         index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
-        keys, values = read_pages(
-            self.pages[index], self.format.value, self.head_dim, self.head_scales
-        )
+        keys, values = read_pages(self.pages[index], self.layout, self.head_dim, self.head_scales)
         return keys[:context].to(dtype), values[:context].to(dtype)
 
     @property

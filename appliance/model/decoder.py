@@ -17,6 +17,7 @@ from appliance.model.experts import Experts
 from appliance.model.latent_attention import LatentAttention
 from appliance.model.shard.factors import own_targets
 from appliance.model.shard.weights import shard_precisions
+from appliance.model.spec import LatentAttentionSpec
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
@@ -204,9 +205,10 @@ def allocate_cache(
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 device=device,
+                in_rows=isinstance(mixer, LatentAttentionSpec),
             )
-            for (num_kv_heads, head_dim), precision in zip(
-                heads, precisions(format, len(heads)), strict=True
+            for mixer, (num_kv_heads, head_dim), precision in zip(
+                spec.cache_layers.values(), heads, precisions(format, len(heads)), strict=True
             )
         ),
         states=states,

@@ -10,6 +10,7 @@ import triton.language as tl
 from appliance.kernels.kv_page import layout, ptx
 
 _INT8: tl.constexpr = tl.constexpr(ptx.INT8)
+_INT8_ROWS: tl.constexpr = tl.constexpr(ptx.INT8_ROWS)
 _INT4: tl.constexpr = tl.constexpr(ptx.INT4)
 _FP8: tl.constexpr = tl.constexpr(ptx.FP8)
 _FP8_BITS: tl.constexpr = tl.constexpr(ptx.FP8_BITS)
@@ -34,6 +35,21 @@ def int8_halves(b_word, ASM: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             _INT8, "=h,=h,=h,=h,r", [b_word], (tl.float16,) * 4, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def row_halves(b_code, ASM: tl.constexpr):
+    """Return biased bytes, uint8 with at least four neighbours in a thread, as float16.
+
+    It is not called pure: else Triton lays out a product's operand by the width of the bytes, for
+    which shared memory has no loads of matrices.
+    """
+    if ASM == "none":
+        return (b_code.to(tl.int32) - 128).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            _INT8_ROWS, "=r,=r,r", [b_code], tl.float16, is_pure=False, pack=4
         )
 
 

@@ -128,6 +128,16 @@ VALUES = {
         columns=_DIMS,
     ),
 }
+# Latents are read as keys and as values at once: a token's codes lie side by side, `DIM_STEP` of
+# them, which is a sector of memory, before the next token's.
+IN_ROWS = CodeOrder(
+    bits=8,
+    word=("t4", "t3", "t2", "t1", "t0", "d4", "d3", "d2"),
+    part=("d0", "d1"),
+    rows=_TOKENS,
+    columns=_DIMS,
+)
+INT8_ROWS = "int8-rows"  # the layout of INT8 pages with that order
 # Permutes the probabilities, (rows, tokens as bits), into the order of the values' rows.
 PROBABILITY_AXES = (0, *(1 + _TOKENS.index(name) for name in ROW_TOKENS))
 
@@ -140,6 +150,7 @@ ELEMENT_BITS = {
     "bf16": 16,
     "fp8": 8,
     "int8": 8,
+    INT8_ROWS: 8,
     "int4": 4,
     "int4-sealed": 4,
     "k8v4": 8,
@@ -148,7 +159,19 @@ VALUE_BITS = {"k8v4": 4}
 # Bytes of a token's float16 record. int8: scales of key and value. int4: scale and offset of the
 # key, then of the value, PAGE_TOKENS words apart. int4-sealed: scale and offset of the value.
 # k8v4: the same, then all scales of keys.
-RECORD_BYTES = {"int8": 4, "int4": 8, "int4-sealed": 4, "k8v4": 6}
+RECORD_BYTES = {"int8": 4, INT8_ROWS: 4, "int4": 8, "int4-sealed": 4, "k8v4": 6}
+
+
+def layout_name(kv_format: str, in_rows: bool) -> str:
+    """Return the name of a format's pages: its own, or `INT8_ROWS` where codes lie in rows."""
+    return INT8_ROWS if in_rows and kv_format == "int8" else kv_format
+
+
+def code_orders(kv_format: str) -> tuple[CodeOrder, CodeOrder]:
+    """Return the orders of the codes of keys and of values."""
+    if kv_format == INT8_ROWS:
+        return IN_ROWS, IN_ROWS
+    return KEYS[ELEMENT_BITS[kv_format]], VALUES[value_bits(kv_format)]
 
 
 def value_bits(kv_format: str) -> int:

@@ -21,6 +21,20 @@ mov.b32 {$2, $3}, hi;
 }
 """
 
+# The same as one tensor: $0 and $1 are the halves of the codes of $2.
+INT8_ROWS = """
+{
+.reg .b32 word, magic, bias;
+mov.b32 word, $2;
+mov.b32 magic, 0x64646464;
+mov.b32 bias, 0x64806480;
+prmt.b32 $0, word, magic, 0x4140;
+prmt.b32 $1, word, magic, 0x4342;
+sub.f16x2 $0, $0, bias;
+sub.f16x2 $1, $1, bias;
+}
+"""
+
 # Nibbles, minus 8, to float16: 1024 + u for the lower ones, 1024 + 16 * u for the upper.
 INT4 = """
 {

@@ -10,14 +10,12 @@ from torch import Tensor
 from appliance.kernels.kv_page.codes import INT4_CENTRE, quantize_fp8, quantize_int4, quantize_int8
 from appliance.kernels.kv_page.layout import (
     DIM_STEP,
-    ELEMENT_BITS,
-    KEYS,
+    INT8_ROWS,
     PAGE_TOKENS,
-    VALUES,
     CodeOrder,
+    code_orders,
     key_dim,
     record_offset,
-    value_bits,
     value_offset,
 )
 
@@ -31,7 +29,7 @@ def read_pages(
 
     Args:
         pages: (num_blocks, num_kv_heads, page bytes) uint8.
-        kv_format: the value of a `KVFormat`.
+        kv_format: the value of a `KVFormat`, or `INT8_ROWS`.
         head_scales: (2, num_kv_heads) float32 of keys and values; FP8 only.
 
     Returns:
@@ -45,8 +43,8 @@ def read_pages(
         shape = (-1, num_kv_heads, PAGE_TOKENS, head_dim)
         found = [part.contiguous().view(_FLOATS[kv_format]).view(shape).double() for part in parts]
     else:
-        orders = KEYS[ELEMENT_BITS[kv_format]], VALUES[value_bits(kv_format)]
-        found = [unpack(part, order, head_dim) for part, order in zip(parts, orders, strict=True)]
+        each = zip(parts, code_orders(kv_format), strict=True)
+        found = [unpack(part, order, head_dim) for part, order in each]
         found = _dequantize(found, pages[..., first_record:], kv_format, head_scales)
     keys, values = (x.transpose(1, 2).reshape(-1, num_kv_heads, head_dim) for x in found)
     return keys, values
@@ -63,7 +61,7 @@ def _dequantize(
             for code, scale in zip(codes, head_scales, strict=True)
         ]
     halves = record.contiguous().view(torch.float16).double()
-    if kv_format == "int8":
+    if kv_format in ("int8", INT8_ROWS):
         scales = halves.unflatten(-1, (PAGE_TOKENS, 2))
         return [(code.double() - 128) * scales[..., i, None] for i, code in enumerate(codes)]
     if kv_format == "int4-sealed":
@@ -134,7 +132,7 @@ def write_rows(
 
     Args:
         pages: (num_blocks, num_kv_heads, page bytes) uint8.
-        kv_format: the value of a `KVFormat`.
+        kv_format: the value of a `KVFormat`, or `INT8_ROWS`.
         key: (num_tokens, num_kv_heads, head_dim), rotated already if the format asks for it.
         value: same shape.
         head_scales: (2, num_kv_heads) float32; FP8 only.
@@ -160,7 +158,7 @@ def write_rows(
         if kv_format == "fp8":
             assert head_scales is not None
             codes = quantize_fp8(x, head_scales[i].view(-1, 1))
-        elif kv_format == "int8":
+        elif kv_format in ("int8", INT8_ROWS):
             codes, scales = quantize_int8(x)
             _put_halves(pages, block, record + token * 4 + 2 * i, scales)
         else:
@@ -168,8 +166,7 @@ def write_rows(
             place = record + i * 4 * PAGE_TOKENS + token * 4
             _put_halves(pages, block, place, scales)
             _put_halves(pages, block, place + 2, offsets)
-        order = (KEYS, VALUES)[i][ELEMENT_BITS[kv_format]]
-        _put_codes(pages, order, block, token, starts[i], codes)
+        _put_codes(pages, code_orders(kv_format)[i], block, token, starts[i], codes)
 
 
 def _put(pages: Tensor, block: Tensor, place: Tensor, row: Tensor) -> None:

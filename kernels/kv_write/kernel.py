@@ -23,6 +23,7 @@ def _sources(order):
 
 _KEY_BITS_8: tl.constexpr = tl.constexpr(_sources(layout.KEYS[8]))
 _VALUE_BITS_8: tl.constexpr = tl.constexpr(_sources(layout.VALUES[8]))
+_ROW_BITS_8: tl.constexpr = tl.constexpr(_sources(layout.IN_ROWS))
 _KEY_BITS_4: tl.constexpr = tl.constexpr(_sources(layout.KEYS[4]))
 _VALUE_BITS_4: tl.constexpr = tl.constexpr(_sources(layout.VALUES[4]))
 # Dimensions between the two codes of a byte.
@@ -145,8 +146,8 @@ def write_heads(
     b_in = o_dim < HEAD_DIM
     b_mask = b_valid[:, None] & b_in[None, :]
     b_base = b_page * PAGE_ELEMENTS
-    if KV_FORMAT == "int8" or KV_FORMAT == "fp8":
-        if KV_FORMAT == "int8":
+    if KV_FORMAT == "int8" or KV_FORMAT == "int8-rows" or KV_FORMAT == "fp8":
+        if KV_FORMAT != "fp8":
             b_scale = tl.div_rn(tl.max(tl.abs(b_x), 1), INT8_MAX)
             b_scale = tl.minimum(b_scale, FLOAT16_MAX).to(tl.float16)
             # Codes use the stored scale; a row too small for one has codes 0.
@@ -160,7 +161,10 @@ def write_heads(
         else:
             b_divisor = tl.load(head_scales_ptr + b_head, mask=b_valid, other=1.0)[:, None]
             b_code = e4m3_code(tl.div_rn(b_x, b_divisor + tl.zeros_like(b_x)))
-        o_byte = code_byte(o_dim, token, _VALUE_BITS_8 if IS_VALUE else _KEY_BITS_8, 10)
+        if KV_FORMAT == "int8-rows":
+            o_byte = code_byte(o_dim, token, _ROW_BITS_8, 10)
+        else:
+            o_byte = code_byte(o_dim, token, _VALUE_BITS_8 if IS_VALUE else _KEY_BITS_8, 10)
         if IS_VALUE:
             o_byte += PAGE * HEAD_DIM_STORED
         tl.store(pages_ptr + b_base[:, None] + o_byte[None, :], b_code.to(tl.uint8), mask=b_mask)
@@ -221,7 +225,7 @@ def kv_write_kernel(
     num_heads,
     num_kv_heads,
     eps,
-    KV_FORMAT: tl.constexpr,  # the value of a KVFormat
+    KV_FORMAT: tl.constexpr,  # the pages' layout
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HEAD_DIM_STORED: tl.constexpr,

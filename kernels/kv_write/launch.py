@@ -10,7 +10,7 @@ from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page.codes import hadamard_size
-from appliance.kernels.kv_page.layout import DIM_STEP, page_bytes, stored_dims
+from appliance.kernels.kv_page.layout import DIM_STEP, layout_name, page_bytes, stored_dims
 from appliance.kernels.kv_write.kernel import kv_write_kernel
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def _launch(
         has_norm=norms is not None,
         has_mean=mean is not None,
         has_query=query is not None,
+        in_rows=cache.in_rows,
     )
     block = fixed["BLOCK_HEADS"]
     num_heads = 0 if query is None else query.shape[1]
@@ -156,6 +157,7 @@ def constexprs(
     has_norm: bool = False,
     has_mean: bool = False,
     has_query: bool = False,
+    in_rows: bool = False,
 ) -> KVWriteConstexprs:
     """Return the compile-time arguments of `kv_write_kernel`.
 
@@ -164,11 +166,12 @@ def constexprs(
         has_norm: query and key heads are normed.
         has_mean: the keys have a mean to subtract.
         has_query: there are queries.
+        in_rows: the codes of a token lie side by side.
     """
     padded = max(DIM_STEP, _power_of_two(head_dim))
     element = 1 if kv_format.is_quantized else kv_format.storage_dtype.itemsize
     return {
-        "KV_FORMAT": kv_format.value,
+        "KV_FORMAT": layout_name(kv_format.value, in_rows),
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": padded,
         "HEAD_DIM_STORED": stored_dims(kv_format.value, head_dim),

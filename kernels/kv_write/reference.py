@@ -33,7 +33,7 @@ def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor
             a row with a negative slot is not written.
     """
     if isinstance(cache, KVPages):
-        write_rows(cache.pages, cache.format.value, key, value, cache.head_scales, slot_mapping)
+        write_rows(cache.pages, cache.layout, key, value, cache.head_scales, slot_mapping)
         return
     if cache.format.is_quantized:
         assert cache.key_scales is not None

@@ -10,96 +10,31 @@ import triton.language as tl
 
 from appliance.kernels.attention_merge.kernel import merge
 from appliance.kernels.attention_spans.kernel import seen_spans
-from appliance.kernels.attention_tile.kernel import PAGE, SMALLEST, exp2, start
+from appliance.kernels.attention_tile.kernel import power_for
+from appliance.kernels.latent_tile.kernel import attend_latents
 
 
 @triton.jit
-def load_queries(
-    p_query,  # where the first row's query begins
-    num_rows,  # rows of the tile that exist
-    o_dim,  # elements of a query
-    last,  # the first element that is padding
-    BLOCK_M: tl.constexpr,
+def scale_queries_kernel(
+    scaled_ptr,  # (rows, WIDTH), dtype of the products with codes
+    undo_ptr,  # (rows,) float32, inverse scales
+    query_ptr,  # (rows, WIDTH)
     WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
 ):
-    """Return some elements of the queries, (BLOCK_M, elements), for a product."""
-    o_m = tl.arange(0, BLOCK_M)
-    b_mask = (o_m < num_rows)[:, None] & (o_dim < last)[None, :]
-    p_row = p_query + (o_m * WIDTH)[:, None] + o_dim[None, :]
-    return tl.load(p_row, mask=b_mask, other=0.0).to(tl.dtype(COMPUTE))
+    """Multiply each query by a power of two, exactly, so that float16 holds it.
 
-
-@triton.jit
-def attend_latents(
-    p_query,  # where the tile's first query begins
-    num_rows,  # of the tile
-    b_position,  # (BLOCK_M,) positions of the rows
-    pages_ptr,
-    p_table,  # the sequence's blocks
-    key_begin,  # a multiple of BLOCK_N
-    key_end,
-    score_scale,  # from scores to exponents of 2
-    ASM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PAGE_ELEMENTS: tl.constexpr,
-    LATENT: tl.constexpr,
-    LATENT_PADDED: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ROTARY_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Return a tile's mean of the latents up to each row's position, and its logarithm of the sum.
-
-    A row without a key gets zeros and -inf. Each latent is read once, for both products.
+    In a launch of its own, so that attention brings queries straight into shared memory.
     """
-    PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
-    WIDTH: tl.constexpr = LATENT + ROTARY
-    HALF: tl.constexpr = WIDTH // 2  # of a token, which a page holds in two halves
-    STEP: tl.constexpr = (PAGE - 1) * HALF  # more, from the last of a first half to the second's
-    o_n = tl.arange(0, BLOCK_N)
-    o_latent = tl.arange(0, LATENT_PADDED)
-    o_rotary = LATENT + tl.arange(0, ROTARY_PADDED)
-    b_query = load_queries(p_query, num_rows, o_latent, LATENT, BLOCK_M, WIDTH, COMPUTE)
-    b_turned = load_queries(p_query, num_rows, o_rotary, WIDTH, BLOCK_M, WIDTH, COMPUTE)
-    o_latent_place = o_latent + o_latent // HALF * STEP
-    o_rotary_place = o_rotary + o_rotary // HALF * STEP
-    b_max, b_sum, b_acc = start(BLOCK_M, LATENT_PADDED)
-    for key_start in tl.range(key_begin, key_end, BLOCK_N, num_stages=NUM_STAGES):
-        i_block = tl.load(p_table + key_start // PAGE).to(tl.int64)
-        b_key_position = key_start + o_n
-        b_valid = (b_key_position < key_end)[:, None]
-        p_token = pages_ptr + i_block * PAGE_ELEMENTS
-        p_token += (key_start - key_start // PAGE * PAGE) * HALF
-        p_token += (o_n * HALF)[:, None]
-        b_mask = b_valid
-        if LATENT < LATENT_PADDED:
-            b_mask = b_valid & (o_latent < LATENT)[None, :]
-        b_latent = tl.load(p_token + o_latent_place[None, :], mask=b_mask, other=0.0)
-        b_mask = b_valid
-        if ROTARY < ROTARY_PADDED:
-            b_mask = b_valid & (o_rotary < WIDTH)[None, :]
-        b_key = tl.load(p_token + o_rotary_place[None, :], mask=b_mask, other=0.0)
-        b_latent = b_latent.to(b_query.dtype)
-        b_key = b_key.to(b_query.dtype)
-
-        b_score = tl.dot(b_query, tl.trans(b_latent), input_precision=PRECISION)
-        b_score = tl.dot(b_turned, tl.trans(b_key), b_score, input_precision=PRECISION)
-        b_seen = b_key_position[None, :] <= b_position[:, None]
-        b_score = tl.where(b_seen, b_score * score_scale, -float("inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_score, 1))
-        b_weight = exp2(b_score - b_new_max[:, None], ASM)
-        b_decay = exp2(b_max - b_new_max, ASM)
-        b_max = b_new_max
-        b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
-        b_acc *= b_decay[:, None]
-        b_weight = b_weight.to(b_query.dtype)
-        b_acc = tl.dot(b_weight, b_latent, b_acc, input_precision=PRECISION)
-    b_acc *= (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
-    b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, SMALLEST)), -float("inf"))
-    return b_acc, b_lse
+    i_row = tl.program_id(0).to(tl.int64)
+    o_element = tl.arange(0, WIDTH_PADDED)
+    b_in = o_element < WIDTH
+    p_query = query_ptr + i_row * WIDTH + o_element
+    b_query = tl.load(p_query, mask=b_in, other=0.0).to(tl.float32)
+    factor = power_for(tl.max(tl.abs(b_query), 0))
+    tl.store(undo_ptr + i_row, 1.0 / factor)
+    b_query = (b_query * factor).to(scaled_ptr.dtype.element_ty)
+    tl.store(scaled_ptr + i_row * WIDTH + o_element, b_query, mask=b_in)
 
 
 # A new width of the block tables, or number of rows, must not recompile a kernel while serving.
@@ -110,7 +45,9 @@ def latent_decode_kernel(
     partial_ptr,  # (num_seqs, most_spans, max_rows * num_heads, LATENT) float32
     partial_lse_ptr,  # (num_seqs, most_spans, max_rows * num_heads) float32, base 2
     query_ptr,  # (num_tokens, num_heads, LATENT + ROTARY)
-    pages_ptr,  # (num_blocks, page) elements
+    undo_ptr,  # (num_tokens, num_heads) float32, the queries' inverse scales; of codes only
+    pages_ptr,  # (num_blocks, page) elements, or bytes of codes
+    records_ptr,  # the pages as int32; of codes only
     spans_ptr,  # (capacity, SPAN_COLUMNS) int32
     num_spans_ptr,  # (1,) int32
     query_start_ptr,  # (num_seqs + 1,) int32
@@ -124,6 +61,7 @@ def latent_decode_kernel(
     score_scale,
     ASM: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IS_CODES: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
     LATENT: tl.constexpr,
     LATENT_PADDED: tl.constexpr,
@@ -150,18 +88,24 @@ def latent_decode_kernel(
         first_position = context_len - num_tokens
         last_position = first_position + (first_row + num_rows - 1) // num_heads
         key_end = tl.minimum(tl.load(p_span + 2), last_position + 1)
-        p_query = query_ptr + query_start.to(tl.int64) * num_heads * (LATENT + ROTARY)
+        i_query = query_start.to(tl.int64) * num_heads + first_row
+        p_undo = undo_ptr
+        if IS_CODES:
+            p_undo += i_query
         b_mean, b_lse = attend_latents(
-            p_query + first_row * (LATENT + ROTARY),
+            query_ptr + i_query * (LATENT + ROTARY),
+            p_undo,
             num_rows,
             first_position + (first_row + o_m) // num_heads,
             pages_ptr,
+            records_ptr,
             block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride,
             tl.load(p_span + 1),
             tl.where(num_rows > 0, key_end, 0),
             score_scale,
             ASM,
             COMPUTE,
+            IS_CODES,
             PAGE_ELEMENTS,
             LATENT,
             LATENT_PADDED,
@@ -240,7 +184,9 @@ def latent_merge_kernel(
 def latent_prefill_kernel(
     output_ptr,  # (num_tokens, num_heads, LATENT)
     query_ptr,  # as in `latent_decode_kernel`, and so on
+    undo_ptr,
     pages_ptr,
+    records_ptr,
     tiles_ptr,  # (tiles, 2) int32: sequence, first token among its tokens
     query_start_ptr,
     context_lens_ptr,
@@ -250,6 +196,7 @@ def latent_prefill_kernel(
     score_scale,
     ASM: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IS_CODES: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
     LATENT: tl.constexpr,
     LATENT_PADDED: tl.constexpr,
@@ -277,17 +224,23 @@ def latent_prefill_kernel(
     first_position = context_len - num_tokens
     last_position = first_position + (first_row + num_rows - 1) // num_heads
     i_row = query_start.to(tl.int64) * num_heads + first_row
+    p_undo = undo_ptr
+    if IS_CODES:
+        p_undo += i_row
     b_mean, _ = attend_latents(
         query_ptr + i_row * (LATENT + ROTARY),
+        p_undo,
         num_rows,
         first_position + (first_row + o_m) // num_heads,
         pages_ptr,
+        records_ptr,
         block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride,
         0,
         last_position + 1,
         score_scale,
         ASM,
         COMPUTE,
+        IS_CODES,
         PAGE_ELEMENTS,
         LATENT,
         LATENT_PADDED,

@@ -13,9 +13,11 @@ from appliance.kernels.latent_attention.kernel import (
     latent_decode_kernel,
     latent_merge_kernel,
     latent_prefill_kernel,
+    scale_queries_kernel,
 )
 from appliance.kernels.latent_attention.variant import (
     MERGE_WARPS,
+    SCALE_WARPS,
     WIDEST_FLOAT32,
     LatentVariant,
 )
@@ -25,7 +27,7 @@ from appliance.kernels.paged_attention.launch import (
     programs_at_once,
     unsupported,
 )
-from appliance.kernels.paged_attention.variant import COMPUTE_NAMES, Phase
+from appliance.kernels.paged_attention.variant import COMPUTE_NAMES, Phase, padded
 from appliance.kernels.paged_attention.work import TILE_ROWS, AttentionWork
 from appliance.kernels.residency import Footprints
 from appliance.kernels.target import Target, target_of
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from appliance.kernels.decoder_cache import AnyLayerCache
 
 WIDEST = 512, 64  # elements of a latent, and of a key's rotary part
-ELEMENTS = (KVFormat.BF16, KVFormat.FP16, KVFormat.FP32)
+FORMATS = tuple(form for form in KVFormat if form.has_elements)
 _FOOTPRINTS = Footprints(latent_decode_kernel)
 
 
@@ -64,6 +66,7 @@ def latent_attention(
     assert isinstance(work, AttentionWork)
     assert isinstance(cache, KVPages)
     assert scale > 0, scale
+    assert cache.in_rows, "latents lie side by side"
     num_tokens, num_heads, width = query.shape
     assert width == 2 * cache.head_dim, (width, cache.head_dim)
     check_latents(latent, width - latent, cache.block_size, query.dtype, cache.format)
@@ -72,6 +75,11 @@ def latent_attention(
     batch, device = work.batch, query.device
     target = target_of(device)
     variant = LatentVariant(cache.format, query.dtype, num_heads, latent, width - latent)
+    is_codes = cache.format.is_quantized
+    undo = None
+    if is_codes:
+        query, undo = _scaled(query, variant.compute_dtype)
+    stored = (cache.pages, cache.elements) if is_codes else (cache.elements, None)
     geometry = batch.query_start, batch.context_lens
     tables = batch.block_tables, batch.block_tables.stride(0)
     with torch.cuda.device(query.get_device()):
@@ -84,7 +92,7 @@ def latent_attention(
             partial = query.new_empty((len(spans.table) * rows, latent), dtype=torch.float32)
             partial_lse = query.new_empty(len(partial), dtype=torch.float32)
             arguments = (
-                *(partial, partial_lse, query, cache.elements, spans.table, spans.count),
+                *(partial, partial_lse, query, undo, *stored, spans.table, spans.count),
                 *(*geometry, *tables, num_heads, batch.decode_rows, most, tiles, scale * LOG2_E),
             )
             at_once = programs_at_once(_FOOTPRINTS, device, arguments, fixed)
@@ -98,11 +106,26 @@ def latent_attention(
         if len(work.tiles):
             block_m, fixed = _configured(variant, Phase.PREFILL, target)
             latent_prefill_kernel[(len(work.tiles), TILE_ROWS * num_heads // block_m)](
-                *(output, query, cache.elements, work.tiles, *geometry, *tables, num_heads),
+                *(output, query, undo, *stored, work.tiles, *geometry, *tables, num_heads),
                 scale * LOG2_E,
                 **fixed,
             )
     return output
+
+
+def _scaled(query: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return queries (num_tokens, num_heads, width) as large as float16 holds, and the inverses.
+
+    The inverses are (num_tokens * num_heads,) float32, powers of two.
+    """
+    rows, width = query.flatten(0, 1), query.shape[-1]
+    scaled = torch.empty_like(query, dtype=dtype)
+    undo = query.new_empty(len(rows), dtype=torch.float32)
+    with torch.cuda.device(query.get_device()):
+        scale_queries_kernel[(len(rows),)](
+            scaled, undo, rows, WIDTH=width, WIDTH_PADDED=padded(width), num_warps=SCALE_WARPS
+        )
+    return scaled, undo
 
 
 def _configured(
@@ -129,9 +152,9 @@ def check_latents(
         supported = f"up to {WIDEST[0]} beside {WIDEST[1]}"
     elif block_size != PAGE_TOKENS:
         what, supported = f"block size {block_size}", str(PAGE_TOKENS)
-    elif kv_format not in ELEMENTS:
+    elif kv_format not in FORMATS:
         what = f"KV blocks of {kv_format.value}"
-        supported = ", ".join(form.value for form in ELEMENTS)
+        supported = ", ".join(form.value for form in FORMATS)
     elif dtype not in COMPUTE_NAMES:
         what, supported = f"activation dtype {dtype}", ", ".join(map(str, COMPUTE_NAMES))
     elif is_float32 and latent > WIDEST_FLOAT32:

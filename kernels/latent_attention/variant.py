@@ -6,7 +6,7 @@ of every architecture suffices; none has been timed on a GPU yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LEAST_DIMS = 16  # that a product sums
 MERGE_WARPS = 4
+SCALE_WARPS = 4
 
 # Of five stages two bring block ids, so two tiles of tokens are in flight while one is multiplied.
 # Queries stay in shared memory beside them. A cap on registers keeps ptxas from spilling a few
@@ -40,6 +41,11 @@ _MANY_HEADS = Tile(32, PAGE_TOKENS, 4, 5, max_registers=255)
 _PROMPT = Tile(64, PAGE_TOKENS, 8, 5)
 # Rows of latents of 512: two pages would not fit beside them.
 _WIDE = Tile(32, PAGE_TOKENS // 2, 4, 5, max_registers=255)
+# A page of codes is widened in registers, of which four warps would have too few: for latents of
+# up to `WIDEST_WHOLE` and many heads, and for the others.
+_CODES = Tile(32, PAGE_TOKENS, 8, 5)
+_FEW_CODES = Tile(16, PAGE_TOKENS, 8, 5)
+CODES_AHEAD = {120: 4}  # stages where triton 3.6 would spill two words with five
 # Float32, for checks of the others, turns each product into three.
 _FLOAT32 = Tile(16, PAGE_TOKENS, 8, 1)
 WIDEST_FLOAT32 = 128  # elements of a latent
@@ -51,7 +57,7 @@ class LatentVariant:
     """One specialization of the kernels of latent attention.
 
     Attributes:
-        kv_format: of the cache; its blocks hold elements.
+        kv_format: of the cache; one of `launch.FORMATS`.
         dtype: of query and output.
         num_heads: of a token.
         latent: elements of a token that are summed.
@@ -64,27 +70,46 @@ class LatentVariant:
     latent: int
     rotary: int
 
+    @property
+    def is_float32(self) -> bool:
+        """True if products take three times as many instructions."""
+        return torch.float32 in (self.dtype, self.kv_format.storage_dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of both products: codes of 8 bits are exact in float16, whatever the queries' dtype."""
+        is_half = self.kv_format.is_quantized and self.dtype is not torch.float32
+        return torch.float16 if is_half else self.dtype
+
     def tile(self, phase: Phase, capability: int) -> Tile:
         """Return the tile of a phase on one compute capability (86 is 8.6).
 
         In decode it follows from the heads alone: with other rows beside it, such as drafts, a row
         has the same sum.
         """
-        if torch.float32 in (self.dtype, self.kv_format.storage_dtype):
+        if self.is_float32:
             return _FLOAT32
         is_wide = self.latent > WIDEST_WHOLE
+        are_few = phase is Phase.DECODE and self.num_heads <= _FEW_HEADS.block_m
+        if self.kv_format.is_quantized:
+            if is_wide or are_few:
+                return _FEW_CODES
+            return replace(_CODES, num_stages=CODES_AHEAD.get(capability, _CODES.num_stages))
         if phase is Phase.PREFILL:
             return _WIDE if is_wide and capability != WARPGROUPS else _PROMPT
-        if self.num_heads <= _FEW_HEADS.block_m:
+        if are_few:
             return _FEW_HEADS
         return _WIDE if is_wide else _MANY_HEADS
 
     def constexprs(self, phase: Phase, tile: Tile, *, is_interpreted: bool) -> dict[str, object]:
         """Return the compile-time arguments of a phase's kernel."""
-        size = page_bytes(self.kv_format.value, (self.latent + self.rotary) // 2)
+        is_codes = self.kv_format.is_quantized
+        half = (self.latent + self.rotary) // 2
+        size = page_bytes(self.kv_format.value, half)
         fixed = self._widths | {
             "ASM": "none" if is_interpreted else "ptx",
-            "COMPUTE": COMPUTE_NAMES[self.dtype],
+            "COMPUTE": COMPUTE_NAMES[self.compute_dtype],
+            "IS_CODES": is_codes,
             "PAGE_ELEMENTS": size // self.kv_format.storage_dtype.itemsize,
             "ROTARY": self.rotary,
             "ROTARY_PADDED": max(LEAST_DIMS, padded(self.rotary)),

@@ -181,8 +181,11 @@ def test_a_longer_loop_over_heads_in_parts_is_caught(table: Table) -> None:
     assert costly_parts({key: {**found, "loop": longer}}) == [("int8", 86)]
 
 
-def test_latents_that_pass_by_registers_and_a_longer_loop_are_caught(table: Table) -> None:
-    key = ("latent_attention decode deepseek_v2_lite bf16 kv bf16", 86)
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_latents_that_pass_by_registers_and_a_longer_loop_are_caught(
+    table: Table, kv_format: str
+) -> None:
+    key = (f"latent_attention decode deepseek_v2_lite bf16 kv {kv_format}", 86)
     found = table[key]
     assert not costly_latents({key: found})
     for more in {"LDG": 1}, {"FFMA": found["loop_elements"]}:

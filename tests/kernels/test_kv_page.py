@@ -2,18 +2,21 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from ptx_machine.inline import evaluate
+from ptx_machine.memory import SECTOR
 
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
 from appliance.kernels.kv_page import ptx
 from appliance.kernels.kv_page.layout import (
     DIM_STEP,
+    IN_ROWS,
     KEYS,
     LOW_BITS,
     PAGE_TOKENS,
@@ -24,7 +27,7 @@ from appliance.kernels.kv_page.layout import (
 )
 from appliance.kernels.kv_write.reference import write_kv
 
-ORDERS = [*KEYS.values(), *VALUES.values()]
+ORDERS = [*KEYS.values(), *VALUES.values(), IN_ROWS]
 HEAD_DIMS = [32, 64, 96, 128, 256, 512]
 
 
@@ -67,6 +70,13 @@ def test_the_readers_permutation_is_the_writers_address(order: CodeOrder, head_d
     assert torch.equal(tile, expected.to(tile.dtype))
 
 
+def test_a_token_has_its_codes_in_rows_of_a_sector_side_by_side() -> None:
+    for token, dim in itertools.product(range(PAGE_TOKENS), range(288)):
+        strip, place = divmod(dim, DIM_STEP)
+        byte = (strip * PAGE_TOKENS + token) * SECTOR + place
+        assert IN_ROWS.address(token, dim) == (byte, 0)
+
+
 def part_of(order: CodeOrder, byte: int, nibble: int) -> int:
     """Which of a word's codes `ptx` makes of a byte or nibble."""
     return byte if order.bits == 8 else byte >> 1 | nibble << 1 | (byte & 1) << 2
@@ -91,9 +101,12 @@ def test_the_rows_of_values_are_those_of_the_probabilities_registers() -> None:
 
 
 # Sealed pages are made of whole blocks: see test_kv_seal.
-@pytest.mark.parametrize("kv_format", [f for f in KVFormat if not f.is_sealed])
+@pytest.mark.parametrize(
+    ("kv_format", "in_rows"),
+    [*((f, False) for f in KVFormat if not f.is_sealed), (KVFormat.INT8, True)],
+)
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
-def test_rows_come_back_from_their_slots(kv_format: KVFormat, head_dim: int) -> None:
+def test_rows_come_back_from_their_slots(kv_format: KVFormat, in_rows: bool, head_dim: int) -> None:
     random = torch.Generator().manual_seed(0)
     cache = KVPages.allocate(
         kv_format,
@@ -103,7 +116,8 @@ def test_rows_come_back_from_their_slots(kv_format: KVFormat, head_dim: int) -> 
         head_dim=head_dim,
         device=torch.device("cpu"),
     )
-    assert cache.pages.shape[-1] == page_bytes(kv_format.value, head_dim)
+    cache = replace(cache, in_rows=in_rows)
+    assert cache.pages.shape[-1] == page_bytes(cache.layout, head_dim)
     key, value = torch.randn(2, 60, 3, head_dim, generator=random).bfloat16()
     slots = torch.randperm(4 * PAGE_TOKENS, generator=random)[:60]
     write_kv(key, value, cache, slots)
@@ -134,7 +148,10 @@ def halves_of(text: str, words: NDArray[np.uint32]) -> NDArray[np.float16]:
 def test_ptx_of_every_int8_code() -> None:
     words = words_of_bytes()
     codes = words.view(np.uint8).reshape(-1, 4)
-    assert np.array_equal(halves_of(ptx.INT8, words), codes.astype(np.float16) - 128)
+    expected = codes.astype(np.float16) - 128
+    assert np.array_equal(halves_of(ptx.INT8, words), expected)
+    pairs = np.stack(evaluate(ptx.INT8_ROWS, [32, 32], words), axis=1)
+    assert np.array_equal(pairs.astype(np.uint32).view(np.float16), expected)
 
 
 def test_ptx_of_every_nibble() -> None:

@@ -50,6 +50,30 @@ def test_a_model_on_the_kernels_says_what_it_says_on_the_reference(
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+# Queries straight, and by latents. The kernels are compiled in test_latent_attention.
+@pytest.mark.interpreted
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latents_of_8_bits_say_what_they_say_on_the_reference(family: str, tmp_path: Path) -> None:
+    save_experts(family, tmp_path)
+    found, expected, exact = (
+        logits_of(
+            load_decoder(open_model(tmp_path), backend, torch.device("cpu"), torch.float32),
+            [token % 50 for token in TOKEN_IDS[:24]],
+            chunks=[17, 1, 5, 1],
+            format=kv_format,
+        )
+        for backend, kv_format in (
+            (select_backend(torch.device("cuda")), KVFormat.INT8),
+            (REFERENCE, KVFormat.INT8),
+            (REFERENCE, KVFormat.FP32),
+        )
+    )
+    # Sums in another order turn few codes to the next.
+    error, rounding = (found - expected).abs(), (expected - exact).abs()
+    assert rounding.mean() > 1e-4
+    assert error.mean() < 0.02 * rounding.mean()
+
+
 # Every type's kernel is compiled and executed in test_ggml_matmul.
 @pytest.mark.interpreted
 def test_a_gguf_file_takes_as_much_memory_as_on_disk_with_a_tied_head_once(

@@ -215,19 +215,26 @@ def test_experts_run_in_graphs(tmp_path: Path) -> None:
     assert {StepSize(2), StepSize(2, 32)} <= replayed <= {*graphs.captured}
 
 
-# The kernels are compiled and executed in test_latent_attention.
-@pytest.mark.interpreted
-def test_latents_and_their_drafts_run_in_graphs(tmp_path: Path) -> None:
+# A capture writes codes of latents that no step computed, at which the interpreter warns.
+@pytest.mark.parametrize(
+    "kv_format",
+    [
+        pytest.param(KVFormat.INT8, marks=pytest.mark.compiled),
+        pytest.param(KVFormat.FP32, marks=pytest.mark.interpreted),
+    ],
+)
+def test_latents_and_their_drafts_run_in_graphs(tmp_path: Path, kv_format: KVFormat) -> None:
     """Prompts of several chunks, rows of one token, and rows that verify drafts."""
     save_experts("deepseek_v3", tmp_path)
     requests = [
         request("one", 45, vocab=50, max_tokens=12),
         request("other", 7, vocab=50, max_tokens=12),
     ]
-    expected = run(engine_of(tmp_path, REFERENCE, asynchronous=False), *requests)
+    exact = engine_of(tmp_path, REFERENCE, asynchronous=False, kv_format=kv_format)
+    expected = run(exact, *requests)
     limits = replace(LIMITS, max_num_seqs=2, verifies=True)
     kernels = select_backend(torch.device("cuda"))
-    engine = engine_of(tmp_path, kernels, asynchronous=True, limits=limits)
+    engine = engine_of(tmp_path, kernels, asynchronous=True, limits=limits, kv_format=kv_format)
     known: Answers = {name: (tokens, [], None) for name, tokens in expected.items()}
     engine._scheduler._speculator = ReplayingSpeculator(
         known, 0.9, Matchers(512, ()), random.Random(1)

@@ -18,7 +18,9 @@ PAGED = [KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4]
 compose = reference.rotate_and_write_with(rms_norm, rotary, reference.write_kv)
 
 
-def empty_cache(kv_format: KVFormat, num_kv_heads: int, head_dim: int) -> KVPages:
+def empty_cache(
+    kv_format: KVFormat, num_kv_heads: int, head_dim: int, in_rows: bool = False
+) -> KVPages:
     cache = KVPages.allocate(
         kv_format,
         num_blocks=NUM_BLOCKS,
@@ -29,13 +31,15 @@ def empty_cache(kv_format: KVFormat, num_kv_heads: int, head_dim: int) -> KVPage
     )
     if cache.head_scales is not None:
         cache.head_scales.copy_(torch.linspace(0.01, 2, cache.head_scales.numel()).view(2, -1))
-    return cache
+    return replace(cache, in_rows=in_rows)
 
 
 def assert_writes_what_the_reference_writes(
-    key: torch.Tensor, value: torch.Tensor, kv_format: KVFormat
+    key: torch.Tensor, value: torch.Tensor, kv_format: KVFormat, in_rows: bool = False
 ) -> None:
-    found, expected = (empty_cache(kv_format, *key.shape[1:]) for _ in range(2))
+    found, expected = (
+        empty_cache(kv_format, key.shape[1], key.shape[2], in_rows) for _ in range(2)
+    )
     write_kv(key, value, found, SLOTS)
     reference.write_kv(key, value, expected, SLOTS)
     assert expected.pages.any()
@@ -59,6 +63,13 @@ def test_every_shape_of_heads(num_kv_heads: int, head_dim: int, kv_format: KVFor
     shape = (2, len(SLOTS), num_kv_heads, head_dim)
     key, value = torch.randn(shape, generator=random).half()
     assert_writes_what_the_reference_writes(key, value, kv_format)
+
+
+# Halves of latents: of whole strips, as models have them, and of parts of one.
+@pytest.mark.parametrize("half", [288, 160, 16, 69])
+def test_codes_in_rows(half: int) -> None:
+    key, value = torch.randn(2, len(SLOTS), 1, half, generator=torch.Generator().manual_seed(0))
+    assert_writes_what_the_reference_writes(key, value * 5, KVFormat.INT8, in_rows=True)
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.INT8, KVFormat.INT4, KVFormat.FP8])

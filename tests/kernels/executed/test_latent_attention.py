@@ -10,6 +10,7 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
+from appliance.kernels.kv_page.layout import record_offset
 from appliance.kernels.kv_write.launch import write_kv
 from appliance.kernels.latent_attention import reference
 from appliance.kernels.latent_attention.launch import check_latents, latent_attention
@@ -33,8 +34,13 @@ def build(
     dtype: torch.dtype = FP16,
     decode_rows: int = 3,
     seed: int = 0,
+    token_size: float = 1.0,
+    query_size: float = 1.0,
 ) -> Case:
-    """Random queries, and random tokens written by the kernel into pages of NaN."""
+    """Random queries, and random tokens written by the kernel into pages of NaN.
+
+    Of neighbouring tokens every other one is `token_size` as large.
+    """
     lengths = [-(-context // 32) for context in context_lens]
     order = torch.randperm(sum(lengths) + 2, generator=torch.Generator().manual_seed(seed))
     tables = [tuple(table.tolist()) for table in order[: sum(lengths)].split(lengths)]
@@ -47,29 +53,37 @@ def build(
         head_dim=half,
         device=torch.device("cpu"),
     )
-    cache.elements.fill_(torch.nan)
+    cache = replace(cache, in_rows=True)
+    if kv_format.is_quantized:
+        records = cache.pages[..., record_offset(cache.layout, half) :]
+        records.copy_(torch.full(records.shape, 0xFF, dtype=torch.uint8))  # NaN in every half
+    else:
+        cache.elements.fill_(torch.nan)
     queries = []
     for i, (rows, context, table) in enumerate(zip(query_lens, context_lens, tables, strict=True)):
         random = torch.Generator().manual_seed(i)
-        tokens = torch.randn(context, 1, 2 * half, generator=random).to(dtype)
+        tokens = torch.randn(context, 1, 2 * half, generator=random)
+        tokens[::2] *= token_size
+        tokens = tokens.to(dtype)
         first, second = (part.contiguous() for part in tokens.chunk(2, dim=-1))
         write_kv(first, second, cache, slots_of(table, 0, context, 32))
-        query = torch.randn(context, num_heads, 2 * half, generator=random).to(dtype)
+        query = query_size * torch.randn(context, num_heads, 2 * half, generator=random)
+        query = query.to(dtype)
         queries.append(query[context - rows :])
     batch = build_batch(query_lens, context_lens, tables, 32, decode_rows)
     return Case(torch.cat(queries), cache, batch)
 
 
-def attend(case: Case, latent: int = 24) -> torch.Tensor:
+def attend(case: Case, latent: int = 24, scale: float = 0.2) -> torch.Tensor:
     work = plan_attention(case.batch, 32)
-    return latent_attention(case.query, case.cache, work, scale=0.2, latent=latent)
+    return latent_attention(case.query, case.cache, work, scale=scale, latent=latent)
 
 
-def assert_matches_reference(case: Case, latent: int = 24) -> None:
-    found = attend(case, latent)
+def assert_matches_reference(case: Case, latent: int = 24, scale: float = 0.2) -> None:
+    found = attend(case, latent, scale)
     assert found.dtype == case.query.dtype
     expected = reference.latent_attention(
-        case.query.double(), case.cache, case.batch, scale=0.2, latent=latent
+        case.query.double(), case.cache, case.batch, scale=scale, latent=latent
     )
     error = (found.double() - expected).abs().amax() / expected.abs().max()
     assert error < BOUNDS[case.query.dtype]  # NaN is not
@@ -82,28 +96,47 @@ def assert_matches_reference(case: Case, latent: int = 24) -> None:
         (KVFormat.FP16, FP16),
         (KVFormat.FP32, FP32),
         (KVFormat.BF16, FP32),
+        (KVFormat.INT8, BF16),
+        (KVFormat.INT8, FP16),
+        (KVFormat.INT8, FP32),
     ],
 )
 def test_every_cache_format(kv_format: KVFormat, dtype: torch.dtype) -> None:
     assert_matches_reference(build(kv_format=kv_format, dtype=dtype))
 
 
+@pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.INT8])
 @pytest.mark.parametrize(
     ("latent", "rotary", "num_heads"),
-    [(*DEEPSEEK, 16), (*DEEPSEEK, 20), (*MISTRAL, 5), (48, 16, 1), (128, 10, 40)],
+    [(*DEEPSEEK, 16), (*DEEPSEEK, 20), (*MISTRAL, 5), (*MISTRAL, 32), (48, 16, 1), (128, 10, 40)],
 )
-def test_every_shape(latent: int, rotary: int, num_heads: int) -> None:
+def test_every_shape(latent: int, rotary: int, num_heads: int, kv_format: KVFormat) -> None:
     case = build(
         (1, 2, 9),
         (150, 33, 40),
         latent=latent,
         rotary=rotary,
         num_heads=num_heads,
-        kv_format=KVFormat.BF16,
+        kv_format=kv_format,
         dtype=BF16,
         decode_rows=2,
     )
     assert_matches_reference(case, latent)
+
+
+@pytest.mark.parametrize("query_size", [0.0, 1e-30, 1e4, 1e9])
+def test_queries_of_any_size_survive_their_way_to_float16(query_size: float) -> None:
+    case = build(kv_format=KVFormat.INT8, dtype=BF16, query_size=query_size)
+    assert_matches_reference(case, scale=0.2 / max(query_size, 1.0))
+
+
+@pytest.mark.parametrize("token_size", [1e-6, 1e-3, 1e3])
+def test_small_and_large_codes_side_by_side(token_size: float) -> None:
+    case = build(kv_format=KVFormat.INT8, dtype=FP32, token_size=token_size)
+    scale = 0.2 / max(token_size, 1.0)
+    assert_matches_reference(case, scale=scale)
+    rounded = replace(case, query=case.query.bfloat16())
+    assert_matches_reference(rounded, scale=scale)
 
 
 def test_lengths_around_pages_and_spans() -> None:
@@ -117,21 +150,24 @@ def test_chunk_lengths_around_tiles() -> None:
     assert_matches_reference(build(query_lens, context_lens))
 
 
-def test_neighbours_places_and_drafts_change_no_bit() -> None:
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
+def test_neighbours_places_and_drafts_change_no_bit(kv_format: KVFormat) -> None:
     """A row's result is the same alone, beside others, in other blocks, and after rows."""
-    case = build((1, 3, 40), (300, 64, 60))
+    case = build((1, 3, 40), (300, 64, 60), kv_format=kv_format)
     together = attend(case)
-    assert torch.equal(attend(build((1, 3, 40), (300, 64, 60), seed=1)), together)
-    alone = build((1,), (300,))
+    elsewhere = build((1, 3, 40), (300, 64, 60), kv_format=kv_format, seed=1)
+    assert torch.equal(attend(elsewhere), together)
+    alone = build((1,), (300,), kv_format=kv_format)
     assert torch.equal(attend(alone), together[:1])
-    with_drafts = build((3,), (300,))
+    with_drafts = build((3,), (300,), kv_format=kv_format)
     assert torch.equal(attend(with_drafts)[2:], together[:1])
 
 
-def test_how_a_prompt_is_cut_changes_no_bit() -> None:
-    whole = attend(build((150,), (150,)))
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
+def test_how_a_prompt_is_cut_changes_no_bit(kv_format: KVFormat) -> None:
+    whole = attend(build((150,), (150,), kv_format=kv_format))
     # The same tokens, whose first 67 were read in an earlier step.
-    assert torch.equal(attend(build((83,), (150,))), whole[67:])
+    assert torch.equal(attend(build((83,), (150,), kv_format=kv_format)), whole[67:])
 
 
 def test_rows_that_only_fill_up_a_batch_are_zero_and_change_no_bit() -> None:
@@ -149,7 +185,7 @@ def test_rows_that_only_fill_up_a_batch_are_zero_and_change_no_bit() -> None:
         ((576, 64, 32), BF16, KVFormat.BF16, r"layer 3: .*of 576 .* 64 that .*: up to 512 beside"),
         ((512, 96, 32), BF16, KVFormat.BF16, r"of 512 elements beside 96 that rotate"),
         ((512, 64, 16), BF16, KVFormat.BF16, r"block size 16; supported: 32"),
-        ((512, 64, 32), BF16, KVFormat.FP8, r"KV blocks of fp8; supported: bf16, fp16, fp32"),
+        ((512, 64, 32), BF16, KVFormat.FP8, r"KV blocks of fp8; supported: fp32, fp16, bf16, int8"),
         ((512, 64, 32), torch.float64, KVFormat.BF16, r"float64; supported: torch.bfloat16"),
         ((256, 64, 32), FP32, KVFormat.BF16, r"float32.* latents of 256; supported: bfloat16"),
         ((256, 64, 32), BF16, KVFormat.FP32, r"fp32 and latents of 256; supported: bfloat16"),

@@ -22,6 +22,13 @@ class KVWriteShape:
     has_norm: bool = False
 
 
+MODULE, FUNCTION = "appliance.kernels.kv_write.kernel", "kv_write_kernel"
+STRIDES = frozenset({"query_stride", "key_stride", "value_stride"})
+OPTIONAL = {
+    *("output_ptr", "query_ptr", "cos_ptr", "sin_ptr", "halves_ptr", "head_scales_ptr"),
+    *("query_norm_ptr", "key_norm_ptr", "key_mean_ptr"),
+}
+LATENT = 512, 64  # elements, and of the rotary part beside them
 SHAPES = (
     KVWriteShape("llama_8b", 8, 128, 32, 128),
     KVWriteShape("smollm2_135m", 3, 64, 9, 64),
@@ -36,8 +43,27 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     for kv_format in (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4):
         yield write_signature(SHAPES[0], kv_format)
     yield write_signature(SHAPES[0], KVFormat.INT8, has_mean=True)  # as open blocks are written
+    yield latents_signature()
     for shape in SHAPES[1:] if capability == MOST_COMPILED else ():
         yield write_signature(shape, KVFormat.INT4)  # what takes most
+
+
+def latents_signature() -> KernelSignature:
+    """How `kv_write_kernel` is compiled for INT8 latents of DeepSeek and GLM, in BF16."""
+    fixed = constexprs(KVFormat.INT8, 1, sum(LATENT) // 2, in_rows=True)
+    types = {"pages_ptr": "*u8", "halves_ptr": "*fp16", "key_ptr": "*bf16", "value_ptr": "*bf16"}
+    types |= {"slot_mapping_ptr": "*i64", "eps": "fp32"}
+    types |= dict.fromkeys(("num_heads", "num_kv_heads", *STRIDES), "i32")
+    return KernelSignature(
+        name="kv_write deepseek latents bf16 kv int8",
+        module=MODULE,
+        function=FUNCTION,
+        types=types,
+        constexprs={**fixed, **dict.fromkeys(OPTIONAL - types.keys())},
+        multiples_of_16=STRIDES,
+        num_warps=num_warps(fixed),
+        num_stages=1,
+    )
 
 
 def write_signature(
@@ -62,9 +88,7 @@ def write_signature(
         "cos_ptr": "*fp32",
         "sin_ptr": "*fp32",
         "slot_mapping_ptr": "*i64",
-        "query_stride": "i32",
-        "key_stride": "i32",
-        "value_stride": "i32",
+        **dict.fromkeys(sorted(STRIDES), "i32"),
         "num_heads": "i32",
         "num_kv_heads": "i32",
         "eps": "fp32",
@@ -77,15 +101,13 @@ def write_signature(
         types |= {"query_norm_ptr": "*fp32", "key_norm_ptr": "*fp32"}
     if has_mean:
         types["key_mean_ptr"] = "*fp32"
-    norms = {"query_norm_ptr", "key_norm_ptr", "key_mean_ptr"}
-    pointers = {"halves_ptr", "head_scales_ptr", *norms}
     return KernelSignature(
         name=f"kv_write {shape.name} bf16 kv {kv_format.value}" + (" mean" if has_mean else ""),
-        module="appliance.kernels.kv_write.kernel",
-        function="kv_write_kernel",
+        module=MODULE,
+        function=FUNCTION,
         types=types,
-        constexprs={**fixed, **dict.fromkeys(pointers - types.keys())},
-        multiples_of_16=frozenset({"query_stride", "key_stride", "value_stride"}),
+        constexprs={**fixed, **dict.fromkeys(OPTIONAL - types.keys())},
+        multiples_of_16=STRIDES,
         num_warps=num_warps(fixed),
         num_stages=1,
     )

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.latent_attention.variant import MERGE_WARPS, LatentVariant
-from appliance.kernels.paged_attention.variant import COMPUTE_NAMES, Phase
+from appliance.kernels.latent_attention.variant import (
+    CODES_AHEAD,
+    MERGE_WARPS,
+    SCALE_WARPS,
+    LatentVariant,
+)
+from appliance.kernels.paged_attention.variant import COMPUTE_NAMES, Phase, padded
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.latent_attention.kernel"
@@ -30,12 +35,19 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     full = capability == MOST_COMPILED
     for phase in Phase:
         yield latent_signature(CORE, phase, torch.bfloat16, KVFormat.BF16, capability)
+        yield latent_signature(CORE, phase, torch.bfloat16, KVFormat.INT8, capability)
+        if full or capability in CODES_AHEAD:
+            yield latent_signature("mistral4", phase, torch.bfloat16, KVFormat.INT8, capability)
         if full:
             yield latent_signature("mistral4", phase, torch.bfloat16, KVFormat.BF16, capability)
             yield latent_signature(CORE, phase, torch.float16, KVFormat.FP16, capability)
             yield latent_signature(WIDEST, phase, torch.float32, KVFormat.FP32, capability)
     yield latent_signature("deepseek_v3", Phase.DECODE, torch.bfloat16, KVFormat.BF16, capability)
     if full:
+        yield latent_signature(
+            "deepseek_v3", Phase.DECODE, torch.bfloat16, KVFormat.INT8, capability
+        )
+        yield scale_signature()
         yield merge_signature()
 
 
@@ -47,6 +59,9 @@ def latent_signature(
     tile = variant.tile(phase, capability)
     activation = f"*{COMPUTE_NAMES[dtype]}"
     types = {"query_ptr": activation, "pages_ptr": f"*{kv_format.value}"} | GEOMETRY | TABLES
+    if kv_format.is_quantized:
+        types |= {"pages_ptr": "*u8", "records_ptr": "*i32", "undo_ptr": "*fp32"}
+        types["query_ptr"] = f"*{COMPUTE_NAMES[variant.compute_dtype]}"
     types |= {"num_heads": "i32", "score_scale": "fp32"}
     if phase is Phase.DECODE:
         types |= PARTIAL | {"spans_ptr": "*i32", "num_spans_ptr": "*i32"}
@@ -58,12 +73,28 @@ def latent_signature(
         module=MODULE,
         function=f"latent_{phase.value}_kernel",
         types=types,
-        constexprs=variant.constexprs(phase, tile, is_interpreted=False),
+        constexprs=variant.constexprs(phase, tile, is_interpreted=False)
+        | ({} if kv_format.is_quantized else {"records_ptr": None, "undo_ptr": None}),
         multiples_of_16=frozenset(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         max_registers=tile.max_registers,
         loop_elements=tile.block_n * sum(SHAPES[name][1:]) // (32 * tile.num_warps),
+    )
+
+
+def scale_signature() -> KernelSignature:
+    """How the kernel that makes float16 of queries is compiled."""
+    width = sum(SHAPES[CORE][1:])
+    return KernelSignature(
+        name=f"latent_attention scale {CORE} bf16",
+        module=MODULE,
+        function="scale_queries_kernel",
+        types={"scaled_ptr": "*fp16", "undo_ptr": "*fp32", "query_ptr": "*bf16"},
+        constexprs={"WIDTH": width, "WIDTH_PADDED": padded(width)},
+        multiples_of_16=frozenset(),
+        num_warps=SCALE_WARPS,
+        num_stages=3,
     )
 
 

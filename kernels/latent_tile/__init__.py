@@ -1,0 +1,1 @@
+"""The inner loop that reads latents on the GPU."""
