@@ -8,10 +8,10 @@
 llama.cpp chooses the codes of the trained model's files, from a file of any types, and we take
 turns with it on each. The random model has the widths of Llama 3.2 1B, all 16 of its layers or
 fewer, and a smaller vocabulary. Matrices have the types that llama.cpp would give them, narrower
-ones where no super-block of 256 divides the rows. The divergence is
-that of the library's predictions from float32 arithmetic on the same weights, on the text of
-`cpu_quality`, or on random words in a random model. FOLDER has the package xllamacpp; see
-`cpu_experts`.
+ones where no super-block of 256 divides the rows. The divergence is that of the library's
+predictions from float32 arithmetic on the same weights, on the text of `cpu_quality`, or on random
+words in a random model. `read_gb_per_second` is what torch reads just before, the limit of one
+stream. FOLDER has the package xllamacpp; see `cpu_experts`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.bench.bandwidth import probe
 from appliance.config import cache_dir
 from appliance.gguf import read_header
 from appliance.hub import resolve_model
@@ -98,6 +99,7 @@ def held(path: Path, options: argparse.Namespace, windows: list[torch.Tensor]) -
     }
     del decoder
     if options.repeats:
+        found["read_gb_per_second"] = probe([options.threads])[0]["read_gb_per_second"]
         found["speed"] = measure(path, options)
     return found
 

@@ -251,7 +251,7 @@ def held_types() -> str:
     """Compare GGUF types held as they are with their files, with float32, and with llama.cpp."""
     head = [
         *("weights", "file, MB", "held over file", "mean KLD to float32"),
-        *("1 stream, tokens/s", "8 streams", "prefill", "over llama.cpp"),
+        *("1 stream, tokens/s (of the memory's rate)", "8 streams", "prefill", "over llama.cpp"),
     ]
     rows, origins, is_timed = [], [], False
     for name in HELD_TYPES:
@@ -272,7 +272,11 @@ def held_row(row: dict[str, Any], layers: int | None) -> list[str]:
     speed = row.get("speed", {"runs": {"ours": []}})
     runs, ratios = speed["runs"]["ours"], speed.get("ratios", {})
     places = ("decode_1", "decode_8", "prefill")
-    rates = [f"{median(run[place] for run in runs):,.0f}" if runs else "" for place in places]
+    rates = [median(run[place] for run in runs) for place in places] if runs else []
+    rates_in_words = [f"{rate:,.0f}" for rate in rates] or [""] * len(places)
+    if rate_of_memory := row.get("read_gb_per_second"):
+        share = rates[0] * row["held_bytes"] / rate_of_memory / 1e9
+        rates_in_words[0] += f" ({share:.0%})"
     is_random = row["model"].startswith("random")
     name = f"random, {layers} layers" if is_random else row["model"]
     words = [name, row.get("type"), "AVX2" if row.get("isa") == "avx2" else None]
@@ -281,7 +285,7 @@ def held_row(row: dict[str, Any], layers: int | None) -> list[str]:
         f"{row['file_bytes'] / 1e6:,.0f}",
         f"{row['held_bytes'] / row['file_bytes']:.3f}",
         f"{row['closeness']['kld_mean']:.4f}",
-        *(*rates, " / ".join(f"{each['median']:.1f}x" for each in ratios.values())),
+        *(*rates_in_words, " / ".join(f"{each['median']:.1f}x" for each in ratios.values())),
     ]
 
 
