@@ -59,8 +59,10 @@ def check(status: int) -> None:
         MemoryError: the workspace could not grow.
         RankLostError: another process of the group has ended.
     """
+    if status == Status.OK:
+        return
     if status == Status.RANK_LOST:
         raise RankLostError("a process that holds a part of the model has ended")
     if status == Status.NO_MEMORY:
         raise MemoryError("no memory for the workspace of this step; lower max_num_batched_tokens")
-    assert status == Status.OK, Status(status).name
+    raise AssertionError(Status(status).name)

@@ -42,12 +42,13 @@ class LibraryLinear:
             MemoryError: the rows need more workspace than there is.
         """
         x = x.float().contiguous()
-        assert x.shape[1] == self.in_features, (x.shape, self.in_features)
-        out: Tensor = arrays.empty((len(x), self.out_features), "float32", x)
+        num_rows, in_features = x.shape
+        assert in_features == self.in_features, (x.shape, self.in_features)
+        out: Tensor = arrays.empty((num_rows, self.out_features), "float32", x)
         engine = self._engine
         check(
             engine.library.ap_multiply(
-                engine.handle, self._address, x.data_ptr(), len(x), out.data_ptr()
+                engine.handle, self._address, x.data_ptr(), num_rows, out.data_ptr()
             )
         )
         return out

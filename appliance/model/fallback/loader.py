@@ -24,7 +24,12 @@ from appliance.model.fallback.experts import (
     stacked_parts,
 )
 from appliance.model.fallback.matrices import name_of
-from appliance.model.fallback.modules import IdentityModel, LaidOutEmbedding, LaidOutLinear
+from appliance.model.fallback.modules import (
+    IdentityModel,
+    LaidOutEmbedding,
+    LaidOutLinear,
+    NoDropout,
+)
 from appliance.model.linear import ConcatenatedLinear, LinearPart, stack_neighbours
 from appliance.model.weight_format import FormatCounts, format_of
 
@@ -147,6 +152,8 @@ class _Layout:
             elif is_embedding(module):
                 own = shared if module is embedding else None
                 _put(model, name, self._embedding(name, module, own))
+            elif isinstance(module, nn.Dropout):
+                _put(model, name, NoDropout())
             else:
                 self._parameters(name, module)
         self._report("weights", len(owners), len(owners))
