@@ -170,11 +170,18 @@ def measure_kv(
     walk = Walk(source, rows, folder, device, watch=watch)
     layers = []
     for index, attention in source.spec.attention_layers.items():
-        block = walk.block(index)
-        walk.advance(block)
-        project = _projection(block)
+        project = _passed(walk, watch, index)
         layers.append(measure_layer(attention, watch.take(), project, walk.energy()))
+        del project  # with its layer
     return layers
+
+
+def _passed(walk: Walk, watch: AttentionWatch, index: int) -> Callable[[Tensor], Tensor]:
+    """Run all rows through a layer; return its output projection."""
+    with walk.whole(index) as block:
+        watch.take()  # of the pass to its experts
+        walk.advance(block)
+    return _projection(block)
 
 
 def _projection(block: TransformerBlock) -> Callable[[Tensor], Tensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.backend import select_backend
+from appliance.model.spec import ExpertsSpec
 from appliance.quant.walk.block import observe_calls, observing
 from appliance.quant.walk.routed_rows import RoutedRows, nothing_yet
 from appliance.quant.walk.row_layers import RowLayers
@@ -70,7 +71,7 @@ class Walk:
         self.seconds = 0.0
         self._device = device
         self._folder = folder
-        self._width = source.spec.hidden_size
+        self._spec = source.spec
         self._num_rows, self._row_tokens = rows.shape
         # GPU kernels have no float32 cache; torch's are fast on whole rows.
         choice = "reference" if device.type == "cuda" else "auto"
@@ -79,7 +80,9 @@ class Walk:
             backend = watch.on(backend)
         self._layers = RowLayers(source, self._row_tokens, backend, device)
         folder.mkdir(exist_ok=True)
-        self._stream = ResidualStream(folder, self._num_rows, self._row_tokens, self._width, layer)
+        self._stream = ResidualStream(
+            folder, self._num_rows, self._row_tokens, self._spec.hidden_size, layer
+        )
         if not self._stream.exists:
             assert layer == 0, f"the stream before layer {layer} is not in {folder}"
             with self._stream.written(0) as writer:
@@ -112,9 +115,24 @@ class Walk:
     def routed(self, index: int, others: Mapping[str, PackedWeight]) -> Iterator[RoutedRows]:
         """Run all rows through a layer up to its routed experts; give what these read."""
         count = self._num_rows * self._row_tokens
-        with closing(RoutedRows(self._folder, count, self._width, self._device)) as kept:
+        with closing(RoutedRows(self._folder, count, self._spec.hidden_size, self._device)) as kept:
             self._pass(self.layer(index, others, kept.keeper()))
             yield kept
+
+    @contextmanager
+    def whole(self, index: int) -> Iterator[TransformerBlock]:
+        """Give an unchanged layer for one pass of all rows; its routed experts ran before.
+
+        That took a pass of its own through the rest of the layer.
+        """
+        mlp = self._spec.layers[index].mlp
+        if not isinstance(mlp, ExpertsSpec):
+            yield self.block(index)
+            return
+        with self.routed(index, {}) as kept:
+            for number in filter(kept.is_chosen, mlp.experts):
+                kept.add(number, self.expert(index, number, {}))
+            yield self.layer(index, {}, kept.summed())
 
     def observe(self, block: TransformerBlock, linears: list[ObservedLinear]) -> list[Moments]:
         """Run all rows through a layer up to the last of some linears; return their moments."""

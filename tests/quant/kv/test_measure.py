@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import torch
+from expert_models import save_experts
 
 from appliance.kernels.kv_format import KVFormat
+from appliance.model.source import open_model
 from appliance.model.spec import AttentionSpec, RopeSpec
-from appliance.quant.kv.measure import MeasuredLayer, measure_layer
+from appliance.quant.kv.measure import MeasuredLayer, measure_kv, measure_layer
+from appliance.quant.walk.walk import Walk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pytest
+
+    from appliance.quant.walk.block import TransformerBlock
 
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 32, 100
 
@@ -51,3 +65,24 @@ def test_a_huge_bias_of_the_keys_is_harmless_once_their_mean_is_off() -> None:
 
 def test_no_mean_is_taken_off_before_a_soft_cap() -> None:
     assert measured(600.0, softcap=30.0).centred == {}
+
+
+def test_experts_that_run_apart_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_experts("qwen3_moe", tmp_path / "model")
+    source = open_model(tmp_path / "model")
+    rows = torch.randint(0, 50, (3, 40), generator=torch.Generator().manual_seed(1))
+    apart = measure_kv(source, rows, tmp_path / "apart", torch.device("cpu"))
+
+    @contextmanager
+    def whole(walk: Walk, index: int) -> Iterator[TransformerBlock]:
+        yield walk.block(index)
+
+    monkeypatch.setattr(Walk, "whole", whole)
+    together = measure_kv(source, rows, tmp_path / "together", torch.device("cpu"))
+    assert len(apart) == len(together) == 3
+    for one, other in zip(apart, together, strict=True):
+        torch.testing.assert_close(one.head_scales, other.head_scales)
+        torch.testing.assert_close(one.key_mean, other.key_mean)
+        torch.testing.assert_close(one.errors, other.errors, rtol=1e-3, atol=1e-9)

@@ -62,6 +62,10 @@ def test_experts_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.Mon
         before = set(os.listdir("/proc/self/fd"))
         torch.testing.assert_close(outputs(walk, walk.layer(index, {}, kept.summed())), expected)
     assert len(set(os.listdir("/proc/self/fd"))) == len(before) - 2
+    with walk.whole(index) as block:
+        assert isinstance(block.layer.mlp, Experts)
+        assert not block.layer.mlp.experts
+        torch.testing.assert_close(outputs(walk, block), expected)
     assert sum(moments.tokens for moments in seen) > ROWS.numel()
 
 
