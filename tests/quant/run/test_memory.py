@@ -77,8 +77,8 @@ def said(code: str, *arguments: str) -> Any:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "rtn": {"hidden": 1024, "middle": 4096, "layers": 10, "vocab": 150_000},
-    "gptq": {"hidden": 512, "middle": 1024, "layers": 2, "vocab": 450_000},
-    "awq": {"hidden": 512, "middle": 1024, "layers": 1, "vocab": 450_000},
+    "gptq": {"hidden": 512, "middle": 1024, "layers": 2, "vocab": 250_000},
+    "awq": {"hidden": 512, "middle": 1024, "layers": 1, "vocab": 250_000},
 }
 
 
@@ -89,7 +89,7 @@ def test_a_large_model_takes_little_memory_beside_the_libraries(
 ) -> None:
     """One process on one processor: its own allocations count, in one order."""
     size = write_large_model(tmp_path / "large", **SHAPES[method])
-    assert size > 4 * BESIDE_LIBRARIES
+    assert size > 2 * BESIDE_LIBRARIES, "and its embedding alone is more"
     found = run(tmp_path, tmp_path / "large", method, BESIDE_LIBRARIES)
     assert found["peak"] <= found["ceiling"]
     assert found["reported"] == pytest.approx(found["peak"], rel=0.02)
