@@ -8,10 +8,37 @@ import triton.language as tl
 
 from appliance.kernels.code_planes.kernel import load_plane, words_of_group
 from appliance.kernels.scale_records.kernel import load_record, record_scales
-from appliance.kernels.weight_codes.kernel import to_weights, zero_points
+from appliance.kernels.weight_codes.kernel import (
+    ROWS_APART,
+    first_rows,
+    for_words,
+    to_weights,
+    zero_points,
+)
 
 TILE_N: tl.constexpr = tl.constexpr(64)
-INT4_CENTER: tl.constexpr = tl.constexpr(8)
+INT4_CENTER: tl.constexpr = tl.constexpr(8.0)
+
+
+@triton.jit
+def load_params(p_word, PARAMS: tl.constexpr):
+    """Return scale and offset, float32 each, of the features whose words pointers point to."""
+    b_word = tl.load(p_word)
+    if PARAMS == "fp16_offset":  # halves of one word
+        b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        b_offset = (b_word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif PARAMS == "fp16_zero":
+        b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        # In the mantissa of 2^23 an integer needs no conversion.
+        b_zero = ((b_word >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
+        b_offset = b_scale * (8388608.0 + INT4_CENTER - b_zero)
+    elif PARAMS == "fp32_offset":
+        b_scale = b_word.to(tl.float32, bitcast=True)
+        b_offset = tl.load(p_word + TILE_N).to(tl.float32, bitcast=True)
+    else:
+        b_scale = b_word.to(tl.float32, bitcast=True)
+        b_offset = tl.zeros_like(b_scale)
+    return b_scale, b_offset
 
 
 @triton.jit
@@ -21,23 +48,33 @@ def load_scales(
     """Return scale and offset of a group for each output feature, (BLOCK_N,) float32 each."""
     o_n = tl.arange(0, TILES_N * TILE_N)
     b_row = (i_tile + o_n // TILE_N) * num_groups + i_group
-    if PARAMS == "fp16_offset":  # halves of one word
-        b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
-        b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        b_offset = (b_word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif PARAMS == "fp16_zero":
-        b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
-        b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        b_offset = -b_scale * ((b_word >> 16) - INT4_CENTER).to(tl.float32)
-    elif PARAMS == "fp32_offset":
-        b_place = b_row * (2 * TILE_N) + o_n % TILE_N
-        b_scale = tl.load(params_ptr + b_place).to(tl.float32, bitcast=True)
-        b_offset = tl.load(params_ptr + b_place + TILE_N).to(tl.float32, bitcast=True)
-    else:
-        b_word = tl.load(params_ptr + b_row * TILE_N + o_n % TILE_N)
-        b_scale = b_word.to(tl.float32, bitcast=True)
-        b_offset = tl.zeros_like(b_scale)
-    return b_scale, b_offset
+    WORDS: tl.constexpr = 2 * TILE_N if PARAMS == "fp32_offset" else TILE_N
+    return load_params(params_ptr + b_row * WORDS + o_n % TILE_N, PARAMS)
+
+
+@triton.jit
+def scales_of_words(
+    params_ptr,
+    i_tile,
+    num_groups,
+    i_group,
+    b_words,
+    TILES_N: tl.constexpr,
+    TILES_K: tl.constexpr,
+    PARAMS: tl.constexpr,
+):
+    """Return a group's scale and offset for the first row of each word, then for the second."""
+    WORDS: tl.constexpr = 2 * TILE_N if PARAMS == "fp32_offset" else TILE_N
+    b_group = (i_tile + tl.arange(0, TILES_N)) * num_groups + i_group
+    p_first = first_rows(params_ptr + (b_group * WORDS)[:, None])
+    b_scale, b_offset = load_params(p_first, PARAMS)
+    b_more_scale, b_more_offset = load_params(p_first + ROWS_APART, PARAMS)
+    return (
+        for_words(b_scale[:, :, :, None], b_words, TILES_K),
+        for_words(b_offset[:, :, :, None], b_words, TILES_K),
+        for_words(b_more_scale[:, :, :, None], b_words, TILES_K),
+        for_words(b_more_offset[:, :, :, None], b_words, TILES_K),
+    )
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 The weight is operand A of the tensor cores, so few rows of x cost little. Its codes lie in memory
 in the order of A's fragments: threads load 16 bytes each, and widened codes never pass through
-shared memory. Each group has a product of its own, whose sum takes the group's scale.
+shared memory. Each group has a product of its own, whose sum takes the group's scale; or, with
+FOLDED, weights take it, and all products add to one sum.
 """
 
 import triton
@@ -10,9 +11,20 @@ import triton.language as tl
 
 from appliance.kernels.code_planes.kernel import code_of, iq4_value
 from appliance.kernels.dependent_launch.kernel import prefetch_lines, wait_for_previous
-from appliance.kernels.group_products.kernel import add_group, add_tiles, load_scales, load_x
+from appliance.kernels.group_products.kernel import (
+    add_group,
+    add_tiles,
+    load_scales,
+    load_x,
+    scales_of_words,
+)
 from appliance.kernels.scale_records.kernel import load_record, record_scales
-from appliance.kernels.weight_codes.kernel import tile_scales, to_weights, zero_points
+from appliance.kernels.weight_codes.kernel import (
+    tile_scales,
+    to_scaled_weights,
+    to_weights,
+    zero_points,
+)
 
 TILE_N: tl.constexpr = tl.constexpr(64)
 LARGE: tl.constexpr = tl.constexpr(80.0)  # an exponent within float32
@@ -77,6 +89,7 @@ def packed_matmul_kernel(
     RECORD: tl.constexpr,  # words of a record of scales; 0: they lie apart
     GROUP: tl.constexpr,  # inputs whose product has a scale; 0: all
     SCALES: tl.constexpr,  # of a feature in a stored tile, applied to weights in registers
+    FOLDED: tl.constexpr,  # inputs whose 4-bit codes take scale and offset in registers; 0: none
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -97,7 +110,11 @@ def packed_matmul_kernel(
     splits = tl.num_programs(2)
     i_tile = i_n * TILES_N
     tiles_k = blocks_k * (BLOCK_K // TILE_K)
-    num_groups = 1 if GROUP == 0 else blocks_k * (BLOCK_K // GROUP)
+    num_groups = 1
+    if FOLDED != 0:
+        num_groups = blocks_k * BLOCK_K // FOLDED
+    elif GROUP != 0:
+        num_groups = blocks_k * (BLOCK_K // GROUP)
 
     b_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     b_valid_m = b_m < num_tokens
@@ -133,7 +150,7 @@ def packed_matmul_kernel(
                     b_words = tl.load(p_tiles + o_word + at // TILE_K * WORDS)
                     b_x = load_x(x_ptr, b_x_row, b_valid_m, at, in_features, STEP_K, EVEN_K)
                     b_one, b_other = None, None
-                    if PARAMS == "fp16_zero":
+                    if PARAMS == "fp16_zero" and not FOLDED:
                         b_one, b_other = zero_points(
                             params_ptr, i_tile, num_groups, start // GROUP, b_words, TILES_N,
                             TILES_K, DTYPE, ASM,
@@ -143,10 +160,20 @@ def packed_matmul_kernel(
                             params_ptr, i_tile, tiles_k, at // TILE_K, b_words, TILES_N, TILES_K,
                             SCALES, ASM,
                         )  # fmt: skip
-                    b_weight = to_weights(
-                        b_words, b_one, b_other, TILES_N, TILES_K, AXES, BLOCK_N, STEP_K, CODES,
-                        DTYPE, ASM,
-                    )  # fmt: skip
+                    if FOLDED:
+                        b_one, b_first, b_other, b_second = scales_of_words(
+                            params_ptr, i_tile, num_groups, at // FOLDED, b_words, TILES_N, TILES_K,
+                            PARAMS,
+                        )  # fmt: skip
+                        b_weight = to_scaled_weights(
+                            b_words, b_one, b_first, b_other, b_second, TILES_N, TILES_K, AXES,
+                            BLOCK_N, STEP_K, DTYPE, ASM,
+                        )  # fmt: skip
+                    else:
+                        b_weight = to_weights(
+                            b_words, b_one, b_other, TILES_N, TILES_K, AXES, BLOCK_N, STEP_K, CODES,
+                            DTYPE, ASM,
+                        )  # fmt: skip
                     b_product = tl.dot(b_weight, b_x, b_product)
                 if GROUP == 0:
                     b_acc = b_product

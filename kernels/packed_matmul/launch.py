@@ -51,6 +51,7 @@ from appliance.kernels.packed_matmul.variant import (
     ROWS_WARPS,
     dequantize_constexprs,
     matmul_constexprs,
+    may_fold,
     product_group,
     rows_constexprs,
     takes_sums,
@@ -115,8 +116,13 @@ class TiledLinear:
         assert x.dtype in DTYPES, x.dtype
         if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
             x = x.contiguous()
-        group = product_group(self.weight.kind, self.weight.group_size)
-        tile = choose_tile(x.shape[0], target_of(x.device).capability, group)
+        form = self.weight.kind, self.weight.group_size
+        tile = choose_tile(
+            x.shape[0],
+            target_of(x.device).capability,
+            product_group(*form),
+            may_fold=may_fold(*form),
+        )
         if tile is None:
             return _multiply_dense(self, x)
         out = x.new_empty(x.shape[0], self.out_features)
@@ -223,7 +229,7 @@ def _multiply(linear: TiledLinear, x: Tensor, out: Tensor, tile: MatmulTile) -> 
     asm, early = not target_of(x.device).is_interpreted, starts_early(x.device)
     fixed = matmul_constexprs(weight, tile, gated=linear.gated, early=early, asm=asm)
     sums = None
-    if takes_sums(weight.params_kind, tile.max_rows):
+    if not fixed["FOLDED"] and takes_sums(weight.params_kind, tile.max_rows):
         sums = group_sums(weight, x, blocks_m * tile.block_m)
     workspace = workspace_of(x.device)
     arguments = (

@@ -39,6 +39,7 @@ class MatmulTile:
     num_stages: int
     tilewise: bool = False  # a product for each stored tile, else for each group
     max_registers: int | None = None  # per thread; None leaves the choice to ptxas
+    folds: bool = False  # weights for which `variant.may_fold` is true take scale and offset first
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Architecture:
     """One row of the table."""
 
     tiles: tuple[MatmulTile, ...]  # by max_rows; above the last, weights become dense
+    one_sum: tuple[MatmulTile, ...]  # where all products add to one sum
     # Bytes that an SM must have in flight: its share of the bandwidth on the fastest card's data
     # sheet, times 0.8 us, about the latency of a loaded memory.
     bytes_in_flight: int
@@ -58,6 +60,9 @@ class Architecture:
 # Up to 16 rows two warps on 64 features are best: each has two fragments of weights for one of x
 # and 2.1 to 2.9 instructions per weight, where four warps have 2.5 to 3.9. From 33 rows on eight
 # warps, as float32 sums fill the registers of four, except with wgmma.
+# With many rows, codes must be widened while the tensor cores multiply. By mma.sync a warp widens
+# some between its products. A warpgroup waits for wgmma, so another program must fill that time:
+# two fit where there is one sum and no second for the product of a group.
 _SKINNY = (
     MatmulTile(8, 8, 64, 2, 4),
     MatmulTile(16, 16, 64, 2, 4),
@@ -74,6 +79,13 @@ _WGMMA = (
     MatmulTile(128, 128, 128, 8, 3, tilewise=True),
     MatmulTile(256, 128, 128, 8, 3, tilewise=True),
 )
+_WIDE = MatmulTile(512, 128, 128, 8, 2, tilewise=True, max_registers=128, folds=True)
+_WGMMA_ONE_SUM = (
+    *_WGMMA[:4],
+    replace(_WIDE, max_rows=128),
+    replace(_WIDE, max_rows=256),
+    _WIDE,
+)
 # A scale every 32 inputs costs a multiplication for each sum: with many rows of x more than a dense
 # weight does, and registers that taller tiles lack.
 SHORT_GROUP_TILES = (
@@ -82,11 +94,11 @@ SHORT_GROUP_TILES = (
     replace(_SKINNY[2], max_rows=128),
 )
 ARCHITECTURES = {
-    80: Architecture(_MMA_SYNC, 15 << 10),
-    86: Architecture(_MMA_SYNC, 9 << 10),
-    89: Architecture(_MMA_SYNC, 9 << 10),
-    90: Architecture(_WGMMA, 29 << 10),
-    120: Architecture(_MMA_SYNC, 9 << 10),
+    80: Architecture(_MMA_SYNC, _MMA_SYNC, 15 << 10),
+    86: Architecture(_MMA_SYNC, _MMA_SYNC, 9 << 10),
+    89: Architecture(_MMA_SYNC, _MMA_SYNC, 9 << 10),
+    90: Architecture(_WGMMA, _WGMMA_ONE_SUM, 29 << 10),
+    120: Architecture(_MMA_SYNC, _MMA_SYNC, 9 << 10),
 }
 
 
@@ -99,11 +111,22 @@ def architecture(capability: int) -> Architecture | None:
 
 
 @lru_cache(maxsize=4096)
-def choose_tile(rows: int, capability: int, group_size: int = 128) -> MatmulTile | None:
-    """Choose the tile for a number of rows of x; None means that the weight is dequantized."""
+def choose_tile(
+    rows: int, capability: int, group_size: int = 128, *, may_fold: bool = False
+) -> MatmulTile | None:
+    """Choose the tile for a number of rows of x; None means that the weight is dequantized.
+
+    Args:
+        rows: of x.
+        capability: compute capability (86 is 8.6).
+        group_size: inputs of one scaled product; 0 means all.
+        may_fold: weights can take scale and offset before the product, see `variant.may_fold`.
+    """
     table = architecture(capability)
     assert table is not None
-    tiles = SHORT_GROUP_TILES if 0 < group_size <= SHORT_GROUP else table.tiles
+    tiles = table.one_sum if may_fold or not group_size else table.tiles
+    if 0 < group_size <= SHORT_GROUP:
+        tiles = SHORT_GROUP_TILES
     tile = next((tile for tile in tiles if rows <= tile.max_rows), None)
     # With one sum over all inputs ptxas would spill, to fit more programs than shared memory holds.
     return replace(tile, max_registers=128) if tile is _SKINNY[1] and not group_size else tile

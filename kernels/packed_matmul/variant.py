@@ -35,6 +35,7 @@ class MatmulConstexprs(TypedDict):
     RECORD: int
     GROUP: int
     SCALES: int
+    FOLDED: int
     GATED: bool
     EVEN_K: bool
     BLOCK_M: int
@@ -77,7 +78,8 @@ def constexprs_of(
 ) -> MatmulConstexprs:
     """Return `matmul_constexprs` of a weight that need not exist."""
     order = TileOrder(kind.bits)
-    group = _scaling(kind, group_size)["GROUP"]
+    folded = group_size if tile.folds and may_fold(kind, group_size) else 0
+    group = 0 if folded else product_group(kind, group_size)
     is_record = params_kind in RECORD_OFFSETS
     assert not is_record or group < order.tile_k, "only short groups take products with ones"
     return {
@@ -88,7 +90,8 @@ def constexprs_of(
         "PARAMS": params_kind.value,
         "OFFSETS": params_kind in OFFSETS,
         "RECORD": record_words(params_kind, block_k),
-        **_scaling(kind, group_size),
+        **_scaling(kind, 0 if folded else group_size),
+        "FOLDED": folded,
         "GATED": gated,
         "EVEN_K": even_k,
         "BLOCK_M": tile.block_m,
@@ -116,6 +119,14 @@ def _scaling(kind: Codes, group_size: int) -> _Scaling:
 def product_group(kind: Codes, group_size: int) -> int:
     """Return the inputs of one scaled product; 0 means all, scaled once at the end."""
     return _scaling(kind, group_size)["GROUP"]
+
+
+def may_fold(kind: Codes, group_size: int) -> bool:
+    """Return True if weights can take scale and offset in registers, one pair for a stored tile.
+
+    They are rounded to the dtype of activations then, as dense weights are.
+    """
+    return kind is Codes.INT4 and group_size >= TileOrder(kind.bits).tile_k
 
 
 def takes_sums(params_kind: Params, max_rows: int) -> bool:

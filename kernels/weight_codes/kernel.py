@@ -17,6 +17,8 @@ FP8_BF16: tl.constexpr = tl.constexpr(ptx.FP8_BF16)
 FP8_FP16: tl.constexpr = tl.constexpr(ptx.FP8_FP16)
 INT4_ZERO_BF16: tl.constexpr = tl.constexpr(ptx.INT4_ZERO_BF16)
 INT4_ZERO_FP16: tl.constexpr = tl.constexpr(ptx.INT4_ZERO_FP16)
+INT4_SCALED_BF16: tl.constexpr = tl.constexpr(ptx.INT4_SCALED_BF16)
+INT4_SCALED_FP16: tl.constexpr = tl.constexpr(ptx.INT4_SCALED_FP16)
 ZERO_BF16: tl.constexpr = tl.constexpr(ptx.ZERO_BF16)
 ZERO_FP16: tl.constexpr = tl.constexpr(ptx.ZERO_FP16)
 FP4_BF16: tl.constexpr = tl.constexpr(ptx.FP4_BF16)
@@ -29,14 +31,22 @@ ROWS_APART: tl.constexpr = tl.constexpr(8)  # the two rows of a word of 4-bit co
 
 
 @triton.jit
-def load_rows(p_tile):
-    """Load a word for each of a lane's two output features in a word of 4-bit codes.
+def first_rows(p_tile):
+    """Return a pointer for the first of each lane's two output features in a word of 4-bit codes.
+
+    The second is ROWS_APART words behind it.
 
     Args:
         p_tile: (tiles in n, tiles in k) pointers to words, one for each feature of a tile.
     """
     o_lane = tl.arange(0, LANES)
-    p_first = p_tile[:, :, None] + (o_lane // 32 * 16 + o_lane % 32 // 4)[None, None, :]
+    return p_tile[:, :, None] + (o_lane // 32 * 16 + o_lane % 32 // 4)[None, None, :]
+
+
+@triton.jit
+def load_rows(p_tile):
+    """Load a word for each of a lane's two output features."""
+    p_first = first_rows(p_tile)
     return tl.load(p_first), tl.load(p_first + ROWS_APART)
 
 
@@ -158,22 +168,14 @@ def widen_by_row(
     if ASM:
         if tl.bfloat16 == DTYPE:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                INT4_ZERO_BF16 if CODES == "int4" else FP4_BF16,
-                "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-                [b_words, b_first, b_second],
-                dtype=(tl.bfloat16,) * 8,
-                is_pure=True,
-                pack=1,
-            )
+                INT4_ZERO_BF16 if CODES == "int4" else FP4_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+                [b_words, b_first, b_second], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
         else:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                INT4_ZERO_FP16 if CODES == "int4" else FP4_FP16,
-                "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-                [b_words, b_first, b_second],
-                dtype=(tl.float16,) * 8,
-                is_pure=True,
-                pack=1,
-            )
+                INT4_ZERO_FP16 if CODES == "int4" else FP4_FP16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+                [b_words, b_first, b_second], dtype=(tl.float16,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
     elif CODES == "int4":
         a = int4_plane(b_words, b_first, 0, DTYPE)
         b = int4_plane(b_words, b_first, 4, DTYPE)
@@ -201,22 +203,14 @@ def widen_int4(b_words, DTYPE: tl.constexpr, ASM: tl.constexpr):
     if ASM:
         if tl.bfloat16 == DTYPE:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                INT4_BF16,
-                "=h,=h,=h,=h,=h,=h,=h,=h,r",
-                [b_words],
-                dtype=(tl.bfloat16,) * 8,
-                is_pure=True,
-                pack=1,
-            )
+                INT4_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r",
+                [b_words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
         else:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                INT4_FP16,
-                "=h,=h,=h,=h,=h,=h,=h,=h,r",
-                [b_words],
-                dtype=(tl.float16,) * 8,
-                is_pure=True,
-                pack=1,
-            )
+                INT4_FP16, "=h,=h,=h,=h,=h,=h,=h,=h,r",
+                [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
     else:
         a = int4_plane(b_words, 8, 0, DTYPE)
         b = int4_plane(b_words, 8, 4, DTYPE)
@@ -307,6 +301,20 @@ def to_weights(
         b_planes = widen_bytes(b_words, CODES, DTYPE, ASM)
     else:
         b_planes = widen_planes(b_words, b_first, CODES, DTYPE, ASM)
+    return as_operand(b_planes, TILES_N, TILES_K, AXES, SIDE_N, SIDE_K, ASM)
+
+
+@triton.jit
+def as_operand(
+    b_planes,
+    TILES_N: tl.constexpr,
+    TILES_K: tl.constexpr,
+    AXES: tl.constexpr,
+    SIDE_N: tl.constexpr,
+    SIDE_K: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Arrange the planes of tiles' words as weights (SIDE_N, SIDE_K)."""
     # Two counts of tiles and 12 bits of an index, or 11 or 10 if the words were split.
     if len(AXES) == 14:
         b_bits = tl.reshape(b_planes, (TILES_N, TILES_K, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
@@ -334,3 +342,51 @@ def to_weights(
             "", "=h,0", [b_weight], dtype=b_weight.dtype, is_pure=False, pack=1
         )
     return b_weight
+
+
+@triton.jit
+def scaled_plane(b_words, b_scale, b_offset, PLACE: tl.constexpr, DTYPE: tl.constexpr):
+    b_code = ((b_words >> (4 * PLACE)) & 0xF) - 8
+    return (b_code.to(tl.float32) * b_scale + b_offset).to(DTYPE)
+
+
+@triton.jit
+def to_scaled_weights(
+    b_words,  # as for `to_weights`, 4-bit codes
+    b_scale,  # as b_words, float32, of the first of a word's two rows; and its offset
+    b_offset,
+    b_more_scale,  # of the second
+    b_more_offset,
+    TILES_N: tl.constexpr,
+    TILES_K: tl.constexpr,
+    AXES: tl.constexpr,
+    SIDE_N: tl.constexpr,
+    SIDE_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return weights (SIDE_N, SIDE_K) with scale and offset: (q - 8) * scale + offset, rounded."""
+    if ASM:
+        if tl.bfloat16 == DTYPE:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                INT4_SCALED_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,f,f,f,f",
+                [b_words, b_scale, b_offset, b_more_scale, b_more_offset],
+                dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                INT4_SCALED_FP16, "=h,=h,=h,=h,=h,=h,=h,=h,r,f,f,f,f",
+                [b_words, b_scale, b_offset, b_more_scale, b_more_offset],
+                dtype=(tl.float16,) * 8, is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        a = scaled_plane(b_words, b_scale, b_offset, 0, DTYPE)
+        b = scaled_plane(b_words, b_scale, b_offset, 4, DTYPE)
+        c = scaled_plane(b_words, b_scale, b_offset, 1, DTYPE)
+        d = scaled_plane(b_words, b_scale, b_offset, 5, DTYPE)
+        e = scaled_plane(b_words, b_more_scale, b_more_offset, 2, DTYPE)
+        f = scaled_plane(b_words, b_more_scale, b_more_offset, 6, DTYPE)
+        g = scaled_plane(b_words, b_more_scale, b_more_offset, 3, DTYPE)
+        h = scaled_plane(b_words, b_more_scale, b_more_offset, 7, DTYPE)
+    b_planes = join_eight(a, b, c, d, e, f, g, h)
+    return as_operand(b_planes, TILES_N, TILES_K, AXES, SIDE_N, SIDE_K, ASM)

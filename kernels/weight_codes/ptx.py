@@ -79,6 +79,41 @@ INT4_ZERO_BF16 = _integers("bf16", 4, center=None)
 INT4_ZERO_FP16 = _integers("f16", 4, center=None)
 
 
+def _scaled_int4(dtype: str) -> str:
+    """Return the PTX for codes with scale and offset, rounded once.
+
+    Operand 8 is the word, 9 and 10 are scale and offset of its first row, 11 and 12 of the second,
+    float32. Moved to bit 12 or 16, a code is in the mantissa of 2048 or 128, and what is too much
+    goes with the offset: float32 loses less than 2^-12 of a scale.
+    """
+    lines = [".reg .b32 t, u, a, b, c, d;", ".reg .b32 first12, first16, second12, second16;"]
+    for row, (scale, offset) in {"first": ("$9", "$10"), "second": ("$11", "$12")}.items():
+        for at, too_much in _TOO_MUCH.items():
+            lines.append(f"fma.rn.f32 {row}{at}, {scale}, 0f{too_much:08x}, {offset};")
+    for i, pair in enumerate("abcd"):
+        row, scale = ("first", "$9") if i < 2 else ("second", "$11")
+        for name, bit in (("t", 4 * i), ("u", 4 * i + 16)):
+            at = 12 if (bit - 12) % 8 == 0 else 16
+            if bit == 8:  # shares its shift with no other
+                at = 16
+            mantissa, base = (0xF000, 0x45000000) if at == 12 else (0xF0000, 0x43000000)
+            source = "$8" if bit == at else name
+            if bit < at:
+                lines.append(f"shl.b32 {name}, $8, {at - bit};")
+            elif bit > at:
+                lines.append(f"shr.u32 {name}, $8, {bit - at};")
+            lines.append(f"lop3.b32 {name}, {source}, 0x{mantissa:08x}, 0x{base:08x}, 0xea;")
+            lines.append(f"fma.rn.f32 {name}, {name}, {scale}, {row}{at};")
+        lines.append(f"cvt.rn.{dtype}x2.f32 {pair}, u, t;")
+    lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
+    return _block(*lines)
+
+
+_TOO_MUCH = {12: 0xC5008000, 16: 0xC3080000}  # -2056 and -136, with the middle code
+INT4_SCALED_BF16 = _scaled_int4("bf16")
+INT4_SCALED_FP16 = _scaled_int4("f16")
+
+
 # The 16 values that codes of IQ4 name, a byte each.
 IQ4_TABLES = tuple(
     int.from_bytes(bytes(value & 0xFF for value in IQ4_VALUES[i : i + 4]), "little", signed=True)

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from compiled_kernels.compile import beside_products
 from compiled_kernels.decode_gates import Loop, moves_codes, too_many
 from compiled_kernels.gates import (
     GATES,
@@ -22,6 +23,7 @@ from compiled_kernels.gates import (
     costly_parts,
     multiplies_e4m3,
     offenders,
+    pausing_products,
     sharing_rows,
     shipped,
     spilling,
@@ -151,12 +153,36 @@ def test_codes_of_fp8_pages_are_multiplied_as_they_are(table: Table, triton: str
             "planted packed_matmul: warps that share weights, int4 g128 fp32 rows 128",
             taking_detours,
         ),
+        (
+            "planted packed_matmul: warps that share weights, int4 g128 fp32 rows 128",
+            pausing_products,
+        ),
         ("planted packed_matmul: no promise of alignment, int4 g128 rows 8", without_wide_loads),
     ],
 )
 def test_gates_catch_planted_regressions(table: Table, regression: str, offending: Gate) -> None:
     key = (regression, 86)
     assert key in offending({key: table[key]})
+
+
+@pytest.mark.parametrize(
+    ("loop", "beside"),
+    [
+        ("LOP3 HMMA.16816 PRMT FFMA HMMA.16816 BAR.SYNC", "PRMT FFMA"),
+        ("LOP3 HMMA.16816 PRMT", ""),
+        ("LOP3 PRMT", ""),
+        ("LOP3 HGMMA.64 PRMT WARPGROUP.DEPBAR.LE FFMA", "PRMT"),
+        # In flight until the next iteration.
+        ("LOP3 WARPGROUP.DEPBAR.LE SHF HGMMA.64 PRMT", "LOP3 PRMT"),
+    ],
+)
+def test_what_is_issued_beside_products(loop: str, beside: str) -> None:
+    assert beside_products(loop.split()) == beside.split()
+
+
+def test_a_warpgroup_without_another_program_is_caught(table: Table) -> None:
+    key = ("planted packed_matmul: one program, int4 g128 fp32 rows 128", 90)
+    assert pausing_products({key: table[key]}) == [key]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from compiled_kernels.signatures.packed_matmul import SHAPES, MatmulShape
 
 from appliance.kernels.fp8_matmul.tiles import choose_fp8_tile
+from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import (
     ARCHITECTURES,
     LEAST_BLOCKS,
@@ -21,6 +22,7 @@ from appliance.kernels.packed_matmul.tiles import (
     choose_splits,
     choose_tile,
 )
+from appliance.kernels.packed_matmul.variant import constexprs_of, may_fold, product_group
 from appliance.kernels.residency import LARGEST
 
 ODD = (
@@ -52,7 +54,7 @@ def test_splits_fit_the_workspace_and_their_traffic_a_share(
     table = architecture(capability)
     assert table is not None
     out_tiles, blocks_k = -(-shape.out_features // TILE_N), -(-shape.in_features // 128)
-    tiles = [*table.tiles, *SHORT_GROUP_TILES]
+    tiles = [*table.tiles, *table.one_sum, *SHORT_GROUP_TILES]
     tiles += [choose_fp8_tile(rows, capability) for rows in (1, 64, 4096)]
     for tile in tiles:
         for place in places(tile, capability):
@@ -101,9 +103,38 @@ def test_every_number_of_rows_has_a_tile_until_weights_are_made_dense(capability
         assert choose_tile(tile.max_rows, capability) is tile
         assert tile.block_n % TILE_N == 0
     assert choose_tile(table.tiles[-1].max_rows + 1, capability) is None
+    for tile in table.one_sum:
+        assert choose_tile(tile.max_rows, capability, may_fold=True) is tile
+    assert choose_tile(512, capability, 128, may_fold=True) is not None
+    assert choose_tile(513, capability, 128, may_fold=True) is None
     assert choose_tile(16, capability, 32) is choose_tile(16, capability, 64)
     assert choose_tile(128, capability, 32) is not None
     assert choose_tile(129, capability, 32) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "kind", "group_size", "expected"),
+    [
+        (90, 65, Codes.INT4, 128, 128),
+        (90, 512, Codes.INT4, 64, 64),
+        (90, 64, Codes.INT4, 128, 0),
+        (90, 128, Codes.INT4, 32, 0),
+        (90, 128, Codes.INT8, 128, 0),
+        (90, 512, Codes.FP4, 16, 0),
+        (86, 128, Codes.INT4, 128, 0),
+        (120, 512, Codes.INT4, 128, 0),
+    ],
+)
+def test_weights_take_their_scale_on_hopper_with_many_rows_and_long_groups(
+    capability: int, rows: int, kind: Codes, group_size: int, expected: int
+) -> None:
+    form = kind, group_size
+    tile = choose_tile(rows, capability, product_group(*form), may_fold=may_fold(*form))
+    assert tile is not None
+    params = Params.HALVES if kind is Codes.FP4 else Params.FP32
+    fixed = constexprs_of(kind, params, group_size, 128, tile)
+    assert fixed["FOLDED"] == expected
+    assert (fixed["GROUP"] == 0) == (expected > 0 or kind is Codes.FP4)
 
 
 @pytest.mark.parametrize(

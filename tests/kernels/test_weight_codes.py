@@ -101,6 +101,24 @@ def test_every_code_less_every_zero_point(text: str, prepare: str, dtype: torch.
 
 
 @pytest.mark.parametrize(
+    ("text", "dtype"), [(ptx.INT4_SCALED_BF16, BF16), (ptx.INT4_SCALED_FP16, FP16)]
+)
+def test_every_code_with_scale_and_offset(text: str, dtype: torch.dtype) -> None:
+    words = words_of_all_codes(4)
+    pairs = ((0.0173, -0.071), (0.0008, 0.02))  # of the first row, of the second
+    numbers = [np.full(len(words), number, np.float32) for pair in pairs for number in pair]
+    rows = [row.view(np.uint32) for row in numbers]
+    found = evaluate(text, [16] * 8, words.numpy().astype(np.uint32), *rows)
+    for plane, place in zip(range(8), TileOrder(4).places(), strict=True):
+        codes = words >> place * 4 & 15
+        scale, offset = pairs[plane // 4]
+        exact = (codes - 8).double() * scale + offset
+        values = torch.from_numpy(found[plane].astype(np.int32)).to(torch.int16).view(dtype)
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        assert ((values.double() - exact).abs() <= rounding + 2**-12 * scale).all()
+
+
+@pytest.mark.parametrize(
     ("text", "dtype", "power"), [(ptx.FP4_BF16, BF16, 126), (ptx.FP4_FP16, FP16, 14)]
 )
 def test_every_code_of_four_bit_floats_times_its_scale(

@@ -173,7 +173,8 @@ def test_no_kernel_waits_for_a_size_that_was_not_run(
     capability: int, group_size: int, most: int
 ) -> None:
     def kernels(rows: int) -> tuple[object, ...]:
-        return choose_tile(rows, capability, group_size), choose_fp8_tile(rows, capability)
+        tiles = (choose_tile(rows, capability, group_size, may_fold=fold) for fold in (False, True))
+        return *tiles, choose_fp8_tile(rows, capability)
 
     run = {kernels(rows) for rows in (*(rows for rows in KERNEL_ROWS if rows < most), most)}
     assert {kernels(rows) for rows in range(1, most + 1)} == run

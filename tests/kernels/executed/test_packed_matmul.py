@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,32 @@ from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_gate_up,
 from appliance.kernels.packed_matmul.tiled import Params, centered
 from appliance.kernels.packed_matmul.tiles import choose_tile
 from appliance.kernels.target import target_of
-from tests.kernels.executed.multiplying import BF16, FP16, ROUNDING, activations, errors_of
+from tests.kernels.executed.multiplying import (
+    BF16,
+    FP16,
+    ROUNDING,
+    Errors,
+    activations,
+    errors_of,
+)
 
 # How much more the error may be than that of torch's product with the weight made dense.
 MORE_THAN_DENSE = 1.5
+UNROUNDED_ROWS = 64
 OFFSET_ROUNDING = 2**-11  # of an offset to float16, around the middle code
+
+
+def assert_near_dense(
+    found: torch.Tensor,
+    x: torch.Tensor,
+    weight: PackedWeight | Fp4Weight,
+    bias: torch.Tensor | None = None,
+) -> Errors:
+    """Within 1.5 times the error of torch's product in this dtype, on average and at worst."""
+    errors = errors_of(found, x, weight.dequantize(torch.float64), bias)
+    assert errors.found.mean() <= MORE_THAN_DENSE * errors.dense.mean()
+    assert errors.found.max() <= MORE_THAN_DENSE * errors.dense.max()
+    return errors
 
 
 def assert_near_exact(
@@ -29,10 +51,8 @@ def assert_near_exact(
     weight: PackedWeight | Fp4Weight,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Within 1.5 times the error of torch's product in this dtype, on average and at worst."""
-    errors = errors_of(found, x, weight.dequantize(torch.float64), bias)
-    assert errors.found.mean() <= MORE_THAN_DENSE * errors.dense.mean()
-    assert errors.found.max() <= MORE_THAN_DENSE * errors.dense.max()
+    """As `assert_near_dense`, and no weight was rounded before the product."""
+    errors = assert_near_dense(found, x, weight, bias)
     sums = x.double().unflatten(1, (-1, weight.group_size)).sum(-1).abs()
     offsets = torch.zeros(())
     if isinstance(weight, PackedWeight):
@@ -109,7 +129,9 @@ def test_many_rows_of_four_bit_floats_are_multiplied_densely() -> None:
 def test_every_number_of_rows(rows: int, dtype: torch.dtype) -> None:
     weight, bias = random_packed(64, 256, 64), torch.randn(64)
     x = activations(rows, 256, dtype)
-    assert_near_exact(prepare_linear(weight, bias, dtype)(x), x, weight, bias)
+    # With more rows Hopper's weights take scale and offset before the product.
+    check = assert_near_exact if rows <= UNROUNDED_ROWS else assert_near_dense
+    check(prepare_linear(weight, bias, dtype)(x), x, weight, bias)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +170,38 @@ def test_splits_add_up_in_a_fixed_order(
     x = activations(rows, 1024, BF16)
     linear = prepare_linear(weight, bias, BF16)
     first = linear(x)
-    assert_near_exact(first, x, weight, bias)
+    (assert_near_exact if rows <= UNROUNDED_ROWS else assert_near_dense)(first, x, weight, bias)
     launch.workspace_of(torch.device("cpu")).partial.fill_(torch.nan)
     assert torch.equal(linear(x), first)
+
+
+# Form, dtype, and what the kernel reads of scales.
+@pytest.mark.parametrize(
+    ("group_size", "form", "dtype", "params"),
+    [
+        (128, {"symmetric": True}, BF16, Params.FP32),
+        (64, {"kind": OffsetKind.ZERO_POINT}, BF16, Params.FP16_ZERO),
+        (128, {}, FP16, Params.FP16_OFFSET),
+        (128, {"dtype": torch.float32}, BF16, Params.FP32_OFFSET),
+    ],
+)
+def test_weights_that_take_scale_and_offset(
+    monkeypatch: pytest.MonkeyPatch,
+    group_size: int,
+    form: dict[str, Any],
+    dtype: torch.dtype,
+    params: Params,
+) -> None:
+    tile = choose_tile(70, 90, may_fold=True)
+    assert tile is not None
+    assert tile.folds
+    monkeypatch.setattr(launch, "choose_tile", lambda *_, **__: tile)
+    weight, bias = random_packed(136, 384, group_size, **form), torch.randn(136)
+    linear = prepare_linear(weight, bias, dtype)
+    assert isinstance(linear, TiledLinear)
+    assert linear.weight.params_kind is params
+    x = activations(70, 384, dtype)
+    assert_near_dense(linear(x), x, weight, bias)
 
 
 @pytest.mark.parametrize("rows", [8, 24])

@@ -29,6 +29,7 @@ _INSTRUCTION = re.compile(
 )
 _WIDE_LOAD = re.compile(r"LD(?:G|GSTS)\..*\b128\b")
 _MATRIX_PRODUCT = re.compile(r"[HIQO]G?MMA\b|DMMA\b")
+_WARPGROUP_PRODUCT = re.compile(r"[HIQ]GMMA\b")
 _SPILL = re.compile(r"(?:STL|LDL)\b")
 # Lines of a listing: a label, or an instruction with what follows its opcode.
 _LINE = re.compile(
@@ -50,6 +51,7 @@ class Resources:
     matrix_products: int  # tensor core instructions
     matrix_kinds: tuple[str, ...]  # their opcodes, such as HMMA or HGMMA
     loop: dict[str, int]  # instructions of the hot loop by the first part of their opcode
+    beside: dict[str, int]  # those of them that are issued while a product is in flight
     loop_elements: int  # of the signature
 
 
@@ -94,6 +96,7 @@ def _read(cubin: bytes, shared: int, loop_elements: int) -> Resources:
         sass = _run("nvdisasm", "--print-code", "--no-dataflow", file.name)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
     opcodes = _INSTRUCTION.findall(sass)
+    loop = hot_loop(sass)
     products = [code for code in opcodes if _MATRIX_PRODUCT.match(code)]
     return Resources(
         registers=int(registers),
@@ -105,7 +108,8 @@ def _read(cubin: bytes, shared: int, loop_elements: int) -> Resources:
         wide_loads=sum(bool(_WIDE_LOAD.match(code)) for code in opcodes),
         matrix_products=len(products),
         matrix_kinds=tuple(sorted({code.split(".")[0] for code in products})),
-        loop=dict(sorted(Counter(code.split(".")[0] for code in hot_loop(sass)).items())),
+        loop=_counts(loop),
+        beside=_counts(beside_products(loop)),
         loop_elements=loop_elements,
     )
 
@@ -136,6 +140,30 @@ def hot_loop(sass: str) -> list[str]:
         key=lambda body: sum(bool(_MATRIX_PRODUCT.match(code)) for code in body),
         default=[],
     )
+
+
+def beside_products(loop: list[str]) -> list[str]:
+    """Opcodes of a loop that are issued while one of its tensor core instructions is in flight.
+
+    Of a warp's that is between the first and the last, as it need not await one before the next;
+    of a warpgroup's it is until its wait, be that in the next iteration.
+    """
+    places = [i for i, code in enumerate(loop) if _MATRIX_PRODUCT.match(code)]
+    if not any(map(_WARPGROUP_PRODUCT.match, loop)):
+        return loop[places[0] + 1 : places[-1]] if places else []
+    pending = False
+    for _ in range(2):  # the second time with what the first left in flight
+        found: list[str] = []
+        for code in loop:
+            pending = pending and not code.startswith("WARPGROUP.DEPBAR")
+            if pending:
+                found.append(code)
+            pending = pending or bool(_WARPGROUP_PRODUCT.match(code))
+    return found
+
+
+def _counts(opcodes: list[str]) -> dict[str, int]:
+    return dict(sorted(Counter(code.split(".")[0] for code in opcodes).items()))
 
 
 def _run(tool: str, *arguments: str) -> str:

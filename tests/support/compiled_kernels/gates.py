@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection
 
 from ptx_machine.driver import SHARED_LIMIT
 
+from appliance.kernels.residency import LARGEST, Footprint
 from compiled_kernels.decode_gates import LIMITS, Loop, moves_codes, too_many
 from compiled_kernels.signatures.paged_attention import IN_PARTS, LLAMA
-from compiled_kernels.table import Key, Table
+from compiled_kernels.table import Key, Table, every_signature
 
 REGISTER_LIMIT = 255
 MOST_RESCALING = 68  # products for the 64 sums of a lane, and a row's maximum and sum
@@ -181,6 +182,37 @@ def widening_slowly(table: Table) -> Collection[object]:
     return slow
 
 
+# Instructions that widen codes and apply zero points and scales.
+WIDENING_OPCODES = ("LOP3", "SHF", "PRMT", "HADD2", "HFMA2", "HMUL2", "F2FP")
+LEAST_BESIDE = 0.75  # the share of them that mma.sync leaves to run beside the products
+MANY_ROWS = re.compile(r"packed_matmul.* (int4 g(64|128)|fp4) .*rows (64|128)$|int4 g32 .*rows 32$")
+
+
+def pausing_products(table: Table) -> Collection[object]:
+    """Matmuls of 4 bits and many rows whose tensor cores wait while codes are widened.
+
+    By mma.sync a warp widens most of them between its products. A warpgroup awaits wgmma, so there
+    a multiprocessor must hold a second program, which multiplies meanwhile.
+    """
+    pausing = []
+    for key, found in table.items():
+        if not MANY_ROWS.search(key[0]):
+            continue
+        if found["matrix_kinds"] == ["HGMMA"]:
+            warps = every_signature()[key].num_warps
+            program = Footprint(found["registers"], found["shared"], warps)
+            pauses = LARGEST[key[1]].resident(program) < 2
+        else:
+            all_of, beside = (
+                sum(found[what].get(code, 0) for code in WIDENING_OPCODES)
+                for what in ("loop", "beside")
+            )
+            pauses = beside < LEAST_BESIDE * all_of
+        if pauses:
+            pausing.append(key)
+    return pausing
+
+
 def multiplying_for_zero_points(table: Table) -> Collection[object]:
     """Return the matmuls of weights with zero points or offsets with more products than without."""
     return [
@@ -262,6 +294,7 @@ def costly_latents(table: Table) -> Collection[object]:
 # rows fifth bits, reach their weights through shared memory.
 _NVFP4 = "packed_matmul llama_8b gate_up fp4 g16 halves bf16 rows"
 KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
+    ("3.6.0", pausing_products): tuple((f"{_NVFP4} 128", cc) for cc in (86, 120)),
     # It is for checking others.
     ("3.6.0", spilling): (("attention decode gemma3_270m fp32 kv fp32", 86),),
     ("3.6.0", taking_detours): (
@@ -291,6 +324,7 @@ GATES: tuple[Gate, ...] = (
     multiplying_otherwise,
     taking_detours,
     widening_slowly,
+    pausing_products,
     multiplying_for_zero_points,
     costly_elements,
     costly_parts,

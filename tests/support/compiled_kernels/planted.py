@@ -16,6 +16,8 @@ from compiled_kernels.signatures.paged_attention import LLAMA, attention_signatu
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
+    if capability == 90:
+        yield one_program(capability)
     if capability != 86:
         return
     decode = attention_signature(LLAMA, Phase.DECODE, torch.bfloat16, KVFormat.INT8, capability)
@@ -52,3 +54,11 @@ def matmul_signatures(capability: int) -> Iterator[KernelSignature]:
     shared = matmul_signature(GATE_UP, INT4_SYMMETRIC, replace(more, tilewise=False), capability)
     yield replace(shared, name=f"{planted} warps that share weights, {form} fp32 rows 128")
     yield replace(plain, name=f"{planted} no promise of alignment, {form} rows 8", aligned=False)
+
+
+def one_program(capability: int) -> KernelSignature:
+    """How a weight of 4 bits is compiled with a second sum, for the product of each group."""
+    table = architecture(capability)
+    assert table is not None
+    alone = matmul_signature(GATE_UP, INT4_SYMMETRIC, table.tiles[4], capability)
+    return replace(alone, name="planted packed_matmul: one program, int4 g128 fp32 rows 128")

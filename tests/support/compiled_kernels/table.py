@@ -10,6 +10,7 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ MOST_MORE = 0.1
 MOST_MORE_IN_LOOP = 0.05
 
 
+@cache
 def every_signature() -> dict[Key, KernelSignature]:
     """Return what a table has rows of, in its order: all that is shipped, and planted faults."""
     return {

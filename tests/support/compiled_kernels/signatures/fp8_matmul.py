@@ -15,6 +15,7 @@ from compiled_kernels.signatures.packed_matmul import (
     QKV,
     MatmulCase,
     MatmulShape,
+    distinct_tiles,
     matmul_signature,
     summing_at_once,
 )
@@ -30,7 +31,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     table = architecture(capability)
     assert table is not None
     if capability not in LIKE_MOST_COMPILED:
-        for tile in table.tiles[:4]:
+        for tile in reversed(distinct_tiles(table.one_sum)):
             plain = summing_at_once(tile, capability)
             yield matmul_signature(DOWN, PER_CHANNEL, plain, capability)
         yield matmul_signature(DOWN, BLOCKWISE, table.tiles[1], capability)

@@ -70,6 +70,7 @@ NVFP4 = MatmulCase(Codes.FP4, 16, Params.HALVES)
 INT4_SYMMETRIC = MatmulCase(Codes.INT4, 128, Params.FP32)
 INT4_SHORT = MatmulCase(Codes.INT4, 32, Params.FP16_OFFSET)
 INT8 = MatmulCase(Codes.INT8, 32, Params.FP32)
+INT8_LONG = MatmulCase(Codes.INT8, 128, Params.FP32)
 # GGML's types: those that most files have, and the others.
 MOST_FILES = ("Q4_K", "Q5_K", "Q6_K")
 OTHER_FILES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS")
@@ -90,15 +91,18 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     table = architecture(capability)
     assert table is not None
-    distinct = {replace(tile, max_rows=0): tile for tile in reversed(table.tiles)}.values()
+    distinct = distinct_tiles(table.one_sum)
     for tile in distinct:
         yield matmul_signature(GATE_UP, INT4_ZERO, tile, capability)
     if capability in LIKE_MOST_COMPILED:
         return
     for tile in distinct:
         yield matmul_signature(GATE_UP, INT4_SYMMETRIC, tile, capability)
-    for tile in table.tiles[:2]:
+    for tile in (*table.tiles[:2], distinct[0]):
         yield matmul_signature(GATE_UP, INT4_OFFSET, tile, capability)
+    for tile in distinct_tiles(table.tiles):
+        if tile not in distinct:
+            yield matmul_signature(QKV, INT8_LONG, tile, capability)
     # What comes before the loop, which alone differs, is the same for all others.
     if capability >= LEAST_DEPENDENT:
         yield matmul_signature(GATE_UP, INT4_ZERO, table.tiles[0], capability, early=True)
@@ -121,6 +125,11 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         for name in ("Q4_K", "Q6_K", "IQ4_NL"):
             yield rows_signature(name, looked_up=True)
             yield rows_signature(name, looked_up=False)
+
+
+def distinct_tiles(tiles: tuple[MatmulTile, ...]) -> list[MatmulTile]:
+    """Return the first of those that differ by their rows alone, from most rows to fewest."""
+    return list({replace(tile, max_rows=0): tile for tile in reversed(tiles)}.values())
 
 
 def ggml_case(name: str) -> MatmulCase:
@@ -172,7 +181,7 @@ def matmul_signature(
         types["channel_scale_ptr"] = "*fp32"
     if case.params_kind is not Params.NONE:
         types["params_ptr"] = "*i32"
-    if takes_sums(case.params_kind, tile.max_rows):
+    if not fixed["FOLDED"] and takes_sums(case.params_kind, tile.max_rows):
         types["sums_ptr"] = "*fp32"
     if case.bias:
         types["bias_ptr"] = "*fp32"
