@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,26 @@ from unittest.mock import patch
 import gguf
 import numpy
 import torch
+
+_LONG = 10_000  # entries that only an array of the vocabulary has
+
+
+class _WithoutVocabulary(gguf.GGUFReader):  # type: ignore[misc]
+    """A reader whose arrays of a vocabulary have their lengths alone, and their first text."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+        kind, length = struct.unpack_from("<IQ", self.data, orig_offs)
+        if length < _LONG:
+            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+        size, parts, places, kinds = super()._get_field_parts(orig_offs + 12, kind)
+        end = orig_offs + 12 + size * length
+        if kind == gguf.GGUFValueType.STRING:
+            end = orig_offs + 12
+            for _ in range(length):
+                end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+        return end - orig_offs, parts, places * length, [gguf.GGUFValueType.ARRAY, *kinds]
 
 
 def load_with_transformers(path: Path) -> Any:
@@ -22,7 +43,7 @@ def load_with_transformers(path: Path) -> Any:
 
     with (
         patch("numpy.memmap", _read),
-        patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
+        patch.object(gguf, "GGUFReader", cache(_WithoutVocabulary)),
         patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
     ):
         return AutoModelForCausalLM.from_pretrained(
