@@ -145,7 +145,7 @@ def test_preemption_changes_nothing(tiny_llama: Path, kv: str) -> None:
 def test_sealed_blocks_say_the_same_with_and_without_graphs(tiny_llama: Path, kv: str) -> None:
     expected = run(load(tiny_llama, None, kv_cache_dtype=kv), *MIXED)
     engine = load(tiny_llama, LateDevice(), kv_cache_dtype=kv)
-    for _ in range(3):
+    for _ in range(2):
         assert run(engine, *MIXED) == expected
     assert graphs_of(engine).captured
 
@@ -214,8 +214,7 @@ def test_graphs_are_told_while_they_are_made(tiny_llama: Path) -> None:
 def test_graphs_can_be_turned_off(tiny_llama: Path) -> None:
     device = LateDevice()
     engine = load(tiny_llama, device, cuda_graphs="off")
-    for _ in range(3):
-        run(engine, *MIXED[:4])
+    run(engine, *MIXED[:4])
     assert device.captures == 0
 
 
@@ -357,7 +356,7 @@ def test_an_interrupted_step_is_repeated(
 @pytest.mark.model
 def test_a_real_model_says_the_same_token_for_token(smollm2_gguf: Path, tmp_path: Path) -> None:
     """Its vocabulary and its first layers: the others would repeat them, in exact products."""
-    model = first_layers(smollm2_gguf, tmp_path / "first.gguf", "llama", 3)
+    model = first_layers(smollm2_gguf, tmp_path / "first.gguf", "llama", 2)
 
     def asked(name: str, text: str, **sampling: Any) -> Request:
         tokens = tuple(3 + ord(letter) for letter in text)
@@ -369,9 +368,8 @@ def test_a_real_model_says_the_same_token_for_token(smollm2_gguf: Path, tmp_path
         asked("choices", "def main", n=2, temperature=1.0, seed=11, logprobs=3),
         asked("penalties", "a a a a a a a a", repetition_penalty=1.2, presence_penalty=0.5),
     ]
-    options = {"max_model_len": 512, "threads": 2}
+    options = {"max_model_len": 512, "threads": 2, "max_num_seqs": 5, "speculate": "off"}
     expected = run(load(model, None, **options), *requests)
     engine = load(model, LateDevice(), **options)
-    assert run(engine, *requests) == expected
     assert graphs_of(engine).captured
-    assert run(engine, *requests) == expected, "now with a graph"
+    assert run(engine, *requests) == expected
