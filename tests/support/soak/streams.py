@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,8 @@ from soak.wire import Connection
 
 MIB = 1 << 20
 WORKER_FILES = 16  # processes that render chats are started when they are needed
+# The end of a stream that nothing cut: it has all the tokens that were asked for.
+WHOLE = re.compile(rb'"finish_reason": ?"length".*\ndata: \[DONE\]\n\n\Z', re.DOTALL)
 
 
 async def streams(
@@ -58,7 +61,7 @@ async def streams(
                 }
                 reply = await connection.post("/v1/chat/completions", body)
                 statuses[str(reply.status)] += 1
-                if reply.status == 200 and reply.body.endswith(b"data: [DONE]\n\n"):
+                if reply.status == 200 and WHOLE.search(reply.body):
                     firsts.append(reply.first)
                 elif reply.status != 429:
                     raise SoakError(f"{reply.status}: {reply.body[-500:]!r}")
