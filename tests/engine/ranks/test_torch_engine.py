@@ -191,10 +191,11 @@ class OneRun(HostDevice):
 
 
 @torch.inference_mode()
-def test_a_captured_step_is_replayed_by_all_ranks(tmp_path: Path) -> None:
+def test_a_captured_step_is_replayed_by_all_ranks_until_one_ends(tmp_path: Path) -> None:
     """As a graph does, rank 0 replays without the host's numbers, on other tokens."""
     write_sure_model("llama", tmp_path, **THREE_GROUPS)
     with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
+        answers(engine, PROMPTS[:1])
         runner: Any = engine._runner
         executor: Any = runner._executor
         cache = executor.allocate_cache(KVFormat.FP32, num_blocks=1, block_size=BLOCK_SIZE)
@@ -218,11 +219,6 @@ def test_a_captured_step_is_replayed_by_all_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(found[0], expected)
         assert torch.equal(step(others), expected)
 
-
-def test_a_rank_that_ends_takes_the_engine_along(tmp_path: Path) -> None:
-    write_sure_model("llama", tmp_path, **THREE_GROUPS)
-    with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
-        answers(engine, PROMPTS[:1])
         pid = engine.info.ranks[1].pid
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
