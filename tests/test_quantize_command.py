@@ -180,11 +180,8 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_keeps_what_is_done_and_says_so(
-    command: list[str], run_here: RunHere, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def interrupted(command: list[str], number: signal.Signals, code: int) -> RunFailed:
+    """Run the command, and end it by a signal once two parts are done."""
     process = subprocess.Popen(
         [sys.executable, "-m", "appliance", *command],
         stdout=subprocess.PIPE,
@@ -207,6 +204,14 @@ def test_a_signal_keeps_what_is_done_and_says_so(
     failed = decode_event(output.splitlines()[-1])
     assert isinstance(failed, RunFailed)
     assert failed.units_done >= 2
+    return failed
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_the_next_run_goes_on_where_ctrl_c_ended_one(
+    command: list[str], run_here: RunHere, tmp_path: Path
+) -> None:
+    failed = interrupted(command, signal.SIGINT, 130)
     status, told, said = run_here(*command)
     assert status == 0, said
     events = [decode_event(line) for line in told]
@@ -222,6 +227,14 @@ def test_a_signal_keeps_what_is_done_and_says_so(
     assert f"mean KLD {made.kld_mean:.4f}" in "\n".join(said)
     assert "quantized 112 weights" in "\n".join(said)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt"]
+
+
+def test_a_service_that_is_stopped_keeps_what_is_done_too(
+    command: list[str], tmp_path: Path
+) -> None:
+    interrupted(command, signal.SIGTERM, 143)
+    kept = {path.name for path in tmp_path.iterdir()} - {"model", "text.txt"}
+    assert kept, "for the next run"
 
 
 def test_a_dry_run_prints_the_plan(command: list[str], run_here: RunHere, tmp_path: Path) -> None:
