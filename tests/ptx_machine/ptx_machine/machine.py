@@ -31,6 +31,7 @@ from ptx_machine.syntax import (
 
 Mask = NDArray[np.bool_]
 
+UNSET = 0xCBCBCBCBCBCBCBCB  # what registers hold that nobody has set
 _PARTS_THREADS = {"bra", "ret", "exit", "bar"}
 
 
@@ -80,10 +81,8 @@ class Machine:
             self._special[f"%nctaid.{axis}"] = self.constant(grid[i], 32)
         for axis in "yz":
             self._special[f"%tid.{axis}"] = self.constant(0, 32)
-        self.registers: list[Bits] = [
-            np.full(self.size, 0xCBCBCBCBCBCBCBCB & (1 << width) - 1, UNSIGNED[width])
-            for width in program.widths
-        ]
+        # Replaced, never changed in place, so all that nobody has set may be one array.
+        self.registers = [self.constant(UNSET, width) for width in program.widths]
         self._waiting: list[tuple[int, Mask]] = []  # at a barrier: where to go on, and who
         self.alive = np.ones(self.size, bool)
         # Threads that have to wait for the kernel before; until then they neither load nor store.
@@ -196,10 +195,11 @@ class Machine:
         return lanes
 
     def constant(self, bits: int, width: int) -> Bits:
-        """The same number for all threads; nobody may change it in place."""
+        """The same number for all threads, which nobody can change in place."""
         found = self._constants.get((bits, width))
         if found is None:
             found = np.full(self.size, bits & (1 << width) - 1, UNSIGNED[width])
+            found.flags.writeable = False
             self._constants[bits, width] = found
         return found
 
