@@ -268,7 +268,6 @@ MOST_OF_LATENTS = {
     "decode deepseek_v2_lite bf16 kv bf16": 4.2,
     "decode deepseek_v2_lite bf16 kv int8": 9.9,
     "decode deepseek_v3 bf16 kv bf16": 9.4,
-    "decode deepseek_v3 bf16 kv int8": 9.9,
     "decode mistral4 bf16 kv int8": 15.6,
     "prefill deepseek_v2_lite bf16 kv bf16": 10.4,
     "prefill deepseek_v2_lite bf16 kv int8": 10.2,

@@ -44,9 +44,6 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
             yield latent_signature(WIDEST, phase, torch.float32, KVFormat.FP32, capability)
     yield latent_signature("deepseek_v3", Phase.DECODE, torch.bfloat16, KVFormat.BF16, capability)
     if full:
-        yield latent_signature(
-            "deepseek_v3", Phase.DECODE, torch.bfloat16, KVFormat.INT8, capability
-        )
         yield scale_signature()
         yield merge_signature()
 
