@@ -9,7 +9,8 @@ numpy 2.4 does not allow any more.
 The rest saves time: Triton gives the language its interpreted functions again at every call from
 one function to another, adds integers once more in 64 bits for an assertion that it does not make,
 makes a table of numpy's types whenever it needs one of them, wraps the numbers of a shape anew for
-every tensor and every type of one, and compares equal shapes size by size.
+every tensor and every type of one, compares equal shapes size by size, and asks at every operation
+which type its result has: where both operands have that type, and of numbers that met one before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from math import copysign
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +28,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorHandle
 
+NUMBERS = (int, float, bool)
+DIVIDED = 3  # the place of the flag among those of `binary_op_type_checking_impl`
 _CAST = InterpreterBuilder.cast_impl
 _BINARY = InterpreterBuilder.binary_op
 _UNARY = InterpreterBuilder.unary_op
@@ -35,9 +39,11 @@ _NUMPY_TYPE = interpreter._get_np_dtype
 _BLOCK_TYPE = tl.block_type.__init__
 _TENSOR = tl.tensor.__init__
 _BROADCAST = TritonSemantic.broadcast_impl_value
+_CHECK = TritonSemantic.binary_op_type_checking_impl
 _NUMPY_TYPES: dict[str, Any] = {}
 _SHAPES_OF_TYPES: dict[tuple[int, ...], tuple[Any, ...]] = {}  # also as numbers and in words
 _SHAPES_OF_TENSORS: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_NUMBERS: dict[tuple[Any, ...], Any] = {}  # as tensors that nobody can write to
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -123,9 +129,43 @@ def broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
     return both
 
 
+def check_operands(self: Any, left: Any, right: Any, *flags: bool, **named_flags: bool) -> Any:
+    """Give operands of an operation one type; flags as in Triton."""
+    left_is_number, right_is_number = type(left) in NUMBERS, type(right) in NUMBERS
+    if left_is_number != right_is_number:
+        number, other = (left, right) if left_is_number else (right, left)
+        sign = copysign(1.0, number)  # of zero as well
+        meeting = other.type.name, left_is_number, flags, *named_flags.items()
+        key = number, sign, type(number), meeting
+        if key in _NUMBERS:
+            return (_NUMBERS[key], other) if left_is_number else (other, _NUMBERS[key])
+        both = _CHECK(self, left, right, *flags, **named_flags)
+        found, same = both if left_is_number else both[::-1]
+        if same is other:
+            found.handle.data.flags.writeable = False
+            _NUMBERS[key] = found
+        return both
+    is_divided = any(flags[DIVIDED:]) or bool(named_flags)  # halves make a float32 then
+    plain = not (left_is_number or is_divided or left.type.scalar.is_ptr())
+    if plain and left.type.name == right.type.name:
+        return left, right
+    return _CHECK(self, left, right, *flags, **named_flags)
+
+
 def patch_tensor(tensor: type, scope: Any) -> None:
     _PATCH_TENSOR(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def patch_attribute(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+    """Give a function of the language what interprets it, without asking whether it is given."""
+    function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+    def interpreted(*args: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return function(*args, **named)
+
+    scope.set_attr(owner, name, interpreted)
 
 
 @cache
@@ -146,6 +186,8 @@ interpreter._get_np_dtype = numpy_type
 tl.block_type.__init__ = block_type
 tl.tensor.__init__ = tensor
 TritonSemantic.broadcast_impl_value = broadcast
+TritonSemantic.binary_op_type_checking_impl = check_operands
+interpreter._patch_attr = patch_attribute
 interpreter._patch_lang = patch_lang
 interpreter._patch_lang_tensor = patch_tensor
 InterpreterBuilder.create_dot = create_dot
