@@ -14,7 +14,7 @@ import torch
 
 from appliance.quant.formats.scheme import SuperBlockScheme
 from appliance.quant.methods import rtn
-from appliance.quant.methods.super_blocks import SuperBlockGrid, choose_super_blocks
+from appliance.quant.methods.super_blocks import SuperBlockGrid, beside, choose_super_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,26 +47,18 @@ class CodeGrid:
 
         Without `group` these are all columns in order.
         """
-        columns, scale, zero_point = self._beside(weight, group)
+        columns, scale, zero_point = beside(weight, group, self.scale, self.zero_point)
         steps = torch.round(columns / scale).add_(zero_point)
         return steps.clamp_(0, self.scheme.max_code).reshape_as(weight)
 
     def weights(self, codes: Tensor, group: int | None = None) -> Tensor:
         """Return the weights of codes (out_features, n), all or of one group."""
-        columns, scale, zero_point = self._beside(codes, group)
+        columns, scale, zero_point = beside(codes, group, self.scale, self.zero_point)
         return ((columns - zero_point) * scale).reshape_as(codes)
 
     def pack(self, codes: Tensor) -> PackedWeight:
         """Pack codes (out_features, in_features), whole numbers of any float type."""
         return rtn.pack(codes, self.scale, self.zero_point, self.scheme, self.dtype)
-
-    def _beside(self, columns: Tensor, group: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return columns, their scales and zero points in shapes that broadcast, without a copy."""
-        if group is not None:
-            own = slice(group, group + 1)
-            return columns, self.scale[:, own], self.zero_point[:, own]
-        grouped = columns.unflatten(1, (self.scale.shape[1], -1))
-        return grouped, self.scale.unsqueeze(-1), self.zero_point.unsqueeze(-1)
 
 
 def choose_grid(

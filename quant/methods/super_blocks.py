@@ -53,25 +53,34 @@ class SuperBlockGrid:
 
         Without `group` these are all columns in order.
         """
-        columns, scale, offset = self._beside(weight, group)
+        columns, scale, offset = beside(weight, group, self.scale, self.offset)
         return _nearest(columns, scale, offset, self.scheme).reshape_as(weight)
 
     def weights(self, codes: Tensor, group: int | None = None) -> Tensor:
         """Return the weights of codes (out_features, n), all or of one group."""
-        columns, scale, offset = self._beside(codes, group)
+        columns, scale, offset = beside(codes, group, self.scale, self.offset)
         return (columns * scale + offset).reshape_as(codes)
 
     def pack(self, codes: Tensor) -> GgmlWeight:
         """Pack codes (out_features, in_features), whole numbers of any float type."""
         return encode_super_blocks(self.scheme.type_name, codes.to(torch.uint8), self.parts)
 
-    def _beside(self, columns: Tensor, group: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return columns, their scales and offsets in shapes that broadcast, without a copy."""
-        if group is not None:
-            own = slice(group, group + 1)
-            return columns, self.scale[:, own], self.offset[:, own]
-        grouped = columns.unflatten(1, (self.scale.shape[1], -1))
-        return grouped, self.scale.unsqueeze(-1), self.offset.unsqueeze(-1)
+
+def beside(
+    columns: Tensor, group: int | None, numbers: Tensor, others: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return columns and two numbers of each group in shapes that broadcast, without a copy.
+
+    Args:
+        columns: (out_features, n), of one group or all in order.
+        group: the one; None for all.
+        numbers: (out_features, groups), as are `others`.
+    """
+    if group is not None:
+        own = slice(group, group + 1)
+        return columns, numbers[:, own], others[:, own]
+    grouped = columns.unflatten(1, (numbers.shape[1], -1))
+    return grouped, numbers.unsqueeze(-1), others.unsqueeze(-1)
 
 
 def choose_super_blocks(
