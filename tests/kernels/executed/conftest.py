@@ -192,6 +192,15 @@ def _uninitialized_memory_is_nan() -> Iterator[None]:
     torch.set_deterministic_debug_mode("default")
 
 
+def fill_with_nan(cache: KVPages) -> None:
+    """Make every number of a cache's pages NaN: its elements, or the scales of its codes."""
+    if cache.format.is_quantized:
+        records = cache.pages[..., record_offset(cache.layout, cache.head_dim) :]
+        records.copy_(torch.full(records.shape, 0xFF, dtype=torch.uint8))  # NaN in every half
+    else:
+        cache.elements.fill_(torch.nan)
+
+
 @dataclass(frozen=True)
 class Case:
     """A step of ragged sequences over a cache that is NaN wherever they hold no token."""
@@ -238,11 +247,7 @@ def build_case(
     )
     if cache.head_scales is not None:
         cache.head_scales.copy_(torch.linspace(0.5, 2, cache.head_scales.numel()).view(2, -1))
-    if kv_format.is_quantized:
-        records = cache.pages[..., record_offset(kv_format.value, head_dim) :]
-        records.copy_(torch.full(records.shape, 0xFF, dtype=torch.uint8))  # NaN in every half
-    else:
-        cache.elements.fill_(torch.nan)
+    fill_with_nan(cache)
     queries = []
     for i, (rows, context, table) in enumerate(zip(query_lens, context_lens, tables, strict=True)):
         random = torch.Generator().manual_seed(i)

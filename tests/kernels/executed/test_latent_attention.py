@@ -10,13 +10,12 @@ import torch
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
-from appliance.kernels.kv_page.layout import record_offset
 from appliance.kernels.kv_write.launch import write_kv
 from appliance.kernels.latent_attention import reference
 from appliance.kernels.latent_attention.launch import check_latents, latent_attention
 from appliance.kernels.paged_attention.launch import plan_attention
 from tests.kernels.executed.attending import BF16, BOUNDS, FP16, FP32
-from tests.kernels.executed.conftest import Case, build_batch, slots_of
+from tests.kernels.executed.conftest import Case, build_batch, fill_with_nan, slots_of
 
 # A decode row in one span, three in two, then chunks: whole, continued, of one row.
 QUERY_LENS, CONTEXT_LENS = (1, 3, 20, 37, 4), (17, 150, 20, 90, 33)
@@ -54,11 +53,7 @@ def build(
         device=torch.device("cpu"),
     )
     cache = replace(cache, in_rows=True)
-    if kv_format.is_quantized:
-        records = cache.pages[..., record_offset(cache.layout, half) :]
-        records.copy_(torch.full(records.shape, 0xFF, dtype=torch.uint8))  # NaN in every half
-    else:
-        cache.elements.fill_(torch.nan)
+    fill_with_nan(cache)
     queries = []
     for i, (rows, context, table) in enumerate(zip(query_lens, context_lens, tables, strict=True)):
         random = torch.Generator().manual_seed(i)

@@ -129,27 +129,26 @@ def broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
     return both
 
 
-def check_operands(self: Any, left: Any, right: Any, *flags: bool, **named_flags: bool) -> Any:
+def check_operands(self: Any, left: Any, right: Any, *flags: bool) -> Any:
     """Give operands of an operation one type; flags as in Triton."""
     left_is_number, right_is_number = type(left) in NUMBERS, type(right) in NUMBERS
     if left_is_number != right_is_number:
         number, other = (left, right) if left_is_number else (right, left)
         sign = copysign(1.0, number)  # of zero as well
-        meeting = other.type.name, left_is_number, flags, *named_flags.items()
-        key = number, sign, type(number), meeting
+        key = number, sign, type(number), other.type.name, left_is_number, flags
         if key in _NUMBERS:
             return (_NUMBERS[key], other) if left_is_number else (other, _NUMBERS[key])
-        both = _CHECK(self, left, right, *flags, **named_flags)
+        both = _CHECK(self, left, right, *flags)
         found, same = both if left_is_number else both[::-1]
         if same is other:
             found.handle.data.flags.writeable = False
             _NUMBERS[key] = found
         return both
-    is_divided = any(flags[DIVIDED:]) or bool(named_flags)  # halves make a float32 then
+    is_divided = any(flags[DIVIDED:])  # halves make a float32 then
     plain = not (left_is_number or is_divided or left.type.scalar.is_ptr())
     if plain and left.type.name == right.type.name:
         return left, right
-    return _CHECK(self, left, right, *flags, **named_flags)
+    return _CHECK(self, left, right, *flags)
 
 
 def patch_tensor(tensor: type, scope: Any) -> None:
