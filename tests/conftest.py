@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import code_record
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -41,6 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="execute every case of the kernels' tests as compiled for every architecture",
     )
     parser.addoption(
+        "--executed",
+        choices=("all", "changed", "by-turns"),
+        default="all",
+        help="of the tests that execute kernels: all; those of changed code, whose passing is "
+        "written down; or those and a sample of the others, which is another one in each commit",
+    )
+    parser.addoption(
         "--unlike-products",
         action="store_true",
         help="let torch's products differ with their shapes in a last bit, as on other processors",
@@ -63,6 +71,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker has a size set, which terminals would believe
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker what each would have to find."""
+    node.workerinput["unchanged"] = sorted(code_record.unchanged_in_run(node.config))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write down that all cases passed."""
+    config = session.config
+    if (
+        config.option.executed == "changed"
+        and not exitstatus
+        and not hasattr(config, "workerinput")
+    ):
+        code_record.renew()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -37,11 +37,10 @@ from compiled_kernels.table import (
     Table,
     every_signature,
     load,
-    sample,
     save,
-    seed_of_tree,
     stale,
 )
+from turns import sample, seed_of_tree
 
 HERE = Path(__file__).parent
 ONE_IN = 64  # rows that are compiled in each run, others in each commit

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiled_kernels import table as tables
 from compiled_kernels.digest import digest
-from compiled_kernels.table import dearer, every_signature, load, sample, save, stale
+from compiled_kernels.table import dearer, every_signature, load, save, stale
+from turns import sample, seed_of_tree
 
 TRITON = "3.6.0"
 KEYS = list(every_signature())
@@ -67,6 +67,6 @@ def test_a_row_is_dearer_past_a_tenth_or_in_its_loop_a_twentieth(
 
 
 def test_a_tree_has_one_seed() -> None:
-    seed = tables.seed_of_tree()
-    assert seed == tables.seed_of_tree()
+    seed = seed_of_tree()
+    assert seed == seed_of_tree()
     assert set(seed) <= set("0123456789abcdef")

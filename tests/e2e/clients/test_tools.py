@@ -61,7 +61,7 @@ async def test_a_tool_loop(openai: AsyncOpenAI) -> None:
     arguments = json.loads(call.function.arguments)
     assert arguments.keys() == {"city", "unit"}
     assert arguments["unit"] in SCHEMA["properties"]["unit"]["enum"]
-    messages.append(choice.message.model_dump(exclude_none=True))  # type: ignore[arg-type]
+    messages.append(choice.message.model_dump(exclude_none=True))
     messages.append({"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 7}'})
     told = await create(
         model="small",

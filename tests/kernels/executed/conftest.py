@@ -12,6 +12,10 @@ this process. Some cases of each test are, one after another on another architec
 not interpreted as well: what their source says is in what it was compiled to. A test marked
 `interpreted` has none, as others execute what its kernels are compiled to. With `--every-target`
 all cases are, and all are interpreted.
+
+`scripts/test` runs the cases of a file whose code has changed since all of them passed; of another
+file a sample, which is another one in each commit. `scripts/check_executed` runs what has changed,
+and writes down that it passed.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from code_record import unchanged_in_run
 from kernel_gpu import gpu
 from ptx_machine.driver import TARGETS
+from turns import sample, seed_of_tree
 
 from appliance.kernels.kv_cache import KVPages
 from appliance.kernels.kv_format import KVFormat
@@ -41,6 +47,7 @@ HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETER = "interpreter"
 SHARE = 5  # of so many cases of a test, the first is executed on one of those
+ONE_IN = 8  # cases of a file whose code has not changed, in each run
 CHILD_TIMEOUT = 1500  # seconds, for all tests of this folder
 CHILD = pytest.StashKey["Child"]()
 
@@ -153,6 +160,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 kept.add(on_targets[(number + i // SHARE) % len(on_targets)])
                 left_out.update(filter(None, [interpreted.get((*test, case))]))
     items[:] = [item for item in items if item in kept or item not in left_out]
+    if not INTERPRETS:
+        leave_out_unchanged(config, items)
+
+
+def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave of a file whose code has not changed what the run wants of it."""
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if item.path.parent == HERE and item.path.name in unchanged_in_run(config):
+            cases.setdefault(item.path.name, []).append(item.nodeid)
+    seed = seed_of_tree()
+    by_turns = config.option.executed == "by-turns"
+    kept = {case for ids in cases.values() if by_turns for case in sample(ids, ONE_IN, seed)}
+    left_out = {case for ids in cases.values() for case in ids} - kept
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ async def test_the_openai_package_reads_either_format(serve: Serve) -> None:
     async with serve() as running:
         create = running.openai.embeddings.create
         for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
-            answer = await create(model="echo", input=["bad", "fee"], **options)  # type: ignore[arg-type]
+            answer = await create(model="echo", input=["bad", "fee"], **options)
             first, second = (one.embedding for one in answer.data)
             if options.get("encoding_format") == "base64":
                 assert isinstance(first, str)

@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import triton
+from turns import sample, seed_of_tree
 
 from compiled_kernels.compile import compile_kernel
 from compiled_kernels.digest import digest
@@ -27,9 +28,7 @@ from compiled_kernels.table import (
     dearer,
     every_signature,
     load,
-    sample,
     save,
-    seed_of_tree,
     stale,
 )
 

@@ -6,9 +6,7 @@ would give again, so only other rows are compiled, and a sample to see that this
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -65,22 +63,6 @@ def stale(table: Table, triton: str) -> list[Key]:
         for key, signature in every_signature().items()
         if table.get(key, {}).get("digest") != digest(signature, key[1], triton)
     ]
-
-
-def sample(keys: list[Key], one_in: int, seed: str) -> list[Key]:
-    """Return about one key of so many, never none: others with another seed, all with 1."""
-
-    def rank(key: Key) -> int:
-        return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:8], "big")
-
-    first = min(keys, key=rank)
-    return [key for key in keys if key == first or rank(key) % one_in == 0]
-
-
-def seed_of_tree() -> str:
-    """Return git's hash of the last commit's files, so that each commit has a sample of its own."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD^{tree}"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def dearer(found: Row, before: Row) -> Iterator[str]:

@@ -1,0 +1,123 @@
+"""The record of tests that passed holds no longer when anything changes that they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import code_record
+import pytest
+from code_record import EXECUTED, ROOT, code_of, digest, renew, unchanged
+
+KERNEL_TEST = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import numpy
+from product.tile import width
+from product.kernel import TEXT
+try:
+    import product.tried
+except ImportError:
+    pass
+if TYPE_CHECKING:
+    from product.typed import T
+else:
+    from product.untyped import T
+class Tests:
+    def test(self):
+        with open(TEXT):
+            from product import late
+"""
+RUN = {
+    "product/__init__.py": "from product.version import NUMBER",
+    "product/version.py": "NUMBER = 1",
+    "product/kernel.py": "from product.tile.height import HEIGHT",
+    "product/tile/__init__.py": "",
+    "product/tile/width.py": "WIDTH = 32",
+    "product/tile/height.py": "HEIGHT = 32",
+    "product/tried.py": "",
+    "product/untyped.py": "",
+    "product/late.py": "import product.later.far as far",
+    "product/later/__init__.py": "",
+    "product/later/far.py": "",
+    "support/machine/__init__.py": "import struct",
+    "tests/conftest.py": "from machine import run",
+    "tests/plugins/rounding.py": "",
+    "tests/test_kernel.py": KERNEL_TEST,
+}
+NOT_RUN = {
+    "product/typed.py": "",
+    "product/tile/depth.py": "",
+    "product/unread.py": "",
+    "tests/helper.py": "",
+    "tests/test_other.py": "",
+}
+
+
+def digest_in(folder: Path, changed: str | None = None) -> str:
+    """Make the files, one of them with another line, and return the digest of the test."""
+    for name, text in (RUN | NOT_RUN).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\nanother = 1" * (name == changed))
+    return digest(folder / "tests" / "test_kernel.py", (folder, folder / "support"))
+
+
+def test_what_a_test_runs_changes_its_digest_and_nothing_else(tmp_path: Path) -> None:
+    before = digest_in(tmp_path / "before")
+    changing = {
+        name for name in RUN | NOT_RUN if digest_in(tmp_path / name, changed=name) != before
+    }
+    assert changing == set(RUN)
+
+
+@pytest.mark.parametrize("library", code_record.LIBRARIES)
+def test_another_version_of_a_library_changes_it(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest_in(tmp_path)
+    found = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: found(name) + "1" * (name == library))
+    assert digest_in(tmp_path) != before
+
+
+def test_files_that_are_new_or_changed_are_not_unchanged(tmp_path: Path) -> None:
+    digest_in(tmp_path / "before")
+    digest_in(tmp_path / "after", changed="tests/test_other.py")
+    before, after = tmp_path / "before" / "tests", tmp_path / "after" / "tests"
+    record = tmp_path / "passed.json"
+    assert unchanged(record, before) == set()
+    renew(record, before)
+    assert unchanged(record, before) == {"test_kernel.py", "test_other.py"}
+    (after / "test_new.py").touch()
+    assert unchanged(record, after) == {"test_kernel.py"}
+
+
+def test_the_record_is_of_files_that_are_there() -> None:
+    assert json.loads(code_record.RECORD.read_text()).keys() == {
+        path.name for path in EXECUTED.glob("test_*.py")
+    }
+
+
+def test_kernels_load_no_module_that_is_not_seen(tmp_path: Path) -> None:
+    file = EXECUTED / "test_adapters.py"
+    loaded = tmp_path / "loaded.json"
+    program = f"""
+import json, sys, pytest
+assert pytest.main(["-q", "-p", "no:cacheprovider", "-k", "sm_", {str(file)!r}]) == 0
+files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+json.dump(list(filter(None, files)), open({str(loaded)!r}, "w"))
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
+    found = {Path(name).resolve() for name in json.loads(loaded.read_text())}
+    ours = {
+        path
+        for path in found
+        if path.is_relative_to(ROOT) and ".venv" not in path.parts and path.exists()
+    }
+    seen = {path.resolve() for path in code_of(file) | code_of(ROOT / "tests" / "conftest.py")}
+    assert ours <= seen
+    assert ROOT / "kernels" in {path.parent.parent for path in ours if path.name == "kernel.py"}
