@@ -13,6 +13,7 @@ Imports neither torch nor triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 PAGE_TOKENS = 32
 ALIGNMENT = 16  # bytes; every part of a page begins at a multiple of it
@@ -210,6 +211,7 @@ def channel_offset(head_dim: int) -> int:
     return record_offset("int4-sealed", head_dim) + PAGE_TOKENS * RECORD_BYTES["int4-sealed"]
 
 
+@cache
 def key_dim(row: int) -> int:
     """Return the dimension in a row of the keys' tile."""
     low = sum((row >> LOW_BITS - 1 - i & 1) << int(name[1:]) for i, name in enumerate(ROW_DIMS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import products
 import pytest
 import torch
 from products import exact_products, unlike_products
@@ -79,6 +80,14 @@ def test_exact_products_hide_it(product: Callable[[Tensor], Tensor], x: Tensor) 
     for together, alone in parts(product, x):
         assert together.dtype == alone.dtype == x.dtype
         assert torch.equal(together, alone)
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_a_large_matrix_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    whole = PRODUCTS["matmul"](x), PRODUCTS["into out"](x)
+    monkeypatch.setattr(products, "WIDE_AT_ONCE", 96 * 9)
+    assert torch.equal(PRODUCTS["matmul"](x), whole[0])
+    assert torch.equal(PRODUCTS["into out"](x), whole[1])
 
 
 def test_afterwards_torch_is_as_before(x: Tensor) -> None:

@@ -28,6 +28,7 @@ PRODUCTS = (
 CACHE_LINE = 64  # bytes; within it kernels mind where an operand begins
 ONE_IN = 64  # results of 16 bits that are rounded another way: far more than in truth
 PATTERN = 1 << 16  # elements before the unlike bits repeat
+WIDE_AT_ONCE = 1 << 20  # elements of a matrix in float64: of larger ones the memory is fresh
 
 Product = Callable[..., Any]
 
@@ -99,6 +100,13 @@ def _factors(dtype: torch.dtype) -> Tensor:
 
 def _exact(kernel: Product) -> Product:
     def product(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_large(args):
+            rows, matrix = args
+            found = []
+            for part in matrix.split(max(1, WIDE_AT_ONCE // matrix.shape[0]), dim=1):
+                out = {name: rows.new_empty(len(rows), part.shape[1]) for name in kwargs}
+                found.append(product(keys, rows, part, **out))
+            return torch.cat(found, dim=1, **kwargs)
         dtype = next(value.dtype for value in args if isinstance(value, Tensor))
         wide = [_widened(value) for value in args]
         named = {name: _widened(value) for name, value in kwargs.items()}
@@ -111,6 +119,11 @@ def _exact(kernel: Product) -> Product:
         return (narrow, *found[1:]) if isinstance(found, tuple) else narrow
 
     return product
+
+
+def _is_large(args: tuple[Any, ...]) -> bool:
+    """True of a product of two matrices whose second one is a head of a real model."""
+    return len(args) == 2 and args[1].dim() == 2 and args[1].numel() > WIDE_AT_ONCE
 
 
 def _widened(value: Any) -> Any:
