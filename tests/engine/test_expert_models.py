@@ -16,7 +16,7 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.errors import ConfigError
 
-TOKENS = 50
+TOKENS = 36
 _seeded = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(3, 97, (40 + 7 * i,), generator=_seeded).tolist() for i in range(4)]
 

@@ -17,7 +17,7 @@ from appliance.engine.memory_request import request_memory
 from appliance.engine.served_source import open_served
 from appliance.errors import ConfigError, MemoryPlanError
 
-TOKENS = 50
+TOKENS = 36
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "num_hidden_layers": 3,

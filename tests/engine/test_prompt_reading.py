@@ -176,8 +176,10 @@ def test_a_cached_prefix_is_computed_again_and_kept_for_others(tiny_llama: Path)
     assert [one.pooled is not None for one in whole] == [True, False]
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    ("executor", "caching"),
+    [("library", False), ("library", True), ("torch", False), ("late", True)],
+)
 def test_preemption_changes_no_score(tiny_llama: Path, executor: str, caching: bool) -> None:
     options = {"kv_cache_dtype": "int8", "prefix_caching": caching, "max_model_len": 256}
     roomy = load(tiny_llama, executor, **options)
@@ -186,7 +188,7 @@ def test_preemption_changes_no_score(tiny_llama: Path, executor: str, caching: b
     small = load(tiny_llama, executor, kv_cache_memory=num_blocks * bytes_per_block, **options)
     texts = [prompt(90 + 7 * i, i) for i in range(6)]
     requests = [
-        scored(f"r{i}", text, max_tokens=80) if i % 2 else scored(f"r{i}", text)
+        scored(f"r{i}", text, max_tokens=64) if i % 2 else scored(f"r{i}", text)
         for i, text in enumerate(texts)
     ]
     requests += [request(f"m{i}", text, Pooling.MEAN) for i, text in enumerate(texts)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.run.device import Device
 
-TOKENS = 50
+TOKENS = 30
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -122,7 +122,7 @@ def test_greedy_answers_equal_transformers_fresh_and_from_checkpoints(
         longer = [*PROMPTS[2], *expected[2], 5, 6, 7]
         (first,) = run(engine, [longer])
         after = engine.stats()
-        assert after.prefix_hits_total - before.prefix_hits_total == 112
+        assert after.prefix_hits_total - before.prefix_hits_total == 96
         assert run(engine, PROMPTS[2:]) == expected[2:]
         assert after.state_slots == 8
         assert engine.stats().state_restores_total >= 3

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device
 
 # The four prompts and their answers take twice as many, so that sequences give way and come back.
-CACHED_TOKENS = 256
+CACHED_TOKENS = 192
 PREFIX = list(range(3, 51))
 PROMPTS = [[*PREFIX, *range(70, 80)], [*PREFIX, 80], list(range(90, 28, -1)), [5, 6, 7] * 21]
 
@@ -91,7 +91,7 @@ def _deltas(
     adapter: AdapterRef | None = None,
     logprobs: int | None = None,
 ) -> Iterator[SequenceDelta]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True, logprobs=logprobs)
+    sampling = SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True, logprobs=logprobs)
     for number, prompt in enumerate(prompts):
         engine.submit(
             Request(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import first_layers
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -92,9 +93,14 @@ def test_a_hit_inside_a_block_changes_nothing_in_any_format(
 
 
 @pytest.mark.model
-def test_a_hit_is_right_where_some_layers_look_back_a_window_only(gemma3_gguf: Path) -> None:
-    """The cache keeps what lies outside of all windows too: layers that see everything read it."""
-    engine = load(gemma3_gguf, threads=2)
+def test_a_hit_is_right_where_some_layers_look_back_a_window_only(
+    gemma3_gguf: Path, tmp_path: Path
+) -> None:
+    """The cache keeps what lies outside of all windows too: layers that see everything read it.
+
+    The sixth of its layers is the first that does.
+    """
+    engine = load(first_layers(gemma3_gguf, tmp_path / "first.gguf", "gemma3", 6), threads=2)
     shared = tokens(531, seed=4)  # the window is 512
     ask(engine, [*shared, 5, 5], max_tokens=1)
     prompt = shared + tokens(9, seed=6)

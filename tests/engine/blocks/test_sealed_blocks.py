@@ -87,7 +87,7 @@ def test_a_cached_prefix_changes_speed_and_nothing_else(tiny_llama: Path, kv: st
 
 
 @sealed
-@pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 70])
+@pytest.mark.parametrize("length", [31, 32, 33, 64])
 def test_forks_answer_as_if_each_had_its_own_prompt(tiny_llama: Path, kv: str, length: int) -> None:
     """The fork point lies in an open block, at its end, or in a block that is sealed already."""
     forked = run(load(tiny_llama, kv), request("n", length, n=4))
@@ -101,7 +101,9 @@ def test_forks_answer_as_if_each_had_its_own_prompt(tiny_llama: Path, kv: str, l
 @pytest.mark.usefixtures("exact_products")
 @sealed
 def test_torch_serves_sealed_blocks_too(tiny_llama: Path, kv: str) -> None:
-    requests = [request(f"r{i}", 30 + 21 * i, seed=i, temperature=0.0) for i in range(4)]
+    requests = [
+        request(f"r{i}", 30 + 21 * i, seed=i, temperature=0.0, max_tokens=16) for i in range(4)
+    ]
     reference = load(tiny_llama, kv, kernels="reference", dtype="float32")
     answers = run(reference, *requests)
     assert answers == alone(reference, *requests)
@@ -120,5 +122,5 @@ def test_every_precision_is_served_by_every_backend_of_a_cpu(
     tiny_llama: Path, kv: str, kernels: str
 ) -> None:
     engine = load(tiny_llama, kv, kernels=kernels)
-    answers = run(engine, request("a", 40, max_tokens=40), request("b", 70, max_tokens=10))
-    assert [len(answer) for answer in answers.values()] == [40, 10]
+    answers = run(engine, request("a", 30, max_tokens=6), request("b", 70, max_tokens=3))
+    assert [len(answer) for answer in answers.values()] == [6, 3]

@@ -46,6 +46,10 @@ IN_THREE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {"num_key_value_heads": 6, "n_shared_experts": 4},
 }
+WAYS: list[dict[str, Any]] = [
+    {"tensor_parallel": 2, "gpu_split": "2:1"},
+    {"pipeline_parallel": 2, "gpu_split": "2:1"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +67,13 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
         "max_model_len": 160,
         "speculate": "suffix",
     }
-    with loaded(folder, **settings) as roomy:
-        blocks = CACHED_TOKENS // roomy.info.block_size
-        settings["kv_cache_memory"] = blocks * roomy.info.kv_bytes // roomy.info.num_blocks
     with loaded(folder, **settings) as alone:
-        expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
+        expected = answers(alone, PROMPTS)
         assert not alone.info.ranks
-        assert alone.info.num_blocks == blocks
-    ways: list[tuple[dict[str, Any], str]] = [
-        ({"tensor_parallel": 2, "gpu_split": "2:1"}, "divide the model 2:1, heads 4:2"),
-        ({"pipeline_parallel": 2, "gpu_split": "2:1"}, "run the model's layers in turn"),
-    ]
-    for divided, note in ways:
+        blocks = CACHED_TOKENS // alone.info.block_size
+        settings["kv_cache_memory"] = blocks * alone.info.kv_bytes // alone.info.num_blocks
+    notes = ("divide the model 2:1, heads 4:2", "run the model's layers in turn")
+    for divided, note in zip(WAYS, notes, strict=True):
         with loaded(folder, **divided, **settings) as engine:
             assert [rank.share for rank in engine.info.ranks] == [2, 1]
             assert engine.info.num_blocks == blocks, "nothing is cached in two ranks"
@@ -90,41 +89,24 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
                 assert 0 < second.busy < first.busy < 1
                 assert any("ms a token predicted at half" in words for words in engine.info.notes)
                 assert any("a pipeline is predicted to be" in words for words in engine.info.notes)
-            assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
+            assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == [expected, expected]
             stats = engine.stats()
             assert stats.swaps_total > 0
             assert stats.prefix_hits_total > 0
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_weights_are_rounded_before_they_are_divided(model: tuple[Any, Path], bits: int) -> None:
-    settings: dict[str, Any] = {"weight_bits": bits, "kv_cache_dtype": "fp32", "max_model_len": 160}
-    with loaded(model[1], **settings) as alone:
-        expected = answers(alone, PROMPTS)
-        num_bytes = alone.info.weight_bytes
-    ways: list[dict[str, Any]] = [
-        {"tensor_parallel": 2, "gpu_split": "2:1"},
-        {"pipeline_parallel": 2},
-    ]
-    for divided in ways:
-        with loaded(model[1], **divided, **settings) as engine:
-            assert answers(engine, PROMPTS) == expected
-            assert sum(rank.weight_bytes for rank in engine.info.ranks) < 1.5 * num_bytes
-
-
-@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe"])
-def test_stages_hold_states_and_experts_whole(model_type: str, tmp_path: Path) -> None:
-    """Sequences give way and come back, with the states that one stage has."""
-    expected, settings, _ = answers_of_one(model_type, tmp_path)
+def test_stages_hold_states_and_experts_whole(tmp_path: Path) -> None:
+    """Sequences give way and come back, with the states that two of three stages have."""
+    expected, settings, _ = answers_of_one("lfm2_moe", tmp_path)
     with loaded(tmp_path, pipeline_parallel=3, threads=3, **settings) as engine:
         assert [rank.layers for rank in engine.info.ranks] == [(0, 1), (1, 2), (2, 3)]
-        assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
+        assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == [expected, expected]
         stats = engine.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_hits_total > 0
 
 
-@pytest.mark.parametrize("model_type", ["lfm2_moe", "qwen3_5", "nemotron_h", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "nemotron_h", "deepseek_v3"])
 def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path) -> None:
     """Sequences give way and come back, and drafts are undone, in the states of all ranks."""
     expected, settings, state_bytes = answers_of_one(model_type, tmp_path, speculate="suffix")
@@ -132,7 +114,7 @@ def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path
         settings["kv_cache_memory"] *= 2  # each rank has all latents
     with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **settings) as engine:
         engine._scheduler._speculator = ReplayingSpeculator(
-            {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(expected[0])},
+            {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(expected)},
             0.8,
             engine._grammars._matchers,
             random.Random(5),
@@ -141,7 +123,7 @@ def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path
         assert state_bytes <= engine.info.state_bytes <= 1.05 * state_bytes, (
             "no state is held twice"
         )
-        assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == expected
+        assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == [expected, expected]
         stats = engine.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_hits_total > 0
@@ -151,29 +133,28 @@ def test_ranks_divide_states_latents_and_experts(model_type: str, tmp_path: Path
 
 def answers_of_one(
     model_type: str, folder: Path, **options: Any
-) -> tuple[list[list[list[int]]], dict[str, Any], int]:
-    """Write a model; return one process's answers, its settings, and the bytes of its states."""
+) -> tuple[list[list[int]], dict[str, Any], int]:
+    """Write a model; return one process's answers, settings of a small cache, and states' bytes."""
     table = RECURRENT if model_type in RECURRENT else EXPERTS
     name, own = table[model_type]
     sizes = THREE_GROUPS | {"num_hidden_layers": 3} | IN_THREE.get(model_type, {})
     write_sure_model(name, folder, **own | sizes)
     settings: dict[str, Any] = {"max_model_len": 160, "kv_cache_dtype": "int8", **options}
-    with loaded(folder, **settings) as roomy:
-        blocks = CACHED_TOKENS // roomy.info.block_size
-        settings["kv_cache_memory"] = blocks * roomy.info.kv_bytes // roomy.info.num_blocks
     with loaded(folder, **settings) as alone:
-        expected = [answers(alone, PROMPTS), answers(alone, PROMPTS)]
-        return expected, settings, alone.info.state_bytes
+        blocks = CACHED_TOKENS // alone.info.block_size
+        settings["kv_cache_memory"] = blocks * alone.info.kv_bytes // alone.info.num_blocks
+        return answers(alone, PROMPTS), settings, alone.info.state_bytes
 
 
-@pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-def test_a_draft_model_runs_beside_the_ranks(
+@pytest.mark.parametrize("divided", WAYS)
+def test_a_draft_model_runs_beside_the_ranks_until_one_ends(
     model: tuple[Any, Path], divided: dict[str, Any]
 ) -> None:
-    """Rank 0 has all of it, and runs it between two steps."""
-    settings: dict[str, Any] = {"kv_cache_dtype": "fp32", "max_model_len": 160}
+    """Rank 0 has all of it, and runs it between two steps of weights rounded to rows of 8 bits."""
+    settings: dict[str, Any] = {"weight_bits": 8, "kv_cache_dtype": "fp32", "max_model_len": 160}
     with loaded(model[1], speculate="off", **settings) as alone:
         expected = answers(alone, PROMPTS)
+        num_bytes = alone.info.weight_bytes
     with loaded(model[1], **divided, speculate="draft=self", **settings) as engine:
         draft_always(engine)
         speculator: Any = engine._scheduler._speculator
@@ -181,9 +162,17 @@ def test_a_draft_model_runs_beside_the_ranks(
         assert answers(engine, PROMPTS) == expected
         assert engine.stats().accepted_tokens_total > 20
         assert engine.info.drafts.startswith("the model itself at 4 bits: 2 layers, ")
+        assert sum(rank.weight_bytes for rank in engine.info.ranks) < 1.5 * num_bytes
+
+        pid = engine.info.ranks[1].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
+            answers(engine, PROMPTS[:1])
+        with pytest.raises(EngineError, match="was interrupted"):
+            engine.step()
 
 
-@pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+@pytest.mark.parametrize("divided", WAYS)
 def test_adapters_are_cut_as_the_model_is(
     model: tuple[Any, Path], tmp_path: Path, divided: dict[str, Any]
 ) -> None:
@@ -206,28 +195,34 @@ def test_adapters_are_cut_as_the_model_is(
         assert [answers(engine, PROMPTS), answers(engine, PROMPTS, ref)] == expected
 
 
-@pytest.mark.parametrize("speeds", [(4e4, 1e4), (1e4, 4e4), (1.05e4, 1e4)])
+@pytest.mark.parametrize("speeds", [(1e4, 4e4), (1.05e4, 1e4)])
 def test_auto_divides_by_measured_bandwidth(
     model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, float]
 ) -> None:
-    """So slow that reading outweighs what ranks exchange, even in so small a model."""
+    """So slow that reading outweighs what ranks exchange, even in so small a model.
+
+    Its weights are rounded to groups of 4 bits before they are divided.
+    """
     monkeypatch.setattr(started, "copy_rates", lambda ranks, threads: speeds)
-    with loaded(model[1], tensor_parallel=2, kv_cache_dtype="fp32", max_model_len=160) as engine:
+    options: dict[str, Any] = {"weight_bits": 4, "kv_cache_dtype": "fp32", "max_model_len": 160}
+    with loaded(model[1], **options) as alone:
+        expected, num_bytes = answers(alone, PROMPTS), alone.info.weight_bytes
+    with loaded(model[1], tensor_parallel=2, **options) as engine:
         first, second = (rank.share for rank in engine.info.ranks)
         if abs(speeds[0] - speeds[1]) < 0.1 * speeds[0]:
             assert first == second == 1
         else:
             assert (first > second) is (speeds[0] > speeds[1])
         assert engine.info.backend.endswith(f", 2 ranks {first}:{second}")
-        assert answers(engine, PROMPTS[:1]) == expected_of(model[1])
+        assert sum(rank.weight_bytes for rank in engine.info.ranks) < 1.5 * num_bytes
+        assert answers(engine, PROMPTS) == expected
 
 
 @pytest.mark.parametrize(
     ("speeds", "gpu_split", "layers"),
     [
-        ((3e4, 1e4), "auto", [2, 1]),
         ((1e4, 3e4), "auto", [1, 2]),
-        ((3e4, 1e4), "1:2", [1, 2]),
+        ((1e4, 3e4), "2:1", [2, 1]),
     ],
 )
 def test_a_pipeline_gives_the_faster_rank_more_layers(
@@ -259,7 +254,6 @@ FAST, USUAL, SLOW = LinkSpeed(1e-6, 1e9), LinkSpeed(1e-3, 1e8), LinkSpeed(5e-3, 
         ("ranks", FAST, 1e4, False, "a pipeline is predicted to be no faster: tensor parallel"),
         ("ranks", USUAL, 1e12, True, "has whole layers, since pipeline parallel .* over shared"),
         ("tensor_parallel", USUAL, 1e12, False, "predicted to be faster: pipeline parallel"),
-        ("tensor_parallel", SLOW, 1e4, False, "predicted to be no faster: tensor parallel"),
         ("tensor_parallel", SLOW, 1e12, True, "since --tensor-parallel 2 needs a faster link than"),
     ],
 )
@@ -297,10 +291,10 @@ def expected_of(folder: Path) -> list[list[int]]:
         return answers(alone, PROMPTS[:1])
 
 
-@pytest.mark.parametrize("problem", ["changes data: 1 of 16 numbers", "did not answer in time"])
 def test_a_link_that_may_not_be_used_ends_the_start(
-    model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, problem: str
+    model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    problem = "changes data: 1 of 16 numbers"
     bad = LinkTrial(LinkPath.SHARED, None, problem)
     monkeypatch.setattr(started, "try_links", lambda ranks: (bad,))
     before = psutil.Process().children()
@@ -310,20 +304,6 @@ def test_a_link_that_may_not_be_used_ends_the_start(
     ):
         pass
     assert psutil.Process().children() == before
-
-
-@pytest.mark.parametrize("divided", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-def test_a_rank_that_ends_takes_the_engine_along(
-    model: tuple[Any, Path], divided: dict[str, Any]
-) -> None:
-    with loaded(model[1], **divided) as engine:
-        answers(engine, PROMPTS[:1])
-        pid = engine.info.ranks[1].pid
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
-            answers(engine, PROMPTS[:1])
-        with pytest.raises(EngineError, match="was interrupted"):
-            engine.step()
 
 
 def test_ranks_end_with_the_engine(model: tuple[Any, Path]) -> None:

@@ -29,22 +29,21 @@ from appliance.model.adapters.targets import adapter_targets
 from appliance.model.source import open_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from appliance.engine.engine import LLMEngine
     from appliance.engine.run.device import Graph
 
+# Layers of a window; states and experts of which each rank has columns; latents, with each expert
+# on one rank.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
-    "experts": ("qwen3_moe", EXPERTS["qwen3_moe"][1] | {"moe_intermediate_size": 96}),
-    "recurrent": (RECURRENT["lfm2"][0], RECURRENT["lfm2"][1] | {"num_hidden_layers": 3}),
     "delta": (
-        RECURRENT["qwen3_5"][0],
-        RECURRENT["qwen3_5"][1] | {"num_hidden_layers": 3, "linear_num_key_heads": 3},
+        RECURRENT["qwen3_next"][0],
+        RECURRENT["qwen3_next"][1]
+        | {"num_hidden_layers": 3, "linear_num_key_heads": 3, "moe_intermediate_size": 96},
     ),
-    # Each expert is on one rank.
     "latent": (
         "deepseek_v2",
         EXPERTS["deepseek_v2"][1]
@@ -117,41 +116,11 @@ def test_steps_look_ahead_and_blocks_are_sealed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("exact_products")
-def test_drafts_are_verified_by_all_ranks(tmp_path: Path) -> None:
-    """With some of them wrong, beside steps planned before the last one's tokens."""
-    write_sure_model("llama", tmp_path, **THREE_GROUPS)
-    options = TORCH | {"kv_cache_dtype": "int8"}
-    with loaded(tmp_path, speculate="off", **options) as alone:
-        expected = answers(alone, PROMPTS)
-    with loaded(tmp_path, LateDevice(), tensor_parallel=2, speculate="suffix", **options) as engine:
-        engine._scheduler._speculator = ReplayingSpeculator(
-            {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(expected)},
-            0.8,
-            engine._grammars._matchers,
-            random.Random(5),
-        )
-        assert answers(engine, PROMPTS) == expected
-        stats = engine.stats()
-        assert stats.draft_tokens_total > stats.accepted_tokens_total > 20
-
-
-@pytest.mark.usefixtures("exact_products")
-def test_weights_are_rounded_before_they_are_divided(tmp_path: Path) -> None:
-    write_sure_model("llama", tmp_path, **THREE_GROUPS)
-    options = TORCH | {"weight_bits": 4, "kv_cache_dtype": "fp32"}
-    with loaded(tmp_path, **options) as alone:
-        expected = answers(alone, PROMPTS[:2])
-        num_bytes = alone.info.weight_bytes
-    with loaded(tmp_path, tensor_parallel=2, gpu_split="2:1", **options) as engine:
-        assert answers(engine, PROMPTS[:2]) == expected
-        first, second = (rank.weight_bytes for rank in engine.info.ranks)
-        assert num_bytes > first > second
-        assert first + second < 1.5 * num_bytes
-
-
-@pytest.mark.usefixtures("exact_products")
 def test_adapters_are_cut_as_the_model_is(tmp_path: Path) -> None:
-    """Rank 0 sends the others each adapter, longer than what a socket takes at once."""
+    """Rank 0 sends the others each adapter, longer than what a socket takes at once.
+
+    The model's weights were rounded before they were divided.
+    """
     folder = tmp_path / "model"
     write_sure_model("llama", folder, **THREE_GROUPS)
     source = open_model(folder)
@@ -166,6 +135,7 @@ def test_adapters_are_cut_as_the_model_is(tmp_path: Path) -> None:
         "max_lora_rank": 64,
         "max_loras": 1,  # so that the second one takes the first one's slot
         "kv_cache_dtype": "fp32",
+        "weight_bits": 4,
     }
 
     def all_answers(engine: LLMEngine) -> list[list[list[int]]]:
@@ -173,10 +143,14 @@ def test_adapters_are_cut_as_the_model_is(tmp_path: Path) -> None:
 
     with loaded(folder, **options) as alone:
         expected = all_answers(alone)
+        num_bytes = alone.info.weight_bytes
     assert expected[1] == expected[3]
     assert expected[0] != expected[1] != expected[2]
     with loaded(folder, tensor_parallel=2, gpu_split="2:1", **options) as engine:
         assert all_answers(engine) == expected
+        first, second = (rank.weight_bytes for rank in engine.info.ranks)
+        assert num_bytes > first > second
+        assert first + second < 1.5 * num_bytes
 
 
 class OneRun(HostDevice):
@@ -190,38 +164,65 @@ class OneRun(HostDevice):
         return self
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEngine, Path]]:
+    """On a device that is late; and the folder of their model."""
+    folder = tmp_path_factory.mktemp("llama")
+    write_sure_model("llama", folder, **THREE_GROUPS)
+    options = TORCH | {"kv_cache_dtype": "int8", "speculate": "suffix"}
+    with loaded(folder, LateDevice(), tensor_parallel=2, **options) as engine:
+        yield engine, folder
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_drafts_are_verified_by_all_ranks(two_ranks: tuple[LLMEngine, Path]) -> None:
+    """With some of them wrong, beside steps planned before the last one's tokens."""
+    engine, folder = two_ranks
+    with loaded(folder, kv_cache_dtype="int8", speculate="off", **TORCH) as alone:
+        expected = answers(alone, PROMPTS)
+    engine._scheduler._speculator = ReplayingSpeculator(
+        {(str(number), 0): (tokens, [], None) for number, tokens in enumerate(expected)},
+        0.8,
+        engine._grammars._matchers,
+        random.Random(5),
+    )
+    assert answers(engine, PROMPTS) == expected
+    stats = engine.stats()
+    assert stats.draft_tokens_total > stats.accepted_tokens_total > 20
+
+
 @torch.inference_mode()
-def test_a_captured_step_is_replayed_by_all_ranks_until_one_ends(tmp_path: Path) -> None:
+def test_a_captured_step_is_replayed_by_all_ranks_until_one_ends(
+    two_ranks: tuple[LLMEngine, Path],
+) -> None:
     """As a graph does, rank 0 replays without the host's numbers, on other tokens."""
-    write_sure_model("llama", tmp_path, **THREE_GROUPS)
-    with loaded(tmp_path, tensor_parallel=2, **TORCH) as engine:
+    engine, _ = two_ranks
+    runner: Any = engine._runner
+    executor: Any = runner._executor
+    cache = executor.allocate_cache(KVFormat.FP32, num_blocks=1, block_size=BLOCK_SIZE)
+    batch = one_sequence((0,), 0, 4, torch.device("cpu"))
+    positions = torch.arange(4)
+    others = torch.tensor([9, 8, 7, 6])
+    found = []
+
+    def replay() -> None:
+        given = step_tensors(RankStep(others, positions, batch, None, wants_logits=True))
+        executor.link.joint.broadcast(pack(given, torch.zeros(16, dtype=torch.uint8)))
+        found.append(executor.own.forward(others, positions, batch, cache.own))
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = executor.forward(tokens, positions, batch, cache)
+        return logits
+
+    graph = executor.link.capture(OneRun(replay), lambda: step(torch.tensor([5, 6, 7, 8])))
+    expected = step(others)
+    graph.replay()
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(step(others), expected)
+
+    pid = engine.info.ranks[1].pid
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
         answers(engine, PROMPTS[:1])
-        runner: Any = engine._runner
-        executor: Any = runner._executor
-        cache = executor.allocate_cache(KVFormat.FP32, num_blocks=1, block_size=BLOCK_SIZE)
-        batch = one_sequence((0,), 0, 4, torch.device("cpu"))
-        positions = torch.arange(4)
-        others = torch.tensor([9, 8, 7, 6])
-        found = []
-
-        def replay() -> None:
-            given = step_tensors(RankStep(others, positions, batch, None, wants_logits=True))
-            executor.link.joint.broadcast(pack(given, torch.zeros(16, dtype=torch.uint8)))
-            found.append(executor.own.forward(others, positions, batch, cache.own))
-
-        def step(tokens: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = executor.forward(tokens, positions, batch, cache)
-            return logits
-
-        graph = executor.link.capture(OneRun(replay), lambda: step(torch.tensor([5, 6, 7, 8])))
-        expected = step(others)
-        graph.replay()
-        torch.testing.assert_close(found[0], expected)
-        assert torch.equal(step(others), expected)
-
-        pid = engine.info.ranks[1].pid
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
-            answers(engine, PROMPTS[:1])
-        with pytest.raises(EngineError, match="was interrupted"):
-            engine.step()
+    with pytest.raises(EngineError, match="was interrupted"):
+        engine.step()
