@@ -15,7 +15,7 @@ from large_model import write_large_model
 
 def fit(model: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "appliance", "fit", model, "--gpu", "RTX 3060", "--json"],
+        [sys.executable, "-m", "appliance", "fit", model, "--no-speed", "--json"],
         env={
             **os.environ,
             "HF_ENDPOINT": endpoint,
