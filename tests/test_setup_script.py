@@ -26,6 +26,7 @@ case "$*" in
 "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; eval "${VENV:-}" ;;
 *"import torch"*) test -e .venv/torch ;;
 "-P -") read -r line; echo "$line: ${PYTHONDONTWRITEBYTECODE:-writes bytecode}" ;;
+*"pip>="*) exit 1 ;;
 *"pip "*) echo "noise of pip: $*"; eval "${PIP:-}"; touch .venv/torch ;;
 *build.py*) eval "${BUILD:-}" ;;
 *) exit 99 ;;
