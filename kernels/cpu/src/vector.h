@@ -13,17 +13,22 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A build with sanitizers defines AP_CHECKED. All in one function, the kernels would compile for
- * minutes then; and sanitizers do not see masked accesses: the lanes are read one by one, too. */
-#ifdef AP_CHECKED
+/* Tests and sanitizers define AP_APART: every function is one of its own, or the kernels would
+ * compile for minutes. */
+#ifdef AP_APART
 #define INLINE static __attribute__((unused))
-INLINE void touch(const float *p, int n) {
-    for (int i = 0; i < n; i++) (void)*(const volatile float *)(p + i);
-}
 #else
 #define INLINE static inline __attribute__((always_inline))
-INLINE void touch(const float *p, int n) { (void)p, (void)n; }
 #endif
+
+/* Sanitizers (AP_CHECKED) do not see masked accesses: the lanes are read one by one, too. */
+INLINE void touch(const float *p, int n) {
+#ifdef AP_CHECKED
+    for (int i = 0; i < n; i++) (void)*(const volatile float *)(p + i);
+#else
+    (void)p, (void)n;
+#endif
+}
 
 /* An integer sum that begins at VI_BIAS, and moves away by less than 2^22, reads as a float as
  * VI_BIAS_FLOAT plus that integer: its bits are the conversion. */
@@ -49,7 +54,7 @@ static const uint8_t iq4_values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
 #endif
 
 /* Before a loop of constant length over vectors, which are to stay in registers. */
-#if VECTORS < 8 || defined(AP_CHECKED)
+#if VECTORS < 8 || defined(AP_APART)
 #define UNROLL
 #elif defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
