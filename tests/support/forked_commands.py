@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from waiting import LIMIT
 
-IMPORTED = (
+SERVE = (
     "appliance.commands.serve",
     "appliance.found_model",
     "appliance.server.app",
@@ -34,49 +34,67 @@ IMPORTED = (
 class ForkedCommands:
     """Runs one command after the other."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
-        self._log = log
+        self._streams = folder / "stdout", folder / "stderr"
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Return how `appliance` with these arguments ended; both streams are in `stderr`."""
+        """Return how `appliance` with these arguments ended, and what it wrote."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         words = ["appliance", *map(str, arguments)]
-        self._process.stdin.write(json.dumps([str(self._log), words]) + "\n")
+        order = [words, *map(str, self._streams)]
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         status = os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
-        return subprocess.CompletedProcess(words, status, stderr=self._log.read_text())
+        written = [stream.read_text() for stream in self._streams]
+        return subprocess.CompletedProcess(words, status, *written)
 
 
 @contextmanager
-def forked_commands(folder: Path) -> Iterator[ForkedCommands]:
-    """Start the process to fork from, which writes a command's log into the folder."""
+def forked_commands(
+    folder: Path, modules: Sequence[str] = SERVE, **environment: str
+) -> Iterator[ForkedCommands]:
+    """Start the process to fork from.
+
+    Args:
+        folder: for what commands write.
+        modules: that it imports, since each command would.
+        environment: what commands see beside this process's.
+    """
     with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
     ) as process:
-        yield ForkedCommands(process, folder / "forked.log")
+        yield ForkedCommands(process, folder)
 
 
-def serve_forks() -> None:
-    for name in IMPORTED:
+def serve_forks(modules: Sequence[str]) -> None:
+    for name in modules:
         import_module(name)
     for line in sys.stdin:
-        log, words = json.loads(line)
+        order = json.loads(line)
         child = os.fork()
         if not child:
-            become(log, words)
+            become(*order)
         print(os.waitpid(child, 0)[1], flush=True)  # noqa: T201 - the answer
 
 
-def become(log: str, words: list[str]) -> NoReturn:
+def become(words: list[str], stdout: str, stderr: str) -> NoReturn:
     """Run a command in this process as `python -m appliance` does, and end with its status."""
     from appliance.__main__ import main
 
     signal.alarm(int(LIMIT))
-    written = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    for stream, flags in ((0, os.O_RDONLY), (1, None), (2, None)):
-        os.dup2(written if flags is None else os.open(os.devnull, flags), stream)
+    writing = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    for stream, name, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, stdout, writing),
+        (2, stderr, writing),
+    ):
+        os.dup2(os.open(name, flags), stream)
     sys.argv = words
     status = 1
     try:
@@ -91,4 +109,4 @@ def become(log: str, words: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve_forks()
+    serve_forks(sys.argv[1:])

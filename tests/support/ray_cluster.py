@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forked_commands import forked_commands
 
 KEY = "key-of-the-test"
+IMPORTED = ("ray.serve", "appliance.cluster.control", "appliance.cluster.deployments")
 STARTS = 4  # Ray gives its own processes 15 s to import; a busy machine may need another try
 
 
@@ -46,10 +48,17 @@ class RayCluster:
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         }
+        self._held = contextlib.ExitStack()
         for number in range(STARTS):
             if self._start(folder / str(number)):
-                return
-        raise AssertionError(f"Ray did not start {STARTS} times:\n{self._log.read_text()[-2000:]}")
+                break
+        else:
+            said = self._log.read_text()[-2000:]
+            raise AssertionError(f"Ray did not start {STARTS} times:\n{said}")
+        self._commands = self._held.enter_context(
+            # Ray reads the last one when it is imported.
+            forked_commands(folder, IMPORTED, **self._environment, RAY_ENABLE_AUTO_CONNECT="0")
+        )
 
     def _start(self, folder: Path) -> bool:
         folder.mkdir()
@@ -74,6 +83,7 @@ class RayCluster:
 
     def end(self) -> None:
         """End all of it, by process ids."""
+        self._held.close()
         processes: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             processes = [self._ray, *self._ray.children(recursive=True)]
@@ -87,8 +97,7 @@ class RayCluster:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of `appliance cluster` on it."""
-        command = [sys.executable, "-m", "appliance", "cluster", *words, "--address", self.address]
-        return subprocess.run(command, capture_output=True, text=True, env=self._environment)
+        return self._commands.run("cluster", *words, "--address", self.address)
 
     def replicas(self) -> list[dict[str, Any]]:
         done = self.run("status", "--json")
