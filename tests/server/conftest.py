@@ -23,9 +23,11 @@ import pytest_asyncio
 import uvicorn
 import uvloop
 from byte_tokenizer import save_byte_tokenizer
+from echo_forks import Forks, echo_forks
 from waiting import LIMIT
 
 from appliance.config import EngineConfig, ServerConfig
+from appliance.engine.process import launch
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.residency import Residency
 from appliance.engine.process.restarts import SupervisionLimits
@@ -150,8 +152,21 @@ class QuietServer(uvicorn.Server):
         yield
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    with echo_forks(ECHO) as running:
+        yield running
+
+
 @pytest.fixture
-def serve(byte_tokenizer: Tokenizer, tokenizer_folder: Path) -> Serve:
+def serve(
+    byte_tokenizer: Tokenizer,
+    tokenizer_folder: Path,
+    forks: Forks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Serve:
+    monkeypatch.setattr(launch, "subprocess", forks)
+
     @asynccontextmanager
     async def start(
         model: str = "",

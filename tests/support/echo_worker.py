@@ -329,8 +329,12 @@ def find_loader() -> LoadEngine:
     return load
 
 
-if __name__ == "__main__":
-    arguments = sys.argv[1:]
+def main(arguments: list[str]) -> int:
+    global given_knobs
     if not arguments[0].startswith("--"):
         given_knobs = arguments.pop(0)
-    sys.exit(run_engine_process(arguments, find_loader))
+    return run_engine_process(arguments, find_loader)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
