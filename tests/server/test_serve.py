@@ -223,31 +223,6 @@ def test_while_it_loads_it_says_so_and_can_be_ended(tokenizer_folder: Path) -> N
         wait_until(lambda: has_ended(engine))
 
 
-def test_what_cannot_be_loaded_ends_with_its_reason_and_code(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    with server(tokenizer_folder, "does_not_fit") as running:
-        _, errors = running.process.communicate(timeout=LIMIT)
-        assert running.process.returncode == 4
-        assert "error: the model needs 9 GiB" in errors
-        assert "Traceback" not in errors
-    with server(tmp_path) as running:
-        _, errors = running.process.communicate(timeout=LIMIT)
-        assert running.process.returncode == 3
-        assert "tokenizer" in errors
-        assert "Traceback" not in errors
-
-
-def test_a_busy_port_is_named_before_anything_is_loaded(tokenizer_folder: Path) -> None:
-    with bind(ServerConfig(port=0)) as taken:
-        port = taken.getsockname()[1]
-        with server(tokenizer_folder, "slow_load", port) as running:
-            _, errors = running.process.communicate(timeout=LIMIT)
-            assert running.process.returncode == 2
-            assert f"port {port} on 127.0.0.1 is in use" in errors
-            assert "--port" in errors
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [
@@ -287,12 +262,3 @@ def test_strangers_do_not_fill_the_log(tokenizer_folder: Path) -> None:
         running.process.terminate()
         _, errors = running.process.communicate(timeout=LIMIT)
         assert errors.count("Invalid HTTP request") == 1, errors
-
-
-def test_silent_connections_are_closed(tokenizer_folder: Path) -> None:
-    with server(tokenizer_folder, "header_seconds=0.3") as running:
-        running.wait_until_ready()
-        host, _, port = running.url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=LIMIT) as silent:
-            silent.sendall(b"GET /health HTTP/1.1\r\n")
-            assert silent.recv(100) == b""

@@ -14,11 +14,23 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 import pytest
+from aiohttp import web
 from browser import chromium, opened
+from typer.testing import CliRunner
 from waiting import LIMIT, until
 
+from appliance.cli import app
 from appliance.config import ServerConfig
-from appliance.server.web_dashboard import COOKIE, MAX_TICKETS, TICKET_SECONDS, Tickets
+from appliance.errors import ConfigError
+from appliance.server.listener import bind, url_of
+from appliance.server.web_dashboard import (
+    COOKIE,
+    MAX_TICKETS,
+    TICKET_SECONDS,
+    Tickets,
+    WebDashboard,
+)
+from tests.server.conftest import NO_AUTHORITIES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,11 +41,10 @@ KEY = "dashboard-key"
 
 
 @asynccontextmanager
-async def dashboard(*arguments: str, key: str | None = None) -> AsyncIterator[tuple[str, int]]:
+async def dashboard(*arguments: str, key: str) -> AsyncIterator[tuple[str, int]]:
     """Address and process id of `appliance top --web`."""
     environment = {name: value for name, value in os.environ.items() if "APPLIANCE_" not in name}
-    if key is not None:
-        environment["APPLIANCE_API_KEY"] = key
+    environment["APPLIANCE_API_KEY"] = key
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "appliance", "top", "--web", "--web-port", "0", *arguments),
         env=environment,
@@ -55,11 +66,25 @@ async def dashboard(*arguments: str, key: str | None = None) -> AsyncIterator[tu
             await process.wait()
 
 
+@asynccontextmanager
+async def door(key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the same server in this process."""
+    config = ServerConfig(port=0, api_key=key)
+    runner = web.AppRunner(await WebDashboard((), config)._make_app())
+    await runner.setup()
+    try:
+        with bind(config) as sock:
+            await web.SockSite(runner, sock).start()
+            async with httpx.AsyncClient(
+                base_url=url_of(config, sock), timeout=LIMIT, verify=NO_AUTHORITIES
+            ) as http:
+                yield http
+    finally:
+        await runner.cleanup()
+
+
 async def test_every_path_wants_the_key_and_a_ticket_is_as_good() -> None:
-    async with (
-        dashboard(key=KEY) as (url, _),
-        httpx.AsyncClient(base_url=url) as http,
-    ):
+    async with door(KEY) as http:
         for path in ("/", "/ws", "/static/js/textual.js", "/download/x", "/nothing"):
             response = await http.get(path)
             assert response.status_code == 401, path
@@ -84,15 +109,12 @@ async def test_every_path_wants_the_key_and_a_ticket_is_as_good() -> None:
         assert f"Max-Age={TICKET_SECONDS}" in cookie
         page = await http.get("/")
         assert page.status_code == 200
-        assert f"ws://{url.removeprefix('http://')}/ws" in page.text
+        assert f"ws://{http.base_url.netloc.decode()}/ws" in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
 async def test_names_and_pages_of_others_are_refused() -> None:
-    async with (
-        dashboard() as (url, _),
-        httpx.AsyncClient(base_url=url) as http,
-    ):
+    async with door() as http:
         assert (await http.get("/")).status_code == 200, "this machine needs no key"
         assert (await http.get("/", headers={"host": "evil.example"})).status_code == 403
         upgrade = {
@@ -124,15 +146,14 @@ def test_tickets_end_and_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-async def test_other_machines_are_not_let_in_without_a_key(host: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "appliance", "top", "--web", "--web-host", host),
-        env={name: value for name, value in os.environ.items() if "APPLIANCE_" not in name},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, error = await process.communicate()
-    assert process.returncode == 2
-    assert b"an API key is needed" in error
+def test_other_machines_are_not_let_in_without_a_key(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("APPLIANCE_")]:
+        monkeypatch.delenv(name)
+    ended = CliRunner().invoke(app, ["top", "--web", "--web-host", host])
+    assert isinstance(ended.exception, ConfigError)
+    assert "an API key is needed" in str(ended.exception)
     assert ServerConfig(host=host).api_key is None
 
 
