@@ -31,6 +31,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def check_speculation(config: EngineConfig, execution: Execution, device: Device) -> None:
+    """Refuse a named speculation that would change answers, before anything is started.
+
+    Raises:
+        ConfigError: neither the CPU library nor a GPU executes the model.
+    """
+    if config.speculate in ("auto", "off") or _may_draft(execution, device):
+        return
+    raise ConfigError(
+        f"--speculate {config.speculate} needs a GPU or the CPU library, whose answers drafts do"
+        f" not change, and {execution.name} executes this model; use --speculate auto or off"
+    )
+
+
+def _may_draft(execution: Execution, device: Device) -> bool:
+    return isinstance(execution, NativeExecution) or device.is_asynchronous
+
+
 def load_speculator(
     config: EngineConfig,
     execution: Execution,
@@ -50,24 +68,14 @@ def load_speculator(
     Args:
         target: the served model, for a head.
         kept: its hidden states, for a head.
-
-    Raises:
-        ConfigError: the user named a speculation that would change answers.
     """
     if config.speculate == "off":
         return None
-    is_native = isinstance(execution, NativeExecution)
-    if not (is_native or device.is_asynchronous):
-        if config.speculate != "auto":
-            raise ConfigError(
-                f"--speculate {config.speculate} needs a GPU or the CPU library, whose answers"
-                f" drafts do not change, and {execution.name} executes this model; use --speculate"
-                " auto or off"
-            )
+    if not _may_draft(execution, device):
         logger.info("no speculation: %s executes the model", execution.name)
         return None
     most = config.speculate_tokens
-    if not is_native:
+    if not isinstance(execution, NativeExecution):
         most = min(most, MOST_ROWS - 1)  # beyond, no graph holds the step
     asked_for = "" if config.speculate == "auto" else f"--speculate {config.speculate}"
     return Speculator(

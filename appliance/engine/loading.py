@@ -23,7 +23,7 @@ from appliance.engine.execution.native_engine import native_engine
 from appliance.engine.execution.native_execution import NativeExecution
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import in_words
-from appliance.engine.load_speculation import load_speculator
+from appliance.engine.load_speculation import check_speculation, load_speculator
 from appliance.engine.load_tiers import load_tiers
 from appliance.engine.memory_plan import plan_memory, settled_by_estimate
 from appliance.engine.memory_request import choose_precision, memory_of, num_open_of
@@ -178,13 +178,14 @@ def _open(config: EngineConfig, source: ModelSource, device: Device | None) -> _
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     precision, kv_notes = choose_precision(config, source)
     execution, notes = choose_execution(config, precision, source, threads)
+    device = device or _device_of(execution, threads)
+    draft = open_draft(config, source, execution)
+    check_speculation(config, execution, device)
     execution = execution.started(source)
     if execution.ranks is not None:
         notes += execution.ranks.notes()
-    device = device or _device_of(execution, threads)
     num_open = num_open_of(config, source, precision, device.is_asynchronous)
     notes = (*kv_notes, *notes)
-    draft = open_draft(config, source, execution)
     return _Opened(source, precision, execution, device, threads, num_open, notes, draft)
 
 

@@ -25,7 +25,7 @@ from appliance.config import EngineConfig
 from appliance.engine.execution.choice import choose_execution
 from appliance.engine.execution.execution import Precision
 from appliance.engine.links.link import LinkPath, LinkSpeed, LinkTrial
-from appliance.engine.ranks import started
+from appliance.engine.ranks import rank_process, started
 from appliance.engine.request import AdapterRef
 from appliance.errors import ConfigError, EngineError
 from appliance.files import stamp_of
@@ -338,9 +338,10 @@ def test_ranks_end_with_the_engine(model: tuple[Any, Path]) -> None:
         ),
     ],
 )
-def test_bad_settings_are_refused(
-    model: tuple[Any, Path], options: dict[str, Any], match: str
+def test_bad_settings_are_refused_before_a_rank_is_started(
+    model: tuple[Any, Path], options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rank_process, "COMMAND", ("false",))
     with pytest.raises(ConfigError, match=match), loaded(model[1], **options):
         pass
 
