@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from checkpoint_forms import FORMS, write_both
 from encoder_models import make
 from ggml_models import write_llama
@@ -14,7 +13,8 @@ from model_families import FAMILIES, write_family
 
 from appliance.kernels.ggml_types import GGML_TYPES
 
-# Loads each model of the arguments, answers a prompt with it, and prints what was imported.
+# Loads each model of the arguments, answers a prompt with it, and prints what was imported. An
+# argument is a setting, the number of processes in it, and the model.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -24,8 +24,7 @@ from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
 from appliance.engine.sampling_params import SamplingParams
 
-setting, ranks, *folders = sys.argv[1:]
-for folder in folders:
+for setting, ranks, folder in (given.split(":", 2) for given in sys.argv[1:]):
     config = EngineConfig(
         model=folder, device="cpu", threads=1, max_model_len=32, max_num_seqs=2,
         kv_cache_memory=2**20, kv_host_memory=0, kv_disk="off", **{setting: int(ranks)},
@@ -54,7 +53,7 @@ from appliance.engine.load_engine import load_engine
 from appliance.engine.request import Pooling, Request
 from appliance.engine.sampling_params import SamplingParams
 
-for folder, bits in [(folder, bits) for folder in sys.argv[3:] for bits in (None, 8)]:
+for folder, bits in [(folder, bits) for folder in sys.argv[1:] for bits in (None, 8)]:
     engine = load_engine(
         EngineConfig(model=folder, device="cpu", threads=1, max_num_seqs=2, weight_bits=bits),
         eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None,
@@ -76,53 +75,40 @@ print(*sys.modules)
 HEAVY = {"torch", "transformers"}
 
 
-def modules_after_serving(
-    *models: Path, setting: str = "tensor_parallel", ranks: int = 1, program: str = PROGRAM
-) -> set[str]:
-    """Answer with each model in a process of its own, and return the packages that it loaded."""
-    command = [sys.executable, "-P", "-c", program, setting, str(ranks), *map(str, models)]
+def modules_after_serving(program: str, *given: object) -> tuple[set[str], set[str]]:
+    """Answer with each model in a process; return its packages, and the files of other ranks."""
+    command = [sys.executable, "-P", "-c", program, *map(str, given)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
     assert "appliance.engine.engine" in loaded
-    libraries = {Path(name).name for name in loaded if name.startswith("/")}
-    if ranks > 1:
-        assert any(name.startswith("_multiarray_umath") for name in libraries)  # NumPy's
-    assert not [name for name in libraries if name.startswith("libtorch")]
-    return {name.partition(".")[0] for name in loaded}
+    files = {name for name in loaded if name.startswith("/")}
+    packages = {name.partition(".")[0] for name in loaded - files}
+    return packages, {Path(name).name for name in files}
 
 
 def test_serving_a_native_family_loads_neither(tmp_path: Path) -> None:
-    folders = [write_family(family, tmp_path / family) for family in FAMILIES]
-    assert not modules_after_serving(*folders) & HEAVY
-
-
-def test_serving_gguf_files_loads_neither(tmp_path: Path) -> None:
-    """Of each type of codes, and of one that is widened."""
-    held = write_llama(tmp_path / "held.gguf", (*GGML_TYPES, "MXFP4"))
-    packed = write_llama(tmp_path / "packed.gguf", ("Q4_0", "Q4_1", "Q8_0"))
-    assert not modules_after_serving(held, packed) & HEAVY
-
-
-def test_serving_quantized_folders_loads_neither(tmp_path: Path) -> None:
-    folders = []
+    """Nor GGUF files of each type of codes and of one that is widened, quantized folders, ranks."""
+    models = [write_family(family, tmp_path / family) for family in FAMILIES]
+    models.append(write_llama(tmp_path / "held.gguf", (*GGML_TYPES, "MXFP4")))
+    models.append(write_llama(tmp_path / "packed.gguf", ("Q4_0", "Q4_1", "Q8_0")))
     for name, form in FORMS.items():
         (tmp_path / name).mkdir()
-        folders.append(write_both(tmp_path / name, form)[0].path)
-    assert not modules_after_serving(*folders) & HEAVY
+        models.append(write_both(tmp_path / name, form)[0].path)
+    given = [f"tensor_parallel:1:{model}" for model in models]
+    given += [f"{way}:2:{models[0]}" for way in ("tensor_parallel", "pipeline_parallel")]
+    packages, libraries = modules_after_serving(PROGRAM, *given)
+    assert not packages & HEAVY
+    assert any(name.startswith("_multiarray_umath") for name in libraries)  # NumPy's
+    assert not [name for name in libraries if name.startswith("libtorch")]
 
 
 def test_serving_an_encoder_loads_neither(tmp_path: Path) -> None:
     folders = []
     for name in ("bert", "xlm-roberta", "modernbert"):
         folders.append(make(name, tmp_path / name, ranks=name == "modernbert").path)
-    assert not modules_after_serving(*folders, program=ENCODER_PROGRAM) & HEAVY
-
-
-@pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel"])
-def test_no_rank_loads_either(setting: str, tmp_path: Path) -> None:
-    folder = write_family("llama", tmp_path / "llama")
-    assert not modules_after_serving(folder, setting=setting, ranks=2) & HEAVY
+    packages, _ = modules_after_serving(ENCODER_PROGRAM, *folders)
+    assert not packages & HEAVY
 
 
 def test_the_plan_counts_torch_where_adapters_need_it(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ class BlockHistory:
             self.last.pop(sequence, None)
             return
         self.load(sequence)
+        self.last.pop(sequence, None)
         sequence.num_kept = 0
         rows = min(self.rows, sequence.num_uncomputed)
         copies = self.blocks.allocate(sequence, rows)

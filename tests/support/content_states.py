@@ -42,7 +42,7 @@ class ContentStates:
     """
 
     def __init__(self, blocks: BlockManager, shuffle: random.Random, seen: Counter[str]) -> None:
-        self.blocks, self.slots = blocks, blocks.states
+        self.blocks, self.slots, self._evicted = blocks, blocks.states, 0
         self.shuffle, self.seen = shuffle, seen
         self.rows = [NOTHING] * (0 if blocks.states is None else blocks.states.num_rows)
 
@@ -83,7 +83,9 @@ class ContentStates:
             self.blocks.index.extend_hashes(sequence, len(tokens) // size)
             assert sequence.block_hashes[-1:] == [content], "a checkpoint was written later"
             self.seen["checkpoints"] += 1
-        self.seen["evicted checkpoints"] = self.slots.checkpoints.num_evictions
+        evicted = self.slots.checkpoints.num_evictions
+        self.seen["evicted checkpoints"] += evicted - self._evicted
+        self._evicted = evicted
 
     def _copy(self, copies: tuple[StateCopy, ...], *, fails: bool) -> None:
         for copy in copies:

@@ -43,7 +43,7 @@ def run_operations(number: int, seed: int) -> None:
         elif kind < 0.2 and machine.preempted:
             machine.readmit()
         elif kind < 0.5 or not machine.holders:
-            machine.step_all(few, chosen.choices([0, 1], k=6), fails=chosen.random() < 0.05)
+            machine.step_all(few, chosen.choices([0, 1], k=6), fails=chosen.random() < 0.15)
         elif kind < 0.55:
             machine.append(pick, tokens())
         elif kind < 0.6 and machine.blocks.states is None:
@@ -64,7 +64,7 @@ def run_operations(number: int, seed: int) -> None:
             machine.evict(chosen.choice([few, 100]))  # all that are free, wherever they lie
 
     for step in range(number):
-        if step % 1000 == 0:
+        if step % 200 == 0:
             start()
         operate()
         machine.books_agree()
@@ -74,9 +74,9 @@ def run_operations(number: int, seed: int) -> None:
 
 
 @patch("appliance.engine.blocks.prefix_cache.MAX_COMPARED", 100)
-def test_a_hundred_thousand_operations_lose_no_block_and_any_free_block_serves() -> None:
-    run_operations(100_000, seed=1)
-    assert min(seen.values()) >= 20, f"the histories hardly touch something: {seen}"
+def test_forty_thousand_operations_lose_no_block_and_any_free_block_serves() -> None:
+    run_operations(40_000, seed=1)
+    assert min(seen.values()) >= 10, f"the histories hardly touch something: {seen}"
 
 
 def test_a_chain_stays_whole_when_an_equal_of_an_active_block_is_evicted() -> None:
@@ -106,7 +106,7 @@ def test_random_histories_keep_the_books_and_the_content() -> None:
     run_state_machine_as_test(
         BlockMachine,
         settings=settings(
-            max_examples=120,
+            max_examples=40,
             stateful_step_count=60,
             derandomize=True,
             database=None,

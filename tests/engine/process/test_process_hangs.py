@@ -98,7 +98,7 @@ async def test_an_answer_that_is_not_read_is_no_work_of_the_engine(looks: list[V
 
 
 async def test_a_step_that_computes_for_long_is_left_alone() -> None:
-    async with running("busy_seconds=1.5", HASTY) as client:
+    async with running("busy_seconds=1", HASTY) as client:
         pid = client.pid
         assert await tokens(client, request(BUSY, max_tokens=1)) == [BUSY]
         assert client.pid == pid
@@ -106,8 +106,8 @@ async def test_a_step_that_computes_for_long_is_left_alone() -> None:
 
 @pytest.mark.parametrize("advances", [True, False])
 async def test_a_step_that_computes_without_getting_anywhere_is_ended(advances: bool) -> None:
-    limits = SupervisionLimits(hang_timeout=0.4, step_timeout=3, backoff=0.01)
-    model = "busy_seconds=5 advances=1" if advances else "busy_seconds=1000"
+    limits = SupervisionLimits(hang_timeout=0.4, step_timeout=1.5, backoff=0.01)
+    model = "busy_seconds=2.5 advances=1" if advances else "busy_seconds=1000"
     async with running(model, limits) as client:
         if advances:
             assert await tokens(client, request(BUSY, max_tokens=1)) == [BUSY]

@@ -121,24 +121,25 @@ def test_its_numbers_are_those_of_the_definition(
 @pytest.mark.parametrize(
     ("family", "kv"),
     [
-        *(
-            (family, kv)
-            for family in FAMILIES
-            for kv in ("int8", "bf16", "int4-sealed")
-            if kv == "bf16" or family not in LATENT  # latents have 16 bits
-        ),
+        ("glm4_moe", "int8"),
+        ("qwen3_5", "int4-sealed"),
+        ("nemotron_h", "bf16"),
+        *((family, "bf16") for family in LATENT),  # latents have 16 bits
         *((f"{EAGLE}llama", kv) for kv in KV_FORMATS),
         *((f"{EAGLE}{target}", "bf16") for target in TARGETS if target != "llama"),
     ],
 )
 def test_answers_are_the_same(family: str, kv: str, folders: dict[str, tuple[Path, Any]]) -> None:
+    """All requests of one head of each kind, and a third of the others'."""
     folder, _ = folders[family]
-    expected, pieces = run(load(folder, kv_cache_dtype=kv), without_beams())
+    each = 1 if (family, kv) in (("glm4_moe", "int8"), (f"{EAGLE}llama", "bf16")) else 3
+    requests = without_beams()[::each]
+    expected, pieces = run(load(folder, kv_cache_dtype=kv), requests)
     engine = drafting(folder, kv_cache_dtype=kv)
-    found, fewer = run(engine, without_beams())
+    found, fewer = run(engine, requests)
     assert found == expected
     stats = engine.stats()
-    assert stats.draft_tokens_total > stats.accepted_tokens_total > 50
+    assert stats.draft_tokens_total > stats.accepted_tokens_total > 50 // each
     assert fewer < pieces
 
 
