@@ -10,6 +10,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -42,24 +43,42 @@ def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
                 yield str(path.relative_to(root)), ast.parse(path.read_text())
 
 
-def exported_classes(root: Path) -> dict[str, set[str]]:
-    """The modules that define each public class at their top level, by name of the class."""
-    found = defaultdict(set)
+def definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """A module and all that is defined in it; expressions are not looked into."""
+    if isinstance(node, DOCUMENTED):
+        yield node
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        statements = getattr(node, field, ())
+        for statement in statements if isinstance(statements, list) else ():
+            yield from definitions(statement)
+
+
+@cache
+def looked_through(root: Path) -> tuple[dict[str, set[str]], list[str]]:
+    """What one reading of all modules finds.
+
+    Returns:
+        The modules that define each public class at their top level, by name of the class; and
+        docstrings that open with a question word.
+    """
+    classes, questions = defaultdict(set), []
     for where, module in modules(root):
-        for node in module.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].add(where)
-    return found
+        for statement in module.body:
+            if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
+                classes[statement.name].add(where)
+        for node in definitions(module):
+            assert isinstance(node, DOCUMENTED)
+            if OPENING.match((ast.get_docstring(node, clean=False) or "").lstrip()):
+                questions.append(f"{where}: {getattr(node, 'name', 'the module')}")
+    return classes, questions
+
+
+def exported_classes(root: Path) -> dict[str, set[str]]:
+    return looked_through(root)[0]
 
 
 def indirect_questions(root: Path) -> list[str]:
-    """Docstrings that open with a question word."""
-    found = []
-    for where, module in modules(root):
-        for node in ast.walk(module):
-            if isinstance(node, DOCUMENTED) and OPENING.match(ast.get_docstring(node) or ""):
-                found.append(f"{where}: {getattr(node, 'name', 'the module')}")
-    return found
+    return looked_through(root)[1]
 
 
 def names_of_pages(engine: Path) -> dict[str, str]:

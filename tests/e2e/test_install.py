@@ -80,10 +80,26 @@ def python(*arguments: str | Path, **variables: str) -> str:
     return finished.stdout
 
 
+PIP = ("-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--verbose")
+BACKEND = """
+import os, sys
+from setuptools.build_meta import build_wheel
+os.chdir(sys.argv.pop())
+build_wheel(sys.argv.pop())
+"""
+
+
 def make_wheel(sources: Path, folder: Path, **variables: str) -> tuple[Path, str]:
-    """Build with the setuptools that is installed, so that no index is asked."""
-    options = ["--no-deps", "--no-index", "--no-build-isolation", "--verbose"]
-    output = python("-m", "pip", "wheel", *options, "--wheel-dir", folder, sources, **variables)
+    """Build with pip and the setuptools that is installed, so that no index is asked."""
+    output = python(*PIP, "--wheel-dir", folder, sources, **variables)
+    (wheel,) = folder.glob("*.whl")
+    return wheel, output
+
+
+def make_wheel_alone(sources: Path, folder: Path, **variables: str) -> tuple[Path, str]:
+    """Build as pip does once it has found out with what."""
+    folder.mkdir()
+    output = python("-c", BACKEND, folder, sources, **variables)
     (wheel,) = folder.glob("*.whl")
     return wheel, output
 
@@ -129,7 +145,7 @@ def test_without_a_compiler_the_wheel_is_built_and_says_what_is_missing(
 ) -> None:
     empty, folder = tmp_path / "empty", tmp_path / "installed"
     empty.mkdir()
-    wheel, output = make_wheel(sources, tmp_path / "wheels", PATH=str(empty))
+    wheel, output = make_wheel_alone(sources, tmp_path / "wheels", PATH=str(empty))
     (said,) = [line for line in output.splitlines() if "was not compiled" in line]
     assert "install gcc or clang" in said
     names = installed(wheel, folder)

@@ -49,6 +49,27 @@ async def check_scores(running: Running) -> None:
     )
 
 
+async def check_beams(running: Running) -> None:
+    search = {"use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 12, "temperature": 0}
+    answer = (await running.complete("The capital of Japan is", **search, logprobs=1)).json()
+    first, second = answer["choices"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert "Tokyo" in first["text"]
+    for choice in (first, second):
+        # A token that only says that this is the end has no place in the list.
+        said = sum(choice["logprobs"]["token_logprobs"])
+        assert choice["cumulative_logprob"] <= said + 1e-6
+    shown = len(first["logprobs"]["tokens"]) + len(second["logprobs"]["tokens"])
+    assert answer["usage"]["completion_tokens"] in (shown, shown + 1, shown + 2)
+    assert answer["usage"]["prompt_tokens"] == 5
+    stopped = (await running.complete("One, two, three,", **search, stop=[","])).json()
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert not any("," in choice["text"] for choice in stopped["choices"])
+    chat = (await running.chat(QUESTION, **search)).json()
+    assert "Tokyo" in chat["choices"][0]["message"]["content"]
+    await until(lambda: running.engine.stats.blocks_active == 0)
+
+
 def real(serve: Serve, model: Path, **options: Any) -> AbstractAsyncContextManager[Running]:
     """A server with a real engine in a process of its own."""
     return serve(
@@ -62,7 +83,7 @@ def real(serve: Serve, model: Path, **options: Any) -> AbstractAsyncContextManag
     )
 
 
-async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> None:
+async def test_chat_scores_beams_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> None:
     async with real(
         serve,
         smollm2_gguf,
@@ -72,6 +93,7 @@ async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> Non
         engine = running.engine
         assert "Tokyo" in await ask(running)
         await check_scores(running)
+        await check_beams(running)
 
         async def stream(begun: asyncio.Event) -> list[str]:
             body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True}
@@ -131,30 +153,3 @@ async def test_sleep_parks_prompts_on_the_disk(
         assert (await running.http.get("/health")).json()["status"] == "asleep"
         assert await complete() == (first, cached // 16 * 16), "read from the disk"
         assert (engine.wakes.number, engine.restarts) == (1, 0)
-
-
-async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:
-    async with real(
-        serve,
-        smollm2_gguf,
-        max_model_len=512,
-        kv_cache_memory=2**26,
-    ) as running:
-        search = {"use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 12, "temperature": 0}
-        answer = (await running.complete("The capital of Japan is", **search, logprobs=1)).json()
-        first, second = answer["choices"]
-        assert (first["index"], second["index"]) == (0, 1)
-        assert "Tokyo" in first["text"]
-        for choice in (first, second):
-            # A token that only says that this is the end has no place in the list.
-            said = sum(choice["logprobs"]["token_logprobs"])
-            assert choice["cumulative_logprob"] <= said + 1e-6
-        shown = len(first["logprobs"]["tokens"]) + len(second["logprobs"]["tokens"])
-        assert answer["usage"]["completion_tokens"] in (shown, shown + 1, shown + 2)
-        assert answer["usage"]["prompt_tokens"] == 5
-        stopped = (await running.complete("One, two, three,", **search, stop=[","])).json()
-        assert stopped["choices"][0]["finish_reason"] == "stop"
-        assert not any("," in choice["text"] for choice in stopped["choices"])
-        chat = (await running.chat(QUESTION, **search)).json()
-        assert "Tokyo" in chat["choices"][0]["message"]["content"]
-        await until(lambda: running.engine.stats.blocks_active == 0)
