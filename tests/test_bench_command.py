@@ -12,12 +12,12 @@ from waiting import until
 
 from appliance.bench.report import as_text
 from appliance.cli import app
-from tests.server.conftest import byte_tokenizer, serve, tokenizer_folder
+from tests.server.conftest import byte_tokenizer, forks, serve, tokenizer_folder
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
-__all__ = ["byte_tokenizer", "serve", "tokenizer_folder"]
+__all__ = ["byte_tokenizer", "forks", "serve", "tokenizer_folder"]
 KEY = "0123456789abcdef"
 
 

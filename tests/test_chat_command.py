@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from waiting import until
 
 from appliance.cli import app
-from tests.server.conftest import byte_tokenizer, serve, tokenizer_folder
+from tests.server.conftest import byte_tokenizer, forks, serve, tokenizer_folder
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
-__all__ = ["byte_tokenizer", "serve", "tokenizer_folder"]
+__all__ = ["byte_tokenizer", "forks", "serve", "tokenizer_folder"]
 
 
 class Typist:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.server.conftest import byte_tokenizer, serve, tokenizer_folder, tokenizer_with
+from tests.server.conftest import byte_tokenizer, forks, serve, tokenizer_folder, tokenizer_with
 
-__all__ = ["byte_tokenizer", "serve", "tokenizer_folder", "tokenizer_with"]
+__all__ = ["byte_tokenizer", "forks", "serve", "tokenizer_folder", "tokenizer_with"]
