@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,10 +57,12 @@ def write_gguf_file(
 
 def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
     """Write a file of the same tensors whose model ends behind its first layers."""
-    content = bytearray(path.read_bytes())
+    shutil.copyfile(path, out)
     key = f"{architecture}.block_count".encode() + struct.pack("<I", gguf.GGUFValueType.UINT32)
-    struct.pack_into("<I", content, content.index(key) + len(key), layers)
-    out.write_bytes(content)
+    with out.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        at = content.find(key)
+        assert at > 0, f"{path} has no {architecture}.block_count"
+        struct.pack_into("<I", content, at + len(key), layers)
     return out
 
 

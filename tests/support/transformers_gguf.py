@@ -16,7 +16,9 @@ _LONG = 10_000  # entries that only an array of the vocabulary has
 
 
 class _WithoutVocabulary(gguf.GGUFReader):  # type: ignore[misc]
-    """A reader whose arrays of a vocabulary have their lengths alone, and their first text."""
+    """A reader whose arrays of a vocabulary have their first entry alone; tokens, as often."""
+
+    _knows_tokens = False
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
         if raw_type != gguf.GGUFValueType.ARRAY:
@@ -30,7 +32,9 @@ class _WithoutVocabulary(gguf.GGUFReader):  # type: ignore[misc]
             end = orig_offs + 12
             for _ in range(length):
                 end += 8 + struct.unpack_from("<Q", self.data, end)[0]
-        return end - orig_offs, parts, places * length, [gguf.GGUFValueType.ARRAY, *kinds]
+        if kind == gguf.GGUFValueType.STRING and not self._knows_tokens:
+            self._knows_tokens, places = True, places * length
+        return end - orig_offs, parts, places, [gguf.GGUFValueType.ARRAY, *kinds]
 
 
 def load_with_transformers(path: Path) -> Any:

@@ -235,13 +235,13 @@ def test_a_step_is_in_flight_while_the_next_one_is_planned(tiny_llama: Path) -> 
 def test_penalties_count_tokens_that_the_host_does_not_know_yet(tiny_llama: Path) -> None:
     """On a graph and not, beside a prompt, with a bias, and in slots that others have left."""
     requests = [
-        request("repetition", prompt(30, 1), max_tokens=100, repetition_penalty=1.5),
-        request("frequency", prompt(31, 2), max_tokens=100, frequency_penalty=1.0),
+        request("repetition", prompt(30, 1), max_tokens=60, repetition_penalty=1.5),
+        request("frequency", prompt(31, 2), max_tokens=60, frequency_penalty=1.0),
         request(
-            "choices", prompt(32, 3), max_tokens=60, n=3, temperature=1.0, presence_penalty=1.5
+            "choices", prompt(32, 3), max_tokens=40, n=3, temperature=1.0, presence_penalty=1.5
         ),
-        request("bias", prompt(9, 4), max_tokens=60, frequency_penalty=0.7, logit_bias={30: 9.0}),
-        request("logprobs", prompt(10, 5), max_tokens=60, repetition_penalty=1.3, logprobs=2),
+        request("bias", prompt(9, 4), max_tokens=40, frequency_penalty=0.7, logit_bias={30: 9.0}),
+        request("logprobs", prompt(10, 5), max_tokens=40, repetition_penalty=1.3, logprobs=2),
         request("late", prompt(200, 6), repetition_penalty=1.3),
     ]
     expected = run(load(tiny_llama, None), *requests)
