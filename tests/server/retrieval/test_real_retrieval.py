@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-TEXTS = ["The capital of Japan is Tokyo.", "Bread is made of flour, water, salt and yeast. " * 8]
+TEXTS = ["The capital of Japan is Tokyo.", "Bread is made of flour, water, salt and yeast. " * 4]
 QUESTION = "Does it rain in Oslo? Answer yes or no: {query}{document}"
 
 
@@ -32,28 +32,34 @@ class Oracle:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self._model = load_with_transformers(path)
         self._tokenizer = tokenizer
+        self._seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def hidden(self, text: str) -> torch.Tensor:
         """Hidden states that the head reads, (num_tokens, hidden_size)."""
-        with torch.inference_mode():
-            found: torch.Tensor = self._model.model(self._ids(text)).last_hidden_state[0]
-        return found
+        return self._run(text)[0]
 
     def logprobs(self, text: str) -> torch.Tensor:
         """Of each token but the first."""
-        with torch.inference_mode():
-            logits: torch.Tensor = self._model(self._ids(text)).logits[0, :-1]
-        return logits.log_softmax(-1).gather(1, self._ids(text)[0, 1:, None])[:, 0]
+        scores = self._run(text)[1][:-1].log_softmax(-1)
+        return scores.gather(1, torch.tensor(self._ids(text)[1:])[:, None])[:, 0]
 
     def margin(self, text: str, *labels: str) -> float:
         """The logit of the first label above that of the second, at the end."""
         one, other = (self._tokenizer.encode(label, add_special_tokens=False) for label in labels)
-        with torch.inference_mode():
-            logits = self._model(self._ids(text)).logits[0, -1]
-        return float(logits[one[0]] - logits[other[0]])
+        last = self._run(text)[1][-1]
+        return float(last[one[0]] - last[other[0]])
 
-    def _ids(self, text: str) -> torch.Tensor:
-        return torch.tensor([self._tokenizer.encode(text, add_special_tokens=True)])
+    def _run(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logits of each token."""
+        if text not in self._seen:
+            ids = torch.tensor([self._ids(text)])
+            with torch.inference_mode():
+                hidden = self._model.model(ids).last_hidden_state
+                self._seen[text] = hidden[0], self._model.lm_head(hidden)[0]
+        return self._seen[text]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=True)
 
 
 async def vectors(running: Running, pooling: Pooling) -> torch.Tensor:
