@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 # scripts/soak has more of each kind.
-EXAMPLES = ("--phases", "fuzzing", "--max-examples", "4", "--no-shrink", "--seed", "17")
+EXAMPLES = ("--phases", "fuzzing", "--max-examples", "2", "--no-shrink", "--seed", "17")
 
 
 @pytest.mark.model  # it is fetched, too

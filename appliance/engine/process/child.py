@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.messages import Shutdown
 from appliance.engine.process.connection import EngineConnection
-from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
-from appliance.engine.process.launch import ENGINE_COMMAND, LaunchedProcess
+from appliance.engine.process.launch import DUMP_STACKS_SIGNAL, ENGINE_COMMAND, LaunchedProcess
 from appliance.engine.process.metadata import beacon_of, map_metadata
 from appliance.errors import EngineError
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from appliance.config import cache_dir
+from appliance.engine.process.launch import DUMP_STACKS_SIGNAL
 from appliance.engine.process.metadata import map_metadata
 from appliance.engine.process.worker import run_worker
 from appliance.runtime import die_with_parent
 
 if TYPE_CHECKING:
     from appliance.engine.process.engine_core import LoadEngine
-
-DUMP_STACKS_SIGNAL = signal.SIGUSR1
 
 
 def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadEngine]) -> int:

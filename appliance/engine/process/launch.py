@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from appliance.engine.process.metadata import create_metadata
 from appliance.errors import EngineError
 from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 
+DUMP_STACKS_SIGNAL = signal.SIGUSR1  # an engine process writes its stacks into the log
 # -P: do not import from the current folder.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "appliance.engine.process")
 
