@@ -16,9 +16,16 @@ _LONG = 10_000  # entries that only an array of the vocabulary has
 
 
 class _WithoutVocabulary(gguf.GGUFReader):  # type: ignore[misc]
-    """A reader whose arrays of a vocabulary have their first entry alone; tokens, as often."""
+    """A reader that passes over the arrays of a vocabulary, and says how long it is in a number."""
 
-    _knows_tokens = False
+    def __init__(self, path: Path) -> None:
+        self._vocab_size = 0
+        super().__init__(path)
+        architecture = self.fields["general.architecture"].contents()
+        assert self._vocab_size, path
+        parts = [numpy.array([self._vocab_size], numpy.uint32)]
+        name, kind = f"{architecture}.vocab_size", gguf.GGUFValueType.UINT32
+        self.fields[name] = gguf.ReaderField(0, name, parts, [0], [kind])
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, Any, Any, Any]:
         if raw_type != gguf.GGUFValueType.ARRAY:
@@ -26,15 +33,14 @@ class _WithoutVocabulary(gguf.GGUFReader):  # type: ignore[misc]
         kind, length = struct.unpack_from("<IQ", self.data, orig_offs)
         if length < _LONG:
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
-        size, parts, places, kinds = super()._get_field_parts(orig_offs + 12, kind)
-        end = orig_offs + 12 + size * length
+        self._vocab_size = self._vocab_size or length  # the tokens come before their merges
+        end = orig_offs + 12
         if kind == gguf.GGUFValueType.STRING:
-            end = orig_offs + 12
             for _ in range(length):
                 end += 8 + struct.unpack_from("<Q", self.data, end)[0]
-        if kind == gguf.GGUFValueType.STRING and not self._knows_tokens:
-            self._knows_tokens, places = True, places * length
-        return end - orig_offs, parts, places, [gguf.GGUFValueType.ARRAY, *kinds]
+        else:
+            end += length * super()._get_field_parts(end, kind)[0]
+        return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY, kind]
 
 
 def load_with_transformers(path: Path) -> Any:
