@@ -80,7 +80,7 @@ class IsolatedTemplate:
             answer = self._workers.ask(request, cpu_seconds=CPU_SECONDS)
         except WorkerEndedError as error:
             raise TemplateLimitError(
-                f"the model's chat template needs more than {CPU_SECONDS:.0f} s or "
+                f"the model's chat template needs more than {CPU_SECONDS:g} s or "
                 f"{MEMORY_BYTES >> 20} MiB for this chat; send less, or replace the template"
             ) from error
         if "refused" in answer:
