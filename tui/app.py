@@ -111,6 +111,9 @@ class DashboardApp(App[None]):
         self._painted: tuple[object, ...] = ()
         self._next_panels = 0.0
         self._use_scheme(display.theme)
+        for theme in palette.THEMES:
+            self.register_theme(theme)
+        self.theme = palette.theme_name(display.theme)  # later, all styles would be found twice
 
     def get_driver_class(self) -> type[Driver]:
         """Replace Textual's terminal driver by one that sends only changes."""
@@ -123,9 +126,6 @@ class DashboardApp(App[None]):
         return [*(one for one in textuals if isinstance(one, ANSIToTruecolor)), *self._own_filters]
 
     def on_mount(self) -> None:
-        for theme in palette.THEMES:
-            self.register_theme(theme)
-        self.theme = palette.theme_name(self._display_of.theme)
         self._follow()
         if self.session.controls is not None:
             self.run_worker(self._watch_table(self.session.controls), name="block table")

@@ -70,10 +70,11 @@ class Server:
     def trusted(self) -> ssl.SSLContext | bool:
         """Return the TLS context, or True for Python's defaults.
 
-        On loopback the certificate may be for another name, but must still be trusted.
+        On loopback the certificate may be for another name, but must still be trusted. Over plain
+        HTTP none is read, which would take longer than to connect.
         """
         if self.ca_file is None:
-            return True
+            return True if self.url.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusts the server's own
         context.check_hostname = not _is_loopback(self.url.host)
