@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,12 @@ from bench.gpu.supervisor import START_AGAIN
 from bench.gpu.timing import Bench
 
 WORK = Work("kernel", "shape", {"m": 1}, 100)
+
+
+@pytest.fixture(autouse=True)
+def _little_to_collect() -> None:
+    """Each row collects garbage, which takes a second after other files in this process."""
+    gc.freeze()
 
 
 def raising(error: Exception) -> Any:

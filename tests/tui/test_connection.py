@@ -47,26 +47,36 @@ async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: E
         assert palette.CACHED in block_map_colors(app)
 
 
-@pytest.mark.parametrize("size", [LARGE, SMALL])
+# Where the map stands, the overview of either size has the same widget.
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("size", "answer", "words"),
     [
-        (Answer(status="401 Unauthorized"), ["needs a key", "set APPLIANCE_API_KEY", "retrying"]),
-        (Answer(status="403 Forbidden"), ["wants another key", "APPLIANCE_API_KEY"]),
-        (Answer(content_type="text/html"), ["is not an appliance", "200 text/html", "retrying"]),
-        (Answer(), ["Connected", "waiting for the server"]),
         (
+            SMALL,  # the longest words
+            Answer(status="401 Unauthorized"),
+            ["needs a key", "set APPLIANCE_API_KEY", "retrying"],
+        ),
+        (LARGE, Answer(status="403 Forbidden"), ["wants another key", "APPLIANCE_API_KEY"]),
+        (
+            SMALL,
+            Answer(content_type="text/html"),
+            ["is not an appliance", "200 text/html", "retrying"],
+        ),
+        (LARGE, Answer(), ["Connected", "waiting for the server"]),
+        (
+            LARGE,
             Answer((msgspec.structs.replace(INFO, state="loading"),)),
             ["SmolLM2-135M-Instruct is loading"],
         ),
         (
+            SMALL,
             Answer((msgspec.structs.replace(INFO, state="failed", reason="no memory"),)),
             ["The engine failed", "no memory"],
         ),
     ],
 )
 async def test_what_is_wrong_stands_in_place_of_the_map(
-    event_server: EventServer, answer: Answer, words: list[str], size: tuple[int, int]
+    event_server: EventServer, size: tuple[int, int], answer: Answer, words: list[str]
 ) -> None:
     async with dashboard(event_server, size, answer) as (app, pilot):
         await shown(app, pilot, lambda: words[0] in screen_text(app))

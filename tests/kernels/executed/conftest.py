@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("target", (INTERPRETER, *TARGETS), indirect=True, scope="function")
 
 
+@cache
+def _is_here(path: Path) -> bool:
+    return path.is_relative_to(HERE)
+
+
 def target_of_item(item: pytest.Item) -> str | None:
     """Where a test of this folder is executed; None for others."""
-    if not item.path.is_relative_to(HERE):
+    if not _is_here(item.path):
         return None
     assert isinstance(item, pytest.Function)
     target = item.callspec.params["target"]
