@@ -11,7 +11,17 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from forked_commands import ForkedCommands, forked_commands
 
+IMPORTED = (
+    "appliance.cli",
+    "appliance.hub.headers",
+    "appliance.hub.remote",
+    "huggingface_hub.hf_api",
+    "huggingface_hub.file_download",
+    "huggingface_hub.utils",
+    "typer.testing",
+)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -147,3 +157,11 @@ def hub() -> Iterator[HubServer]:
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCommands]:
+    """Processes of their own: huggingface_hub reads its environment once, when it is imported."""
+    folder = tmp_path_factory.mktemp("commands")
+    with forked_commands(folder, IMPORTED, again="huggingface_hub") as running:
+        yield running

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from forked_commands import ForkedCommands
+
 FILES = {"a-Q4_0.gguf": b"GGUF" + bytes(5000), "b-Q8_0.gguf": b"GGUF" + bytes(200)}
 
-# All commands of a test in one process: each costs a second of imports otherwise.
+# All commands of a test in one process.
 RUN = """
 import json, sys
 from typer.testing import CliRunner
@@ -24,29 +25,26 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def run(hub: Any, home: Path, *commands: str) -> list[tuple[int, str, str]]:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN, json.dumps([one.split() for one in commands])],
-        env={
-            **os.environ,
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(home),
-            "APPLIANCE_CACHE_DIR": str(home / "own"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    answers = map(json.loads, result.stdout.splitlines())
-    return [(code, out, error) for code, out, error in answers]
+Run = Callable[..., list[tuple[int, str, str]]]
 
 
-def test_pull_list_check_and_remove(hub: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def run(commands: ForkedCommands, hub: Any, tmp_path: Path) -> Run:
+    def run(*words: str) -> list[tuple[int, str, str]]:
+        asked = json.dumps([one.split() for one in words])
+        places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
+        own = str(tmp_path / "own")
+        result = commands.run(asked, code=RUN, APPLIANCE_CACHE_DIR=own, **places)
+        assert result.returncode == 0, result.stderr
+        answers = map(json.loads, result.stdout.splitlines())
+        return [(code, out, error) for code, out, error in answers]
+
+    return run
+
+
+def test_pull_list_check_and_remove(run: Run, hub: Any, tmp_path: Path) -> None:
     hub.repos["org/model"] = FILES
     pulled, listed, known, used, checked, removed, empty, none = run(
-        hub,
-        tmp_path,
         "models pull org/model:a-Q4_0.gguf org/model@main:b-Q8_0.gguf",
         "models ls",
         "models ls --json",
@@ -68,26 +66,22 @@ def test_pull_list_check_and_remove(hub: Any, tmp_path: Path) -> None:
     assert (none[0], "none has been downloaded" in none[2]) == (3, True)
 
 
-def test_a_damaged_file_is_named_with_what_to_do(hub: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_with_what_to_do(run: Run, hub: Any, tmp_path: Path) -> None:
     hub.repos["org/model"] = FILES
-    run(hub, tmp_path, "models pull org/model:a-Q4_0.gguf")
+    run("models pull org/model:a-Q4_0.gguf")
     (file,) = tmp_path.glob("hub/models--org--model/snapshots/*/a-Q4_0.gguf")
     file.resolve().write_bytes(b"GGUF" + bytes(4999) + b"\1")
-    checked, pulled = run(hub, tmp_path, "models verify", "models pull org/model:a-Q4_0.gguf")
+    checked, pulled = run("models verify", "models pull org/model:a-Q4_0.gguf")
     assert "1 of 1 file damaged" in checked[1]
     for code, _, error in (checked, pulled):
         assert code == 3
         assert "`appliance models rm org/model:a-Q4_0.gguf` and fetch it again" in error
 
 
-def test_a_download_that_broke_off_goes_on_and_a_revision_must_exist(
-    hub: Any, tmp_path: Path
-) -> None:
+def test_a_download_that_broke_off_goes_on_and_a_revision_must_exist(run: Run, hub: Any) -> None:
     hub.repos["org/model"] = FILES
     hub.shortened.add("a-Q4_0.gguf")
     broken, none, nothing = run(
-        hub,
-        tmp_path,
         "models pull org/model:a-Q4_0.gguf",
         "models pull org/model@none:a-Q4_0.gguf",
         "models rm",
@@ -96,5 +90,5 @@ def test_a_download_that_broke_off_goes_on_and_a_revision_must_exist(
     assert "org/model has no revision 'none'" in none[2]
     assert "name models from `appliance models ls`, or --unfinished" in nothing[2]
     hub.shortened.clear()
-    ((code, out, _),) = run(hub, tmp_path, "models pull org/model:a-Q4_0.gguf")
+    ((code, out, _),) = run("models pull org/model:a-Q4_0.gguf")
     assert (code, "1 hash right" in out) == (0, True)

@@ -1,17 +1,14 @@
-"""Downloads from a stand-in for the hub, each in a process of its own as a user would run it:
-huggingface_hub reads its environment once, when it is imported.
-"""
+"""Downloads from a stand-in for the hub, each in a process of its own as a user would run it."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_commands import ForkedCommands
 
 from appliance.errors import ModelError
 from appliance.hub.remote import choose_files
@@ -21,16 +18,17 @@ import json, sys
 from pathlib import Path
 from appliance.errors import ModelError
 from appliance.hub import resolve_adapter, resolve_model
-progress = []
-report = lambda *values: progress.append(values)
-try:
-    if "-lora" in sys.argv[1]:
-        print(json.dumps({"path": str(resolve_adapter(sys.argv[1]))}))
-        sys.exit()
-    found = resolve_model(sys.argv[1], cache_dir=Path(sys.argv[2]), progress=report)
-    print(json.dumps({"path": str(found.path), "name": found.name, "progress": progress}))
-except ModelError as error:
-    print(json.dumps({"error": str(error)}))
+for model in sys.argv[2:]:
+    progress = []
+    report = lambda *values: progress.append(values)
+    try:
+        if "-lora" in model:
+            print(json.dumps({"path": str(resolve_adapter(model))}))
+            continue
+        found = resolve_model(model, cache_dir=Path(sys.argv[1]), progress=report)
+        print(json.dumps({"path": str(found.path), "name": found.name, "progress": progress}))
+    except ModelError as error:
+        print(json.dumps({"error": str(error)}))
 """
 
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
@@ -48,23 +46,35 @@ FOLDER = {
 GGUFS = {"a-Q4_0.gguf": b"GGUF" + bytes(100), "a-Q8_0.gguf": b"GGUF" + bytes(200)}
 
 
-def resolve(model: str, endpoint: str, home: Path, **environment: str) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RESOLVE, model, str(home / "cache")],
-        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return answer
+ResolveAll = Callable[..., list[dict[str, Any]]]
+Resolve = Callable[..., dict[str, Any]]
 
 
-def test_folder_without_what_could_run(hub: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def resolve_all(commands: ForkedCommands, tmp_path: Path) -> ResolveAll:
+    """Resolves one model after the other in a process of their own."""
+
+    def resolve_all(models: list[str], endpoint: str, **environment: str) -> list[dict[str, Any]]:
+        places = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+        result = commands.run(tmp_path / "cache", *models, code=RESOLVE, **places, **environment)
+        assert result.returncode == 0, result.stderr
+        return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+    return resolve_all
+
+
+@pytest.fixture
+def resolve(resolve_all: ResolveAll) -> Resolve:
+    def resolve(model: str, endpoint: str, **environment: str) -> dict[str, Any]:
+        (answer,) = resolve_all([model], endpoint, **environment)
+        return answer
+
+    return resolve
+
+
+def test_folder_without_what_could_run(resolve_all: ResolveAll, hub: Any, tmp_path: Path) -> None:
     hub.repos["org/model"] = FOLDER
-    found = resolve("org/model", hub.url, tmp_path)
+    found, again = resolve_all(["org/model"] * 2, hub.url)
     path = Path(found["path"])
     assert found["name"] == "org/model"
     assert sorted(file.name for file in path.iterdir()) == [
@@ -76,45 +86,47 @@ def test_folder_without_what_could_run(hub: Any, tmp_path: Path) -> None:
     assert ("download org/model", 0, total) in stages
     assert ("download org/model", total, total) in stages
 
-    before = len(hub.downloaded())
-    again = resolve("org/model", hub.url, tmp_path)
     assert again["path"] == found["path"]
-    assert len(hub.downloaded()) == before  # nothing is fetched twice
+    assert sorted(hub.downloaded()) == sorted(file.name for file in path.iterdir()), "each once"
 
 
-def test_an_adapter_comes_the_same_way(hub: Any, tmp_path: Path) -> None:
+def test_an_adapter_comes_the_same_way(resolve: Resolve, hub: Any, tmp_path: Path) -> None:
     files = {"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}
     hub.repos["org/a-lora"] = {**files, "adapter_model.bin": b"\x80\x04.", "run.py": b"print()"}
-    found = resolve("org/a-lora", hub.url, tmp_path)
+    found = resolve("org/a-lora", hub.url)
     path = Path(found["path"])
     assert {file.name: file.read_bytes() for file in path.iterdir()} == files
-    assert resolve("org/a-lora", "http://127.0.0.1:9", tmp_path) == found, "without the hub"
+    assert resolve("org/a-lora", "http://127.0.0.1:9") == found, "without the hub"
 
 
-def test_cached_models_work_without_the_hub(hub: Any, tmp_path: Path) -> None:
+def test_cached_models_work_without_the_hub(resolve: Resolve, hub: Any, tmp_path: Path) -> None:
     hub.repos["org/model"] = FOLDER
-    found = resolve("org/model", hub.url, tmp_path)
+    found = resolve("org/model", hub.url)
     nowhere = "http://127.0.0.1:9"
-    assert resolve("org/model", nowhere, tmp_path)["path"] == found["path"]
-    assert resolve("org/model", hub.url, tmp_path, HF_HUB_OFFLINE="1")["path"] == found["path"]
+    assert resolve("org/model", nowhere)["path"] == found["path"]
+    assert resolve("org/model", hub.url, HF_HUB_OFFLINE="1")["path"] == found["path"]
 
 
-def test_a_cut_connection_is_resumed_where_it_broke(hub: Any, tmp_path: Path) -> None:
+def test_a_cut_connection_is_resumed_where_it_broke(
+    resolve: Resolve, hub: Any, tmp_path: Path
+) -> None:
     mib = 2**20
     weights = WEIGHTS * 24
     hub.repos["org/model"] = {**FOLDER, "model.safetensors": weights}
     hub.cut_after["model.safetensors"] = [13 * mib]
-    found = resolve("org/model", hub.url, tmp_path)
+    found = resolve("org/model", hub.url)
     assert (Path(found["path"]) / "model.safetensors").read_bytes() == weights
     ranges = [r for m, p, r in hub.requests if m == "GET" and p.endswith("/model.safetensors")]
     # huggingface_hub stores chunks of 10 MiB.
     assert ranges == [None, f"bytes={10 * mib}-"]
 
 
-def test_a_failed_download_keeps_complete_files_only(hub: Any, tmp_path: Path) -> None:
+def test_a_failed_download_keeps_complete_files_only(
+    resolve: Resolve, hub: Any, tmp_path: Path
+) -> None:
     hub.repos["org/model"] = FOLDER
     hub.shortened.add("model.safetensors")
-    failed = resolve("org/model", hub.url, tmp_path)["error"]
+    failed = resolve("org/model", hub.url)["error"]
     assert "the download of org/model failed" in failed
     assert "start again" in failed
     kept = {file.name for file in tmp_path.glob("hub/models--org--model/snapshots/*/*")}
@@ -123,34 +135,34 @@ def test_a_failed_download_keeps_complete_files_only(hub: Any, tmp_path: Path) -
 
     hub.shortened.clear()
     before = len(hub.downloaded())
-    found = resolve("org/model", hub.url, tmp_path)
+    found = resolve("org/model", hub.url)
     assert (Path(found["path"]) / "model.safetensors").read_bytes() == WEIGHTS
     assert set(hub.downloaded()[before:]).isdisjoint(kept)
 
 
-def test_one_gguf_file_of_several(hub: Any, tmp_path: Path) -> None:
+def test_one_gguf_file_of_several(resolve_all: ResolveAll, hub: Any, tmp_path: Path) -> None:
     hub.repos["org/model-GGUF"] = {**GGUFS, "README.md": b"#"}
-    found = resolve("org/model-GGUF:a-Q4_0.gguf", hub.url, tmp_path)
+    found, unnamed = resolve_all(["org/model-GGUF:a-Q4_0.gguf", "org/model-GGUF"], hub.url)
     assert Path(found["path"]).read_bytes() == GGUFS["a-Q4_0.gguf"]
     assert hub.downloaded() == ["a-Q4_0.gguf"]
-    assert "several GGUF files; name one as org/model-GGUF:FILE" in resolve(
-        "org/model-GGUF", hub.url, tmp_path
-    )["error"]  # fmt: skip
+    assert "several GGUF files; name one as org/model-GGUF:FILE" in unnamed["error"]
 
 
-def test_missing_and_refused_repositories(hub: Any, tmp_path: Path) -> None:
-    missing = resolve("org/none", hub.url, tmp_path)["error"]
-    assert "the hub has no model org/none" in missing
+def test_missing_and_refused_repositories(
+    resolve_all: ResolveAll, resolve: Resolve, hub: Any, tmp_path: Path
+) -> None:
     hub.repos["org/gated"] = FOLDER
     hub.refused.add("org/gated")
-    assert "set HF_TOKEN" in resolve("org/gated", hub.url, tmp_path)["error"]
+    missing, gated = resolve_all(["org/none", "org/gated"], hub.url)
+    assert "the hub has no model org/none" in missing["error"]
+    assert "set HF_TOKEN" in gated["error"]
     assert hub.downloaded() == []
-    assert "path" in resolve("org/gated", hub.url, tmp_path, HF_TOKEN="hf_secret")
+    assert "path" in resolve("org/gated", hub.url, HF_TOKEN="hf_secret")
 
 
-def test_no_way_to_the_hub(tmp_path: Path) -> None:
+def test_no_way_to_the_hub(resolve: Resolve, tmp_path: Path) -> None:
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
-        message = resolve("org/model", "http://127.0.0.1:9", tmp_path, **environment)["error"]
+        message = resolve("org/model", "http://127.0.0.1:9", **environment)["error"]
         assert "cannot reach the hub for org/model" in message
         assert "give a folder or a .gguf file" in message
         assert "\n" not in message

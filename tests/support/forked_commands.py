@@ -30,6 +30,9 @@ SERVE = (
     "uvicorn",
 )
 
+MAIN = "from appliance.__main__ import main; main()"  # as `python -m appliance`
+Finished = subprocess.CompletedProcess[str]
+
 
 class ForkedCommands:
     """Runs one command after the other."""
@@ -38,12 +41,18 @@ class ForkedCommands:
         self._process = process
         self._streams = folder / "stdout", folder / "stderr"
 
-    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Return how `appliance` with these arguments ended, and what it wrote."""
+    def run(self, *arguments: str | Path, code: str = MAIN, **environment: str) -> Finished:
+        """Return how `appliance` with these arguments ended, and what it wrote.
+
+        Args:
+            arguments: that it finds in `sys.argv`.
+            code: runs other code of Python instead.
+            environment: what it sees beside the environment of all.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         words = ["appliance", *map(str, arguments)]
-        order = [words, *map(str, self._streams)]
+        order = [code, words, environment, *map(str, self._streams)]
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         status = os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
@@ -53,17 +62,18 @@ class ForkedCommands:
 
 @contextmanager
 def forked_commands(
-    folder: Path, modules: Sequence[str] = SERVE, **environment: str
+    folder: Path, modules: Sequence[str] = SERVE, again: str = "", **environment: str
 ) -> Iterator[ForkedCommands]:
     """Start the process to fork from.
 
     Args:
         folder: for what commands write.
         modules: that it imports, since each command would.
+        again: a package among them that each command imports once more, with its environment.
         environment: what commands see beside this process's.
     """
     with subprocess.Popen(
-        [sys.executable, __file__, *modules],
+        [sys.executable, __file__, again, *modules],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -72,9 +82,11 @@ def forked_commands(
         yield ForkedCommands(process, folder)
 
 
-def serve_forks(modules: Sequence[str]) -> None:
+def serve_forks(again: str, modules: Sequence[str]) -> None:
     for name in modules:
         import_module(name)
+    for name in [name for name in sys.modules if again and name.split(".")[0] == again]:
+        del sys.modules[name]
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()
@@ -83,10 +95,10 @@ def serve_forks(modules: Sequence[str]) -> None:
         print(os.waitpid(child, 0)[1], flush=True)  # noqa: T201 - the answer
 
 
-def become(words: list[str], stdout: str, stderr: str) -> NoReturn:
-    """Run a command in this process as `python -m appliance` does, and end with its status."""
-    from appliance.__main__ import main
-
+def become(
+    code: str, words: list[str], environment: dict[str, str], stdout: str, stderr: str
+) -> NoReturn:
+    """Run code in this process as its main program, and end with its status."""
     signal.alarm(int(LIMIT))
     writing = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
     for stream, name, flags in (
@@ -95,13 +107,15 @@ def become(words: list[str], stdout: str, stderr: str) -> NoReturn:
         (2, stderr, writing),
     ):
         os.dup2(os.open(name, flags), stream)
+    os.environ.update(environment)
     sys.argv = words
-    status = 1
+    status = 0
     try:
-        main()
+        exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
     except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
+        status = 1 if isinstance(ended.code, str) else int(ended.code or 0)
     except BaseException:
+        status = 1
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -109,4 +123,4 @@ def become(words: list[str], stdout: str, stderr: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve_forks(sys.argv[1:])
+    serve_forks(sys.argv[1], sys.argv[2:])
