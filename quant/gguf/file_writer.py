@@ -14,6 +14,7 @@ import torch
 
 from appliance.errors import QuantizeError
 from appliance.quant.run.shard_writer import PlacedTensors
+from appliance.quant.walk.pieces import all_finite
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class GGUFFileWriter(PlacedTensors):
 
 
 def _finite(name: str, piece: Tensor) -> Tensor:
-    if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
+    if piece.is_floating_point() and not all_finite(piece):
         raise QuantizeError(
             f"{name} has numbers beyond float16; use --format compressed-tensors, which keeps"
             " bfloat16"
