@@ -10,14 +10,14 @@ import pytest
 from file_scheduling import BY_TEST, CLIENTS, ONE_UNIT, SECONDS, longest_first, unit_of
 
 COPY = f"{ONE_UNIT}/test_block_copy.py::test_copy"
-MEMORY = "tests/quant/run/test_memory.py::test_peak"
+ONCE = "tests/kernels/executed/test_compiled_once.py::test_it"
 
 
 def test_a_unit_is_a_file_or_what_one_child_runs_or_a_long_test() -> None:
     assert unit_of("tests/test_log.py::test_it[interpreter]") == "tests/test_log.py"
     assert unit_of(f"{COPY}[interpreter-int8]") == ONE_UNIT
     assert unit_of(f"{COPY}[sm_86-int8]") == f"{ONE_UNIT}/test_block_copy.py"
-    assert unit_of(f"{MEMORY}[awq]") == f"{MEMORY}[awq]"
+    assert unit_of(f"{ONCE}[awq]") == f"{ONCE}[awq]"
     assert unit_of(f"{CLIENTS}/test_node.py::test_it") == CLIENTS
 
 
@@ -34,7 +34,7 @@ def test_the_longest_come_first_and_slow_files_before_others() -> None:
     wanted = [
         f"{COPY}[interpreter]",
         "tests/kernels/cpu/test_sanitizers.py::test_c",
-        f"{MEMORY}[awq]",
+        f"{ONCE}[awq]",
         f"{COPY}[sm_86]",  # of a file with a slow one
         "tests/test_slow.py::test_slow",
         "tests/test_slow.py::test_quick",

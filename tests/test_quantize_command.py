@@ -168,7 +168,7 @@ def command(tmp_path: Path) -> list[str]:
         "quantize", str(tmp_path / "model"),
         "--out", str(tmp_path / "out"), "--method", "gptq", "--json",
         "--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "1024",
-        "--card-tokens", "256",
+        "--card-tokens", "64",
     ]  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from compiled_kernels.table import (
 from turns import sample, seed_of_tree
 
 HERE = Path(__file__).parent
-ONE_IN = 64  # rows that are compiled in each run, others in each commit
+ONE_IN = 160  # rows that are compiled in each run, others in each commit
 TABLES = {path.stem.rpartition("_")[2]: load(path) for path in HERE.glob("resources_triton_*.json")}
 
 

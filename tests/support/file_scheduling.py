@@ -17,51 +17,49 @@ ONE_UNIT = "tests/kernels/executed"
 # All its files ask one server, which each worker with one of them would start.
 CLIENTS = "tests/e2e/clients"
 # Their tests are units of their own.
-BY_TEST = {"tests/kernels/executed/test_compiled_once.py", "tests/quant/run/test_memory.py"}
+BY_TEST = {"tests/kernels/executed/test_compiled_once.py"}
 # Seconds of one processor. Who begins one of these last leaves the others without work.
 SECONDS = {
     ONE_UNIT: 91,
     CLIENTS: 60,  # with their server
     "tests/model/test_packaged_models.py": 51,
     "tests/engine/ranks/test_torch_engine.py": 49,
-    "tests/kernels/cpu/test_sanitizers.py": 48,
+    "tests/kernels/cpu/test_sanitizers.py": 42,
     "tests/e2e/test_cluster.py": 44,
     "tests/engine/ranks/test_torch_probes.py": 40,  # most of them waiting
     "tests/bench/test_gpu_trial.py": 37,
-    "tests/quant/methods/test_quality_smollm2.py": 31,
     "tests/kernels/executed/test_engine.py": 28,
     "tests/engine/ranks/test_engine.py": 27,
     "tests/server/test_page_in_browser.py": 26,
     "tests/engine/run/test_model_runner.py": 26,
     "tests/engine/speculation/test_same_answers.py": 25,
-    "tests/quant/run/test_resume.py": 24,
     "tests/kernels/executed/test_compiled_once.py": 24,
     "tests/kernels/executed/test_traffic.py": 24,
-    "tests/kernels/cpu/test_attention.py": 22,
-    "tests/kernels/cpu/test_arm.py": 21,
     "tests/engine/speculation/test_draft_head.py": 20,
     "tests/engine/test_expert_models.py": 19,
+    "tests/quant/methods/test_quality_smollm2.py": 19,
     "tests/e2e/test_refusals.py": 18,
     "tests/kernels/executed/test_grouped_matmul.py": 18,
     "tests/e2e/test_ranks.py": 17,
-    "tests/quant/run/test_quantize_smollm2.py": 17,
+    "tests/kernels/cpu/test_attention.py": 17,
+    "tests/quant/run/test_memory.py": 17,
     "tests/engine/blocks/test_block_machine.py": 16,
     "tests/tui/test_replay_memory.py": 16,
     "tests/engine/test_recurrent_models.py": 16,
-    "tests/test_quantize_command.py": 15,
     "tests/kernels/executed/test_recurrence.py": 15,
     "tests/engine/beams/test_beam_search_smollm2.py": 15,
-    "tests/kernels/test_compiled_kernels.py": 15,
     "tests/kernels/executed/test_packed_matmul.py": 15,
-    "tests/quant/run/test_evaluation_memory.py": 14,
+    "tests/quant/run/test_resume.py": 14,
     "tests/engine/test_simulation.py": 13,
     "tests/model/shard/test_real_model.py": 13,
     "tests/quant/kv/test_served_plan.py": 12,
     "tests/server/test_serve.py": 12,
     "tests/tui/test_run.py": 11,
     "tests/kernels/executed/test_paged_attention.py": 11,
-    "tests/quant/run/test_memory.py": 10,
     "tests/tui/test_snapshots.py": 10,
+    "tests/quant/run/test_quantize_smollm2.py": 10,
+    "tests/kernels/test_compiled_kernels.py": 10,
+    "tests/quant/run/test_evaluation_memory.py": 10,
 }
 
 

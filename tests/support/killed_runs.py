@@ -5,7 +5,7 @@ process is a fresh run. Prints a line of JSON for each result: {"kills": ..., "l
 layers in the order in which runs began to read them, and "published" where it got its name: what
 comes after that replaces it.
 
-Usage: killed_runs.py MODEL TEXT METHOD writes|moments OUT...; the seed is the place among the OUTs
+Usage: killed_runs.py MODEL TEXT METHOD:(writes|moments):SEED:OUT...
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ def live_until(moment: int) -> Iterator[int]:
 
 
 def main() -> None:
-    model, text, method, how, *outs = sys.argv[1:]
-    for seed, out in enumerate(outs):
-        found = until_it_ends(model, out, text, method, seed, how)
+    model, text, *runs = sys.argv[1:]
+    for run in runs:
+        method, how, seed, out = run.split(":", 3)
+        found = until_it_ends(model, out, text, method, int(seed), how)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()  # or the next fork would write it again
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from cpu_linears import (
     OUTPUTS,
     ROW_COUNTS,
     WIDTHS,
+    Array,
     activations,
     assert_close,
     describe,
@@ -41,6 +43,16 @@ def engine(library: ctypes.CDLL) -> Iterator[int]:
     library.ap_engine_destroy(handle)
 
 
+@functools.cache
+def product(
+    fmt: Format, kind: Offset, scale_format: Format, group: int, width: int
+) -> tuple[PackedWeight, Array, Array, Array]:
+    """A weight, inputs, and `exact`: the same for every instruction set."""
+    weight = packed_weight(fmt, kind, OUTPUTS, width, group, DTYPES[scale_format])
+    x = activations(ROW_COUNTS[-1], width)
+    return weight, x, *exact(weight, x)
+
+
 @pytest.mark.parametrize("group", WIDTHS)
 @pytest.mark.parametrize("scale_format", [Format.F16, Format.F32], ids=lambda f: f.name)
 @pytest.mark.parametrize("kind", Offset, ids=lambda k: k.name)
@@ -49,12 +61,11 @@ def test_integer_weights_are_exact_integer_sums_whatever_the_number_of_rows(
     library: ctypes.CDLL, engine: int, fmt: Format, kind: Offset, scale_format: Format, group: int
 ) -> None:
     for width in WIDTHS[group]:
-        weight = packed_weight(fmt, kind, OUTPUTS, width, group, DTYPES[scale_format])
+        weight, x, expected, magnitude = product(fmt, kind, scale_format, group, width)
         linear = describe(fmt, OUTPUTS, width, kind=kind, scale_format=scale_format, group=group)
         pack(library, engine, linear, weight)
-        x = activations(ROW_COUNTS[-1], width)
         all_rows = forward(library, engine, linear, x)
-        assert_close(all_rows, *exact(weight, x))
+        assert_close(all_rows, expected, magnitude)
         for rows in ROW_COUNTS:
             some = forward(library, engine, linear, x[-rows:])
             assert np.array_equal(some.view(np.int32), all_rows[-rows:].view(np.int32)), rows

@@ -22,7 +22,7 @@ from appliance.quant.run.plan import make_plan
 
 MIB = 1 << 20
 WINDOW = 512
-VOCABULARY = 60_000  # 4,096 logits of each of nine variants take 180 MiB
+VOCABULARY = 30_000  # 4,096 logits of each of nine variants take 180 MiB
 
 RUN = """
 import json, os, re, sys
