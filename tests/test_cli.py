@@ -6,20 +6,18 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from forked_commands import MAIN, SERVE, ForkedCommands, forked_commands
 from typer.testing import CliRunner
 
 from appliance.cli import Commands, app, main
 from appliance.commands import lazy
 from appliance.version import __version__
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "appliance", *arguments, **environment)
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -142,15 +140,23 @@ def test_settings_can_be_read_and_begun_with() -> None:
     assert file.keys() == {"server", "engine", "top"}
 
 
-LIBRARY = ("-c", "from appliance import LLM; LLM('/nowhere')")
-SERVER = ("-m", "appliance", "serve", "/nowhere")
+LIBRARY = "from appliance import LLM; LLM('/nowhere')"
+SERVER = ("serve", "/nowhere")
 
 
-@pytest.mark.parametrize("words", [("-m", "appliance", "cache", "du"), SERVER, LIBRARY])
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCommands]:
+    with forked_commands(tmp_path_factory.mktemp("commands"), (*SERVE, "appliance.llm")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(("cache", "du"), MAIN), (SERVER, MAIN), ((), LIBRARY)]
+)
 def test_a_variable_that_is_no_setting_is_one_line_wherever_it_is_met(
-    words: tuple[str, ...],
+    words: tuple[str, ...], code: str, forked: ForkedCommands
 ) -> None:
-    result = python(*words, APPLIANCE_PROT="9000")
+    result = forked.run(*words, code=code, APPLIANCE_PROT="9000")
     (line,) = (one for one in result.stderr.splitlines() if "APPLIANCE_PROT" in one)
     assert line.endswith(
         "environment variable APPLIANCE_PROT is no setting and changes nothing; "
@@ -161,14 +167,16 @@ def test_a_variable_that_is_no_setting_is_one_line_wherever_it_is_met(
     assert went_on, result.stderr
 
 
-@pytest.mark.parametrize("words", [SERVER, LIBRARY])
-def test_a_variable_with_a_wrong_value_is_named(words: tuple[str, ...]) -> None:
-    last = python(*words, APPLIANCE_THREADS="many").stderr.splitlines()[-1]
+@pytest.mark.parametrize(("words", "code"), [(SERVER, MAIN), ((), LIBRARY)])
+def test_a_variable_with_a_wrong_value_is_named(
+    words: tuple[str, ...], code: str, forked: ForkedCommands
+) -> None:
+    last = forked.run(*words, code=code, APPLIANCE_THREADS="many").stderr.splitlines()[-1]
     assert last.endswith("APPLIANCE_THREADS must be a whole number; got 'many'")
 
 
-def test_a_log_of_the_server_can_be_json() -> None:
-    result = run("serve", "/nowhere", "--log-format", "json", APPLIANCE_PROT="9000")
+def test_a_log_of_the_server_can_be_json(forked: ForkedCommands) -> None:
+    result = forked.run(*SERVER, "--log-format", "json", APPLIANCE_PROT="9000")
     first, last = result.stderr.splitlines()
     assert json.loads(first)["level"] == "warning"
     assert last.startswith("error: there is no model '/nowhere'")
