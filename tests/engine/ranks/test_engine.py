@@ -58,8 +58,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return write_sure_model("llama", folder, **THREE_GROUPS), folder
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4-sealed"])
-def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], kv: str) -> None:
+@pytest.mark.parametrize(
+    ("kv", "divided", "note"),
+    [
+        ("int4-sealed", WAYS[0], "divide the model 2:1, heads 4:2"),
+        ("int8", WAYS[1], "run the model's layers in turn"),
+    ],
+)
+def test_blocks_are_shared_swapped_and_drafts_verified(
+    model: tuple[Any, Path], kv: str, divided: dict[str, Any], note: str
+) -> None:
     folder = model[1]
     settings: dict[str, Any] = {
         "kv_cache_dtype": kv,
@@ -72,27 +80,25 @@ def test_blocks_are_shared_swapped_and_drafts_verified(model: tuple[Any, Path], 
         assert not alone.info.ranks
         blocks = CACHED_TOKENS // alone.info.block_size
         settings["kv_cache_memory"] = blocks * alone.info.kv_bytes // alone.info.num_blocks
-    notes = ("divide the model 2:1, heads 4:2", "run the model's layers in turn")
-    for divided, note in zip(WAYS, notes, strict=True):
-        with loaded(folder, **divided, **settings) as engine:
-            assert [rank.share for rank in engine.info.ranks] == [2, 1]
-            assert engine.info.num_blocks == blocks, "nothing is cached in two ranks"
-            assert any(note in words for words in engine.info.notes), engine.info.notes
-            first, second = engine.info.ranks
-            assert first.kv_bytes + second.kv_bytes >= engine.info.kv_bytes
-            assert min(first.bytes_per_second, second.bytes_per_second) > 0
-            assert first.link is None
-            assert second.link is not None
-            assert second.link.path == "shared memory"
-            if "tensor_parallel" in divided:
-                assert first.kv_bytes == 2 * second.kv_bytes
-                assert 0 < second.busy < first.busy < 1
-                assert any("ms a token predicted at half" in words for words in engine.info.notes)
-                assert any("a pipeline is predicted to be" in words for words in engine.info.notes)
-            assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == [expected, expected]
-            stats = engine.stats()
-            assert stats.swaps_total > 0
-            assert stats.prefix_hits_total > 0
+    with loaded(folder, **divided, **settings) as engine:
+        assert [rank.share for rank in engine.info.ranks] == [2, 1]
+        assert engine.info.num_blocks == blocks, "nothing is cached in two ranks"
+        assert any(note in words for words in engine.info.notes), engine.info.notes
+        first, second = engine.info.ranks
+        assert first.kv_bytes + second.kv_bytes >= engine.info.kv_bytes
+        assert min(first.bytes_per_second, second.bytes_per_second) > 0
+        assert first.link is None
+        assert second.link is not None
+        assert second.link.path == "shared memory"
+        if "tensor_parallel" in divided:
+            assert first.kv_bytes == 2 * second.kv_bytes
+            assert 0 < second.busy < first.busy < 1
+            assert any("ms a token predicted at half" in words for words in engine.info.notes)
+            assert any("a pipeline is predicted to be" in words for words in engine.info.notes)
+        assert [answers(engine, PROMPTS), answers(engine, PROMPTS)] == [expected, expected]
+        stats = engine.stats()
+        assert stats.swaps_total > 0
+        assert stats.prefix_hits_total > 0
 
 
 def test_stages_hold_states_and_experts_whole(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_answers_of_a_device_that_is_late_are_the_same(
 
 def test_answers_of_recurrent_models_on_a_late_device_are_the_same(tmp_path: Path) -> None:
     with exact_products():
-        compare_recurrent(tmp_path, "qwen3_5", device=LateDevice(), kernels="torch")
+        compare_recurrent(tmp_path, "lfm2", device=LateDevice(), kernels="torch")
 
 
 def test_a_late_device_repeats_an_earlier_answer(tiny_llama: Path) -> None:
