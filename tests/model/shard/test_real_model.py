@@ -41,6 +41,7 @@ class DenseWeights:
 
     def __init__(self, weights: Any) -> None:
         self._weights = weights
+        self.load = cache(self._load)  # every rank reads them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._weights, name)
@@ -50,7 +51,7 @@ class DenseWeights:
 
     float_bits = packed_bits
 
-    def load(self, name: str) -> Weight:
+    def _load(self, name: str) -> Weight:
         return dense(self._weights.load(name), "float32")
 
 
@@ -63,24 +64,27 @@ def logits_of_all(decoder: NativeDecoder) -> Tensor:
     return decoder.forward(torch.tensor(TEXTS).reshape(-1), positions, batch, cache)
 
 
-@cache
-def answers_of_one(path: Path) -> tuple[Tensor, Tensor]:
-    """Return the greedy token at each place, and how far the second best is behind it."""
-    decoder = load_native(source_of(path), NativeEngine(LIBRARY, 1), torch.float32)
+@pytest.fixture(scope="module")
+def source(smollm2_gguf: Path) -> ModelSource:
+    source = open_model(smollm2_gguf)
+    return replace(source, weights=DenseWeights(source.weights))
+
+
+@pytest.fixture(scope="module")
+def best_of_one(source: ModelSource) -> tuple[Tensor, Tensor]:
+    """The greedy token at each place, and how far the second best is behind it."""
+    decoder = load_native(source, NativeEngine(LIBRARY, 1), torch.float32)
     best = logits_of_all(decoder).topk(2)
     return best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
 
 
-def source_of(path: Path) -> ModelSource:
-    source = open_model(path)
-    return replace(source, weights=DenseWeights(source.weights))
-
-
 @pytest.mark.parametrize("split", [Split((1, 1)), Split((2, 1), is_exact=True)], ids=str)
-def test_greedy_tokens_are_those_of_one_process(smollm2_gguf: Path, split: Split) -> None:
+def test_greedy_tokens_are_those_of_one_process(
+    source: ModelSource, best_of_one: tuple[Tensor, Tensor], split: Split
+) -> None:
     """Nine heads in three groups: 6 and 3 of them, beside even or uneven columns and tokens."""
-    tokens, gaps = answers_of_one(smollm2_gguf)
-    ranks = RankThreads(source_of(smollm2_gguf), split, NUM_TEXTS * NUM_TOKENS)
+    tokens, gaps = best_of_one
+    ranks = RankThreads(source, split, NUM_TEXTS * NUM_TOKENS)
     differs = ranks.run(logits_of_all)[0].argmax(dim=-1) != tokens
     assert tokens.numel() == 256
     assert not (differs & (gaps > CLOSE)).any()
