@@ -32,10 +32,17 @@ CPU_DEVICE = torch.device("cpu")
 SIZES = {"head_dim": 16, "hidden_size": 64}
 
 
-@pytest.fixture(params=EXPERTS)
+@pytest.fixture(scope="module", params=EXPERTS)
 def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
     model_type, settings = EXPERTS[request.param]
     return make_model(model_type, **SIZES | settings)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
 
 
 def by_transformers(model: Any, token_ids: list[int]) -> Tensor:
@@ -58,9 +65,8 @@ def test_torch_decoder_equals_transformers(
 
 
 def test_library_equals_transformers_and_no_bit_depends_on_the_cut(
-    model: Any, isa: Isa, save: Callable[[Any], Path], token_ids: list[int]
+    model: Any, isa: Isa, folder: Path, token_ids: list[int]
 ) -> None:
-    folder = save(model)
     assert why_unsupported(open_model(folder)) is None
     whole = logits_of(native(folder), token_ids)
     torch.testing.assert_close(whole, by_transformers(model, token_ids), atol=1e-4, rtol=0)
@@ -70,10 +76,8 @@ def test_library_equals_transformers_and_no_bit_depends_on_the_cut(
         assert torch.equal(cut, whole), chunks
 
 
-def test_no_bit_depends_on_the_neighbours(
-    model: Any, save: Callable[[Any], Path], token_ids: list[int]
-) -> None:
-    decoder = native(save(model), threads=2)
+def test_no_bit_depends_on_the_neighbours(folder: Path, token_ids: list[int]) -> None:
+    decoder = native(folder, threads=2)
     sequences = [token_ids[i : i + 9 + 5 * i] for i in range(4)]
     cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=4, block_size=BLOCK_SIZE)
     lengths = [len(tokens) for tokens in sequences]

@@ -110,12 +110,16 @@ def test_logits_equal_the_reference(
     torch.testing.assert_close(found, expected, atol=1e-4 * spread, rtol=0)
 
 
-@pytest.fixture(params=["llama", "gemma3", "gemma4"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4"])
 def folder(
-    request: pytest.FixtureRequest, make_model: Callable[..., Any], save: Callable[[Any], Path]
+    request: pytest.FixtureRequest,
+    make_model: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     model_type, settings = CASES[request.param]
-    return save(make_model(model_type, **settings))
+    folder = tmp_path_factory.mktemp("model")
+    make_model(model_type, **settings).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.value)

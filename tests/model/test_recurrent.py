@@ -32,10 +32,17 @@ CPU_DEVICE = torch.device("cpu")
 CUTS = ([7, 1, 9, 20, 1, 1, 6], [1] * 45)
 
 
-@pytest.fixture(params=RECURRENT)
+@pytest.fixture(scope="module", params=RECURRENT)
 def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
     model_type, settings = RECURRENT[request.param]
     return make_model(model_type, **SIZES | settings)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
 
 
 def by_torch(folder: Path, backend: Backend = REFERENCE) -> Decoder:
@@ -51,9 +58,9 @@ def by_transformers(model: Any, token_ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
 def test_torch_decoder_equals_transformers_however_a_prompt_is_cut(
-    model: Any, backend: Backend, save: Callable[[Any], Path], token_ids: list[int]
+    model: Any, backend: Backend, folder: Path, token_ids: list[int]
 ) -> None:
-    decoder = by_torch(save(model), backend)
+    decoder = by_torch(folder, backend)
     expected = by_transformers(model, token_ids)
     for chunks in ([45], *CUTS):
         logits = logits_in_steps(decoder, token_ids, chunks)
@@ -61,9 +68,8 @@ def test_torch_decoder_equals_transformers_however_a_prompt_is_cut(
 
 
 def test_library_equals_transformers_and_no_bit_depends_on_the_cut(
-    model: Any, isa: Isa, save: Callable[[Any], Path], token_ids: list[int]
+    model: Any, isa: Isa, folder: Path, token_ids: list[int]
 ) -> None:
-    folder = save(model)
     assert why_unsupported(open_model(folder)) is None
     whole = logits_in_steps(native(folder), token_ids, [45])
     torch.testing.assert_close(whole, by_transformers(model, token_ids), atol=1e-4, rtol=0)
@@ -74,10 +80,10 @@ def test_library_equals_transformers_and_no_bit_depends_on_the_cut(
 
 @pytest.mark.parametrize("load", [by_torch, native], ids=["torch", "library"])
 def test_sequences_in_a_step_keep_states_of_their_own(
-    model: Any, load: Callable[[Path], Any], save: Callable[[Any], Path], token_ids: list[int]
+    load: Callable[[Path], Any], folder: Path, token_ids: list[int]
 ) -> None:
     """One goes on, one begins in a used slot, one has a single row."""
-    decoder = load(save(model))
+    decoder = load(folder)
     sequences = [token_ids, token_ids[::-1], token_ids[5:38]]
     alone = [logits_in_steps(decoder, tokens, [len(tokens)]) for tokens in sequences]
     cache = allocate(decoder, num_blocks=12, num_states=5)
@@ -98,10 +104,10 @@ def test_sequences_in_a_step_keep_states_of_their_own(
 
 @pytest.mark.parametrize("load", [by_torch, native], ids=["torch", "library"])
 def test_a_copied_slot_goes_on_as_the_first_did(
-    model: Any, load: Callable[[Path], Any], save: Callable[[Any], Path], token_ids: list[int]
+    load: Callable[[Path], Any], folder: Path, token_ids: list[int]
 ) -> None:
     """What fork, checkpoint and swap do: copy one row of the states."""
-    decoder = load(save(model))
+    decoder = load(folder)
     whole = logits_in_steps(decoder, token_ids, [32, 13])
     cache = allocate(decoder, num_blocks=4, num_states=3)
     running = Running(token_ids, (0, 1), slot=0)
