@@ -40,11 +40,15 @@ pytestmark = pytest.mark.usefixtures("unlike_products")
 both_backends = pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(scope="module", params=MODELS)
 def folder(
-    request: pytest.FixtureRequest, make_model: Callable[..., Any], save: Callable[[Any], Path]
+    request: pytest.FixtureRequest,
+    make_model: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    return save(make_model(**MODELS[request.param]))
+    folder = tmp_path_factory.mktemp("model")
+    make_model(**MODELS[request.param]).save_pretrained(folder)
+    return folder
 
 
 def load(folder: Path, backend: Backend, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -15,7 +15,6 @@ from teacher_forcing import logits_of
 
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.kv_format import KVFormat
-from appliance.model.native_loader import load_native
 from appliance.model.shard.shard import undivided
 from appliance.model.shard.split import Split
 from appliance.model.source import open_model
@@ -168,32 +167,25 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(params=CASES)
-def case(
-    request: pytest.FixtureRequest, make_model: Callable[..., Any], save: Callable[[Any], Path]
-) -> tuple[Path, RankThreads]:
-    model_type, settings, text = CASES[request.param]
+@pytest.mark.parametrize("name", CASES)
+def test_the_parts_are_smaller_and_add_up(
+    name: str,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    model_type, settings, text = CASES[name]
     folder = save(make_model(model_type, **settings))
     size = max(2, len(text.split(":")))
     ranks = RankThreads(open_model(folder), Split.parse(size, text), max_rows=64)
-    return folder, ranks
-
-
-def test_the_parts_add_up(case: tuple[Path, RankThreads], token_ids: list[int]) -> None:
-    folder, ranks = case
     assert not [part for part in undivided(ranks.shards) if "mixers" in part]
-    expected = logits_of(native(folder), token_ids)
-    found = ranks.logits_of(token_ids)
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
-    assert torch.equal(ranks.logits_of(token_ids, chunks=[7, 1, 9, 28]), found)
-
-
-def test_each_part_is_smaller(case: tuple[Path, RankThreads]) -> None:
-    folder, ranks = case
-    alone = load_native(open_model(folder), NativeEngine(LIBRARY, 1), torch.float32)
+    alone = native(folder)
     assert all(rank.weight_bytes < alone.weight_bytes for rank in ranks.decoders)
     states = alone.spec.state_bytes
     assert all(rank.spec.state_bytes < states or not states for rank in ranks.decoders)
+    found = ranks.logits_of(token_ids)
+    torch.testing.assert_close(found, logits_of(alone, token_ids), atol=1e-3, rtol=0)
+    assert torch.equal(ranks.logits_of(token_ids, chunks=[7, 1, 9, 28]), found)
 
 
 @pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.INT4_SEALED])
