@@ -38,11 +38,11 @@ def fill(engine: LLMEngine) -> None:
 def compute(engine: LLMEngine) -> None:
     """Take steps of all kinds."""
     limits = engine.info.max_num_seqs
-    ask(engine, 1, 600, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    ask(engine, 1, 520, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
     sampled = SamplingParams(
         max_tokens=3, temperature=0.8, top_p=0.9, logprobs=MAX_LOGPROBS, presence_penalty=0.5
     )
-    ask(engine, limits, 20, sampled)
+    ask(engine, limits, 2, sampled)
 
 
 def main(model: str, settings: dict[str, Any], *, computes: bool = True) -> None:
