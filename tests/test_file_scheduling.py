@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from file_scheduling import BY_TEST, CLIENTS, ONE_UNIT, SECONDS, longest_first, unit_of
+from file_scheduling import BY_TEST, CLIENTS, IN_BROWSER, ONE_UNIT, SECONDS, longest_first, unit_of
 
 COPY = f"{ONE_UNIT}/test_block_copy.py::test_copy"
 ONCE = "tests/kernels/executed/test_compiled_once.py::test_it"
@@ -19,6 +19,7 @@ def test_a_unit_is_a_file_or_what_one_child_runs_or_a_long_test() -> None:
     assert unit_of(f"{COPY}[sm_86-int8]") == f"{ONE_UNIT}/test_block_copy.py"
     assert unit_of(f"{ONCE}[awq]") == f"{ONCE}[awq]"
     assert unit_of(f"{CLIENTS}/test_node.py::test_it") == CLIENTS
+    assert unit_of("tests/server/test_docs_in_browser.py::test_it") == IN_BROWSER
 
 
 def test_what_is_named_is_there(pytestconfig: pytest.Config) -> None:

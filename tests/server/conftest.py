@@ -56,9 +56,9 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return {"uvloop": uvloop.new_event_loop}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    """One for a file, whose tests run on its loop; each opens a context of its own."""
+    """One for all files, whose tests run on its loop; each opens a context of its own."""
     from browser import chromium
 
     async with chromium() as running:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the browser
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # that of the browser
 
 # Draw an answer, in pieces if it is so wanted; what became of it.
 DRAW = """async ([pieces, isOpen]) => {

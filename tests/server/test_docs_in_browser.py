@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from browser import chromium, opened
+import pytest
+from browser import opened
 
 from appliance.docs import NAMES, read
 
 if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
     from tests.server.conftest import Serve
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # that of the browser
 
-async def test_every_topic_is_shown_and_links_lead_from_one_to_the_next(serve: Serve) -> None:
+
+async def test_every_topic_is_shown_and_links_lead_from_one_to_the_next(
+    serve: Serve, browser: Browser
+) -> None:
     async with (
         serve() as running,
-        chromium() as browser,
         opened(browser, running.url) as (page, complaints),
     ):
         await page.locator("a", has_text="Documentation").click()

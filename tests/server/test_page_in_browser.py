@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.server.conftest import Serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # that of the browser
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # that of the browser
 
 MAP_COLOURS = """() => {
     const canvas = document.getElementById("map");

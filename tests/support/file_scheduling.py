@@ -1,7 +1,7 @@
 """How a parallel run (`pytest -n`) shares the tests out: in units, of which the longest come first.
 
-A unit is a file, but for what one child process runs, for clients of one server, and for files
-whose tests take long and share nothing.
+A unit is a file, but for what one child process runs, for clients of one server or browser, and for
+files whose tests take long and share nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 ONE_UNIT = "tests/kernels/executed"
 # All its files ask one server, which each worker with one of them would start.
 CLIENTS = "tests/e2e/clients"
+# Files that share a browser, of which each worker with one of them would start its own.
+IN_BROWSER = "tests/server/test_page_in_browser.py"
 # Their tests are units of their own.
 BY_TEST = {"tests/kernels/executed/test_compiled_once.py"}
 # Seconds of one processor. Who begins one of these last leaves the others without work.
@@ -60,6 +62,8 @@ def unit_of(nodeid: str) -> str:
         return ONE_UNIT
     if file.startswith(f"{CLIENTS}/"):
         return CLIENTS
+    if file.endswith("_in_browser.py"):
+        return IN_BROWSER
     return nodeid if file in BY_TEST else file
 
 
