@@ -23,29 +23,27 @@ BY_TEST = {"tests/kernels/executed/test_compiled_once.py"}
 # Seconds of one processor. Who begins one of these last leaves the others without work.
 SECONDS = {
     ONE_UNIT: 91,
-    CLIENTS: 60,  # with their server
+    CLIENTS: 52,  # with their server
     "tests/kernels/cpu/test_sanitizers.py": 42,
-    "tests/e2e/test_cluster.py": 44,
+    "tests/e2e/test_cluster.py": 44,  # most of it waiting
     "tests/kernels/executed/test_engine.py": 28,
-    "tests/server/test_page_in_browser.py": 26,
     "tests/bench/test_gpu_trial.py": 26,
     "tests/model/test_packaged_models.py": 25,
     "tests/kernels/executed/test_compiled_once.py": 24,
     "tests/kernels/executed/test_traffic.py": 24,
     "tests/engine/ranks/test_torch_probes.py": 24,  # most of it waiting
     "tests/engine/ranks/test_torch_engine.py": 20,
+    IN_BROWSER: 20,  # with their browser
     "tests/quant/methods/test_quality_smollm2.py": 19,
-    "tests/e2e/test_refusals.py": 18,
     "tests/kernels/executed/test_grouped_matmul.py": 18,
-    "tests/e2e/test_ranks.py": 17,
     "tests/kernels/cpu/test_attention.py": 17,
     "tests/quant/run/test_memory.py": 17,
     "tests/engine/ranks/test_engine.py": 17,
     "tests/kernels/executed/test_recurrence.py": 15,
     "tests/kernels/executed/test_packed_matmul.py": 15,
     "tests/quant/run/test_resume.py": 14,
+    "tests/e2e/test_ranks.py": 12,
     "tests/quant/kv/test_served_plan.py": 12,
-    "tests/server/test_serve.py": 12,
     "tests/kernels/executed/test_paged_attention.py": 11,
     "tests/engine/run/test_model_runner.py": 11,
     "tests/quant/run/test_quantize_smollm2.py": 10,
