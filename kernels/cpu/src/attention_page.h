@@ -172,15 +172,14 @@ static void write_nibble_value(uint8_t *page, const ap_page *at, int32_t dim, in
     memset(codes + dim, 0, 16); /* the partners of an odd number of 16 dimensions */
     int32_t pairs = (dim + 31) / 32;
     uint8_t *values = page + at->values + lane / 4 * 64 * pairs + lane % 4;
-    for (int32_t pair = 0; pair < pairs; pair++)
-        for (int32_t i = 0; i < 16; i += 8) {
-            uint64_t low, high; /* eight codes each; byte by byte, the loop compiles for seconds */
-            memcpy(&low, codes + 32 * pair + i, 8);
-            memcpy(&high, codes + 32 * pair + 16 + i, 8);
-            low |= high << 4;
-            for (int32_t j = 0; j < 8; j++, low >>= 8)
-                values[64 * pair + 4 * (i + j)] = (uint8_t)low;
-        }
+    for (int32_t i = 0; i < 16 * pairs; i += 8) {
+        uint64_t low, high; /* eight codes each; byte by byte, the loop compiles for seconds */
+        const uint8_t *eight = codes + i + i / 16 * 16;
+        memcpy(&low, eight, 8);
+        memcpy(&high, eight + 16, 8);
+        low |= high << 4;
+        for (int32_t j = 0; j < 8; j++, low >>= 8) values[4 * (i + j)] = (uint8_t)low;
+    }
 }
 
 static void write_int8(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
