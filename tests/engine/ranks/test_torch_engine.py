@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
     from appliance.engine.run.device import Graph
 
-# Layers of a window; states and experts of which each rank has columns; latents, with each expert
-# on one rank.
+# States, and experts of which each rank has columns; latents, with each expert on one rank. What
+# else families have is arithmetic: see model/shard/test_torch_ranks.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
     "recurrent": (
         RECURRENT["lfm2_moe"][0],
         RECURRENT["lfm2_moe"][1] | {"num_hidden_layers": 3, "moe_intermediate_size": 96},
