@@ -59,7 +59,7 @@ async def test_answers_follow_questions(serve: Serve) -> None:
     async with serve() as running:
         session = session_with(running.url)
         await asyncio.to_thread(session.talk, lines("hé", KeyboardInterrupt, "more", "/undo"))
-        assert running.idle()
+        await until(running.idle)
     assert shown(session).startswith("user\nhé\n")
     assert "tokens/s; first token" in shown(session)
     assert "Ctrl-D or /exit leaves" in shown(session)

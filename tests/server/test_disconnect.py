@@ -79,7 +79,7 @@ async def test_a_client_that_leaves_in_its_body(serve: Serve) -> None:
         await writer.drain()
         await leave(writer)
         assert (await running.complete("x", max_tokens=2)).status_code == 200
-        assert running.idle()
+        await until(running.idle)
 
 
 async def test_an_abort_storm(serve: Serve) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fetched import python_clients
+from waiting import until
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
@@ -31,4 +32,4 @@ async def test_the_document_and_the_server_agree(serve: Serve, tmp_path: Path) -
         assert judge.returncode == 0, said.decode()
         assert "passed" in said.decode()
         assert running.engine.pid == pid
-        assert running.idle()
+        await until(running.idle)

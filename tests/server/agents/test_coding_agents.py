@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fetched import agent, python_clients
-from waiting import LIMIT
+from waiting import LIMIT, until
 
 from appliance.connect import RECIPES, Connection
 from tests.server.agents.conftest import Play, Rules, call
@@ -73,7 +73,7 @@ async def test_codex_edits_a_file(play: Play, project: Path, home: Path) -> None
             project, home, CODEX_HOME=str(home),
         )  # fmt: skip
         assert "It is 42 now." in said
-        assert running.idle()
+        await until(running.idle)
     assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
 
 
@@ -95,7 +95,7 @@ async def test_opencode_reads_and_edits_a_file(play: Play, project: Path, home: 
         (project / step.file).write_text(json.dumps(json.loads(step.code) | alone))
         said = await run([opencode, "run", "Mend the number"], project, home)
         assert "It is 42 now." in said
-        assert running.idle()
+        await until(running.idle)
     assert (project / "number.txt").read_text() == f"{OUTCOME}\n"
 
 

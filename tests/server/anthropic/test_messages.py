@@ -285,7 +285,7 @@ async def test_tokens_are_counted_as_a_message_has_them(serve: Serve, tokenizer:
         counted = await client.messages.count_tokens(**asked)
         message = await client.messages.create(**asked, max_tokens=1)
         assert counted.input_tokens == message.usage.input_tokens
-        assert running.idle()
+        await until(running.idle)
 
 
 async def test_errors_have_the_shape_of_the_protocol(serve: Serve) -> None:
