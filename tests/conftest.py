@@ -68,9 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from faces import leave_out
 
         leave_out(isa)
-    if hasattr(config, "workerinput"):  # a worker has a size set, which terminals would believe
-        for name in ("COLUMNS", "LINES"):
+    if hasattr(config, "workerinput"):
+        for name in ("COLUMNS", "LINES"):  # set for workers; terminals would believe it
             os.environ.pop(name, None)
+        # There is a worker for each processor: torch's threads would wait for those of others.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)
