@@ -20,8 +20,8 @@ CLIENTS = "tests/e2e/clients"
 IN_BROWSER = "tests/server/test_page_in_browser.py"
 # Their tests are units of their own.
 BY_TEST = {"tests/kernels/executed/test_compiled_once.py"}
-# Seconds of one of three workers on two processors, waits included; of kernels' tests when their code
-# has changed. Who begins one of these last leaves the others without work.
+# Seconds of one of three workers on two processors, waits included; of executed kernels when their
+# code has changed. Who begins one of these last leaves the others without work.
 SECONDS = {
     "tests/e2e/test_cluster.py": 92,
     ONE_UNIT: 89,
