@@ -70,7 +70,7 @@ for arguments in json.loads(sys.argv[1]):
     assert os.waitpid(child, 0)[1] == 0, arguments
 """
 SHAPES: dict[str, dict[str, Any]] = {
-    "rtn": {"hidden": 512, "middle": 2048, "layers": 10, "vocab": 150_000},
+    "rtn": {"hidden": 512, "middle": 2048, "layers": 5, "vocab": 150_000},
     "gptq": {"hidden": 512, "middle": 1024, "layers": 2, "vocab": 150_000},
     "awq": {"hidden": 512, "middle": 1024, "layers": 1, "vocab": 150_000},
 }
