@@ -68,7 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from faces import leave_out
 
         leave_out(isa)
-    if hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput"):
+        code_record.check_selection(config)
+    else:
         for name in ("COLUMNS", "LINES"):  # set for workers; terminals would believe it
             os.environ.pop(name, None)
         # There is a worker for each processor: torch's threads would wait for those of others.

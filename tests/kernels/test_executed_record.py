@@ -102,6 +102,16 @@ def test_the_record_is_of_files_that_are_there() -> None:
     }
 
 
+@pytest.mark.parametrize("chosen", [["tests/test_log.py"], [f"{EXECUTED}", "-k", "copy"]])
+def test_nothing_is_written_down_of_a_part(chosen: list[str]) -> None:
+    before = code_record.RECORD.read_bytes()
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--executed=changed"]
+    ran = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "is for the whole folder: scripts/check_executed" in ran.stderr
+    assert code_record.RECORD.read_bytes() == before
+
+
 def test_kernels_load_no_module_that_is_not_seen(tmp_path: Path) -> None:
     file = EXECUTED / "test_adapters.py"
     loaded = tmp_path / "loaded.json"

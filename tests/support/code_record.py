@@ -22,10 +22,24 @@ LIBRARIES = ("numpy", "torch", "triton")
 
 ROOT = Path(__file__).parent.parent.parent
 ROOTS = (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "ptx_machine")
-
-
 EXECUTED = ROOT / "tests" / "kernels" / "executed"
 RECORD = EXECUTED / "passed.json"
+
+
+def check_selection(config: pytest.Config) -> None:
+    """Refuse to write down that all cases passed when some would be left out.
+
+    Raises:
+        pytest.UsageError: `--executed=changed` with anything but the whole folder.
+    """
+    option = config.option
+    chosen = [Path(config.invocation_params.dir, name).resolve() for name in config.args]
+    narrowed = option.keyword or option.markexpr or option.deselect or option.ignore
+    narrowed = narrowed or option.ignore_glob or getattr(option, "lf", False)
+    if option.executed == "changed" and (chosen != [EXECUTED.resolve()] or narrowed):
+        raise pytest.UsageError(
+            "--executed=changed is for the whole folder: scripts/check_executed"
+        )
 
 
 @cache
