@@ -7,11 +7,14 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import AdapterRef, Request
 from appliance.engine.sampling_params import SamplingParams
+from appliance.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,6 +85,16 @@ def assert_best(
                 assert token_id == second.token_id
                 assert best.logprob - second.logprob < closeness
                 break
+
+
+def assert_a_rank_takes_the_engine_along(engine: LLMEngine) -> None:
+    """Kill rank 1; assert that the engine names it and goes on with nothing."""
+    pid = engine.info.ranks[1].pid
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
+        answers(engine, PROMPTS[:1])
+    with pytest.raises(EngineError, match="was interrupted"):
+        engine.step()
 
 
 def _deltas(

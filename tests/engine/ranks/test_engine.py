@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,13 @@ import torch
 from drafting import draft_always
 from expert_models import EXPERTS
 from lora import write_adapter
-from rank_engines import CACHED_TOKENS, PROMPTS, answers, loaded
+from rank_engines import (
+    CACHED_TOKENS,
+    PROMPTS,
+    answers,
+    assert_a_rank_takes_the_engine_along,
+    loaded,
+)
 from recurrent_models import RECURRENT
 from replaying import ReplayingSpeculator
 from sure_models import THREE_GROUPS, write_sure_model
@@ -170,12 +174,7 @@ def test_a_draft_model_runs_beside_the_ranks_until_one_ends(
         assert engine.info.drafts.startswith("the model itself at 4 bits: 2 layers, ")
         assert sum(rank.weight_bytes for rank in engine.info.ranks) < 1.5 * num_bytes
 
-        pid = engine.info.ranks[1].pid
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
-            answers(engine, PROMPTS[:1])
-        with pytest.raises(EngineError, match="was interrupted"):
-            engine.step()
+        assert_a_rank_takes_the_engine_along(engine)
 
 
 @pytest.mark.parametrize("divided", WAYS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +10,15 @@ import torch
 from expert_models import EXPERTS
 from late_device import LateDevice
 from lora import write_adapter
-from rank_engines import CACHED_TOKENS, PROMPTS, answers, assert_best, best_two, loaded
+from rank_engines import (
+    CACHED_TOKENS,
+    PROMPTS,
+    answers,
+    assert_a_rank_takes_the_engine_along,
+    assert_best,
+    best_two,
+    loaded,
+)
 from recurrent_models import RECURRENT
 from replaying import ReplayingSpeculator
 from sure_models import THREE_GROUPS, write_sure_model
@@ -22,7 +28,6 @@ from appliance.engine.ranks.shared_step import RankStep
 from appliance.engine.ranks.torch_step import pack, step_tensors
 from appliance.engine.request import AdapterRef
 from appliance.engine.run.host_device import HostDevice
-from appliance.errors import EngineError
 from appliance.files import stamp_of
 from appliance.kernels.kv_format import KVFormat
 from appliance.model.adapters.targets import adapter_targets
@@ -217,9 +222,4 @@ def test_a_captured_step_is_replayed_by_all_ranks_until_one_ends(
     torch.testing.assert_close(found[0], expected)
     assert torch.equal(step(others), expected)
 
-    pid = engine.info.ranks[1].pid
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=rf"rank 1 .*process {pid}.* ended by signal 9"):
-        answers(engine, PROMPTS[:1])
-    with pytest.raises(EngineError, match="was interrupted"):
-        engine.step()
+    assert_a_rank_takes_the_engine_along(engine)
