@@ -18,6 +18,10 @@ from hypothesis import HealthCheck, settings
 from appliance.runtime import limit_spinning
 
 limit_spinning()  # the tests share their processors with servers under test
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There is a worker for each processor: torch's threads would wait for those of others. Said
+    # here, before a folder's conftest imports torch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No example is too slow: the machine may be busy with other work.
 settings.register_profile(
@@ -73,8 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         for name in ("COLUMNS", "LINES"):  # set for workers; terminals would believe it
             os.environ.pop(name, None)
-        # There is a worker for each processor: torch's threads would wait for those of others.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import MemoryPlanError
 from appliance.model.spec import AttentionSpec
-from appliance.quant.run.memory_plan import FLOAT_BYTES, HEAP, MIB, running_bytes
+from appliance.quant.run.memory_plan import FLOAT_BYTES, MIB, RESERVE, running_bytes
 from appliance.quant.run.options import Method, QuantizeOptions
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class EvaluationMemory:
         mixers = (layer.mixer for layer in self.source.spec.layers)
         heads = max((m.num_heads for m in mixers if isinstance(m, AttentionSpec)), default=0)
         scores = SCORES * heads * self.window**2 * FLOAT_BYTES
-        return running_bytes(self.source, self.window, tokens) + scores + HEAP
+        return running_bytes(self.source, self.window, tokens) + scores + RESERVE
 
     def logits_bytes(self, entries: int) -> int:
         """Bytes of the logits of `entries`, and of arrays derived from them."""
@@ -119,7 +119,7 @@ class EvaluationMemory:
         places = max(PLACES, self.window)
         logits = (2 * self.num_variants + 2) * places * entries
         rows = 2 * entries + self.num_variants * places
-        return (logits + rows * hidden) * FLOAT_BYTES + HEAP
+        return (logits + rows * hidden) * FLOAT_BYTES + RESERVE
 
     def _most(self, used: int, size: Callable[[int], int], most: int, least: int) -> int:
         if self.max_ram is None:

@@ -48,7 +48,9 @@ SCORE_COPIES = 3
 LINEARS = 4  # per layer; each has a variant when sensitivity is measured
 END_BYTES = 12  # per number of embedding and head: in the page cache, as read, and in float32
 LOGITS = 4  # copies of a few tokens' logits
-HEAP = 32 * MIB  # the allocators' reserve, and small objects
+# The allocators' reserve, small objects, and code of torch and MKL that a run is the first to map:
+# 22 MiB for RTN, up to 46 with text on x86-64.
+RESERVE = 48 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def plan_memory(
         layer = layer_parts(source, options, row_tokens, tokens_at_once(row_tokens))
     heap = _experts_parts(source, num_rows * row_tokens) | {
         "results": ROUND_PACKED * packed,
-        "allocators": HEAP,
+        "reserve": RESERVE,
     }
     vram = sum(layer.values()) if on_gpu else 0
     parts = heap if on_gpu else layer | heap
@@ -145,7 +147,7 @@ def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use:
     head = spec.vocab_size * (spec.hidden_size * END_BYTES + LOGITS * HEAD_ROWS * FLOAT_BYTES)
     layer = layer_parts(source, replace(options, method=Method.AWQ), tokens, tokens)
     most = max(sum(layer.values()), head)
-    needed = use.ram + streams * FLOAT_BYTES + most + HEAP
+    needed = use.ram + streams * FLOAT_BYTES + most + RESERVE
     if options.max_ram is not None and needed > options.max_ram:
         raise MemoryPlanError(
             f"finding where bits matter most takes {needed / MIB:,.0f} MiB of memory, but"
