@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 import pytest
+from free_ports import free_port
 from waiting import LIMIT, has_ended, wait_until
 
 from appliance.config import ServerConfig
@@ -200,9 +201,7 @@ def test_the_engine_ends_when_the_server_is_killed(tokenizer_folder: Path) -> No
 
 
 def test_while_it_loads_it_says_so_and_can_be_ended(tokenizer_folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with server(tokenizer_folder, "slow_load", port) as running:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT) as http:
 

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,17 +17,11 @@ from typing import Any
 
 import psutil
 from forked_commands import forked_commands
+from free_ports import free_port
 
 KEY = "key-of-the-test"
 IMPORTED = ("ray.serve", "appliance.cluster.control", "appliance.cluster.deployments")
 STARTS = 4  # Ray gives its own processes 15 s to import; a busy machine may need another try
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class RayCluster:

@@ -48,7 +48,7 @@ HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETER = "interpreter"
 SHARE = 5  # of so many cases of a test, the first is executed on one of those
-ONE_IN = 12  # cases whose code has not changed, in each run
+ONE_IN = 48  # cases whose code has not changed, in each run
 CHILD_TIMEOUT = 1500  # seconds, for all tests of this folder
 CHILD = pytest.StashKey["Child"]()
 

@@ -261,7 +261,8 @@ def test_layers_of_unlike_heads_that_share_keys_run_in_graphs(tmp_path: Path) ->
         "tie_word_embeddings": False,
     }
     write_sure_model("gemma4_text", tmp_path, **TWO_LAYERS | settings)
-    requests = [request("one", 40, vocab=97), request("other", 7, vocab=97)]
+    # Their likeliest tokens lead by 0.28 nats and more: others of these would be near ties.
+    requests = [request("one", 42, vocab=97), request("other", 3, vocab=97)]
     expected, found = (
         run(
             engine_of(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 from browser import chromium
 from fetched import ROOT
+from free_ports import free_port
 from waiting import LIMIT, until
 
 from tests.server.agents.conftest import Play, Rules, call
@@ -20,13 +20,6 @@ PROGRAM = ROOT / ".cache/tools/open-webui/bin/open-webui"
 QUESTION = "What time is it"
 TOOL = "get_current_timestamp"
 ANSWER = "The tool has told me the time."
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 async def ask(url: str) -> str:
