@@ -18,7 +18,7 @@ from appliance.model.tensors import Role
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.evaluation_memory import EvaluationMemory
 from appliance.quant.run.memory import MemoryUse
-from appliance.quant.run.memory_plan import MIB, plan_memory
+from appliance.quant.run.memory_plan import MIB, ceiling_for, plan_memory
 from appliance.quant.run.plan import growth_note
 from appliance.quant.run.writing import PIECE_ELEMENTS, Rounding, units_of
 from appliance.quant.walk.walk import Walk, disk_bytes, tokens_at_once
@@ -120,7 +120,7 @@ def _check(measured: int, ceiling: int | None, flag: str) -> None:
     if ceiling is not None and measured > ceiling:
         raise MemoryPlanError(
             f"the largest layer took {measured / MIB:,.0f} MiB where {ceiling / MIB:,.0f} MiB may"
-            f" be used; {flag} {-(-measured // MIB)}MiB is the least that would do"
+            f" be used; {ceiling_for(flag, measured)}"
         )
 
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import MemoryPlanError
 from appliance.model.spec import AttentionSpec
-from appliance.quant.run.memory_plan import FLOAT_BYTES, MIB, RESERVE, running_bytes
+from appliance.quant.run.memory_plan import (
+    FLOAT_BYTES,
+    MIB,
+    RESERVE,
+    ceiling_for,
+    running_bytes,
+)
 from appliance.quant.run.options import Method, QuantizeOptions
 
 if TYPE_CHECKING:
@@ -130,7 +136,7 @@ class EvaluationMemory:
         if needed > self.max_ram:
             raise MemoryPlanError(
                 f"measuring the quality card takes {needed / MIB:,.0f} MiB of memory, but"
-                f" {self.max_ram / MIB:,.0f} MiB may be used; --max-ram {-(-needed // MIB)}MiB is"
-                " the least that would do, and --no-card measures nothing"
+                f" {self.max_ram / MIB:,.0f} MiB may be used; {ceiling_for('--max-ram', needed)},"
+                " and --no-card measures nothing"
             )
         return most

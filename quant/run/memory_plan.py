@@ -51,6 +51,7 @@ LOGITS = 4  # copies of a few tokens' logits
 # The allocators' reserve, small objects, and code of torch and MKL that a run is the first to map:
 # 22 MiB for RTN, up to 46 with text on x86-64.
 RESERVE = 48 * MIB
+SPREAD = 4 * MIB  # what two processes of the same program and model differ by
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +152,18 @@ def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use:
     if options.max_ram is not None and needed > options.max_ram:
         raise MemoryPlanError(
             f"finding where bits matter most takes {needed / MIB:,.0f} MiB of memory, but"
-            f" {options.max_ram / MIB:,.0f} MiB may be used; --max-ram {-(-needed // MIB)}MiB is"
-            " the least that would do, and without --mixed it is less"
+            f" {options.max_ram / MIB:,.0f} MiB may be used; {ceiling_for('--max-ram', needed)},"
+            " and without --mixed less"
         )
 
 
+def ceiling_for(flag: str, needed: int) -> str:
+    """Name a ceiling that the next process keeps to as well."""
+    return f"{flag} {-(-(needed + SPREAD) // MIB)}MiB would do"
+
+
 def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
-    advice = f"{flag} {-(-least // MIB)}MiB is the least that would do"
+    advice = ceiling_for(flag, least)
     if options.method.needs_text:
         advice += ", and --method rtn takes less"
     return advice

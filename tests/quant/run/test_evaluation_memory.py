@@ -71,7 +71,7 @@ def test_less_memory_is_fewer_logits_at_once_and_then_a_refusal(model: Path) -> 
         assert memory_of(model, size * MIB).entries_at_once(0) == entries
         assert free.logits_bytes(entries) <= size * MIB
     assert memory_of(model, least).entries_at_once(0) == LEAST_ENTRIES
-    with pytest.raises(MemoryPlanError, match=r"--max-ram \d+MiB is the least .*--no-card"):
+    with pytest.raises(MemoryPlanError, match=r"--max-ram \d+MiB would do.*--no-card"):
         memory_of(model, least - 1).entries_at_once(0)
     assert memory_of(model, 250 * MIB).tokens_at_once(0) == 2048
     with pytest.raises(MemoryPlanError, match="quality card"):
