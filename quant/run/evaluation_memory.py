@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import MemoryPlanError
 from appliance.model.spec import AttentionSpec
-from appliance.quant.run.memory_plan import (
-    FLOAT_BYTES,
-    MIB,
-    RESERVE,
-    ceiling_for,
-    running_bytes,
-)
+from appliance.quant.run.memory_plan import FLOAT_BYTES, MIB, RESERVE, ceiling_for, running_bytes
 from appliance.quant.run.options import Method, QuantizeOptions
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from appliance.quantize_events import QuantizeEvent, RunPlanned
 
 MIB = 1 << 20
 BESIDE_LIBRARIES = 140 * MIB
-LIBRARIES = """
+RUN = """
 import json, os, re, sys
 from pathlib import Path
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -41,8 +41,7 @@ from appliance.quantize_events import RunPlanned
 
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-"""
-RUN = """
+
 def quantize(model, out, text, method, plans, max_ram=None):
     def keep(event):
         if isinstance(event, RunPlanned):
@@ -89,7 +88,7 @@ def large_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
         assert size > 2 * BESIDE_LIBRARIES, "and its embedding alone is more"
         models = f"{folder / 'small'}", f"{folder / method}"
         runs.append((*models, f"{text}", method, BESIDE_LIBRARIES))
-    command = [sys.executable, "-c", LIBRARIES + RUN, json.dumps(runs)]
+    command = [sys.executable, "-c", RUN, json.dumps(runs)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return dict(zip(SHAPES, map(json.loads, result.stdout.splitlines()), strict=True))
