@@ -13,7 +13,7 @@ import pytest
 from appliance.cli import Commands
 
 ROOT = Path(__file__).parent.parent
-MAX_LINES = 400
+MAX_LINES = 700
 MAX_COLUMNS = 100  # of C; ruff sees to Python
 C_FOLDERS = {
     ROOT / "kernels" / "cpu" / "src",
