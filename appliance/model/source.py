@@ -24,7 +24,7 @@ from appliance.model.text_part import TextPart, has_other_parts, names_in, text_
 from appliance.quant.formats import WeightReader, is_read, open_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Iterable, Iterator, Set
     from pathlib import Path
 
     from appliance.model.fallback.description import FallbackModel
@@ -70,14 +70,19 @@ def open_model(path: Path, *, in_torch: bool = True) -> ModelSource:
         CheckpointError: a part is missing, cut or of the wrong shape; names the first.
         UnsupportedModelError: the architecture or a setting is not supported.
     """
-    if path.is_dir():
-        source = _open_folder(path, in_torch)
-    elif path.is_file() and path.suffix == ".gguf":
-        source = _open_gguf(path, in_torch)
-    else:
-        raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
-    _check(source)
+    source = open_unchecked(path, in_torch=in_torch)
+    for problem in tensor_problems(source):
+        raise problem
     return source
+
+
+def open_unchecked(path: Path, *, in_torch: bool = True) -> ModelSource:
+    """Open a model as `open_model` does, but leave its tensors unchecked."""
+    if path.is_dir():
+        return _open_folder(path, in_torch)
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path, in_torch)
+    raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
 
 
 def _open_folder(path: Path, in_torch: bool) -> ModelSource:
@@ -133,10 +138,11 @@ def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
     return ModelSource(path, family, config, spec, GGUFWeights(file, family, spec))
 
 
-def _check(source: ModelSource) -> None:
+def tensor_problems(source: ModelSource) -> Iterator[CheckpointError]:
+    """Find every tensor that is missing, of another shape, or without a place in the model."""
     present = set(source.weights.tensor_names())
     where = f"{source.path.name}: "
-    check_slots(source, source.slots(), present)
+    yield from _slot_problems(source, source.slots(), present)
     present -= {slot.name for slot in source.slots()}
     if source.spec.tied_head:
         present.discard(f"{source.family.names.head}.weight")  # copy of the embedding
@@ -145,7 +151,7 @@ def _check(source: ModelSource) -> None:
         present = {name for name in present if not source.fallback.is_ignored(name)}
     for name in sorted(present):
         if not name.endswith(UNUSED_SUFFIXES) and not name.startswith(unused):
-            raise CheckpointError(
+            yield CheckpointError(
                 f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
                 f"{len(source.spec.layers)} layers; its config.json belongs to another model"
             )
@@ -153,16 +159,24 @@ def _check(source: ModelSource) -> None:
 
 def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]) -> None:
     """Raise CheckpointError for the first tensor that is missing or of another shape."""
+    for problem in _slot_problems(source, slots, present):
+        raise problem
+
+
+def _slot_problems(
+    source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]
+) -> Iterator[CheckpointError]:
     where = f"{source.path.name}: "
     for slot in slots:
         if slot.name not in present:
-            raise CheckpointError(
+            yield CheckpointError(
                 f"{where}tensor {slot.name} is missing{_asked_for(source, slot)}; "
                 "fetch the model again"
             )
+            continue
         shape = tuple(source.weights.shape(slot.name))
         if shape != slot.shape:
-            raise CheckpointError(
+            yield CheckpointError(
                 f"{where}tensor {slot.name} has shape {shape}, but the model's settings ask for "
                 f"{slot.shape}{_named(source, slot)}; fetch the model again"
             )
