@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+COMPARED_BYTES = 1 << 20  # of two tensors at once
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
@@ -107,6 +108,25 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> str:
         """Return a tensor's element type, such as "bfloat16"."""
         return self._entries[name].dtype
+
+    def has_same_bytes(self, one: str, other: str) -> bool:
+        """Compare two tensors of one type and shape, up to the first part that differs.
+
+        Raises:
+            CheckpointError: the file has changed.
+        """
+        first, second = self._entries[one], self._entries[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        buffers = bytearray(COMPARED_BYTES), bytearray(COMPARED_BYTES)
+        for start in range(0, first.nbytes, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, first.nbytes - start)
+            views = [memoryview(buffer)[:size] for buffer in buffers]
+            for entry, view in zip((first, second), views, strict=True):
+                read_into(entry.file, entry.identity, entry.start + start, view)
+            if views[0] != views[1]:
+                return False
+        return True
 
     def load(self, name: str) -> Tensor:
         """Read one tensor; raise CheckpointError if the file has changed."""

@@ -88,7 +88,7 @@ def notes_on(
     on_host = bool(plan.host_experts.layers)
     split = (_split_note(source, device, plan, request),) if on_host else ()
     on_device = _torch_notes(source, device, is_enqueued=is_enqueued or on_host)
-    return (*source.weights.notes(), *split, *on_device, *_host_notes(plan))
+    return (*source.notes, *source.weights.notes(), *split, *on_device, *_host_notes(plan))
 
 
 def _split_note(

@@ -21,6 +21,13 @@ from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import TensorSlot, tensor_slots
 from appliance.model.text_part import TextPart, has_other_parts, names_in, text_settings
+from appliance.model.tied_ends import (
+    StoredEnds,
+    apart_note,
+    head_as_embedding,
+    stored_ends,
+    untied,
+)
 from appliance.quant.formats import WeightReader, is_read, open_weights
 
 if TYPE_CHECKING:
@@ -44,6 +51,7 @@ class ModelSource:
         config: its Hugging Face config; for a GGUF file, the equivalent one.
         weights: tensors by their Hugging Face names; packed ones keep their codes.
         fallback: transformers' model, if no family supports it; else None.
+        notes: on what is unusual in its files, one line each; those on tensors are of `weights`.
     """
 
     path: Path
@@ -52,6 +60,7 @@ class ModelSource:
     spec: DecoderSpec
     weights: WeightReader
     fallback: FallbackModel | None = None
+    notes: tuple[str, ...] = ()
 
     def slots(self) -> list[TensorSlot]:
         """List every tensor that the decoder reads, by its Hugging Face name."""
@@ -100,7 +109,21 @@ def _open_folder(path: Path, in_torch: bool) -> ModelSource:
         weights = separate_experts(weights, spec, family.names, path.name)
     if is_part:
         weights = TextPart(weights, family.names)
-    return ModelSource(path, family, config, spec, weights)
+    source = ModelSource(path, family, config, spec, weights)
+    return _with_stored_ends(source, folder) if spec.tied_head else source
+
+
+def _with_stored_ends(source: ModelSource, folder: SafetensorsFolder) -> ModelSource:
+    """Keep the head of a tied model that the file stores with other values, or alone."""
+    names, weights = source.family.names, source.weights
+    match stored_ends(folder, weights, names):
+        case StoredEnds.HEAD_ONLY:
+            return replace(source, weights=head_as_embedding(weights, names))
+        case StoredEnds.APART:
+            spec = replace(source.spec, tied_head=False)
+            notes = (*source.notes, apart_note(names))
+            return replace(source, spec=spec, config=untied(source.config), notes=notes)
+    return source
 
 
 def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> WeightReader:
@@ -118,12 +141,20 @@ def _open_fallback(
     from appliance.model.fallback.renamed import RenamedWeights
 
     weights = _open_weights(folder, config, origin)
+    stored = weights.tensor_names()
+    notes: tuple[str, ...] = ()
     try:
-        fallback, spec = describe(config, origin, weights.tensor_names(), is_part=is_part)
+        fallback, spec = describe(config, origin, stored, is_part=is_part)
+        own = RenamedWeights(weights, fallback.stored, is_part=is_part)
+        names = fallback.family.names
+        ends = stored_ends(folder, own, names, fallback.stored) if spec.tied_head else None
+        if ends is StoredEnds.APART:
+            config, notes = untied(config), (apart_note(names),)
+            fallback, spec = describe(config, origin, stored, is_part=is_part)
     except UnsupportedModelError as error:
         raise unsupported(config, str(error)) from error
-    weights = RenamedWeights(weights, fallback.stored, is_part=is_part)
-    return ModelSource(folder.path, fallback.family, config, spec, weights, fallback)
+    found = head_as_embedding(own, names) if ends is StoredEnds.HEAD_ONLY else own
+    return ModelSource(folder.path, fallback.family, config, spec, found, fallback, notes)
 
 
 def _open_gguf(path: Path, in_torch: bool) -> ModelSource:

@@ -51,11 +51,11 @@ def names_in(
     present = set(weights.tensor_names())
     if others is not None and f"{others.in_layer(0, others.mixer_norm)}.weight" in present:
         return others
-    for prefix in PREFIXES:
-        found = names.under(prefix)
-        if f"{found.embedding}.weight" in present:
-            return found
-    return names
+    under = [names.under(prefix) for prefix in PREFIXES]
+    by_embedding = (found for found in under if f"{found.embedding}.weight" in present)
+    # The file of a tied model may hold the head alone.
+    by_norm = (found for found in under if f"{found.final_norm}.weight" in present)
+    return next(by_embedding, None) or next(by_norm, names)
 
 
 class TextPart:

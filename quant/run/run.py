@@ -86,6 +86,7 @@ def _first_of(notes: Iterable[str]) -> Iterator[str]:
 
 
 def _notes(run: QuantizeRun, calibration: Calibration | None) -> Iterator[str]:
+    yield from run.source.notes
     if calibration is not None:
         yield str(calibration)
     if run.model_path.is_file():

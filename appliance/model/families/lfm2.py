@@ -43,7 +43,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
         _read_mixers(config),
         width=_read_width(config),
         norm_eps="norm_eps",
-        tied_head=config.flag("tie_embedding", True),
+        tied_head=config.flag("tie_embedding", config.flag("tie_word_embeddings", True)),
     )
 
 
@@ -64,7 +64,7 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
         mixers,
         experts=[None if index < dense else experts for index in range(len(mixers))],
         norm_eps="norm_eps",
-        tied_head=config.flag("tie_embedding", True),
+        tied_head=config.flag("tie_embedding", config.flag("tie_word_embeddings", True)),
     )
 
 

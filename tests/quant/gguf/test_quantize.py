@@ -92,6 +92,22 @@ def test_a_file_holds_the_nearest_codes_of_its_types(
     assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_file_of_a_tied_model_has_a_head_if_its_values_are_others(
+    make_folder: MakeFolder, tmp_path: Path, is_apart: bool
+) -> None:
+    own = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    head = {"lm_head.weight": own} if is_apart else {}
+    folder = make_folder(tie_word_embeddings=True, tensors=head)
+    out = quantize_model(folder, tmp_path / "out", options(8)).out
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    if not is_apart:
+        assert "output.weight" not in stored
+        return
+    read = dequantize(stored["output.weight"].data, stored["output.weight"].tensor_type)
+    np.testing.assert_allclose(read, own.float().numpy(), atol=0.03)
+
+
 def test_a_folder_becomes_a_file_with_its_settings_and_tokens(
     make_folder: MakeFolder, tmp_path: Path
 ) -> None:

@@ -150,6 +150,17 @@ def test_a_tied_head_stays_tied(make_llama: MakeFolder, tmp_path: Path) -> None:
     assert open_model(out).spec.tied_head
 
 
+def test_a_head_of_other_values_stays_beside_the_embedding(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    own = torch.randn(50, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    folder = make_llama(tie_word_embeddings=True, tensors={"lm_head.weight": own})
+    report = quantize_model(folder, tmp_path / "out")
+    assert torch.equal(SafetensorsFolder(report.out).load("lm_head.weight"), own)
+    assert config_of(report.out)["tie_word_embeddings"] is False  # for programs that obey it
+    assert any("lm_head.weight holds other values" in note for note in report.notes)
+
+
 @pytest.mark.parametrize(
     ("source_dtype", "stored"),
     [
