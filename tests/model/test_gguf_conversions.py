@@ -9,13 +9,14 @@ import pytest
 import torch
 from centered_models import CENTERED
 from expert_models import EXPERTS
-from gguf_conversions import ARCHITECTURES, gguf_settings, gguf_tensors
+from gguf_conversions import architecture_of, gguf_settings, gguf_tensors
 from gguf_files import write_gguf_file
 from recurrent_models import RECURRENT, logits_in_steps
 from safetensors.torch import load_file
 
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.backend import REFERENCE
+from appliance.model.families.registry import family_of_gguf
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.tensors import Role
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 
 SIZES = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
 GROWING = dict(EXPERTS["mistral4"][1]["rope_parameters"])  # a config adds to its own
+# As Granite 4 Micro: no recurrent layer, though their settings are there.
+ATTENDS = {
+    "layer_types": ["full_attention"] * 3,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 76,
+    "intermediate_size": 76,
+}
 GRANITE = {
     key: value
     for key, value in EXPERTS["granitemoe"][1].items()
@@ -48,7 +56,10 @@ EQUAL_SCALES = EXPERTS["deepseek_v3"][1]["rope_parameters"] | {"mscale": 1.2}
 # What files cannot say is as in the models that there are.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", RECURRENT["qwen3_next"][1] | {"mlp_only_layers": []}),
-    "mistral4": EXPERTS["mistral4"],
+    "mistral4": (
+        "mistral4",
+        EXPERTS["mistral4"][1] | {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.1}},
+    ),
     "ministral3": ("ministral3", {"sliding_window": None, "rope_parameters": GROWING}),
     "deepseek_v2": EXPERTS["deepseek_v2"],
     "deepseek_v2-groups": EXPERTS["deepseek_v2-groups"],
@@ -60,7 +71,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", GRANITE),
     "granitemoe": EXPERTS["granitemoe"],
     "granite4": RECURRENT["granite4"],
-    "granite4-dense": RECURRENT["granite4-dense"],
+    "granite4-dense": (
+        "granitemoehybrid",
+        RECURRENT["granite4-dense"][1] | {"position_embedding_type": "nope"},
+    ),
+    "granite4-attends": ("granitemoehybrid", RECURRENT["granite4-dense"][1] | ATTENDS),
+    "granite4-attends-moe": ("granitemoehybrid", RECURRENT["granite4"][1] | ATTENDS),
+    "bamba": RECURRENT["bamba"],
     "nemotron_h": (
         "nemotron_h",
         RECURRENT["nemotron_h"][1]
@@ -95,7 +112,7 @@ def write(folder: Path, model: Any, packed: Any = None, **changes: Any) -> Path:
         tensors.pop("output.weight", None)
     return write_gguf_file(
         folder / "model.gguf",
-        ARCHITECTURES[model.config.model_type],
+        architecture_of(model.config),
         gguf_settings(model.config) | changes,
         tensors,
         packed or (lambda name, data: None),
@@ -166,3 +183,22 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     path = write(tmp_path, make(case, make_model), **change)
     with pytest.raises(error, match=said):
         open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "family"),
+    [
+        ({"expert_gating_func": 2, "block_count": 61}, "deepseek_v3"),
+        ({"expert_gating_func": 1, "block_count": 60}, "deepseek_v2"),
+        ({"block_count": 60, "vocab_size": 102400}, "deepseek_v2"),
+        ({"block_count": 47, "vocab_size": 154880}, "deepseek_v3"),
+        ({"block_count": 48, "vocab_size": 154880, "nextn_predict_layers": 1}, "deepseek_v3"),
+        ({"block_count": 48, "vocab_size": 128256}, "deepseek_v2"),
+    ],
+)
+def test_a_router_that_no_setting_names_is_known_by_the_size_of_its_model(
+    settings: dict[str, int], family: str
+) -> None:
+    """As `load_arch_hparams` of llama.cpp's deepseek2.cpp: GLM-4.7-Flash's files name none."""
+    metadata = {f"deepseek2.{key}": value for key, value in settings.items()}
+    assert family_of_gguf(metadata | {"general.architecture": "deepseek2"}).name == family

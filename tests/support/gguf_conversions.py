@@ -20,10 +20,21 @@ ARCHITECTURES = {
     "granite": "granite",
     "granitemoe": "granitemoe",
     "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid",
     "nemotron_h": "nemotron_h_moe",
     "gemma4_text": "gemma4",
     "falcon": "falcon",
 }
+
+
+def architecture_of(config: Any) -> str:
+    """The label of a model's file; Granite 4 without recurrent layers has its predecessors'."""
+    kind = config.model_type
+    if kind == "granitemoehybrid" and set(config.layer_types) <= {"full_attention", "attention"}:
+        return "granitemoe" if config.num_local_experts else "granite"
+    return ARCHITECTURES[kind]
+
+
 _SETTINGS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -86,7 +97,7 @@ def gguf_settings(whole: Any) -> dict[str, Any]:
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
             "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
         }
-        if "llama_4_scaling_beta" in rope:
+        if "llama_4_scaling_beta" in rope and kind != "mistral4":
             found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     of_family = _OF_FAMILY.get(kind)
     return found if of_family is None else found | of_family(config, found)
@@ -105,7 +116,10 @@ def _latent(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     }
     if config.model_type == "glm4_moe_lite":
         extra["leading_dense_block_count"] = 1
-    if config.model_type.startswith("deepseek") and "rope.scaling.yarn_log_multiplier" in found:
+    if (
+        config.model_type.startswith(("deepseek", "mistral4"))
+        and "rope.scaling.yarn_log_multiplier" in found
+    ):
         extra["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope_parameters["mscale_all_dim"]
     if config.model_type == "deepseek_v2":
         extra["expert_weights_norm"] = False
@@ -113,10 +127,15 @@ def _latent(config: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mamba2(config: Any, found: dict[str, Any]) -> dict[str, Any]:
-    attends = [kind == "full_attention" for kind in config.layer_types]
+    is_bamba, layers = config.model_type == "bamba", range(config.num_hidden_layers)
+    listed = config.attn_layer_indices if is_bamba else []
+    attends = [
+        index in listed if is_bamba else config.layer_types[index] == "full_attention"
+        for index in layers
+    ]
     return {
         "attention.head_count_kv": [config.num_key_value_heads * on for on in attends],
-        "rope.scaling.finetuned": config.position_embedding_type == "rope",
+        "rope.scaling.finetuned": is_bamba or all(attends),
         "ssm.conv_kernel": config.mamba_d_conv,
         "ssm.state_size": config.mamba_d_state,
         "ssm.group_count": config.mamba_n_groups,
@@ -204,6 +223,7 @@ _OF_FAMILY = {
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,
     "granitemoehybrid": _mamba2,
+    "bamba": _mamba2,
     "nemotron_h": _nemotron_h,
     "qwen3_next": _qwen3_next,
     "gemma4_text": _gemma4,
@@ -215,7 +235,7 @@ _MERGED = ("gemma4_text", "mistral4")
 
 def gguf_tensors(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Tensors of a checkpoint with stacks of experts, under their names in a file."""
-    kind, architecture = config.model_type, ARCHITECTURES[config.model_type]
+    kind, architecture = config.model_type, architecture_of(config)
     layers = gguf_settings(config)["block_count"]
     found = {
         part if part.startswith("blk.") else known_name(part, architecture, layers): tensor
@@ -303,7 +323,7 @@ def _transformed(name: str, tensor: Tensor, config: Any) -> Tensor:
         groups = tensor.view(count, config.num_attention_heads // count + 2, config.head_dim, -1)
         queries, keys, values = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
         return torch.cat([p.flatten(0, 2) for p in (queries, keys, values)]).view_as(tensor)
-    if kind.startswith(("granite", "ministral3")) and part in ("q_proj", "k_proj"):
+    if kind.startswith(("granite", "ministral3", "bamba")) and part in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
         halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)

@@ -6,6 +6,7 @@ import mmap
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,14 @@ def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
     return out
 
 
+@cache
+def _names(architecture: str, num_layers: int) -> Any:
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[architecture], num_layers)
+
+
 def known_name(name: str, architecture: str, num_layers: int) -> str:
     """The GGUF name of a checkpoint's tensor in gguf's own table."""
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[architecture], num_layers)
-    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    found = _names(architecture, num_layers).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _EPSILON = 1e-20  # of sigmoid routers, in transformers
 _SIGMOID = 2  # `expert_gating_func` of GGUF
+_OF_GATING = ("expert_gating_func", "block_count", "nextn_predict_layers", "vocab_size")
+_GLM_LAYERS, _GLM_VOCABULARY = (47, 48), 154880
 _IN_GROUPS = "group_limited_greedy"
 _BY_BIAS = "noaux_tc"
 
@@ -109,7 +111,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         scaling["mscale"] = scaling["mscale_all_dim"] = 10 * scaling["mscale"]
     settings = gguf_deepseek_experts(meta)
     method = _IN_GROUPS if settings["n_group"] > 1 else "greedy"
-    if meta.value("expert_gating_func") == _SIGMOID:
+    if _gates_by_sigmoid({key: meta.value(key) for key in _OF_GATING}):
         method = _BY_BIAS
     rest = {"hidden_act": "silu", "rope_scaling": scaling, "topk_method": method}
     return rest | gguf_latent(meta) | settings
@@ -129,7 +131,11 @@ def gguf_deepseek_experts(meta: ConfigReader) -> dict[str, Any]:
 
 
 def _gates_by_sigmoid(settings: Mapping[str, Any]) -> bool:
-    return settings.get("expert_gating_func") == _SIGMOID
+    gating = settings.get("expert_gating_func")
+    if not gating:  # GLM-4.7-Flash, whose files lack it
+        layers = settings.get("block_count", 0) - (settings.get("nextn_predict_layers") or 0)
+        return layers in _GLM_LAYERS and settings.get("vocab_size") == _GLM_VOCABULARY
+    return bool(gating == _SIGMOID)
 
 
 _NAMES = TensorNames(

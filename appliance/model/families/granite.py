@@ -16,10 +16,14 @@ from appliance.model.families.gguf_config import (
     GGUF_NAMES,
     gguf_config,
     gguf_experts,
-    gguf_mamba2,
     kv_heads,
 )
-from appliance.model.families.mamba2 import ATTENTION_NAMES, RECURRENT_NAMES, read_mamba2
+from appliance.model.families.mamba2 import (
+    ATTENTION_NAMES,
+    RECURRENT_NAMES,
+    gguf_mamba2_settings,
+    read_mamba2,
+)
 from appliance.model.families.rope import read_rope, without_positions
 from appliance.model.families.standard import (
     read_attention,
@@ -125,12 +129,12 @@ def _with_multipliers(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:
-    return gguf_config(file, "granite", _gguf_extra)
+    return gguf_config(file, "granite", _gguf_turning)
 
 
 def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
-        return _gguf_extra(meta, file) | _gguf_experts(meta)
+        return _gguf_turning(meta, file) | _gguf_experts(meta)
 
     return gguf_config(file, "granitemoe", extra)
 
@@ -141,26 +145,32 @@ def _gguf_hybrid(file: GGUFFile) -> dict[str, Any]:
         kinds = ["attention" if count else "mamba" for count in heads]
         kinds *= meta.integer("block_count") if len(kinds) == 1 else 1
         found = _gguf_extra(meta, file) | _gguf_experts(meta)
-        turns = meta.flag("rope.scaling.finetuned")
+        turns = meta.flag("rope.scaling.finetuned", True)
         found |= {"layer_types": kinds, "position_embedding_type": "rope" if turns else "nope"}
         if "mamba" not in kinds:
             return found
-        mamba2 = gguf_mamba2(meta, file, kinds.index("mamba"))
-        return found | {
-            "mamba_expand": meta.integer("ssm.inner_size") // meta.integer("embedding_length"),
-            "mamba_n_heads": mamba2["heads"],
-            "mamba_d_head": mamba2["head_dim"],
-            "mamba_n_groups": mamba2["groups"],
-            "mamba_d_state": mamba2["state"],
-            "mamba_d_conv": mamba2["taps"],
-            "mamba_conv_bias": mamba2["filter_bias"],
-            "mamba_proj_bias": mamba2["bias"],
-        }
+        return found | gguf_mamba2_settings(meta, file, kinds.index("mamba"))
 
     return gguf_config(file, "granitehybrid", extra)
 
 
+_OF_MAMBA2 = tuple(
+    f"ssm.{key}"
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+)
+
+
+def _gguf_turning(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    if not meta.flag("rope.scaling.finetuned", True):
+        raise meta.refuse("rope.scaling.finetuned", "true with this architecture")
+    return _gguf_extra(meta, file)
+
+
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    if meta.value("expert_count", 0) == 0:
+        meta.value("expert_shared_feed_forward_length")  # the MLP's own width once more
+    for key in _OF_MAMBA2:  # also in files of Granite 4 that have no such layer
+        meta.value(key)
     width = meta.integer("embedding_length") // meta.integer("attention.head_count")
     head_dim = meta.integer("attention.key_length", width)
     return {

@@ -1,17 +1,19 @@
-"""Reads the settings of Mamba-2 layers from a Hugging Face config."""
+"""Reads the settings of Mamba-2 layers from a Hugging Face config or a GGUF file."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import CheckpointError
 from appliance.kernels.activation import Activation
+from appliance.model.families.gguf_config import gguf_mamba2
 from appliance.model.families.standard import read_activation
 from appliance.model.recurrent_spec import Mamba2Spec
 from appliance.model.spec import NormSpec
 
 if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
     from appliance.model.families.reader import ConfigReader
 
 # Names of recurrent and of attention layers in newer and older configs.
@@ -78,3 +80,18 @@ def _as_float(limit: object) -> object:
     if isinstance(limit, dict) and limit.get(_FLOAT) == "Infinity":
         return math.inf
     return limit
+
+
+def gguf_mamba2_settings(meta: ConfigReader, file: GGUFFile, layer: int) -> dict[str, Any]:
+    """Read a GGUF file's settings of Mamba-2 layers, such as `layer`, under a config's names."""
+    mamba2 = gguf_mamba2(meta, file, layer)
+    return {
+        "mamba_expand": meta.integer("ssm.inner_size") // meta.integer("embedding_length"),
+        "mamba_n_heads": mamba2["heads"],
+        "mamba_d_head": mamba2["head_dim"],
+        "mamba_n_groups": mamba2["groups"],
+        "mamba_d_state": mamba2["state"],
+        "mamba_d_conv": mamba2["taps"],
+        "mamba_conv_bias": mamba2["filter_bias"],
+        "mamba_proj_bias": mamba2["bias"],
+    }

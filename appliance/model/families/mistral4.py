@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
 _EPSILON = 1e-20  # of its router, in transformers
+_BETA = 0.1
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
@@ -53,8 +54,12 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    rope = gguf_growing_rope(meta)
+    if "mscale" in rope:  # these files store a tenth of it
+        rope["mscale"] = rope["mscale_all_dim"] = 10 * rope["mscale"]
+    rope.setdefault("llama_4_scaling_beta", _BETA)  # true of all models; the file lacks it
     return (
-        {"hidden_act": "silu", "rope_scaling": None, "rope_parameters": gguf_growing_rope(meta)}
+        {"hidden_act": "silu", "rope_scaling": None, "rope_parameters": rope}
         | gguf_latent(meta)
         | gguf_deepseek_experts(meta)
     )
