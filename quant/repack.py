@@ -24,6 +24,7 @@ from appliance.quant.formats.word_packed import WEIGHT
 from appliance.quant.quality.run_facts import facts_of_run, write_facts
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
 from appliance.quant.run.plan import choose_store, head_tensors, stored_dtype
+from appliance.quant.run.refusals import refuse_unsaid
 from appliance.quant.run.shard_writer import ShardWriter, TensorLayout
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
@@ -77,6 +78,7 @@ def repack_model(
     try:
         check_destination(out, model_path.resolve(), overwrite=overwrite)
         source = open_model(model_path)
+        refuse_unsaid(source)
         slots = source.slots()
         of_head, head, notes = head_tensors(source)
         found: dict[str, WeightScheme] = {}

@@ -91,6 +91,15 @@ class GGUFFile:
             self._losses[info.type.name] = loss if before is None else before + loss
         return in_torch(tensor) if self._in_torch else tensor
 
+    def zeros(self, count: int) -> Tensor:
+        """Return float32 zeros, of the kind that tensors are read as."""
+        import numpy as np
+
+        from appliance.kernels import arrays
+
+        found: Tensor = arrays.of_numpy(np.zeros(count, dtype=np.float32))
+        return arrays.in_torch(found) if self._in_torch else found
+
     def losses(self) -> dict[str, float]:
         """Return the relative error of the tensors loaded with a loss, by type.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,11 @@ from appliance.gguf.types import FLOAT_BITS, HELD_TYPES, held_bytes, widened_bit
 from appliance.kernels import arrays
 from appliance.kernels.weight import dense
 from appliance.model.gguf_gated_delta import as_in_checkpoints, stored_rows
+from appliance.model.gguf_tensors import FUSED, names_of_file, unplaced
 from appliance.model.linear import LinearPart, halves_from_pairs
 from appliance.model.recurrent_spec import GatedDeltaSpec
 from appliance.model.row_orders import attention_rows
-from appliance.model.spec import ExpertsSpec
+from appliance.model.spec import AttentionSpec, ExpertsSpec
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 
 if TYPE_CHECKING:
@@ -22,9 +24,32 @@ if TYPE_CHECKING:
 
     from appliance.gguf import GGUFFile
     from appliance.kernels.weight import Weight
-    from appliance.model.families.family import Family, GGUFMapping
-    from appliance.model.names import TensorNames
+    from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
+
+# Roles of linears, each of which may have a bias, and of a bias that only chooses experts.
+_BIASED = frozenset(
+    {
+        *(Role.QUERY, Role.KEY, Role.VALUE, Role.QKV, Role.OUTPUT, Role.INPUT, Role.FILTER),
+        *(Role.GATE, Role.UP, Role.GATE_UP, Role.DOWN, Role.ROUTER),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a slot's numbers in a file.
+
+    Attributes:
+        stored: the file's tensor; None for a bias that it lacks, which is zero.
+        first: row of that tensor, or of an expert's matrix in it, where the slot begins.
+        rows: rows that it must have to hold other slots too; None: it is the slot's alone.
+    """
+
+    slot: TensorSlot
+    stored: str | None
+    first: int = 0
+    rows: int | None = None
 
 
 class GGUFWeights:
@@ -32,26 +57,40 @@ class GGUFWeights:
 
     def __init__(self, file: GGUFFile, family: Family, spec: DecoderSpec) -> None:
         assert family.gguf is not None
+        present = set(file.tensor_names())
         self._file = file
         self._mapping = family.gguf
-        self._names = family.names
-        self._gguf_names = names_in_gguf(family.gguf, set(file.tensor_names()))
+        self._names, self._gguf_names = names_of_file(family, present)
         self._spec = spec
-        slots = tensor_slots(spec, family.names)
-        stored = tensor_slots(spec, self._gguf_names)
-        present = set(file.tensor_names())
-        self._slots: dict[str, tuple[TensorSlot, str]] = {}
-        for slot, source in zip(slots, stored, strict=True):
-            name = self._stored_name(slot, source.name, present)
-            if name is not None:
-                self._slots[slot.name] = (slot, name)
+        slots = tensor_slots(spec, self._names)
+        usual = tensor_slots(spec, self._gguf_names)
+        self._usual = {slot.name: own.name for slot, own in zip(slots, usual, strict=True)}
+        found = (self._find(slot, self._usual[slot.name], present) for slot in slots)
+        self._places = {place.slot.name: place for place in found if place is not None}
 
     def tensor_names(self) -> list[str]:
-        return list(self._slots)
+        return list(self._places)
+
+    def usual_name(self, name: str) -> str:
+        """Return the name that a file of this architecture gives to a tensor."""
+        return self._usual[name]
+
+    def unplaced(self) -> list[str]:
+        """Return the file's tensors that no slot reads and that are not known to be unused."""
+        held = {place.stored for place in self._places.values()}
+        for place in self._places.values():
+            if place.stored is not None and self._is_halved(place.slot, place.stored):
+                held |= set(self._halves(place.slot))
+        left = [name for name in self._file.tensor_names() if name not in held]
+        blocks = self._file.metadata.get(f"{self._mapping.architecture}.block_count", 0)
+        return unplaced(left, self._spec, self._gguf_names, blocks)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, (out_features, in_features) of a linear."""
-        slot, stored = self._slots[name]
+        place = self._places[name]
+        slot, stored = place.slot, place.stored
+        if stored is None:
+            return slot.shape
         shape = tuple(self._file.shape(stored))
         if slot.role in (Role.FILTER, Role.ROUTER, Role.RATE):
             return slot.shape if squeezed(shape) == squeezed(slot.shape) else shape
@@ -59,40 +98,45 @@ class GGUFWeights:
             return slot.shape if prod(shape) == prod(slot.shape) else shape
         if self._is_halved(slot, stored):
             return slot.shape if self._halves_fit(slot) else shape
-        if slot.expert is None:
-            return shape
-        if self._is_merged(slot, stored):
-            shape = (*shape[:1], *(shape[1] // 2, *shape[2:])) if len(shape) == 3 else shape
-        # One tensor holds all experts; a wrong number of them fits no expert's shape.
-        return shape[1:] if shape[:1] == (self._num_experts(slot),) else shape
+        if slot.expert is not None:
+            # One tensor holds all experts; a wrong number of them fits no expert's shape.
+            if shape[:1] != (self._num_experts(slot),):
+                return shape
+            shape = shape[1:]
+        return (*slot.shape[:1], *shape[1:]) if shape[:1] == (place.rows,) else shape
 
     def packed_bits(self, name: str) -> int | None:
         """Return the bits of a matrix's codes in packed form; None if it loads dense."""
-        slot, stored = self._slots[name]
-        if self._is_halved(slot, stored):
-            return None
-        return widened_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
+        stored = self._matrix(name)
+        return None if stored is None else widened_bits(self._file.type_name(stored))
 
     def held_bytes(self, name: str) -> float:
         """Return a matrix's bytes per weight as kernels hold it, scales included."""
-        return held_bytes(self._file.type(self._slots[name][1]))
+        stored = self._places[name].stored
+        assert stored is not None, f"{name} is no matrix"
+        return held_bytes(self._file.type(stored))
 
     def is_held(self, name: str) -> bool:
         """Return True if a matrix's blocks are multiplied as they are in the file."""
-        slot, stored = self._slots[name]
-        held = self._file.type_name(stored) in HELD_TYPES and not self._is_halved(slot, stored)
-        return held and len(self.shape(name)) == 2
+        stored = self._matrix(name)
+        return stored is not None and self._file.type_name(stored) in HELD_TYPES
 
     def block_size(self, name: str) -> int:
         """Return the number of inputs that share scales in the file."""
-        return self._file.type(self._slots[name][1]).block_size
+        stored = self._places[name].stored
+        return 1 if stored is None else self._file.type(stored).block_size
 
     def float_bits(self, name: str) -> int | None:
         """Return the bits of a weight's floating-point codes; None if it has none."""
-        slot, stored = self._slots[name]
-        if self._is_halved(slot, stored):
+        stored = self._matrix(name)
+        return None if stored is None else FLOAT_BITS.get(self._file.type_name(stored))
+
+    def _matrix(self, name: str) -> str | None:
+        """Return the stored tensor of a matrix that is not computed from two."""
+        place = self._places[name]
+        if place.stored is None or self._is_halved(place.slot, place.stored):
             return None
-        return FLOAT_BITS.get(self._file.type_name(stored))
+        return place.stored if len(self.shape(name)) == 2 else None
 
     def notes(self) -> tuple[str, ...]:
         """Report the loss in types that the packed form cannot hold exactly."""
@@ -106,14 +150,16 @@ class GGUFWeights:
         return self.load_rows(name, 0, self.shape(name)[0])
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
-        slot, stored_name = self._slots[name]
+        place = self._places[name]
+        slot, stored_name = place.slot, place.stored
+        if stored_name is None:
+            return self._file.zeros(stop - start)
         if self._is_halved(slot, stored_name):
             return latent_heads(self._file, *self._halves(slot))[start:stop]
         if slot.expert is not None:
-            if self._is_merged(slot, stored_name) and slot.role is Role.UP:
-                start, stop = start + slot.shape[0], stop + slot.shape[0]
+            start, stop = place.first + start, place.first + stop
             return self._file.load_rows(stored_name, start, stop, part=slot.expert)
-        tensor = self._ordered_rows(slot, stored_name, start, stop)
+        tensor = self._ordered_rows(place, stored_name, start, stop)
         if slot.role in (Role.FILTER, Role.ROUTER) and arrays.is_array(tensor):
             return tensor.view(-1, *slot.shape[1:])
         if slot.role is Role.RATE and arrays.is_array(tensor) and len(slot.shape) == 1:
@@ -130,37 +176,55 @@ class GGUFWeights:
             return tensor.float() - self._mapping.norm_shift
         return tensor
 
-    def _ordered_rows(self, slot: TensorSlot, stored_name: str, start: int, stop: int) -> Weight:
+    def _ordered_rows(self, place: _Place, stored_name: str, start: int, stop: int) -> Weight:
+        slot, offset = place.slot, place.first
         order, shape = self._stored_rows(slot), self._file.shape(stored_name)
         # a single row stored as a vector, or a row per group of heads
         if slot.role is Role.HEAD_NORM or (slot.shape[0] == 1 and len(shape) < len(slot.shape)):
             return self._file.load_rows(stored_name, 0, shape[0])
         if order is None:
-            return self._file.load_rows(stored_name, start, stop)
-        rows = order[start:stop]
+            return self._file.load_rows(stored_name, offset + start, offset + stop)
+        rows = offset + order[start:stop]
         first = int(rows.min())
         tensor = self._file.load_rows(stored_name, first, int(rows.max()) + 1)
         rows = rows - first
         return LinearPart(tensor, None).rows(rows).weight
 
-    def _stored_name(self, slot: TensorSlot, usual: str, present: set[str]) -> str | None:
-        """Return the stored tensor that holds a slot's; None if there is none."""
+    def _find(self, slot: TensorSlot, usual: str, present: set[str]) -> _Place | None:
+        """Return the place of a slot's numbers; None if the file lacks them."""
         if usual in present:
-            return usual
+            return _Place(slot, usual)
         if slot.layer is None:
             return None
         names = self._gguf_names
         if slot.expert is not None and slot.role in (Role.GATE, Role.UP):
             merged = f"{names.in_layer(slot.layer, names.experts.stacked_gate_up)}.weight"
-            return merged if merged in present else None
+            rows = slot.shape[0]  # of gate, then as many of up
+            first = rows if slot.role is Role.UP else 0
+            return _Place(slot, merged, first, 2 * rows) if merged in present else None
         if slot.role is Role.LATENT_HEADS and set(self._halves(slot)) <= present:
-            return self._halves(slot)[0]
-        return None
+            return _Place(slot, self._halves(slot)[0])
+        if (fused := self._find_fused(slot, present)) is not None:
+            return fused
+        is_bias = len(slot.shape) == 1 and slot.role in _BIASED and usual.endswith(".bias")
+        return _Place(slot, None) if is_bias and slot.expert is None else None
 
-    def _is_merged(self, slot: TensorSlot, stored: str) -> bool:
-        """Return True if a stack holds rows of gate, then of up."""
-        merged = f".{self._gguf_names.experts.stacked_gate_up}.weight"
-        return slot.role in (Role.GATE, Role.UP) and stored.endswith(merged)
+    def _find_fused(self, slot: TensorSlot, present: set[str]) -> _Place | None:
+        """Return the place of a part of attention in a tensor of all three."""
+        assert slot.layer is not None
+        mixer = self._spec.layers[slot.layer].mixer
+        if slot.role not in (Role.QUERY, Role.KEY, Role.VALUE):
+            return None
+        if not isinstance(mixer, AttentionSpec) or len(self._names.qkv) == 1:
+            return None
+        kind = "bias" if len(slot.shape) == 1 else "weight"
+        fused = f"{self._gguf_names.in_layer(slot.layer, FUSED)}.{kind}"
+        if fused not in present:
+            return None
+        queries = mixer.num_heads * mixer.head_dim * (2 if mixer.output_gate else 1)
+        keys = mixer.num_kv_heads * mixer.head_dim
+        first = {Role.QUERY: 0, Role.KEY: queries, Role.VALUE: queries + keys}[slot.role]
+        return _Place(slot, fused, first, queries + 2 * keys)
 
     def _is_halved(self, slot: TensorSlot, stored: str) -> bool:
         """Return True if keys and values of latents are separate tensors."""
@@ -224,14 +288,6 @@ def latent_heads(file: GGUFFile, keys: str, values: str) -> Tensor:
             matrix = dense(part, "float32")
             rows.append(matrix.T if name == keys else matrix)
     return arrays.cat(rows)  # type: ignore[no-any-return]
-
-
-def names_in_gguf(mapping: GGUFMapping, present: set[str]) -> TensorNames:
-    """Return a mapping's names, or its other names if the first layer's norm has one of them."""
-    others = mapping.other_names
-    if others is not None and f"{others.in_layer(0, others.mixer_norm)}.weight" in present:
-        return others
-    return mapping.names
 
 
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from appliance.model.families.registry import (
     find_family,
     unsupported,
 )
+from appliance.model.gguf_tensors import names_of_file, with_stored_biases
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import TensorSlot, tensor_slots
@@ -161,12 +162,13 @@ def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
     file = GGUFFile(path, in_torch=in_torch, vocabulary=False)
     family = family_of_gguf(file.metadata)
     assert family.gguf is not None
-    family = replace(family, names=family.gguf.own_names or family.names)
-    assert family.gguf is not None
     config = family.gguf.config(file)
     config |= {"architectures": list(family.architectures[:1]), "model_type": family.model_type}
-    spec = family.spec(config, str(path))
-    return ModelSource(path, family, config, spec, GGUFWeights(file, family, spec))
+    present = set(file.tensor_names())
+    own, stored = names_of_file(family, present)
+    spec = with_stored_biases(family.spec(config, str(path)), stored, present)
+    weights = GGUFWeights(file, family, spec)
+    return ModelSource(path, replace(family, names=own), config, spec, weights)
 
 
 def tensor_problems(source: ModelSource) -> Iterator[CheckpointError]:
@@ -174,6 +176,14 @@ def tensor_problems(source: ModelSource) -> Iterator[CheckpointError]:
     present = set(source.weights.tensor_names())
     where = f"{source.path.name}: "
     yield from _slot_problems(source, source.slots(), present)
+    if isinstance(source.weights, GGUFWeights):
+        for name in source.weights.unplaced():
+            yield CheckpointError(
+                f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
+                f"{len(source.spec.layers)} layers, and an answer without it would be another "
+                "model's; use a file that llama.cpp's converter made"
+            )
+        return
     present -= {slot.name for slot in source.slots()}
     if source.spec.tied_head:
         present.discard(f"{source.family.names.head}.weight")  # copy of the embedding
@@ -197,19 +207,20 @@ def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[s
 def _slot_problems(
     source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]
 ) -> Iterator[CheckpointError]:
-    where = f"{source.path.name}: "
+    weights = source.weights
+    is_gguf = isinstance(weights, GGUFWeights)  # whose tensors are listed at its start
+    advice = "use another file of the model" if is_gguf else "fetch the model again"
     for slot in slots:
+        known = weights.usual_name(slot.name) if isinstance(weights, GGUFWeights) else slot.name
+        where = f"{source.path.name}: tensor {known}"
         if slot.name not in present:
-            yield CheckpointError(
-                f"{where}tensor {slot.name} is missing{_asked_for(source, slot)}; "
-                "fetch the model again"
-            )
+            yield CheckpointError(f"{where} is missing{_asked_for(source, slot)}; {advice}")
             continue
-        shape = tuple(source.weights.shape(slot.name))
+        shape = tuple(weights.shape(slot.name))
         if shape != slot.shape:
             yield CheckpointError(
-                f"{where}tensor {slot.name} has shape {shape}, but the model's settings ask for "
-                f"{slot.shape}{_named(source, slot)}; fetch the model again"
+                f"{where} has shape {shape}, but the model's settings ask for "
+                f"{slot.shape}{_named(source, slot)}; {advice}"
             )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.errors import QuantizeError
+from appliance.model.gguf_tensors import names_beside
 from appliance.model.linear import halves_from_pairs
 from appliance.model.tensors import Role, tensor_slots
 
@@ -58,8 +59,9 @@ def file_tensors(source: ModelSource) -> list[FileTensor]:
             " layer, whose tensors are not written as GGUF; use --format compressed-tensors"
         )
     stored = set(source.weights.tensor_names())
+    own = source.family.names
     pairs = zip(
-        tensor_slots(spec, source.family.names), tensor_slots(spec, mapping.names), strict=True
+        tensor_slots(spec, own), tensor_slots(spec, names_beside(own, mapping.names)), strict=True
     )
     return [
         FileTensor(

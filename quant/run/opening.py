@@ -15,7 +15,7 @@ from appliance.quant.run.memory import MemoryUse, return_large_blocks
 from appliance.quant.run.memory_plan import check_mixed
 from appliance.quant.run.options import WeightFormat
 from appliance.quant.run.plan import make_plan, stored_dtype
-from appliance.quant.run.refusals import refuse_quantized, refuse_uncalibrated
+from appliance.quant.run.refusals import refuse_quantized, refuse_uncalibrated, refuse_unsaid
 from appliance.quant.run.run import QuantizeRun
 from appliance.quant.run.staging import StagingFolders, check_destination
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows
@@ -44,6 +44,8 @@ def open_run(
     refuse_uncalibrated(source, options)
     plan = make_plan(source, options, stored_dtype(source, options.format))
     is_file = options.format is WeightFormat.GGUF
+    if not is_file:
+        refuse_unsaid(source)
     file = plan_file(source, plan, options.method) if is_file else None
     device = torch.device(options.device)
     return QuantizeRun(model_path, options, source, plan, device, started, file)

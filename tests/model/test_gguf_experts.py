@@ -256,7 +256,9 @@ def test_a_stack_of_another_number_of_experts_is_refused(
     model_type, settings = EXPERTS["qwen3_moe"]
     model = make_model(model_type, **SIZES | settings | changes)
     path = write_gguf(tmp_path, model, architecture, expert_count=count)
-    with pytest.raises(CheckpointError, match=rf"model\.gguf: .*gate\.weight .*\({count}, 64\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"model\.gguf: .*ffn_gate_inp\.weight .*\({count}, 64\)"
+    ):
         open_model(path)
 
 

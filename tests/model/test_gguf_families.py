@@ -189,7 +189,7 @@ def test_packed_rows_are_put_back_without_loss(
         ({"attention.scale": 0.5}, UnsupportedModelError, "attention.scale"),
         ({"logit_scale": 0.5}, UnsupportedModelError, "logit_scale"),
         ({"block_count": 0}, CheckpointError, "block_count is 0"),
-        ({"block_count": 4}, CheckpointError, r"layers\.3\.input_layernorm.weight is missing"),
+        ({"block_count": 4}, CheckpointError, r"blk\.3\.attn_norm.weight is missing"),
     ],
 )
 def test_metadata_that_changes_the_arithmetic_is_refused(

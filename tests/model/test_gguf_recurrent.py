@@ -203,7 +203,7 @@ def test_packed_weights_keep_their_codes_and_run_in_the_library(
         ("lfm2", {"attention.head_count_kv": [0, 0, 0]}, "none of 3 layers has attention"),
         ("lfm2", {"shortconv.l_cache": 5}, r"conv\.weight has shape \(64, 3\).*\(64, 1, 5\)"),
         ("qwen3_5", {"ssm.time_step_rank": 5}, "linear_num_value_heads = 5"),
-        ("qwen3_5", {"ssm.state_size": 48}, "in_proj_qkv.weight has shape"),
+        ("qwen3_5", {"ssm.state_size": 48}, "attn_qkv.weight has shape"),
         ("qwen3_5", {"ssm.conv_kernel": 1}, "ssm.conv_kernel is 1"),
     ],
 )

@@ -23,10 +23,20 @@ HIDDEN, HEADS, LAYERS, VOCAB = 256, 4, 3, 112  # multiples of 16: no tile has ro
 
 
 def write_llama(
-    path: Path, types: Sequence[str], *, tied: bool = True, layers: int = LAYERS
+    path: Path,
+    types: Sequence[str],
+    *,
+    tied: bool = True,
+    layers: int = LAYERS,
+    architecture: str = "llama",
+    biased: Sequence[str] = (),
 ) -> Path:
-    """Write it; weights are as large as those of trained models, norms are 1."""
-    writer = gguf.GGUFWriter(path, "llama")
+    """Write it; weights are as large as those of trained models, norms are 1.
+
+    Args:
+        biased: parts of a layer with a bias.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(layers)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -59,6 +69,8 @@ def write_llama(
         norm(block + "ffn_norm")
         for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
             matrix(block + part, HIDDEN, HIDDEN)
+        for part in biased:
+            writer.add_tensor(f"{block}{part}.bias", np.linspace(-1, 1, HIDDEN, dtype=np.float32))
         matrix(block + "ffn_gate", 2 * HIDDEN, HIDDEN)
         matrix(block + "ffn_up", 2 * HIDDEN, HIDDEN)
         matrix(block + "ffn_down", HIDDEN, 2 * HIDDEN)
@@ -75,7 +87,7 @@ def write_llama(
 
 def blocks_of(kind: str, rows: int, width: int, seed: int) -> NDArray[np.uint8]:
     """(rows, blocks, bytes) uint8 with a spread of 1.5 / sqrt(width)."""
-    if kind in ("Q4_0", "Q4_1", "Q8_0"):
+    if kind in ("F16", "Q4_0", "Q4_1", "Q8_0"):
         random = np.random.default_rng(seed)
         values = random.standard_normal((rows, width)).astype(np.float32) * 1.5 * width**-0.5
         stored: NDArray[np.uint8] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import shutil
 import struct
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -13,6 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 from torch import Tensor
+
+from appliance.gguf import read_header
 
 
 def write_gguf_file(
@@ -57,13 +57,24 @@ def write_gguf_file(
 
 
 def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
-    """Write a file of the same tensors whose model ends behind its first layers."""
-    shutil.copyfile(path, out)
+    """Write a file of a model's first layers: its metadata bytes, and the tensors that they use."""
+    header = read_header(path, vocabulary=False)
+    kept = [info for name, info in header.tensors.items() if _layer_of(name) < layers]
+    content = path.read_bytes()
+    first = next(iter(header.tensors)).encode()
+    infos_at = content.find(struct.pack("<Q", len(first)) + first)
+    metadata = bytearray(content[24:infos_at])  # behind magic, version and both counts
     key = f"{architecture}.block_count".encode() + struct.pack("<I", gguf.GGUFValueType.UINT32)
-    with out.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-        at = content.find(key)
-        assert at > 0, f"{path} has no {architecture}.block_count"
-        struct.pack_into("<I", content, at + len(key), layers)
+    struct.pack_into("<I", metadata, metadata.index(key) + len(key), layers)
+    infos, data = b"", b""
+    for info in kept:
+        sizes = tuple(reversed(info.shape))
+        number = gguf.GGMLQuantizationType[info.type.name]
+        infos += struct.pack("<Q", len(info.name)) + info.name.encode()
+        infos += struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, number, len(data))
+        data += _padded(content[info.offset : info.offset + info.nbytes])
+    counts = struct.pack("<QQ", len(kept), struct.unpack_from("<Q", content, 16)[0])
+    out.write_bytes(_padded(content[:8] + counts + metadata + infos) + data)
     return out
 
 
@@ -71,6 +82,15 @@ def first_layers(path: Path, out: Path, architecture: str, layers: int) -> Path:
 def _names(architecture: str, num_layers: int) -> Any:
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     return gguf.get_tensor_name_map(kinds[architecture], num_layers)
+
+
+def _layer_of(name: str) -> int:
+    """A tensor's layer; -1 outside of all."""
+    return int(name.split(".")[1]) if name.startswith("blk.") else -1
+
+
+def _padded(content: bytes) -> bytes:
+    return content + bytes(-len(content) % 32)
 
 
 def known_name(name: str, architecture: str, num_layers: int) -> str:

@@ -98,8 +98,14 @@ def llama3_divisors(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def write_gguf(
-    path: Path, model: Any, architecture: str, metadata: dict[str, Any], quantize: bool = False
+    path: Path,
+    model: Any,
+    architecture: str,
+    metadata: dict[str, Any],
+    quantize: bool = False,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> Path:
+    """Write a model; `tensors` replace those that a converter would write."""
     config = model.config
     settings = {
         "block_count": config.num_hidden_layers,
@@ -116,7 +122,7 @@ def write_gguf(
         path,
         architecture,
         settings,
-        gguf_tensors(model, architecture),
+        gguf_tensors(model, architecture) if tensors is None else tensors,
         lambda name, data: kind if quantize and data.ndim == 2 else None,
         {"tokenizer.ggml.eos_token_id": 2},
     )

@@ -90,7 +90,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "num_kv_heads": heads,
         "new_decoder_architecture": two_norms or heads > 1,
         "num_ln_in_parallel_attn": 2 if two_norms else 1,
-        "bias": "blk.0.attn_qkv.bias" in names,
+        "bias": any(name.endswith((".attn_qkv.bias", ".ffn_up.bias")) for name in names),
     }
 
 

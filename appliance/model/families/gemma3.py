@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
 from appliance.model.families.rope import scaled_rope
 from appliance.model.families.standard import (
     read_attention,
@@ -90,6 +90,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     head_dim = meta.integer("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
+        **gguf_biases(file, attention="attention_bias"),
         "query_pre_attn_scalar": hidden_size // num_heads if largest else head_dim,
         "sliding_window": meta.integer("attention.sliding_window"),
         "sliding_window_pattern": meta.integer("attention.sliding_window_pattern", 6),

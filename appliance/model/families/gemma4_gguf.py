@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.errors import CheckpointError
-from appliance.model.families.gguf_config import gguf_config, kv_heads, of_layers
+from appliance.model.families.gguf_config import gguf_biases, gguf_config, kv_heads, of_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,7 @@ def _extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         raise meta.refuse("feed_forward_length", "one width, or twice it in some layers")
     config: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
+        **gguf_biases(file, attention="attention_bias"),
         "intermediate_size": min(widths),
         "use_double_wide_mlp": wide,
         "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],

@@ -162,6 +162,19 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def gguf_biases(file: GGUFFile, *, attention: str = "", mlp: str = "") -> dict[str, bool]:
+    """Set the settings that give linears of attention and MLP their biases.
+
+    Absent ones are zeros; see `gguf_tensors`.
+    """
+    parts = {
+        attention: ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
+        mlp: ("ffn_gate", "ffn_up", "ffn_down"),
+    }
+    biased = {name.split(".")[-2] for name in file.tensor_names() if name.endswith(".bias")}
+    return {key: not biased.isdisjoint(names) for key, names in parts.items() if key}
+
+
 def kv_heads(meta: ConfigReader, usual: int) -> tuple[int, ...]:
     """Read the number of KV heads, or a list per layer: 0 without attention."""
     return of_layers(meta, "attention.head_count_kv", usual)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from appliance.kernels.routing import Scoring
 from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_experts
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_biases,
+    gguf_config,
+    gguf_experts,
+)
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 from appliance.model.names import DraftHeadNames, ExpertNames, TensorNames
@@ -62,7 +67,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     names = file.tensor_names()
     return {
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in names,
+        **gguf_biases(file, attention="attention_bias"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "num_hidden_layers": meta.integer("block_count") - meta.integer("nextn_predict_layers", 0),
         "n_shared_experts": meta.integer("expert_shared_count"),

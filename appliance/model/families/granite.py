@@ -14,6 +14,7 @@ from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
     GGUF_NAMES,
+    gguf_biases,
     gguf_config,
     gguf_experts,
     kv_heads,
@@ -129,7 +130,10 @@ def _with_multipliers(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:
-    return gguf_config(file, "granite", _gguf_turning)
+    def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+        return _gguf_turning(meta, file) | gguf_biases(file, mlp="mlp_bias")
+
+    return gguf_config(file, "granite", extra)
 
 
 def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
@@ -175,7 +179,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     head_dim = meta.integer("attention.key_length", width)
     return {
         "hidden_act": "silu",
-        "attention_bias": any(name.endswith("attn_q.bias") for name in file.tensor_names()),
+        **gguf_biases(file, attention="attention_bias"),
         "attention_multiplier": meta.number("attention.scale", head_dim**-0.5),
         "embedding_multiplier": meta.number("embedding_scale", 1.0),
         "residual_multiplier": meta.number("residual_scale", 1.0),

@@ -15,6 +15,7 @@ from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import (
     GGUF_NAMES,
+    gguf_biases,
     gguf_config,
     gguf_experts,
     gguf_mamba2,
@@ -178,8 +179,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "layers_block_type": kinds,
         "layer_norm_epsilon": meta.number("attention.layer_norm_rms_epsilon"),
         "mlp_hidden_act": "relu2",
-        "attention_bias": any(name.endswith("attn_q.bias") for name in names),
-        "mlp_bias": any(name.endswith("ffn_up.bias") for name in names),
+        **gguf_biases(file, attention="attention_bias", mlp="mlp_bias"),
     }
     if "mamba" not in kinds:
         return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
 from appliance.model.families.qwen2 import read_windows
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
@@ -47,7 +47,10 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:
-    return gguf_config(file, "qwen3", lambda meta, file: {"hidden_act": "silu"})
+    def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+        return {"hidden_act": "silu"} | gguf_biases(file, attention="attention_bias")
+
+    return gguf_config(file, "qwen3", extra)
 
 
 QWEN3 = Family(

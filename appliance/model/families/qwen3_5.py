@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from appliance.kernels.activation import Activation
 from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_experts
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_biases,
+    gguf_config,
+    gguf_experts,
+)
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
     read_activation,
@@ -113,6 +118,7 @@ def gguf_delta(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     meta.value("rope.dimension_sections")  # for images; in text all sections have the same position
     return {
         "hidden_act": "silu",
+        **gguf_biases(file, attention="attention_bias"),
         "num_hidden_layers": meta.integer("block_count") - meta.integer("nextn_predict_layers", 0),
         "full_attention_interval": meta.integer("full_attention_interval", 4),
         "linear_num_key_heads": meta.integer("ssm.group_count"),

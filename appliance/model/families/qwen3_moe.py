@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.experts import read_experts, read_sparse_layers
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, gguf_experts
+from appliance.model.families.gguf_config import (
+    GGUF_NAMES,
+    gguf_biases,
+    gguf_config,
+    gguf_experts,
+)
 from appliance.model.families.qwen3 import read_qwen3_attention
 from appliance.model.families.standard import read_decoder, read_head_dim
 
@@ -37,7 +42,9 @@ def _window(config: ConfigReader) -> int | None:
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
-        return {"hidden_act": "silu", "norm_topk_prob": True} | gguf_experts(meta, "num_experts")
+        biases = gguf_biases(file, attention="attention_bias")
+        experts = gguf_experts(meta, "num_experts")
+        return {"hidden_act": "silu", "norm_topk_prob": True} | experts | biases
 
     return gguf_config(file, "qwen3moe", extra)
 

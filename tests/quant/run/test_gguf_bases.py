@@ -10,7 +10,9 @@ import torch
 from ggml_models import write_llama
 from gguf.quants import dequantize
 
+from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import rtn
@@ -63,3 +65,21 @@ def test_a_calibrated_run_reads_all_types_and_writes_a_file(tmp_path: Path) -> N
         *("Q4_K", "Q6_K", "F32"),
     }
     assert 0 < max(report.losses.values()) < 0.1
+
+
+def test_a_file_with_biases_that_no_config_says_becomes_a_file_only(tmp_path: Path) -> None:
+    """Qwen 2's config.json has no setting for the bias of attention's output."""
+    base = write_llama(
+        tmp_path / "base.gguf", ["F16"], architecture="qwen2", biased=("attn_output",)
+    )
+    scheme = QuantizeOptions(WeightScheme(8, 32))
+    with pytest.raises(QuantizeError, match=r"biases that the config.json of a qwen2 .* gguf"):
+        quantize_model(base, tmp_path / "out", scheme)
+    as_file = QuantizeOptions(gguf_scheme(8, symmetric=True), format=WeightFormat.GGUF)
+    report = quantize_model(base, tmp_path / "file", as_file)
+    written, stored = open_model(report.out), open_model(base)
+    assert written.spec == stored.spec
+    name = "model.layers.1.self_attn.o_proj.bias"
+    bias = dense(stored.weights.load(name), torch.float32)
+    assert torch.equal(dense(written.weights.load(name), torch.float32), bias)
+    assert abs(bias).sum() > 0
