@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from appliance.errors import ApplianceError, EngineUnavailableError
 from appliance.server.listener import url_of
 
@@ -123,7 +125,7 @@ class ApiServer:
             return RunningServer(
                 self._url,
                 model.model_id,
-                info,
+                msgspec.structs.replace(info, notes=(*info.notes, *tokenizer.notes)),
                 tokenizer.chat_template is not None,
                 model.sampling,
                 tuple(one.model_id for one in self.state.models if one is not model),

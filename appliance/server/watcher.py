@@ -206,6 +206,8 @@ def server_info(state: ModelState, replica: int = 0) -> Info:
         shared = set(Info.__struct_fields__) & set(EngineInfo.__struct_fields__)
         facts = {name: getattr(engine.info, name) for name in shared}
         facts["precisions"] = engine.info.precisions or (engine.info.kv_format,)
+    if state.tokenizer is not None:
+        facts["notes"] = (*facts.get("notes", ()), *state.tokenizer.notes)
     facts |= {
         "protocol": PROTOCOL,
         "version": __version__,

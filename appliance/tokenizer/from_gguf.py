@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,8 +17,8 @@ from appliance.retrieval_recipe import recipe_of_gguf
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.pieces import SPACE_MARK
-from appliance.tokenizer.pre_tokenizers import WORD_RULES
 from appliance.tokenizer.source import END_OF_TURN, TokenizerSource, with_end_of_turn
+from appliance.tokenizer.word_rules import UNNAMED, WORD_RULES, WordRules, recovered_name
 
 T = TypeVar("T")
 
@@ -24,10 +26,26 @@ T = TypeVar("T")
 # largest vocabulary in use, has 11 million.
 MAX_SPLIT_CHARACTERS = 2**27
 
-# Kinds of tokenizers, `tokenizer.ggml.model`: of bytes, and SentencePiece's.
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+# Kinds of tokenizers, `tokenizer.ggml.model`: of bytes, SentencePiece's, and Gemma 4's, which has
+# SentencePiece's pieces with merges beside them.
+BYTE_LEVEL, SENTENCEPIECE, GEMMA4 = "gpt2", "llama", "gemma4"
+# Names of rules in files of bytes that make them files of Gemma 4's kind.
+_GEMMA4_RULES = ("gemma4", "granite-embed-multi-311m")
+MARKED_SPACES = (*_GEMMA4_RULES, "sarvam-moe")
+
+_OTHER_KINDS = {
+    "bert": "WordPiece, of encoders",
+    "t5": "Unigram, of T5 and multilingual encoders",
+    "rwkv": "RWKV's",
+    "plamo2": "PLaMo 2's",
+    "hybriddna": "of DNA sequences",
+    "whitespace": "of whole words, of an encoder",
+}
 
 _PREFIX = "tokenizer.ggml."
+_LONG = {"sep": "seperator"}  # as GGUF spells it
+# What llama.cpp takes where the file names no usable token.
+_USUAL_IDS = {SENTENCEPIECE: {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type
 
 # Names that converters give to the values of generation_config.json.
@@ -57,33 +75,41 @@ class _GGUFTokenizer:
     def __init__(self, path: Path, metadata: dict[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        self._kind = self._get("model", str, "")
-        if not self._kind:
+        self._notes: list[str] = []
+        self._kind = self._get("model", str, "none")
+        if self._kind in ("none", "no_vocab"):
             raise ModelError(f"{path} holds no tokenizer; use a GGUF file of a whole model")
+        self._rules_name = self._get("pre", str, "")
+        if self._kind == BYTE_LEVEL and self._rules_name in MARKED_SPACES:
+            self._kind = GEMMA4
+        elif self._kind == GEMMA4:
+            self._rules_name = GEMMA4
+        if self._kind not in (BYTE_LEVEL, SENTENCEPIECE, GEMMA4):
+            known = _OTHER_KINDS.get(self._kind)
+            raise UnsupportedModelError(
+                f"{path} has a tokenizer of kind {self._kind!r}{f' ({known})' if known else ''}; "
+                "supported are gpt2, llama and gemma4: use the model's Hugging Face folder instead"
+            )
         self._tokens: list[str] = self._strings("tokens")
         self._types: list[int] = self._get("token_type", list, [_NORMAL] * len(self._tokens))
         if len(self._types) != len(self._tokens):
             raise self._damaged(f"{len(self._tokens)} tokens but {len(self._types)} token types")
+        self._ids = {
+            key: self._find_token_id(key)
+            for key in self._metadata_keys() | _USUAL_IDS.get(self._kind, {}).keys()
+        }
 
     def build(self) -> TokenizerSource:
         try:
-            if self._kind == BYTE_LEVEL:
-                backend, add_bos = self._byte_level()
-            elif self._kind == SENTENCEPIECE:
-                backend, add_bos = self._sentencepiece()
-            else:
-                raise UnsupportedModelError(
-                    f"{self._path} has a tokenizer of kind {self._kind!r}; "
-                    "supported are gpt2 and llama"
-                )
+            backend = self._byte_level() if self._kind == BYTE_LEVEL else self._sentencepiece()
             self._add_tokens(backend)
-            self._add_bos_and_eos(backend, add_bos)
+            self._add_bos_and_eos(backend)
         except (TypeError, ValueError, AttributeError) as error:
             raise self._damaged(str(error)) from error
-        named = [self._token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        named = [self._ids.get(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
         return TokenizerSource(
             backend=backend,
-            bos_token_id=self._token_id("bos_token_id"),
+            bos_token_id=self._ids.get("bos_token_id"),
             eos_token_ids=with_end_of_turn(backend, named),
             chat_template=self._chat_template(),
             sampling=SamplingDefaults.read(
@@ -91,37 +117,57 @@ class _GGUFTokenizer:
                 f"the metadata of {self._path.name}",
             ),
             retrieval=recipe_of_gguf(self._metadata, self._path.name),
+            notes=tuple(self._notes),
         )
 
-    def _byte_level(self) -> tuple[Tokenizer, bool]:
-        name = self._get("pre", str, "default")
+    def _byte_level(self) -> Tokenizer:
+        rules = self._word_rules
+        backend = Tokenizer(
+            self._bpe(self._tokens, self._merges(), ignore_merges=rules.ignore_merges)
+        )
+        backend.pre_tokenizer = rules.pre_tokenizer()
+        backend.decoder = decoders.ByteLevel()
+        if rules.normalizer is not None:
+            backend.normalizer = rules.normalizer()
+        return backend
+
+    @cached_property
+    def _word_rules(self) -> WordRules:
+        name = self._rules_name
+        if name in ("", UNNAMED):
+            recovered = recovered_name(self._tokens)
+            if recovered is not None:
+                self._notes.append(
+                    f"{self._path.name} names no rules to split words (tokenizer.ggml.pre); those "
+                    f"of its vocabulary are used, {recovered!r}"
+                )
+            else:
+                self._notes.append(
+                    f"{self._path.name} names no rules to split words (tokenizer.ggml.pre), and "
+                    "its tokens tell none: texts are split by llama.cpp's usual rules, which may "
+                    "make answers worse; use a newer file of this model"
+                )
+            name = recovered or UNNAMED
         if name not in WORD_RULES:
             raise UnsupportedModelError(
                 f"{self._path} splits words by the unknown rules {name!r}; use the model's "
                 f"Hugging Face folder instead. Known rules: {', '.join(WORD_RULES)}"
             )
-        rules = WORD_RULES[name]
-        merges = [self._pair(merge) for merge in self._strings("merges")]
-        backend = Tokenizer(self._bpe(self._tokens, merges, ignore_merges=rules.ignore_merges))
-        backend.pre_tokenizer = rules.pre_tokenizer()
-        backend.decoder = decoders.ByteLevel()
-        if rules.normalizer is not None:
-            backend.normalizer = rules.normalizer()
-        return backend, rules.add_bos
+        return WORD_RULES[name]
 
-    def _sentencepiece(self) -> tuple[Tokenizer, bool]:
+    def _sentencepiece(self) -> Tokenizer:
         # Runs of spaces are user-defined tokens in some files; text has the mark instead.
         pieces = [SPACE_MARK * len(t) if t and not t.strip(" ") else t for t in self._tokens]
-        unknown = self._token_id("unknown_token_id")
+        unknown = self._ids.get("unknown_token_id")
         model = self._bpe(
             pieces,
-            self._merges_by_score(pieces),
+            self._merges() if self._kind == GEMMA4 else self._merges_by_score(pieces),
             unk_token=None if unknown is None else pieces[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
         backend = Tokenizer(model)
-        add_space = self._get("add_space_prefix", bool, True)
+        add_space = self._kind == SENTENCEPIECE and self._get("add_space_prefix", bool, True)
         mark_spaces = normalizers.Replace(" ", SPACE_MARK)
         backend.normalizer = (
             normalizers.Sequence([normalizers.Prepend(SPACE_MARK), mark_spaces])
@@ -132,7 +178,15 @@ class _GGUFTokenizer:
         backend.decoder = decoders.Sequence(
             [*steps, decoders.Strip(" ", 1, 0)] if add_space else steps
         )
-        return backend, True
+        return backend
+
+    def _merges(self) -> list[tuple[str, str]]:
+        longest = max(
+            len(t) for t, kind in zip(self._tokens, self._types, strict=True) if kind == _NORMAL
+        )
+        if longest <= 1 and not self._get("merges", list, []):
+            return []  # a vocabulary of bytes
+        return [self._pair(merge) for merge in self._strings("merges")]
 
     def _merges_by_score(self, pieces: list[str]) -> list[tuple[str, str]]:
         """List every split of a piece into two others, likeliest piece first.
@@ -178,8 +232,8 @@ class _GGUFTokenizer:
         swallow_space = self._kind == SENTENCEPIECE and self._architecture() == "phi3"
         control, user_defined = [], []
         for content, kind in zip(self._tokens, self._types, strict=True):
-            # Some files mark the end of a turn as user-defined, so answers would show it.
-            if kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and content in END_OF_TURN):
+            # Some files give the end of a turn another type, so answers would show it.
+            if kind in (_CONTROL, _UNKNOWN) or content in END_OF_TURN:
                 rstrip = swallow_space and content not in _PHI3_KEEPS_SPACE
                 control.append(AddedToken(content, normalized=False, special=True, rstrip=rstrip))
             elif kind == _USER_DEFINED and backend.token_to_id(content) is not None:
@@ -187,27 +241,44 @@ class _GGUFTokenizer:
         backend.add_special_tokens(control)
         backend.add_tokens(user_defined)
 
-    def _add_bos_and_eos(self, backend: Tokenizer, add_bos: bool) -> None:
-        bos = self._token_id("bos_token_id") if self._get("add_bos_token", bool, add_bos) else None
-        eos = self._token_id("eos_token_id") if self._get("add_eos_token", bool, False) else None
-        before = [] if bos is None else [(self._tokens[bos], bos)]
-        after = [] if eos is None else [(self._tokens[eos], eos)]
+    def _add_bos_and_eos(self, backend: Tokenizer) -> None:
+        add_bos, add_sep = self._kind != BYTE_LEVEL and self._rules_name != "sarvam-moe", False
+        if self._kind == BYTE_LEVEL:
+            add_bos, add_sep = self._word_rules.add_bos, self._word_rules.add_sep
+        add_bos = self._get("add_bos_token", bool, add_bos)
+        if self._rules_name in _GEMMA4_RULES:
+            add_bos = True  # early files deny it wrongly
+        ends = [
+            name
+            for name, usual in (("eos", False), ("sep", add_sep))
+            if self._get(f"add_{name}_token", bool, usual)
+        ]
+        before = self._named(["bos"] if add_bos else [])
+        after = self._named(ends)
         backend.post_processor = processors.TemplateProcessing(
             single=[*(content for content, _ in before), "$A", *(content for content, _ in after)],
-            special_tokens=before + after,
+            special_tokens=list(dict.fromkeys(before + after)),
         )
+
+    def _named(self, names: Iterable[str]) -> list[tuple[str, int]]:
+        ids = (self._ids.get(f"{_LONG.get(name, name)}_token_id") for name in names)
+        return [(self._tokens[token_id], token_id) for token_id in ids if token_id is not None]
 
     def _chat_template(self) -> ChatTemplate | None:
         source = self._metadata.get("tokenizer.chat_template")
         if not isinstance(source, str):
             return None
         tool_source = self._metadata.get("tokenizer.chat_template.tool_use")
-        variables = {}
-        for name in ("bos", "eos", "unknown", "padding"):
-            token_id = self._token_id(f"{name}_token_id")
-            if token_id is not None:
-                short = {"unknown": "unk", "padding": "pad"}.get(name, name)
-                variables[f"{short}_token"] = self._tokens[token_id]
+        variables = {
+            f"{short}_token": self._tokens[token_id]
+            for short, name in (
+                ("bos", "bos"),
+                ("eos", "eos"),
+                ("unk", "unknown"),
+                ("pad", "padding"),
+            )
+            if (token_id := self._ids.get(f"{name}_token_id")) is not None
+        }
         return ChatTemplate(
             source, variables, tool_source=tool_source if isinstance(tool_source, str) else None
         )
@@ -215,11 +286,25 @@ class _GGUFTokenizer:
     def _architecture(self) -> str:
         return str(self._metadata.get("general.architecture", ""))
 
-    def _token_id(self, key: str) -> int | None:
+    def _metadata_keys(self) -> set[str]:
+        names = (key.removeprefix(_PREFIX) for key in self._metadata if key.startswith(_PREFIX))
+        return {name for name in names if name.endswith("_token_id")}
+
+    def _find_token_id(self, key: str) -> int | None:
+        """Return the id under a key; note one that is no token, as llama.cpp does."""
+        usual = _USUAL_IDS.get(self._kind, {}).get(key)
+        usual = usual if usual is not None and usual < len(self._tokens) else None
         token_id = self._get(key, int, -1)
-        if token_id >= len(self._tokens):
-            raise self._damaged(f"{key} is {token_id}, but there are {len(self._tokens)} tokens")
-        return token_id if token_id >= 0 else None
+        if 0 <= token_id < len(self._tokens):
+            return token_id
+        instead = "" if usual is None else f"; {self._tokens[usual]!r} is taken, as llama.cpp does"
+        if _PREFIX + key in self._metadata:
+            self._notes.append(
+                f"{_PREFIX}{key} is {token_id}, but there are {len(self._tokens)} tokens{instead}"
+            )
+        elif key != "unknown_token_id":
+            self._notes.append(f"{self._path.name} has no {_PREFIX}{key}{instead}")
+        return usual
 
     def _strings(self, key: str) -> list[str]:
         values = self._get(key, list, [])
@@ -228,10 +313,10 @@ class _GGUFTokenizer:
         return values
 
     def _pair(self, merge: str) -> tuple[str, str]:
-        left, space, right = merge.partition(" ")
-        if not space:
+        at = merge.find(" ", 1)
+        if at < 0:
             raise self._damaged(f"merge {merge!r} is not a pair")
-        return left, right
+        return merge[:at], merge[at + 1 :]
 
     def _get(self, key: str, kind: type[T], default: T) -> T:
         value = self._metadata.get(_PREFIX + key, default)

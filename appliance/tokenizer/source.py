@@ -30,6 +30,11 @@ END_OF_TURN = (
     "<turn|>",
     "<|return|>",
     "<|call|>",
+    "<|tool_response>",
+    "<end_of_utterance>",
+    "[EOT]",
+    "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 # Harmony's, where a turn is several messages, each with its own end.
 _MESSAGE_MARK, _MESSAGE_END = "<|message|>", "<|end|>"
@@ -62,6 +67,7 @@ class TokenizerSource:
         chat_template: None for a base model.
         retrieval: how the model embeds texts and judges relevance.
         encoder: replaces the backend's encoder if its rules are untrusted.
+        notes: what was assumed where the file is silent or wrong, for the banner.
     """
 
     backend: tokenizers.Tokenizer
@@ -71,6 +77,7 @@ class TokenizerSource:
     sampling: SamplingDefaults = NOTHING_RECOMMENDED
     retrieval: RetrievalRecipe = NOTHING_SAID
     encoder: Encoder | None = None
+    notes: tuple[str, ...] = ()
 
 
 def new_separator() -> str:

@@ -56,6 +56,7 @@ class Tokenizer:
         add_bos: `add_special_tokens` puts BOS in front.
         chat_template: None for a base model.
         retrieval: how the model embeds texts and judges relevance.
+        notes: what was assumed where the file is silent or wrong, for the user.
         whole_text: each token's text in an answer; None if it ends within a character.
     """
 
@@ -66,6 +67,7 @@ class Tokenizer:
         self.chat_template = source.chat_template
         self.sampling = source.sampling
         self.retrieval = source.retrieval
+        self.notes = source.notes
 
         added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(self._backend.get_vocab_size(), *(i + 1 for i in added), 0)

@@ -17,17 +17,16 @@ from appliance.quant.gguf.settings import FileSetting
 from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.from_folder import load_from_folder
 from appliance.tokenizer.from_gguf import BYTE_LEVEL, SENTENCEPIECE
-from appliance.tokenizer.pre_tokenizers import WORD_RULES
+from appliance.tokenizer.word_rules import UNNAMED, WORD_RULES
 from gguf import TokenType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from appliance.tokenizer.pre_tokenizers import WordRules
+    from appliance.tokenizer.word_rules import WordRules
 
 PREFIX = "tokenizer.ggml."
-_OLD_NAMES = ("default",)  # of rules that have another name, too
 
 
 def vocabulary_of(folder: Path, vocab_size: int) -> list[FileSetting]:
@@ -111,7 +110,7 @@ def _pre_tokenizer(folder: Path, rules: dict[str, Any]) -> str:
     """Return the name of the rules that split words as the folder's do."""
     wanted = _comparable(rules)
     for name, known in WORD_RULES.items():
-        if name not in _OLD_NAMES and _comparable(_as_json(known)) == wanted:
+        if name != UNNAMED and _comparable(_as_json(known)) == wanted:
             return name
     raise refusal(folder, "rules of its own to split words")
 
