@@ -29,7 +29,7 @@ from appliance.kernels import arrays
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SafetensorsFolder", "write_json", "write_safetensors"]
+__all__ = ["SafetensorsFolder", "read_config", "write_json", "write_safetensors"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,13 @@ INDEX_NAME = "model.safetensors.index.json"
 COMPARED_BYTES = 1 << 20  # of two tensors at once
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+QUANTIZATION = "quantization_config"
+# Files of other projects that hold settings which config.json lacks, and the method they belong to.
+_SETTINGS_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 
 _DTYPES = {
     "F64": "float64",
@@ -50,6 +57,7 @@ _DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
     "I64": "int64",
     "I32": "int32",
+    "U32": "uint32",
     "I16": "int16",
     "I8": "int8",
     "U8": "uint8",
@@ -83,7 +91,7 @@ class SafetensorsFolder:
     def __init__(self, path: Path, *, in_torch: bool = True) -> None:
         self.path = path
         self.in_torch = in_torch
-        self.config = read_json(path / CONFIG_NAME)
+        self.config = read_config(path)
         if "auto_map" in self.config:
             logger.warning("%s: auto_map is ignored; code from a checkpoint is never run", path)
         self._entries: dict[str, _Entry] = {}
@@ -152,6 +160,51 @@ class SafetensorsFolder:
         shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
         found: Tensor = arrays.of_numpy(raw).view(entry.dtype).reshape(shape)
         return arrays.in_torch(found) if self.in_torch else found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read config.json, with quantization settings under `quantization_config`, wherever they are.
+
+    The first that is there wins, in vLLM's order: `quantization_config`, that of `text_config`,
+    `compression_config`, MLX's `quantization`, then a file of GPTQ's, AWQ's or ModelOpt's. Where
+    they name no method, the key `quant_method` is added.
+
+    Raises:
+        CheckpointError: a file is missing or no JSON object.
+    """
+    config = read_json(path / CONFIG_NAME)
+    text = config.get("text_config")
+    places = (
+        (config, QUANTIZATION),
+        (text if isinstance(text, dict) else {}, QUANTIZATION),
+        (config, "compression_config"),
+        (config, "quantization"),
+    )
+    found = next((place[key] for place, key in places if place.get(key) is not None), None)
+    method = None
+    if found is None:
+        name = next((name for name in _SETTINGS_FILES if (path / name).is_file()), None)
+        if name is None:
+            return config
+        found, method = read_json(path / name), _SETTINGS_FILES[name]
+    if not isinstance(found, dict):
+        return config | {QUANTIZATION: found}
+    nested = found.get("quantization")  # of ModelOpt, beside the producer
+    found = (nested if isinstance(nested, dict) else {}) | found
+    if not found.get("quant_method") and (method := method or _unnamed_method(found)):
+        found = found | {"quant_method": method}
+    return config | {QUANTIZATION: found}
+
+
+def _unnamed_method(settings: Mapping[str, Any]) -> str | None:
+    """Name the method of settings without `quant_method` by the keys that only it has."""
+    if "quant_algo" in settings:
+        return "modelopt"
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    if "config_groups" in settings:
+        return "compressed-tensors"
+    return "mlx" if settings.keys() >= {"bits", "group_size"} else None
 
 
 def write_safetensors(

@@ -108,7 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
         "monitoring", "sampling_defaults", "docs", "api_keys", "doctor", "connect",
         "chat", "bench", "service", "fit", "adapter_names", "model.adapters",
-        "model.source", "found_model", "cluster",
+        "model.source", "found_model", "cluster", "checkpoint",
     },
     "cli": {"commands", "config", "engine.process.launch"},
     "__init__": {"llm", "engine.sampling_params", "grammar"},

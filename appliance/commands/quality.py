@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.checkpoint import read_config
 from appliance.errors import CheckpointError, QualityError
 from appliance.events import QualityFact
-from appliance.files import read_json
 from appliance.server.quality import ServedCard
 
 if TYPE_CHECKING:
@@ -87,4 +87,4 @@ def served_card(card: Card) -> ServedCard:
 
 def _is_quantized(model: Path) -> bool:
     """Return True for quantized weights; assumes so for a single file."""
-    return model.is_file() or "quantization_config" in read_json(model / "config.json")
+    return model.is_file() or "quantization_config" in read_config(model)

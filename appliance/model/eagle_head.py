@@ -19,8 +19,9 @@ from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
 from appliance.errors import ConfigError
 from appliance.model.draft_head import HeadSource
 from appliance.model.families.eagle3 import EAGLE3, is_eagle3
+from appliance.model.leftovers import USED_ELSEWHERE
 from appliance.model.names import JoinNames, TensorNames
-from appliance.model.source import UNUSED_SUFFIXES, ModelSource, check_slots
+from appliance.model.source import ModelSource, check_slots
 from appliance.model.tensors import Role
 from appliance.quant.formats import open_weights
 
@@ -87,7 +88,7 @@ class _Opening:
         check_slots(head.source, slots, present)
         unread = present - {slot.name for slot in slots} - _BESIDE
         for name in sorted(unread):
-            if not name.endswith(UNUSED_SUFFIXES):
+            if not name.endswith(USED_ELSEWHERE):
                 raise self._refusal(name, "a tensor", "absent: EAGLE-3 has none of that name")
         return head
 

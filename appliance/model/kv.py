@@ -40,9 +40,10 @@ def wants_fp8(source: ModelSource) -> bool:
         UnsupportedModelError: it asks for another precision.
     """
     config: Any = source.config.get("quantization_config")
-    scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
+    config = config if isinstance(config, dict) else {}
+    scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
     if not isinstance(scheme, dict):
-        return False
+        return str(scheme).upper() == "FP8"  # ModelOpt's word for it
     if scheme.get("type") != "float" or scheme.get("num_bits") != 8 or scheme.get("dynamic"):
         raise UnsupportedModelError(
             f"{source.path.name}: kv_cache_scheme asks for {scheme.get('num_bits')} bits of type "

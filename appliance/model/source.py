@@ -19,6 +19,7 @@ from appliance.model.families.registry import (
 )
 from appliance.model.gguf_tensors import names_of_file, with_stored_biases
 from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.leftovers import leftover_notes, leftover_problems, leftovers
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import TensorSlot, tensor_slots
 from appliance.model.text_part import TextPart, has_other_parts, names_in, text_settings
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from appliance.model.fallback.description import FallbackModel
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
-
-# Tensors in checkpoints that the decoder does not use.
-UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ def open_model(path: Path, *, in_torch: bool = True) -> ModelSource:
     source = open_unchecked(path, in_torch=in_torch)
     for problem in tensor_problems(source):
         raise problem
-    return source
+    return replace(source, notes=(*source.notes, *leftover_notes(leftovers(source))))
 
 
 def open_unchecked(path: Path, *, in_torch: bool = True) -> ModelSource:
@@ -174,28 +172,16 @@ def _open_gguf(path: Path, in_torch: bool) -> ModelSource:
 def tensor_problems(source: ModelSource) -> Iterator[CheckpointError]:
     """Find every tensor that is missing, of another shape, or without a place in the model."""
     present = set(source.weights.tensor_names())
-    where = f"{source.path.name}: "
     yield from _slot_problems(source, source.slots(), present)
     if isinstance(source.weights, GGUFWeights):
         for name in source.weights.unplaced():
             yield CheckpointError(
-                f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
-                f"{len(source.spec.layers)} layers, and an answer without it would be another "
-                "model's; use a file that llama.cpp's converter made"
+                f"{source.path.name}: tensor {name} has no place in a {source.spec.architecture} "
+                f"model of {len(source.spec.layers)} layers, and an answer without it would be "
+                "another model's; use a file that llama.cpp's converter made"
             )
         return
-    present -= {slot.name for slot in source.slots()}
-    if source.spec.tied_head:
-        present.discard(f"{source.family.names.head}.weight")  # copy of the embedding
-    unused = (*_draft_layers(source), *_unread_keys(source))
-    if source.fallback is not None:
-        present = {name for name in present if not source.fallback.is_ignored(name)}
-    for name in sorted(present):
-        if not name.endswith(UNUSED_SUFFIXES) and not name.startswith(unused):
-            yield CheckpointError(
-                f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
-                f"{len(source.spec.layers)} layers; its config.json belongs to another model"
-            )
+    yield from leftover_problems(source, leftovers(source))
 
 
 def check_slots(source: ModelSource, slots: Iterable[TensorSlot], present: Set[str]) -> None:
@@ -247,25 +233,3 @@ def _asked_for(source: ModelSource, slot: TensorSlot) -> str:
     keys = [key for key, value in source.config.items() if "expert" in key and value == count]
     named = f" with {keys[0]} = {count}" if keys and source.path.is_dir() else ""
     return f", but the model's settings ask for {count} experts in this layer{named}"
-
-
-def _unread_keys(source: ModelSource) -> tuple[str, ...]:
-    """Return the name prefixes of keys and values in layers that read other layers'."""
-    names = source.family.names
-    return tuple(
-        f"{names.in_layer(index, part)}."
-        for index, mixer in source.spec.attention_layers.items()
-        if mixer.kv_layer is not None
-        for part in (*names.qkv[1:], names.key_norm)
-    )
-
-
-def _draft_layers(source: ModelSource) -> tuple[str, ...]:
-    """Return the name prefixes of layers that predict further tokens, after the last."""
-    number = source.config.get("num_nextn_predict_layers")
-    first = len(source.spec.layers)
-    count = min(number, first) if isinstance(number, int) else 0
-    keys = ("mtp_num_hidden_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
-    if any(map(source.config.get, keys)):
-        return ("mtp.",)
-    return tuple(source.family.names.layer.format(first + i) for i in range(count))

@@ -1,9 +1,10 @@
-"""The compressed-tensors layout: integers as "pack-quantized", FP8 as "float-quantized".
+"""The compressed-tensors layout: integers in words or bytes, FP8 as "float-quantized".
 
 An integer weight W becomes W_packed (int32 words along the inputs, low code first), W_scale,
-W_shape and, if asymmetric, W_zero_point (words along the outputs). Codes are unsigned; 3-bit codes
-are stored end to end. An FP8 weight stays W; W_scale has a column per output or an element per
-128x128 weights. Layout and config schema belong to the compressed-tensors project.
+W_shape and, if asymmetric, W_zero_point (words along the outputs). Codes are unsigned and stored
+end to end. "int-quantized" keeps W, with signed codes of a byte each. An FP8 weight stays W;
+W_scale has a column per output or an element per 128x128 weights. Layout and config schema belong
+to the compressed-tensors project.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.errors import CheckpointError
+from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant.formats.compressed_tensors_config import declared_schemes
 from appliance.quant.formats.input_groups import regrouped
 from appliance.quant.formats.pack import (
     bytes_to_words,
@@ -25,7 +25,7 @@ from appliance.quant.formats.pack import (
     pack_threes,
     pack_zero_points,
     unpack_codes,
-    unpack_threes,
+    unpack_stream,
     unpack_zero_points,
     words_to_bytes,
 )
@@ -38,11 +38,16 @@ if TYPE_CHECKING:
 
     from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.weight import Weight
+    from appliance.quant.formats.compressed_tensors_config import DeclaredWeights
     from appliance.quant.formats.scheme import LinearScheme
 
 PACKED, SCALE, SHAPE, ZERO_POINT = "_packed", "_scale", "_shape", "_zero_point"
 G_IDX = "_g_idx"
 _PARTS = (PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX)
+_WEIGHT = ".weight"
+INPUT_PARTS = (".input_scale", ".input_zero_point", ".input_global_scale", ".input_g_idx")
+ROUNDED_INPUTS = "inputs of linears stay in 16 bits, where the checkpoint asks for 8 or 4"
+SIGN = 0x80
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -95,28 +100,36 @@ def encoded_layout(
 
 
 class CompressedTensorsWeights:
-    """Reads pack-quantized and float-quantized weights from a folder, one tensor at a time.
+    """Reads integer and e4m3 weights from a folder, one tensor at a time.
+
+    The parts of a module and their types show how it is stored: W_packed holds int32 words, W int8
+    or e4m3 codes beside W_scale. Scales of inputs are left out, as inputs stay in 16 bits.
 
     Args:
-        folder: its config.json has a `quantization_config` of this method.
-
-    Raises:
-        UnsupportedModelError: the config declares an unknown layout.
+        folder: holds the weights.
+        declared: what its config says of them.
     """
 
-    def __init__(self, folder: SafetensorsFolder) -> None:
+    def __init__(self, folder: SafetensorsFolder, declared: DeclaredWeights) -> None:
         self._folder = folder
-        self._schemes = declared_schemes(folder.config["quantization_config"])
+        self._schemes = declared.schemes
         self._stored = frozenset(folder.tensor_names())
         packed = {
-            name.removesuffix(PACKED) for name in self._stored if name.endswith("weight" + PACKED)
+            name.removesuffix(PACKED)
+            for name in self._stored
+            if name.endswith("weight" + PACKED) and folder.dtype(name) != "uint8"
         }
         scaled = {name.removesuffix(SCALE) for name in self._stored if name.endswith(SCALE)}
+        whole = {name: folder.dtype(name) for name in (scaled & self._stored) - packed}
         self._packed = frozenset(packed)
-        self._floats = (scaled & self._stored) - packed
-        parts = {name + part for name in packed for part in _PARTS}
-        parts |= {name + SCALE for name in self._floats}
-        self._names = sorted(packed | (self._stored - parts))
+        self._floats = frozenset(name for name in whole if whole[name] == "float8_e4m3fn")
+        self._integers = frozenset(name for name in whole if whole[name] == "int8")
+        self._plain = frozenset(whole) - self._floats - self._integers
+        quantized = packed | whole.keys()
+        parts = {name + part for name in quantized for part in _PARTS}
+        parts |= {name.removesuffix(_WEIGHT) + part for name in quantized for part in INPUT_PARTS}
+        self._names = sorted(quantized | (self._stored - parts))
+        self._notes = (ROUNDED_INPUTS,) if declared.rounded_inputs else ()
 
     def tensor_names(self) -> list[str]:
         """List every tensor; a packed weight has its unquantized name."""
@@ -133,7 +146,7 @@ class CompressedTensorsWeights:
 
     def packed_bits(self, name: str) -> int | None:
         """Return the bits of a quantized weight's codes once loaded; None for a dense tensor."""
-        if name in self._floats:
+        if name in self._floats or name in self._integers:
             return 8
         if name not in self._packed:
             return None
@@ -154,7 +167,7 @@ class CompressedTensorsWeights:
         return 8 if name in self._floats else None
 
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return self._notes
 
     def load(self, name: str) -> Weight:
         """Read one tensor; codes, scales and zero points are not changed."""
@@ -162,18 +175,32 @@ class CompressedTensorsWeights:
             return decode_fp8(
                 name, self._folder.load(name), self._folder.load(name + SCALE), self._schemes
             )
-        if name not in self._packed:
+        if name in self._plain:
+            raise UnsupportedModelError(
+                f"{name} has type {self._folder.dtype(name)} beside {name}{SCALE}: its codes were"
+                " not made yet, as if it were saved in the midst of quantizing; save the model with"
+                " save_compressed=True, or quantize the 16-bit model with appliance quantize"
+            )
+        if name in self._integers:
+            parts = self._parts(name, (SCALE, ZERO_POINT))
+            weight = decode_integers(name, self._folder.load(name), parts)
+        elif name in self._packed:
+            parts = self._parts(name, (PACKED, SCALE, SHAPE, ZERO_POINT))
+            weight = decode(name, self._matrix(name), parts, self._schemes)
+        else:
             return self._folder.load(name)
-        shape = self.shape(name)
-        tensors = {
-            name + part: self._part(name, part)
-            for part in (PACKED, SCALE, SHAPE, ZERO_POINT)
-            if part != ZERO_POINT or name + ZERO_POINT in self._stored
-        }
-        weight = decode(name, (shape[0], shape[1]), tensors, self._schemes)
         if name + G_IDX in self._stored:
             return regrouped(name + G_IDX, weight, self._part(name, G_IDX))
         return weight
+
+    def _matrix(self, name: str) -> tuple[int, int]:
+        rows, columns = self.shape(name)
+        return rows, columns
+
+    def _parts(self, name: str, parts: Sequence[str]) -> dict[str, Tensor]:
+        """Read the parts of a weight; zero points may be absent."""
+        wanted = [part for part in parts if part != ZERO_POINT or name + part in self._stored]
+        return {name + part: self._part(name, part) for part in wanted}
 
     def _part(self, name: str, part: str) -> Tensor:
         if name + part not in self._stored:
@@ -227,9 +254,9 @@ def decode(
     else:
         words = tensors[name + ZERO_POINT]
         offset = unpack_zero_points(words, scheme.bits, shape[0]).to(scale.dtype)
-    codes = words_to_bytes(tensors[name + PACKED], shape[1] * scheme.bits // 8)
-    if scheme.bits == 3:
-        codes = pack_codes(unpack_threes(codes), scheme.code_bits)
+    codes = words_to_bytes(tensors[name + PACKED], -(-shape[1] * scheme.bits // 8))
+    if scheme.bits != scheme.code_bits:
+        codes = pack_codes(unpack_stream(codes, scheme.bits)[:, : shape[1]], scheme.code_bits)
     return PackedWeight(
         codes=codes,
         scale=scale,
@@ -237,6 +264,52 @@ def decode(
         offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
         bits=scheme.code_bits,
         group_size=group_size,
+    )
+
+
+def decode_integers(name: str, codes: Tensor, parts: Mapping[str, Tensor]) -> PackedWeight:
+    """Build a weight from codes of a byte each.
+
+    Args:
+        codes: (out_features, in_features) int8, signed.
+        parts: scales of one element, (out_features, 1) or (out_features, groups), and perhaps zero
+            points of the same shape, int8.
+
+    Raises:
+        CheckpointError: shapes do not match, or a scale is not finite.
+    """
+    scale, zero_points = parts[name + SCALE], parts.get(name + ZERO_POINT)
+    if codes.dim() != 2:
+        raise CheckpointError(f"{name} has shape {tuple(codes.shape)}, which is no matrix")
+    rows, columns = codes.shape
+    if scale.numel() in (1, rows):
+        scale = scale.reshape(-1, 1).expand((rows, 1)).contiguous()
+    groups = scale.shape[-1] if scale.dim() == 2 and scale.shape[0] == rows else 0
+    if not groups or columns % groups or arrays.dtype_name(scale.dtype) not in SCALE_DTYPES:
+        raise CheckpointError(
+            f"{name}{SCALE} is {scale.dtype} of shape {tuple(scale.shape)}, which does not belong"
+            f" to a weight of {(rows, columns)}; download or quantize the model again"
+        )
+    if not arrays.is_finite(scale):
+        raise CheckpointError(f"{name}{SCALE} holds NaN or infinity; quantize the model again")
+    offset = -SIGN * scale
+    kind = OffsetKind.ADDITIVE
+    if zero_points is not None and bool((zero_points != 0).any()):
+        if zero_points.numel() not in (1, scale.numel()):
+            raise CheckpointError(
+                f"{name}{ZERO_POINT} has shape {tuple(zero_points.shape)}, but the scales"
+                f" {tuple(scale.shape)}; download or quantize the model again"
+            )
+        wide = zero_points.int().reshape(-1, groups if zero_points.numel() > 1 else 1) + SIGN
+        offset = wide.expand(tuple(scale.shape)).to(scale.dtype).contiguous()
+        kind = OffsetKind.ZERO_POINT
+    return PackedWeight(
+        codes=arrays.viewed(codes.contiguous(), "uint8") ^ SIGN,  # adds 128 to a signed byte
+        scale=scale,
+        offset=offset,
+        offset_kind=kind,
+        bits=8,
+        group_size=columns // groups,
     )
 
 

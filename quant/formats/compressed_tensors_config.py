@@ -5,11 +5,18 @@ The schema belongs to the compressed-tensors project.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ConfigError, UnsupportedModelError
 from appliance.kernels.fp8 import BLOCK
-from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import (
+    BITS,
+    GROUP_SIZES,
+    Fp8Scheme,
+    StoredScheme,
+    WeightScheme,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +27,10 @@ METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"
 FP8_FORMAT = "float-quantized"
 MIXED_FORMAT = "mixed-precision"
+NAIVE_FORMAT, DENSE_FORMAT = "naive-quantized", "dense"
+INT_FORMATS = ("int-quantized", NAIVE_FORMAT)
+FP4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+FORMATS = (FORMAT, FP8_FORMAT, MIXED_FORMAT, DENSE_FORMAT, *INT_FORMATS, *FP4_FORMATS)
 SCHEMA_VERSION = "0.20.0"  # of the package that owns the schema
 
 
@@ -98,63 +109,124 @@ def _activation_arguments(scheme: LinearScheme) -> dict[str, Any] | None:
     }
 
 
-def declared_schemes(config: Mapping[str, Any]) -> tuple[LinearScheme, ...]:
-    """Read the weight schemes from a config, or raise UnsupportedModelError."""
+@dataclass(frozen=True, slots=True)
+class DeclaredWeights:
+    """Settings of the quantized weights of a model.
+
+    Attributes:
+        schemes: of integers and e4m3; tensors show which of them a module has.
+        fp4_groups: (format, group size) of groups of 4-bit floats.
+        rounded_inputs: inputs that the checkpoint wants quantized and that stay in 16 bits here.
+    """
+
+    schemes: tuple[LinearScheme, ...]
+    fp4_groups: tuple[tuple[str, object], ...] = ()
+    rounded_inputs: bool = False
+
+
+def declared_weights(config: Mapping[str, Any]) -> DeclaredWeights:
+    """Read the weights' schemes from a config, or raise UnsupportedModelError.
+
+    `quantization_status` is not asked: the types of the tensors say what they hold. Neither are
+    targets, as each scheme has parts of its own type and shape.
+    """
+    sparsity = config.get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, dict) else sparsity
+    if sparse not in (None, "dense"):
+        raise _unsupported(f"sparsity_config with format {sparse!r}")
+    format = config.get("format") or DENSE_FORMAT
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    if not isinstance(groups, dict) or not (groups or format == DENSE_FORMAT):
         raise _unsupported("a config without config_groups")
-    if config.get("format") not in (FORMAT, FP8_FORMAT, MIXED_FORMAT):
-        raise _unsupported(f"format {config.get('format')!r}")
-    if config.get("quantization_status") != "compressed":
-        raise _unsupported(f"quantization_status {config.get('quantization_status')!r}")
-    return tuple(_scheme(group, str(config["format"])) for group in groups.values())
+    if not isinstance(format, str) or format not in FORMATS:
+        raise _unsupported(f"format {format!r}")
+    schemes: list[LinearScheme] = []
+    fp4_groups: list[tuple[str, object]] = []
+    rounded = False
+    for name, group in groups.items():
+        weights, activations, own = _arguments(name, group, format)
+        if weights is None:
+            continue
+        is_fp8 = False
+        if own in FP4_FORMATS:
+            fp4_groups.append((own, weights.get("group_size")))
+        else:
+            schemes.append(_scheme(weights, activations, own))
+            is_fp8 = isinstance(schemes[-1], Fp8Scheme)
+        rounded |= activations is not None and not (is_fp8 and activations.get("dynamic"))
+    return DeclaredWeights(tuple(schemes), tuple(fp4_groups), rounded)
 
 
-def _scheme(group: object, format: str) -> LinearScheme:
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(group, dict) or not isinstance(weights, dict):
-        raise _unsupported("a config group without weights")
+def _arguments(
+    name: str, group: object, format: str
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None, str]:
+    """Return a group's settings of weights and of inputs, and its format.
+
+    Weights are None where they stay as they are, as in a group of attention alone.
+    """
+    if not isinstance(group, dict):
+        raise _unsupported(f"a config group {name!r} without weights")
+    weights, activations = group.get("weights"), group.get("input_activations")
     if group.get("output_activations") is not None:
         raise _unsupported("output_activations that are quantized")
-    format = group.get("format") or format
-    if format == FP8_FORMAT:
-        return _float_scheme(weights, group.get("input_activations"))
-    if format != FORMAT:
+    if not isinstance(weights, dict | None) or (weights is None and activations is None):
+        raise _unsupported(f"a config group {name!r} without weights")
+    if not isinstance(activations, dict | None):
+        raise _unsupported(f"input_activations of {activations!r}")
+    own = str(group.get("format") or format)
+    if weights and own in (MIXED_FORMAT, DENSE_FORMAT):
+        bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+        if (bits, kind) == (4, "float"):
+            own = FP4_FORMATS[weights.get("group_size") == 32]
+        else:
+            own = FP8_FORMAT if kind == "float" else FORMAT
+    return weights, activations, own
+
+
+def _scheme(
+    weights: Mapping[str, Any], activations: Mapping[str, Any] | None, format: str
+) -> LinearScheme:
+    is_float = weights.get("type", "int") == "float"
+    if format == FP8_FORMAT or (is_float and format == NAIVE_FORMAT):
+        return _float_scheme(weights, activations)
+    if format not in (FORMAT, *INT_FORMATS):
         raise _unsupported(f"format {format!r}")
-    if group.get("input_activations") is not None:
-        raise _unsupported("input_activations that are quantized")
-    if weights.get("type", "int") != "int":
+    if is_float:
         raise _unsupported(f"packed weights of type {weights['type']!r}")
     size = weights.get("group_size")
-    strategy = weights.get("strategy") or ("group" if size and size > 0 else "channel")
-    if strategy not in ("group", "channel"):
+    strategy = weights.get("strategy") or (
+        "group" if isinstance(size, int) and size > 0 else "channel"
+    )
+    if strategy not in ("group", "channel", "tensor"):
         raise _unsupported(f"strategy {strategy!r}")
+    bits, symmetric = weights.get("num_bits", 8), weights.get("symmetric", True) is not False
+    size = size if strategy == "group" else None
+    is_ours = bits in BITS and (size is None or size in GROUP_SIZES)
     try:
-        return WeightScheme(
-            bits=weights.get("num_bits", 8),
-            group_size=size if strategy == "group" else None,
-            symmetric=weights.get("symmetric", True),
-        )
+        return (WeightScheme if is_ours else StoredScheme)(bits, size, symmetric)
     except ConfigError as error:
         raise _unsupported(str(error)) from error
 
 
-def _float_scheme(weights: Mapping[str, Any], activations: object) -> Fp8Scheme:
-    if weights.get("type") != "float" or weights.get("num_bits") != 8:
+def _float_scheme(weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> Fp8Scheme:
+    if weights.get("type") != "float" or weights.get("num_bits", 8) != 8:
         raise _unsupported(f"{weights.get('num_bits')}-bit {weights.get('type')} weights as floats")
-    if isinstance(activations, dict) and not activations.get("dynamic"):
-        raise _unsupported("input_activations with scales of their own")
-    strategy = weights.get("strategy")
+    strategy = weights.get("strategy") or ("block" if weights.get("block_structure") else "tensor")
     if strategy not in ("channel", "tensor", "block"):
         raise _unsupported(f"strategy {strategy!r} of FP8 weights")
     if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
         raise _unsupported(f"FP8 blocks of {weights.get('block_structure')}")
-    return Fp8Scheme(strategy == "block", quantized_inputs=activations is not None)
+    return Fp8Scheme(
+        strategy == "block",
+        quantized_inputs=activations is not None and bool(activations.get("dynamic")),
+    )
 
 
 def _unsupported(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"this compressed-tensors model has {what}; supported are compressed {FORMAT} integer"
-        " weights of 3, 4 or 8 bits in groups of 32, 64 or 128 or by channel, with 16-bit"
-        f" activations, and {FP8_FORMAT} weights of 8 bits by tensor, channel or block of 128x128"
+        f"this compressed-tensors model has {what}; supported are compressed {FORMAT} and"
+        f" int-quantized integer weights of 2 to 8 bits in groups of multiples of 32 or by channel,"
+        f" {FP8_FORMAT} weights of 8 bits by tensor, channel or block of 128x128, and"
+        f" {' and '.join(FP4_FORMATS)} weights, with any input_activations; quantize the 16-bit"
+        " model that it was made from with appliance quantize"
     )

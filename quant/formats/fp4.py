@@ -1,4 +1,4 @@
-"""Reads folders of e2m1 weights: gpt-oss's MXFP4, ModelOpt's and compressed-tensors' NVFP4.
+"""Reads e2m1 weights: gpt-oss's MXFP4, ModelOpt's and compressed-tensors' NVFP4, AutoRound's.
 
 Each form is a table of part names and their meaning. The number formats belong to OCP (Microscaling
 Formats, v1.0) and NVIDIA. Activations stay in 16 bits, whatever a folder asks for.
@@ -7,9 +7,8 @@ Formats, v1.0) and NVIDIA. Activations stay in 16 bits, whatever a folder asks f
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,16 +17,17 @@ from appliance.kernels import arrays
 from appliance.kernels.fp4 import GROUPS, Fp4Weight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from appliance.checkpoint import SafetensorsFolder
+    from appliance.kernels.weight import Weight
+    from appliance.quant.formats.reader import WeightReader
 
 MXFP4 = "mxfp4"  # quant_method of gpt-oss
 E8M0, E4M3 = "float8_e8m0fnu", "float8_e4m3fn"
 _WEIGHT = ".weight"
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +71,17 @@ PACKED_NVFP4 = Fp4Form(
 PACKED_MXFP4 = Fp4Form("MXFP4", ".weight_packed", ".weight_scale", E8M0)
 # of compressed-tensors, by the config's format
 PACKED = {"nvfp4-pack-quantized": PACKED_NVFP4, "mxfp4-pack-quantized": PACKED_MXFP4}
-MODELOPT_ALGORITHM = "NVFP4"
 
 
-def declared_form(config: Mapping[str, Any]) -> Fp4Form | None:
-    """Return the form that a `quantization_config` declares; None for other weights.
-
-    Raises:
-        UnsupportedModelError: an unsupported group size, or formats that differ by module.
-    """
-    if config.get("quant_method") == MXFP4:
-        return GPT_OSS
-    nested = config.get("quantization")
-    nested = nested if isinstance(nested, dict) else {}
-    if config.get("quant_algo", nested.get("quant_algo")) == MODELOPT_ALGORITHM:
-        size = config.get("group_size", nested.get("group_size", GROUPS[E4M3]))
-        return _checked(MODELOPT_NVFP4, size)
-    groups = config.get("config_groups")
-    groups = groups if isinstance(groups, dict) else {}
-    names = {str(_format_of(group, config)) for group in groups.values()}
-    if not names & PACKED.keys():
-        return None
-    if len(names) > 1:
-        raise _unsupported(f"weights in {' and '.join(sorted(names))}")
-    form = PACKED[names.pop()]
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        size = weights.get("group_size") if isinstance(weights, dict) else None
-        _checked(form, size or GROUPS[form.scale_dtype])
-    return form
+def check_group_size(form: Fp4Form, declared: object) -> None:
+    """Raise UnsupportedModelError if a config declares another group size than the form's."""
+    size = GROUPS[form.scale_dtype]
+    if declared not in (None, size):
+        raise UnsupportedModelError(
+            f"this model has {form.name} in groups of {declared}; supported are MXFP4 in groups of"
+            f" {GROUPS[E8M0]} and NVFP4 in groups of {GROUPS[E4M3]}; quantize the 16-bit model that"
+            " it was made from with appliance quantize"
+        )
 
 
 def decode(
@@ -138,30 +120,44 @@ def decode(
 
 
 class Fp4Weights:
-    """Reads a folder of one form, one tensor at a time; tensors without codes are dense.
+    """Reads weights of some forms, one tensor at a time; another reader has all others.
 
     Args:
-        folder: its config.json declares the form.
+        folder: holds the weights.
+        forms: that its config declares; the type of a module's scales decides between them.
+        rest: reads the tensors that are of none of them.
     """
 
-    def __init__(self, folder: SafetensorsFolder, form: Fp4Form) -> None:
+    def __init__(
+        self, folder: SafetensorsFolder, forms: Sequence[Fp4Form], rest: WeightReader
+    ) -> None:
         self._folder = folder
-        self._form = form
+        self._rest = rest
         self._stored = frozenset(folder.tensor_names())
-        self._modules: dict[str, tuple[str, int | None]] = {}  # weight -> module, expert
+        self._modules: dict[str, tuple[Fp4Form, str, int | None]] = {}  # form, module, expert
         parts = set[str]()
+        (codes,) = {form.codes for form in forms}
         for name in self._stored:
-            module = name.removesuffix(form.codes)
+            module = name.removesuffix(codes)
             if name == module or folder.dtype(name) != "uint8":
                 continue
-            parts |= {module + suffix for suffix in self._suffixes()}
+            form = self._form_of(module, forms)
+            parts |= {module + suffix for suffix in _suffixes(form)}
             if not form.by_expert:
-                self._modules[module + _WEIGHT] = module, None
+                self._modules[module + _WEIGHT] = form, module, None
                 continue
             experts, _, linear = module.rpartition(".")
             for expert in range(folder.shape(name)[0]):
-                self._modules[f"{experts}.{expert}.{linear}{_WEIGHT}"] = module, expert
-        self._names = sorted(self._modules.keys() | (self._stored - parts))
+                self._modules[f"{experts}.{expert}.{linear}{_WEIGHT}"] = form, module, expert
+        self._names = sorted(self._modules.keys() | (set(rest.tensor_names()) - parts))
+
+    def _form_of(self, module: str, forms: Sequence[Fp4Form]) -> Fp4Form:
+        for form in forms:
+            scale = module + form.scale
+            kinds = (form.scale_dtype, "uint8") if form.scale_dtype == E8M0 else (E4M3,)
+            if scale in self._stored and self._folder.dtype(scale) in kinds:
+                return form
+        return forms[0]
 
     def tensor_names(self) -> list[str]:
         """List every tensor; a quantized weight has its unquantized name."""
@@ -170,27 +166,26 @@ class Fp4Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, unpacked."""
         if name not in self._modules:
-            return self._folder.shape(name)
-        module, expert = self._modules[name]
-        shape = self._folder.shape(module + self._form.codes)
+            return self._rest.shape(name)
+        form, module, expert = self._modules[name]
+        shape = self._folder.shape(module + form.codes)
         rows, *inputs = shape if expert is None else shape[1:]
         return rows, 2 * math.prod(inputs)
 
     def packed_bits(self, name: str) -> int | None:
-        """Return None: the codes are not integers."""
-        return None
+        """Return None for this form, whose codes are not integers."""
+        return None if name in self._modules else self._rest.packed_bits(name)
 
     def float_bits(self, name: str) -> int | None:
-        return 4 if name in self._modules else None
+        return 4 if name in self._modules else self._rest.float_bits(name)
 
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return self._rest.notes()
 
-    def load(self, name: str) -> Tensor | Fp4Weight:
+    def load(self, name: str) -> Weight:
         if name not in self._modules:
-            return self._folder.load(name)
-        module, expert = self._modules[name]
-        form = self._form
+            return self._rest.load(name)
+        form, module, expert = self._modules[name]
         codes = self._part(name, module + form.codes, expert)
         scale = self._part(name, module + form.scale, expert)
         whole = None
@@ -207,27 +202,10 @@ class Fp4Weights:
             raise CheckpointError(f"{part} has nothing of {name}; download the model again")
         return self._folder.load_rows(part, expert, expert + 1)[0]
 
-    def _suffixes(self) -> tuple[str, ...]:
-        form = self._form
-        whole = () if form.tensor_scale is None else (form.tensor_scale,)
-        return (form.codes, form.scale, *whole, *form.ignored)
 
-
-def _format_of(group: object, config: Mapping[str, Any]) -> object:
-    return (group.get("format") if isinstance(group, dict) else None) or config.get("format")
-
-
-def _checked(form: Fp4Form, group_size: object) -> Fp4Form:
-    if group_size != GROUPS[form.scale_dtype]:
-        raise _unsupported(f"{form.name} in groups of {group_size}")
-    return form
-
-
-def _unsupported(what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"this model has {what}; supported are MXFP4 in groups of {GROUPS[E8M0]} and NVFP4 in"
-        f" groups of {GROUPS[E4M3]}, the same for all quantized modules"
-    )
+def _suffixes(form: Fp4Form) -> tuple[str, ...]:
+    whole = () if form.tensor_scale is None else (form.tensor_scale,)
+    return (form.codes, form.scale, *whole, *form.ignored)
 
 
 def _damaged(name: str, form: Fp4Form, found: str) -> CheckpointError:

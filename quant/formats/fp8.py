@@ -1,7 +1,7 @@
-"""Reads folders of e4m3 weights: scaled per tensor, or per block in `weight_scale_inv`.
+"""Reads folders of e4m3 weights: scaled per tensor or row, or per block in `weight_scale_inv`.
 
 The block form is DeepSeek's ("fp8", fine-grained; its scale multiplies, despite the name).
-ModelOpt's form with a scale per tensor differs only in the config.
+ModelOpt's and FBGEMM's forms with a scale per tensor or row differ only in the config.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.fp8 import BLOCK, Fp8Weight
+from appliance.quant.formats.compressed_tensors import ROUNDED_INPUTS
+from appliance.quant.formats.fp4 import MODELOPT_NVFP4, check_group_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +22,14 @@ if TYPE_CHECKING:
     from appliance.checkpoint import SafetensorsFolder
 
 METHOD, MODELOPT = "fp8", "modelopt"
+E4M3 = ("e4m3", "float8_e4m3fn", "e4m3fn", "float8_e4m3")  # names of one format
+MIXED, PER_TOKEN = "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"
+ALGORITHMS = (  # of ModelOpt; those with NVFP4 have its weights, whatever their inputs are
+    *("FP8", PER_TOKEN, "FP8_PB_WO", "FP8_PB_REAL"),
+    *("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
+)
 WEIGHT, BLOCK_SCALE, TENSOR_SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
-INPUT_SCALES = (".input_scale", ".activation_scale")
+INPUT_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub")
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 
@@ -40,7 +48,9 @@ class Fp8Weights:
 
     def __init__(self, folder: SafetensorsFolder) -> None:
         self._folder = folder
-        self._quantized_inputs = _check(folder.config["quantization_config"])
+        config = folder.config["quantization_config"]
+        self._quantized_inputs = quantizes_inputs(config)
+        self._notes = (ROUNDED_INPUTS,) if rounds_inputs(config) else ()
         self._stored = frozenset(folder.tensor_names())
         codes = {name for name in self._stored if folder.dtype(name) == "float8_e4m3fn"}
         self._codes = {name for name in codes if name.endswith(WEIGHT)}
@@ -63,7 +73,7 @@ class Fp8Weights:
         return 8 if name in self._codes else None
 
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return self._notes
 
     def load(self, name: str) -> Tensor | Fp8Weight:
         if name not in self._codes:
@@ -95,7 +105,9 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     values = scale.float()
     if not arrays.is_finite(values):
         raise CheckpointError(f"{name} holds NaN or infinity; quantize the model again")
-    if found == blocks and name.endswith(BLOCK_SCALE):
+    if found == (blocks[0], 1, blocks[1], 1):  # ModelOpt's
+        values, found = values.reshape(*blocks), blocks
+    if found == blocks and (name.endswith(BLOCK_SCALE) or blocks[0] != rows):
         return values
     if scale.numel() == 1:
         return values.flatten().expand(rows).contiguous()
@@ -107,28 +119,56 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     )
 
 
-def _check(config: Mapping[str, Any]) -> bool:
-    """Refuse unknown configs; return True if inputs become FP8 at run time."""
-    if config.get("quant_method") == MODELOPT:
-        nested = config.get("quantization")
-        algorithm = nested.get("quant_algo") if isinstance(nested, dict) else None
-        algorithm = config.get("quant_algo", algorithm)
-        if algorithm != "FP8":
-            raise _unsupported(f"quant_algo {algorithm!r}")
-        return False
-    if config.get("fmt", "e4m3") != "e4m3":
+def quantizes_inputs(config: Mapping[str, Any]) -> bool:
+    """Check a config of one of the methods; return True if inputs become FP8 at run time.
+
+    Raises:
+        UnsupportedModelError: an unknown number format or block size.
+    """
+    method = str(config.get("quant_method"))
+    if method.startswith(MODELOPT) or "quant_algo" in config:
+        _check_algorithms(config)
+    if method.startswith(MODELOPT):
+        return config.get("quant_algo") == PER_TOKEN
+    if str(config.get("fmt") or E4M3[0]) not in E4M3:
         raise _unsupported(f"numbers in {config['fmt']!r}")
     block = config.get("weight_block_size")
     if block is not None and block != [BLOCK, BLOCK]:
         raise _unsupported(f"blocks of {block}")
-    scheme = config.get("activation_scheme", "dynamic")
+    scheme = config.get("activation_scheme") or "dynamic"
     if scheme not in ("dynamic", "static"):
         raise _unsupported(f"activation_scheme {scheme!r}")
     return bool(scheme == "dynamic")
 
 
+def rounds_inputs(config: Mapping[str, Any]) -> bool:
+    """Return True if the checkpoint wants inputs quantized by scales of its own or to 4 bits."""
+    if config.get("activation_scheme") == "static":
+        return True
+    layers = config.get("quantized_layers")
+    layers = layers.values() if isinstance(layers, dict) else ()
+    names = {str(layer.get("quant_algo")) for layer in layers if isinstance(layer, dict)}
+    return bool({str(config.get("quant_algo")), *names} & {"FP8", "NVFP4", "W4A8_NVFP4_FP8"})
+
+
+def _check_algorithms(config: Mapping[str, Any]) -> None:
+    """Refuse ModelOpt's algorithms whose weights are neither e4m3 nor NVFP4, by name."""
+    algorithm, layers = config.get("quant_algo"), config.get("quantized_layers") or {}
+    if algorithm != MIXED and algorithm not in ALGORITHMS:
+        raise _unsupported(f"quant_algo {algorithm!r}")
+    if not isinstance(layers, dict):
+        raise _unsupported(f"quantized_layers of {layers!r}")
+    check_group_size(MODELOPT_NVFP4, config.get("group_size"))
+    for name, layer in layers.items():
+        own = layer.get("quant_algo") if isinstance(layer, dict) else layer
+        if own not in ALGORITHMS:
+            raise _unsupported(f"quant_algo {own!r} of {name}")
+        check_group_size(MODELOPT_NVFP4, layer.get("group_size") if "NVFP4" in own else None)
+
+
 def _unsupported(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"this FP8 model has {what}; supported are e4m3 weights with a scale for each tensor, each"
-        f" row or each block of {BLOCK} x {BLOCK}"
+        f" row or each block of {BLOCK} x {BLOCK}, and of ModelOpt {', '.join(ALGORITHMS)} and"
+        f" {MIXED}; quantize the 16-bit model that it was made from with appliance quantize"
     )

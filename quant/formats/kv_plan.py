@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 FILE = "kv_cache.json"
 VERSION = 1
 SCALE_NAMES = ("self_attn.k_scale", "self_attn.v_scale")
+# Endings of the same scales in ModelOpt's folders and in compressed-tensors' of before August 2024.
+KEY_SCALES = (".k_scale", ".k_proj.k_scale", ".k_proj.output_scale")
+VALUE_SCALES = (".v_scale", ".v_proj.v_scale", ".v_proj.output_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +162,10 @@ def stored_scales(
     found: list[Tensor | None] = []
     missing = []
     for layer, (num_kv_heads, _) in zip(layer_names, heads, strict=True):
-        names = [f"{layer}.{name}" for name in SCALE_NAMES]
-        single = f"{layer}.self_attn.kv_scale"
-        if single in present:
-            names = [single, single]
-        if not present.issuperset(names):
+        endings = [*zip(KEY_SCALES, VALUE_SCALES, strict=True), (".kv_scale", ".kv_scale")]
+        choices = [[f"{layer}.self_attn{end}" for end in pair] for pair in endings]
+        names = next((pair for pair in choices if present.issuperset(pair)), None)
+        if names is None:
             found.append(None)
             missing.append(layer)
             continue

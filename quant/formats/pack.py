@@ -58,13 +58,28 @@ def pack_threes(codes: Tensor) -> Tensor:
     return triples
 
 
-def unpack_threes(packed: Tensor) -> Tensor:
-    """Reverse `pack_threes`: (rows, 3 * eights) uint8 -> (rows, 8 * eights) uint8."""
-    triples = arrays.padded(packed.view(packed.shape[0], -1, 3), 1).contiguous()
-    words = arrays.viewed(triples, "int32")  # (rows, eights, 1)
-    shifts = arrays.like(packed, np.arange(0, 24, 3, dtype=np.int32))
-    codes: Tensor = arrays.cast(words >> shifts & 7, "uint8").flatten(1)
-    return codes
+def unpack_stream(packed: Tensor, bits: int) -> Tensor:
+    """Unpack codes that lie end to end, lowest bits first; a code may span two bytes.
+
+    Args:
+        packed: (rows, bytes) uint8.
+        bits: 2 to 8.
+
+    Returns:
+        (rows, 8 * ceil(bytes / bits)) uint8; the last are 0 where the bytes have ended.
+    """
+    if bits in (4, 8):
+        return unpack_codes(packed, bits)
+    padded = arrays.padded(packed, -packed.shape[1] % bits)
+    eights = padded.contiguous().view(packed.shape[0], -1, bits)  # eight codes in as many bytes
+    codes = []
+    for first in range(0, 8 * bits, bits):
+        byte, shift = divmod(first, 8)
+        code = eights[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | eights[..., byte + 1] << (8 - shift)
+        codes.append(code & ((1 << bits) - 1))
+    return arrays.stack(codes, dim=-1).flatten(1)  # type: ignore[no-any-return]
 
 
 def bytes_to_words(packed: Tensor) -> Tensor:
@@ -112,8 +127,5 @@ def pack_zero_points(zero_points: Tensor, bits: int) -> Tensor:
 def unpack_zero_points(words: Tensor, bits: int, out_features: int) -> Tensor:
     """Reverse `pack_zero_points`: -> (out_features, groups) uint8."""
     columns = words.T.contiguous()  # (groups, words)
-    if bits == 3:  # three words hold 32 codes
-        columns = arrays.padded(columns, -columns.shape[1] % 3)
-    packed = words_to_bytes(columns, columns.shape[1] * 4)
-    codes = unpack_threes(packed) if bits == 3 else unpack_codes(packed, bits)
+    codes = unpack_stream(words_to_bytes(columns, columns.shape[1] * 4), bits)
     return codes[:, :out_features].T.contiguous()

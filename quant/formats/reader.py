@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
+from appliance.checkpoint import QUANTIZATION, SafetensorsFolder
 from appliance.errors import UnsupportedModelError
-from appliance.quant.formats import awq, compressed_tensors_config, fp4, fp8, gptq
+from appliance.quant.formats import awq, bitsandbytes, compressed_tensors_config, fp4, fp8, gptq
+from appliance.quant.formats.bitsandbytes import BitsAndBytesWeights
 from appliance.quant.formats.compressed_tensors import CompressedTensorsWeights
+from appliance.quant.formats.compressed_tensors_config import declared_weights
 from appliance.quant.formats.dense import DenseWeights
 from appliance.quant.formats.fp4 import Fp4Weights
 from appliance.quant.formats.fp8 import Fp8Weights
 from appliance.quant.formats.word_packed import WordPackedWeights
 
 if TYPE_CHECKING:
-    from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.weight import Weight
-
-
-METHODS = (
-    compressed_tensors_config.METHOD,
-    awq.METHOD,
-    gptq.METHOD,
-    fp8.METHOD,
-    fp8.MODELOPT,
-    fp4.MXFP4,
-)
 
 
 class WeightReader(Protocol):
@@ -57,29 +50,106 @@ class WeightReader(Protocol):
 
 def is_read(config: object) -> bool:
     """Return True if a `quantization_config` names a known method."""
-    return isinstance(config, dict) and config.get("quant_method") in METHODS
+    return isinstance(config, dict) and _method(config) in _READERS
 
 
 def open_weights(folder: SafetensorsFolder) -> WeightReader:
     """Choose the reader by `quantization_config`, or raise UnsupportedModelError."""
-    config = folder.config.get("quantization_config")
+    config = folder.config.get(QUANTIZATION)
     if config is None:
         return DenseWeights(folder)
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    if method in (fp4.MXFP4, fp8.MODELOPT, compressed_tensors_config.METHOD):
-        form = fp4.declared_form(config)
-        if form is not None:
-            return Fp4Weights(folder, form)
-    if method == compressed_tensors_config.METHOD:
-        return CompressedTensorsWeights(folder)
-    if method == awq.METHOD:
-        return WordPackedWeights(folder, awq.declared_layout(config))
-    if method == gptq.METHOD:
-        return WordPackedWeights(folder, gptq.declared_layout(config))
-    if method in (fp8.METHOD, fp8.MODELOPT):
-        return Fp8Weights(folder)
+    method = _method(config) if isinstance(config, dict) else None
+    if method in _READERS:
+        return _READERS[method](folder, config)
+    called = _CALLED.get(str(method), repr(method or config))
     raise UnsupportedModelError(
-        f"weights quantized by {method or config!r} cannot be read; supported are unquantized"
-        " weights, compressed-tensors, AWQ, GPTQ, MXFP4, NVFP4, and FP8 of DeepSeek's or ModelOpt's"
-        " form"
+        f"weights quantized by {called} cannot be read; supported are unquantized weights,"
+        " compressed-tensors, AWQ, GPTQ, AutoRound, MXFP4, NVFP4, FP8 of DeepSeek's, ModelOpt's or"
+        f" FBGEMM's form, and bitsandbytes; {_WAYS.get(str(method), _OTHER_WAY)}"
     )
+
+
+def _method(config: Mapping[str, Any]) -> str | None:
+    """Return the method under one name, whatever the version of its program writes."""
+    method = config.get("quant_method")
+    if not isinstance(method, str):
+        return None
+    method = method.lower().replace("_", "-").removeprefix("intel/")
+    for name in (fp8.MODELOPT, bitsandbytes.METHOD):  # such as modelopt_fp4, bitsandbytes_4bit
+        if method.startswith(name):
+            return name
+    return _ALIASES.get(method, method)
+
+
+def _compressed_tensors(folder: SafetensorsFolder, config: Mapping[str, Any]) -> WeightReader:
+    declared = declared_weights(config)
+    rest = CompressedTensorsWeights(folder, declared)
+    forms = dict.fromkeys(fp4.PACKED[name] for name, _ in declared.fp4_groups)
+    for name, size in declared.fp4_groups:
+        fp4.check_group_size(fp4.PACKED[name], size)
+    return Fp4Weights(folder, tuple(forms), rest) if forms else rest
+
+
+def _fp8(folder: SafetensorsFolder, config: Mapping[str, Any]) -> WeightReader:
+    """Read e4m3 weights and, beside them, NVFP4: ModelOpt mixes both in one model."""
+    return Fp4Weights(folder, (fp4.MODELOPT_NVFP4,), Fp8Weights(folder))
+
+
+def _auto_round(folder: SafetensorsFolder, config: Mapping[str, Any]) -> WeightReader:
+    """Choose the reader by the packing, which the first versions called the backend.
+
+    Raises:
+        UnsupportedModelError: the numbers are neither integers nor 4-bit floats.
+    """
+    packing = str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")
+    kind, bits = str(config.get("data_type") or "int"), config.get("bits")
+    if kind.startswith("int") and "awq" in packing:
+        return WordPackedWeights(folder, awq.declared_layout({**config, "version": "gemm"}))
+    if kind.startswith("int") and "llm_compressor" not in packing:
+        return WordPackedWeights(folder, gptq.auto_round_layout(config, packing))
+    if bits == 4 and kind.startswith(("nv_fp", "mx_fp")) and "e5m3" not in packing:
+        return Fp4Weights(folder, (*fp4.PACKED.values(),), DenseWeights(folder))
+    raise UnsupportedModelError(
+        f"this AutoRound model has {bits!r} bits of data_type {kind!r} with packing_format"
+        f" {packing!r}; supported are integers, and nv_fp and mx_fp of 4 bits; {_OTHER_WAY}"
+    )
+
+
+_READERS: dict[str | None, Callable[[SafetensorsFolder, Mapping[str, Any]], WeightReader]] = {
+    compressed_tensors_config.METHOD: _compressed_tensors,
+    awq.METHOD: lambda folder, config: WordPackedWeights(folder, awq.declared_layout(config)),
+    gptq.METHOD: lambda folder, config: WordPackedWeights(folder, gptq.declared_layout(config)),
+    gptq.AUTO_ROUND: _auto_round,
+    fp8.METHOD: _fp8,
+    fp8.MODELOPT: _fp8,
+    fp4.MXFP4: lambda folder, config: Fp4Weights(folder, (fp4.GPT_OSS,), DenseWeights(folder)),
+    bitsandbytes.METHOD: lambda folder, config: BitsAndBytesWeights(folder),
+}
+_ALIASES = {
+    "sparseml": compressed_tensors_config.METHOD,  # of its first versions
+    "fbgemm-fp8": fp8.METHOD,
+    "autoround": gptq.AUTO_ROUND,
+}
+# Methods that people meet and that have no reader here, as their projects call them.
+_CALLED = {
+    "mlx": "MLX",
+    "torchao": "torchao",
+    "hqq": "HQQ",
+    "eetq": "EETQ",
+    "quanto": "Quanto",
+    "aqlm": "AQLM",
+    "spqr": "SpQR",
+    "vptq": "VPTQ",
+    "higgs": "HIGGS",
+    "bitnet": "BitNet",
+    "exl2": "ExLlamaV2 (exl2)",
+    "exl3": "ExLlamaV3 (exl3)",
+    "quark": "Quark",
+    "quip": "QuIP#",
+    "gguf": "GGUF in a folder",
+}
+_OTHER_WAY = (
+    "take the 16-bit model that this one was made from and run appliance quantize MODEL, or take"
+    " its GGUF, AWQ, GPTQ or compressed-tensors form"
+)
+_WAYS = {"gguf": "name the .gguf file itself"}

@@ -53,7 +53,7 @@ class WeightScheme:
     @property
     def code_bits(self) -> int:
         """Bits of a code in memory, 4 or 8: 3-bit codes take 4."""
-        return max(self.bits, 4)
+        return 4 if self.bits <= 4 else 8
 
     @property
     def max_code(self) -> int:
@@ -88,6 +88,26 @@ class WeightScheme:
     def __str__(self) -> str:
         group = CHANNEL if self.group_size is None else f"groups of {self.group_size}"
         return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScheme(WeightScheme):
+    """A scheme that others' checkpoints have and none of our methods makes.
+
+    Attributes:
+        bits: 2 to 8.
+        group_size: a multiple of 32, or None.
+
+    Raises:
+        ConfigError: unsupported bits or group size.
+    """
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in range(2, 9):
+            raise ConfigError(f"weights of {self.bits} bits")
+        size = self.group_size
+        if size is not None and (type(size) is not int or size < 1 or size % GROUP_SIZES[-1]):
+            raise ConfigError(f"a group size of {size}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from appliance.kernels.packed import PackedWeight
 
 WEIGHT, QWEIGHT, QZEROS, SCALES, G_IDX = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"
-PARTS = (QWEIGHT, QZEROS, SCALES, G_IDX)
+# .wf and .wf_unsqueeze_... are shifts that some versions of AutoGPTQ store beside the words.
+PARTS = (QWEIGHT, QZEROS, SCALES, G_IDX, ".wf", ".wf_unsqueeze_zero", ".wf_unsqueeze_neg_one")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
+INDEX_DTYPES = ("int32", "int64")
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]  # type and shape of each part
 
@@ -30,7 +32,13 @@ class WordLayout(Protocol):
     """Layout of a weight's stored parts."""
 
     @property
-    def bits(self) -> int: ...
+    def code_bits(self) -> int:
+        """Bits of a code in memory."""
+        ...
+
+    def fitted(self, parts: Mapping[str, tuple[int, ...]]) -> WordLayout:
+        """Return the layout of a module whose parts have these shapes."""
+        ...
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
         """Return (out_features, in_features) of a weight from the shape of its qweight."""
@@ -74,11 +82,12 @@ class WordPackedWeights:
         words = self._folder.shape(module + QWEIGHT)
         if len(words) != 2 or min(words) < 1:
             raise CheckpointError(f"{module}{QWEIGHT} has shape {words}, which is no matrix")
-        return self._words.shape(words)
+        return self._layout(module).shape(words)
 
     def packed_bits(self, name: str) -> int | None:
         """Return the bits of a packed weight's codes; None for a dense tensor."""
-        return None if self._module(name) is None else self._words.bits
+        module = self._module(name)
+        return None if module is None else self._layout(module).code_bits
 
     def float_bits(self, name: str) -> int | None:
         return None
@@ -92,14 +101,24 @@ class WordPackedWeights:
         if module is None:
             return self._folder.load(name)
         out_features, in_features = self.shape(name)
-        layout = self._words.layout((out_features, in_features))
+        words = self._layout(module)
+        layout = words.layout((out_features, in_features))
         parts = {part: self._part(module + part, *expected) for part, expected in layout.items()}
         if not arrays.is_finite(parts[SCALES]):
             raise CheckpointError(f"{module}{SCALES} holds NaN or infinity; quantize again")
         g_idx = module + G_IDX
         if g_idx in self._stored and self._folder.shape(g_idx) != (0,):
-            parts[G_IDX] = self._part(g_idx, "int32", (in_features,))
-        return self._words.decode(module, parts)
+            kind = self._folder.dtype(g_idx)
+            parts[G_IDX] = self._part(
+                g_idx, kind if kind in INDEX_DTYPES else "int32", (in_features,)
+            )
+        return words.decode(module, parts)
+
+    def _layout(self, module: str) -> WordLayout:
+        names = {part: module + part for part in (QWEIGHT, QZEROS, SCALES)}
+        return self._words.fitted(
+            {part: self._folder.shape(name) for part, name in names.items() if name in self._stored}
+        )
 
     def _module(self, name: str) -> str | None:
         module = name.removesuffix(WEIGHT)

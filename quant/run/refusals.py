@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from appliance.checkpoint import CONFIG_NAME
+from appliance.checkpoint import read_config
 from appliance.errors import QuantizeError
-from appliance.files import read_json
 from appliance.quant.walk.places import check_walked, is_plain
 from appliance.quant.walk.walk import disk_bytes
 
@@ -60,7 +59,7 @@ def refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
 def refuse_quantized(model_path: Path) -> None:
     if not model_path.is_dir():
         return
-    config = read_json(model_path / CONFIG_NAME).get("quantization_config")
+    config = read_config(model_path).get("quantization_config")
     if config is not None:
         method = config.get("quant_method") if isinstance(config, dict) else config
         raise QuantizeError(

@@ -225,8 +225,8 @@ QUANTIZATION: list[dict[str, Any]] = [
 READERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "awq": awq.declared_layout,
     "gptq": gptq.declared_layout,
-    "fp8": fp8._check,
-    "compressed-tensors": compressed_tensors_config.declared_schemes,
+    "fp8": fp8.quantizes_inputs,
+    "compressed-tensors": compressed_tensors_config.declared_weights,
 }
 
 

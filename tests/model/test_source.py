@@ -52,6 +52,28 @@ def logits(path: Path) -> torch.Tensor:
     return logits_of(load_decoder(open_model(path), REFERENCE, cpu, torch.float32), [5, 6, 7])
 
 
+def test_biases_of_zeros_and_scales_of_activations_are_left_out_with_a_word(
+    rebuild: Rebuild, tiny_llama: Path
+) -> None:
+    """AutoGPTQ writes a bias beside every weight; transformers drops it, as vLLM does."""
+    layer = "model.layers.0"
+    others = [f"{layer}.self_attn.{name}" for name in ("q_scale", "prob_output_scale")]
+    scales = [*others, f"{layer}.mlp.down_proj.input_scale", f"{layer}.self_attn.k_scale"]
+
+    def add(tensors: Tensors) -> None:
+        widths = {name: len(weight) for name, weight in tensors.items() if "proj" in name}
+        for name, width in widths.items():
+            tensors[name.replace("weight", "bias")] = torch.zeros(width)
+        tensors.update({name: torch.tensor(0.5) for name in scales})
+
+    path = rebuild(add, {})
+    with_notes = open_model(path)
+    assert torch.equal(logits(path), logits(tiny_llama))
+    biases, activations = with_notes.notes
+    assert biases == "14 biases that are all zero are left out"
+    assert activations.startswith("3 parameters of activations, such as model.layers.0.mlp")
+
+
 def test_a_decoder_that_was_saved_alone_is_the_same_model(
     rebuild: Rebuild, tiny_llama: Path
 ) -> None:
@@ -93,9 +115,19 @@ def test_slots_are_the_tensors_of_the_checkpoint(tiny_llama: Path) -> None:
             "lm_head.weight is",
         ),
         (
-            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
             {},
-            "q_proj.bias has no place",
+            r'q_proj.bias is not zero, .* "attention_bias": true in config.json makes them read',
+        ),
+        (
+            lambda t: t.update({"model.layers.0.input_layernorm.bias": torch.ones(64)}),
+            {},
+            "input_layernorm.bias is not zero, .* belongs to another model",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.sinks": torch.zeros(2)}),
+            {},
+            "sinks has no place",
         ),
     ],
 )

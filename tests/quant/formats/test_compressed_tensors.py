@@ -26,7 +26,7 @@ from appliance.quant.formats.compressed_tensors import (
     encoded_layout,
 )
 from appliance.quant.formats.compressed_tensors_config import (
-    declared_schemes,
+    declared_weights,
     quantization_config,
 )
 from appliance.quant.formats.pack import pack_codes
@@ -133,7 +133,7 @@ def test_the_layout_is_known_beforehand(drawn: tuple[WeightScheme, PackedWeight]
 @settings(derandomize=True)
 def test_the_config_says_which_schemes_there_are(used: list[WeightScheme]) -> None:
     config = quantization_config({f"m{i}": scheme for i, scheme in enumerate(used)}, ["lm_head"])
-    assert declared_schemes(config) == tuple(used)
+    assert declared_weights(config).schemes == tuple(used)
     parsed = QuantizationConfig.model_validate(config)
     assert parsed.quantization_status == "compressed"
     assert parsed.ignore == ["lm_head"]
@@ -185,30 +185,31 @@ W = "config_groups/group_0/weights"
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("format", "nvfp4-pack-quantized", "nvfp4"),
-        ("config_groups/group_0/format", "nvfp4-pack-quantized", "nvfp4"),
-        ("quantization_status", "frozen", "frozen"),
+        ("format", "marlin-24", "marlin-24"),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparse-24-bitmask"),
+        ("config_groups/group_0/format", "mxfp8-quantized", "mxfp8"),
         ("config_groups", {}, "config_groups"),
         ("config_groups/group_0", ["Linear"], "without weights"),
+        ("config_groups/group_0/output_activations", {"num_bits": 8}, "output_activations"),
+        ("config_groups/group_0/input_activations", "int8", "input_activations"),
         (f"{W}/type", "float", "float"),
-        (f"{W}/num_bits", 2, "2 bits"),
+        (f"{W}/num_bits", 9, "9 bits"),
         (f"{W}/group_size", 48, "48"),
         (f"{W}/strategy", "block", "block"),
-        ("config_groups/group_0/input_activations", {"num_bits": 8}, "input_activations"),
     ],
 )
 def test_what_is_not_supported_is_named_with_what_is(path: str, value: object, named: str) -> None:
     config = change(quantization_config({MODULE: SCHEME}, []), path, value)
     with pytest.raises(UnsupportedModelError, match="supported are compressed") as caught:
-        declared_schemes(config)
+        declared_weights(config)
     assert named in str(caught.value)
 
 
 def test_a_missing_strategy_follows_from_the_group_size() -> None:
     config = change(quantization_config({MODULE: SCHEME}, []), f"{W}/strategy", None)
-    assert declared_schemes(config) == (SCHEME,)
+    assert declared_weights(config).schemes == (SCHEME,)
     config = change(config, f"{W}/group_size", -1)
-    assert declared_schemes(config) == (WeightScheme(4, None, symmetric=False),)
+    assert declared_weights(config).schemes == (WeightScheme(4, None, symmetric=False),)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -246,7 +247,7 @@ def test_fp8_is_read_by_the_package_and_by_us_as_it_was_made(scheme: Fp8Scheme) 
     }
     assert found == encoded_layout(NAME, weight.shape, scheme, "bfloat16")
     config = quantization_config({MODULE: scheme}, ["lm_head"])
-    assert declared_schemes(config) == (scheme,)
+    assert declared_weights(config).schemes == (scheme,)
     parsed = QuantizationConfig.model_validate(config)
     local = {key.replace(MODULE + ".", ""): tensor for key, tensor in stored.items()}
     read = BaseCompressor.get_value_from_registry(parsed.format).decompress(
@@ -270,7 +271,7 @@ def test_formats_may_be_mixed() -> None:
     config = quantization_config(schemes, [])
     assert config["format"] == "mixed-precision"
     assert QuantizationConfig.model_validate(config).config_groups.keys() == {"group_0", "group_1"}
-    assert declared_schemes(config) == tuple(schemes.values())
+    assert declared_weights(config).schemes == tuple(schemes.values())
 
 
 def test_one_scale_of_a_whole_fp8_weight_belongs_to_every_output() -> None:

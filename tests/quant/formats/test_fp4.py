@@ -148,16 +148,11 @@ def test_damaged_parts_are_refused_by_name(
         reader.load(NAME)
 
 
-MIXED = packed("nvfp4-pack-quantized", 16)
-MIXED["config_groups"] |= {"group_1": {"weights": {}, "format": "pack-quantized"}}
-
-
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         (MODELOPT | {"group_size": 32}, "NVFP4 in groups of 32"),
         (packed("mxfp4-pack-quantized", 16), "MXFP4 in groups of 16"),
-        (MIXED, "weights in nvfp4-pack-quantized and pack-quantized"),
     ],
 )
 def test_other_variants_are_refused_with_what_is_supported(

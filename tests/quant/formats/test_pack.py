@@ -67,7 +67,7 @@ def test_codes_of_three_bits_round_trip(rows: int, eights: int, seed: int) -> No
     codes = random_codes(rows, 8 * eights, 3, seed)
     packed = pack.pack_threes(codes)
     assert packed.shape == (rows, 3 * eights)
-    assert torch.equal(pack.unpack_threes(packed), codes)
+    assert torch.equal(pack.unpack_stream(packed, 3), codes)
 
 
 @given(sizes, sizes, seeds)

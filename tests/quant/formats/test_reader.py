@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from appliance.checkpoint import SafetensorsFolder, write_safetensors
+from appliance.checkpoint import SafetensorsFolder, read_config, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.packed import PackedWeight
 from appliance.quant.formats import open_weights
@@ -96,9 +96,52 @@ def test_an_impossible_shape_is_refused(tmp_path: Path, shape: list[int]) -> Non
         reader.shape(NAME)
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "eetq"}, {}, "gptq", ["fp8"]])
-def test_other_methods_are_refused_with_what_is_supported(
-    tmp_path: Path, quantization: object
+@pytest.mark.parametrize(
+    ("quantization", "called"),
+    [
+        ({"quant_method": "eetq"}, "EETQ"),
+        ({"quant_method": "hqq"}, "HQQ"),
+        ({"quant_method": "exl3"}, "ExLlamaV3"),
+        ({"group_size": 64, "bits": 4}, "MLX"),
+        ({"quant_method": "gptneo"}, "'gptneo'"),
+        ({}, "{}"),
+        ("gptq", "'gptq'"),
+        (["fp8"], "'fp8'"),
+    ],
+)
+def test_other_methods_are_refused_by_name_with_what_to_do(
+    tmp_path: Path, quantization: object, called: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="supported are unquantized weights, comp"):
+    named = f"by .*{called}.* cannot be read; supported are unquantized weights, comp.*; take the"
+    with pytest.raises(UnsupportedModelError, match=named):
         open_weights(folder(tmp_path, {NAME: WEIGHT}, quantization))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ({"packing_format": "auto_round:fp8_static", "data_type": "fp8"}, "data_type 'fp8'"),
+        ({"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"}, "8 bits of data"),
+        ({"packing_format": "auto_round:auto_awq"}, "8 bits"),
+    ],
+)
+def test_what_auto_round_packs_otherwise_is_refused_by_name(
+    tmp_path: Path, quantization: dict[str, object], named: str
+) -> None:
+    settings = {"quant_method": "auto-round", "bits": 8, "group_size": 32} | quantization
+    with pytest.raises(UnsupportedModelError, match=f"{named}.* appliance quantize"):
+        open_weights(folder(tmp_path, {NAME: WEIGHT}, settings))
+
+
+def test_settings_in_config_json_win_over_those_of_a_file_beside(tmp_path: Path) -> None:
+    """As in vLLM; MLX's `quantization` comes last."""
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 2}))
+    gptq, other = {"quant_method": "gptq", "bits": 4}, {"bits": 8, "group_size": 64}
+    for config, expected in (
+        ({"quantization_config": gptq, "compression_config": {"format": "dense"}}, gptq),
+        ({"text_config": {"quantization_config": gptq}, "quantization": other}, gptq),
+        ({"quantization": other}, other | {"quant_method": "mlx"}),
+        ({"quantization_config": None}, {"quant_method": "gptq", "bits": 2}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert read_config(tmp_path)["quantization_config"] == expected

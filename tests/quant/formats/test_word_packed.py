@@ -269,13 +269,14 @@ def test_a_list_of_groups_that_there_are_not_is_refused(g_idx: Tensor, folder_of
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
-        ("awq", {"version": "gemv"}, "version 'gemv'"),
+        ("awq", {"version": "marlin"}, "version 'marlin'"),
         ("awq", {"bits": 8}, "8 bits"),
         ("awq", {"group_size": 0}, "group size of 0"),
-        ("gptq", {"bits": 2}, "2 bits"),
+        ("gptq", {"bits": 1}, "bits of 1"),
+        ("gptq", {"is_marlin_format": True}, "'marlin'"),
+        ("gptq", {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         ("gptq", {"checkpoint_format": "marlin"}, "'marlin'"),
-        ("gptq", {"group_size": None}, "group size of None"),
-        ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 8}}}, "q_proj"),
+        ("gptq", {"group_size": None}, "group_size of None"),
     ],
 )
 def test_other_variants_are_refused_with_what_is_supported(
