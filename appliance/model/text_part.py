@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from appliance.model.families.class_defaults import text_type
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -33,7 +35,7 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         if key not in (_SECTION, "model_type") and not key.endswith("_config")
     }
     kept = {key: config[key] for key in ("quantization_config",) if key in config}
-    return section | others | kept
+    return {"model_type": text_type(config.get("model_type"))} | section | others | kept
 
 
 def has_other_parts(config: Mapping[str, Any]) -> bool:

@@ -101,14 +101,9 @@ def test_settings_that_configs_leave_out() -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"sliding_window": 16}, "sliding_window"),
         ({"layer_types": ["sliding_attention"] * 7}, "layer_types"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"num_local_experts": 8}, "num_local_experts"),
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"attention_multiplier": 0.1}, "attention_multiplier"),
-        ({"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
-        ({"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True}, "mlp_bias"),
-        ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias"),
+        ({"attention_multiplier": 0.1, "auto_map": {}}, "attention_multiplier"),
         (
             {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["sliding_attention"] * 7},
             "use_sliding_window",
@@ -140,6 +135,9 @@ def test_what_changes_the_arithmetic_is_refused_by_name(
         {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "pretraining_tp": 4},
         {"sliding_window": None, "layer_types": ["full_attention"] * 7, "mlp_bias": False},
         {"rope_scaling": None, "rope_parameters": None, "partial_rotary_factor": 1.0},
+        # Not settings of Llama's class, in transformers or elsewhere.
+        {"final_logit_softcapping": 30.0, "attention_multiplier": 0.1, "use_qk_norm": True},
+        {"num_local_experts": 8, "no_rope_layers": [1, 1, 0], "qkv_bias": True},
     ],
 )
 def test_what_does_not_change_the_arithmetic_is_accepted(settings: dict[str, Any]) -> None:
@@ -149,14 +147,14 @@ def test_what_does_not_change_the_arithmetic_is_accepted(settings: dict[str, Any
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": None}, "hidden_size is null, .*; remove it, which means 4096$"),
         ({"hidden_size": "64"}, "hidden_size is '64', but must be a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"architectures": ["Qwen2ForCausalLM"], "max_window_layers": -1}, "max_window_layers"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"rope_scaling": [1]}, "rope_scaling is"),
-        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing, .*; add it"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "a list of 8 numbers"),
     ],
 )

@@ -111,6 +111,9 @@ def test_equal_experts_are_chosen_as_transformers_chooses(
     torch.testing.assert_close(logits_of(native(folder), token_ids), expected, atol=1e-4, rtol=0)
 
 
+OWN_CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -123,11 +126,11 @@ def test_equal_experts_are_chosen_as_transformers_chooses(
         ({"moe_intermediate_size": 48}, r"experts\.0\.gate_proj.weight has shape \(40, 60\)"),
         ({"mlp_only_layers": [7]}, r"mlp_only_layers is \[7\], but must list layers from 0 to 2"),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
-        ({"n_group": 4}, "n_group = 4 is not supported"),
-        ({"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping = 30.0"),
-        ({"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
-        ({"moe_expert_capacity": 4}, r"config\.json: moe_expert_capacity = 4 is not supported"),
-        ({"router_bias_update": "top"}, "router_bias_update = 'top' is not supported"),
+        # Nothing to the class; but other code comes with the checkpoint.
+        (OWN_CODE | {"n_group": 4}, "n_group = 4 is not supported"),
+        (OWN_CODE | {"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
+        (OWN_CODE | {"moe_expert_capacity": 4}, r"config\.json: moe_expert_capacity = 4 is not"),
+        (OWN_CODE | {"router_bias_update": "top"}, "router_bias_update = 'top' is not supported"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

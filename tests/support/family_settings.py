@@ -216,7 +216,9 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "glm4_moe_lite": [
-        EXPERTS | LATENT | {"n_routed_experts": 4, "mlp_layer_types": ["dense", "sparse"]}
+        EXPERTS
+        | LATENT  # of which head_dim is another name of qk_rope_head_dim
+        | {"head_dim": 8, "n_routed_experts": 4, "mlp_layer_types": ["dense", "sparse"]}
     ],
 }
 GGUF_SIZES: dict[str, Any] = {

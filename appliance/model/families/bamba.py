@@ -24,7 +24,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
     head_dim, bias = read_head_dim(config), config.flag("attention_bias")
     attention = read_attention(
         config,
-        read_rope(config, head_dim, partial=True, share=0.5),
+        read_rope(config, head_dim, partial=True),
         head_dim,
         qkv_bias=bias,
         output_bias=bias,

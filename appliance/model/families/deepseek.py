@@ -34,33 +34,33 @@ _BY_BIAS = "noaux_tc"
 
 
 def _read_v2(config: ConfigReader) -> DecoderSpec:
-    method = config.text("topk_method", "greedy")
+    method = config.text("topk_method")
     if method not in ("greedy", _IN_GROUPS):
         raise config.refuse("topk_method", f"greedy and {_IN_GROUPS} with this architecture")
     for name in ("n_group", "topk_group", "norm_topk_prob"):
         config.value(name)  # without effect for the other method
-    dense = config.integer("first_k_dense_replace", 0)
+    dense = config.integer("first_k_dense_replace")
     experts = read_experts(
         config,
         count="n_routed_experts",
         renormalize=False,
         grouped=method == _IN_GROUPS,
         best_of_group=1,
-        scale=config.number("routed_scaling_factor", 1.0),
-        shared_width=_shared_width(config, 2),
+        scale=config.number("routed_scaling_factor"),
+        shared_width=_shared_width(config),
     )
     return _read(config, "deepseek_v2", experts, dense)
 
 
 def _read_v3(config: ConfigReader) -> DecoderSpec:
-    dense = config.integer("first_k_dense_replace", 3)
+    dense = config.integer("first_k_dense_replace")
     return _read(config, "deepseek_v3", _read_by_sigmoid(config), dense)
 
 
 def _read_glm(config: ConfigReader) -> DecoderSpec:
-    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 1)
+    layers = config.integer("num_hidden_layers")
     kinds = read_layer_kinds(config, {"dense": True, "sparse": False}, layers, "mlp_layer_types")
-    return _read(config, "glm4_moe_lite", _read_by_sigmoid(config), dense, kinds)
+    return _read(config, "glm4_moe_lite", _read_by_sigmoid(config), 1, kinds)
 
 
 def _read_by_sigmoid(config: ConfigReader) -> ExpertsSpec:
@@ -70,16 +70,16 @@ def _read_by_sigmoid(config: ConfigReader) -> ExpertsSpec:
         config,
         count="n_routed_experts",
         scoring=Scoring.SIGMOID,
-        renormalize=config.flag("norm_topk_prob", True),
+        renormalize=config.flag("norm_topk_prob"),
         selection_bias=True,
         grouped=True,
         epsilon=_EPSILON,
-        shared_width=_shared_width(config, 1),
+        shared_width=_shared_width(config),
     )
 
 
-def _shared_width(config: ConfigReader, usual: int) -> int:
-    return config.integer("moe_intermediate_size") * config.integer("n_shared_experts", usual)
+def _shared_width(config: ConfigReader) -> int:
+    return config.integer("moe_intermediate_size") * config.integer("n_shared_experts")
 
 
 def _read(

@@ -150,7 +150,7 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
         CheckpointError: `mlp_only_layers` is no list of layers.
     """
     num_layers = config.integer("num_hidden_layers")
-    step = config.integer("decoder_sparse_step", 1)
+    step = config.integer("decoder_sparse_step")
     dense = config.value("mlp_only_layers", [])
     if not isinstance(dense, list) or any(
         type(layer) is not int or not 0 <= layer < num_layers for layer in dense

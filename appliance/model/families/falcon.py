@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
-_CONTEXT = 2048  # for configs without one
-
 
 def _read(config: ConfigReader) -> DecoderSpec:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -35,11 +33,11 @@ def _read(config: ConfigReader) -> DecoderSpec:
     )
     mlp = MLPSpec(
         config.integer("ffn_hidden_size", 4 * hidden),
-        read_activation(config, "activation", usual="gelu", gated=False),
+        read_activation(config, "activation", gated=False),
         bias,
         gated=False,
     )
-    parallel, two_norms = config.flag("parallel_attn", True), _has_two_norms(config, is_new)
+    parallel, two_norms = config.flag("parallel_attn"), _has_two_norms(config, is_new)
     if is_new and not parallel:
         raise config.refuse("parallel_attn", "true with new_decoder_architecture")
     layers = config.integer("num_hidden_layers")
@@ -48,9 +46,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
         "falcon",
         [attention] * layers,
         mlps=[mlp] * layers,
-        norm=NormSpec(config.number("layer_norm_epsilon", 1e-5), centered=True),
-        tied_head=True,
-        context=_CONTEXT,
+        norm=NormSpec(config.number("layer_norm_epsilon"), centered=True),
     )
     one = parallel and not two_norms
     made = (replace(layer, parallel=parallel, one_norm=one) for layer in decoder.layers)
@@ -58,7 +54,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 
 def _key_heads(config: ConfigReader, is_new: bool, heads: int) -> int:
-    shares = config.flag("multi_query", True)
+    shares = config.flag("multi_query")
     if is_new:
         count = config.integer("num_kv_heads", heads)
         if heads % count:

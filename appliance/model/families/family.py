@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from appliance.model.families.class_defaults import class_defaults
 from appliance.model.families.limits import check_spec
 from appliance.model.families.reader import ConfigReader
 from appliance.model.names import DraftHeadNames, TensorNames
@@ -84,7 +85,8 @@ class Family:
             CheckpointError: a setting is missing, of the wrong type or out of range.
             UnsupportedModelError: a setting asks for unsupported arithmetic.
         """
-        reader = ConfigReader(config, origin)
+        usual = class_defaults(config.get("model_type")) or class_defaults(self.model_type)
+        reader = ConfigReader(config, origin, usual)
         spec = self.read(reader)
         reader.refuse_unread()
         if spec.has_experts:

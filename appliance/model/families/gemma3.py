@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
-from appliance.model.families.rope import scaled_rope
+from appliance.model.families.rope import scaled_rope, section_of_layers
 from appliance.model.families.standard import (
     read_attention,
     read_decoder,
@@ -30,11 +30,11 @@ _LAYERS_OF_27B = 62
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim = read_head_dim(config, default=256)
+    head_dim = read_head_dim(config)
     num_layers = config.integer("num_hidden_layers")
-    pattern = config.integer("sliding_window_pattern", 6)
+    pattern = config.integer("sliding_window_pattern")
     slides = read_layer_types(config, [(i + 1) % pattern != 0 for i in range(num_layers)])
-    window = read_window(config, default=4096)
+    window = read_window(config)
     if any(slides) and window is None:
         raise config.refuse("sliding_window", "a number, as layers slide")
     bias = config.flag("attention_bias")
@@ -45,7 +45,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
             local if sliding else full,
             head_dim,
             window=window if sliding else None,
-            scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
             softcap=config.optional_number("attn_logit_softcapping"),
             qkv_bias=bias,
             output_bias=bias,
@@ -60,7 +60,6 @@ def _read(config: ConfigReader) -> DecoderSpec:
         activation="hidden_activation",
         norm_offset=1.0,
         post_norms=True,
-        tied_head=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
         logit_softcap=config.optional_number("final_logit_softcapping"),
     )
@@ -69,13 +68,14 @@ def _read(config: ConfigReader) -> DecoderSpec:
 def _ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """Read RoPE of sliding and full layers; old-style scaling applies only to full ones."""
     sections = config.section("rope_parameters")
-    local, full = sections.section("sliding_attention"), sections.section("full_attention")
+    local = section_of_layers(sections, "sliding_attention")
+    full = section_of_layers(sections, "full_attention")
     sections.refuse_unknown(frozenset())
     if config.value("rope_scaling"):
         full = config.section("rope_scaling")
     return (
-        scaled_rope(config, local, config.number("rope_local_base_freq", 10000.0), head_dim),
-        scaled_rope(config, full, config.number("rope_theta", 1000000.0), head_dim),
+        scaled_rope(config, local, config.number("rope_local_base_freq"), head_dim),
+        scaled_rope(config, full, config.number("rope_theta"), head_dim),
     )
 
 
@@ -94,6 +94,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "query_pre_attn_scalar": hidden_size // num_heads if largest else head_dim,
         "sliding_window": meta.integer("attention.sliding_window"),
         "sliding_window_pattern": meta.integer("attention.sliding_window_pattern", 6),
+        "rope_parameters": None,  # two sets, by the keys below
         "rope_theta": meta.number("rope.freq_base", 1000000.0),
         "rope_local_base_freq": meta.number("rope.freq_base_swa", 10000.0),
         "attn_logit_softcapping": meta.optional_number("attn_logit_softcapping"),

@@ -15,8 +15,7 @@ from appliance.model.families.experts import read_experts
 from appliance.model.families.family import Family, GGUFMapping
 from appliance.model.families.gemma4_gguf import read_gemma4_gguf
 from appliance.model.families.gguf_config import GGUF_NAMES
-from appliance.model.families.reader import ConfigReader
-from appliance.model.families.rope import scaled_rope
+from appliance.model.families.rope import scaled_rope, section_of_layers
 from appliance.model.families.standard import (
     read_activation,
     read_attention,
@@ -29,6 +28,7 @@ from appliance.model.names import ExpertNames, TensorNames, TokenInputNames
 from appliance.model.spec import MLPSpec, NormSpec, TokenInputSpec
 
 if TYPE_CHECKING:
+    from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, ExpertsSpec, RopeSpec
 
 _PATTERN = 6  # every sixth layer has no window
@@ -38,14 +38,14 @@ _ACTIVATION = "hidden_activation"
 def _read(config: ConfigReader) -> DecoderSpec:
     num_layers = config.integer("num_hidden_layers")
     slides = read_layer_types(config, [(i + 1) % _PATTERN != 0 for i in range(num_layers)])
-    window = read_window(config, default=512)
+    window = read_window(config)
     if any(slides) and window is None:
         raise config.refuse("sliding_window", "a number, as layers slide")
     if config.value("use_bidirectional_attention") not in (None, False, "vision"):
         raise config.refuse(
             "use_bidirectional_attention", "null, or vision, whose tokens are not read"
         )
-    first_reader = num_layers - config.integer("num_kv_shared_layers", 0)
+    first_reader = num_layers - config.integer("num_kv_shared_layers")
     sources = _sources(config, slides, first_reader)
     local, full = _heads(config, slides)
     ropes = _ropes(config, local.head_dim, full.head_dim)
@@ -74,7 +74,6 @@ def _read(config: ConfigReader) -> DecoderSpec:
         activation=_ACTIVATION,
         mlps=_mlps(config, sources),
         post_norms=True,
-        tied_head=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
         logit_softcap=config.optional_number("final_logit_softcapping"),
         output_scale=True,
@@ -93,10 +92,10 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
     transformers writes differences per layer; older configs have separate settings.
     """
     local = _Heads(
-        read_head_dim(config, default=256),
+        read_head_dim(config),
         config.integer("num_key_value_heads", config.integer("num_attention_heads")),
     )
-    head_dim = config.integer("global_head_dim", 512)
+    head_dim = config.integer("global_head_dim")
     kv_heads = config.integer("num_global_key_value_heads", local.num_kv_heads)
     if not config.flag("attention_k_eq_v"):
         kv_heads = local.num_kv_heads
@@ -139,15 +138,10 @@ def _sources(config: ConfigReader, slides: list[bool], first: int) -> list[int |
 
 def _ropes(config: ConfigReader, local_dim: int, full_dim: int) -> tuple[RopeSpec, RopeSpec]:
     sections = config.section("rope_parameters")
-    local, full = sections.section("sliding_attention"), sections.section("full_attention")
+    local = section_of_layers(sections, "sliding_attention")
+    full = section_of_layers(sections, "full_attention")
     sections.refuse_unknown(frozenset())
-    if "full_attention" not in sections:
-        usual = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-        full = ConfigReader(usual, config.origin)
-    return (
-        scaled_rope(config, local, 10000.0, local_dim),
-        scaled_rope(config, full, 1000000.0, full_dim),
-    )
+    return scaled_rope(config, local, None, local_dim), scaled_rope(config, full, None, full_dim)
 
 
 def _mlps(config: ConfigReader, sources: list[int | None]) -> list[MLPSpec | ExpertsSpec]:
@@ -171,11 +165,11 @@ def _mlps(config: ConfigReader, sources: list[int | None]) -> list[MLPSpec | Exp
 
 
 def _token_input(config: ConfigReader, norm: NormSpec) -> TokenInputSpec | None:
-    width = config.integer("hidden_size_per_layer_input", 256)
+    width = config.integer("hidden_size_per_layer_input")
     if not width:
         return None
     rows, vocab_size = (
-        config.integer("vocab_size_per_layer_input", 262144),
+        config.integer("vocab_size_per_layer_input"),
         config.integer("vocab_size"),
     )
     if rows < vocab_size:

@@ -151,10 +151,10 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": meta.integer("context_length"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
         "rope_scaling": gguf_rope_scaling(meta),
+        "rope_parameters": {"rope_type": "default"},  # without scaling
+        "partial_rotary_factor": rotary_dim / head_dim,
         "tie_word_embeddings": "output.weight" not in names,
     }
-    if rotary_dim != head_dim:
-        config["partial_rotary_factor"] = rotary_dim / head_dim
     for key, source in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
         token_id = file.metadata.get(f"tokenizer.ggml.{source}_token_id")
         if token_id is not None:
@@ -210,7 +210,7 @@ def gguf_latent(meta: ConfigReader) -> dict[str, Any]:
         "qk_rope_head_dim": turning,
         "qk_nope_head_dim": width - turning,
         "v_head_dim": values,
-        "head_dim": None,
+        "head_dim": turning,
         "partial_rotary_factor": None,
     }
 

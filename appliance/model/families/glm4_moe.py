@@ -37,17 +37,17 @@ def _read(config: ConfigReader) -> DecoderSpec:
         qkv_bias=config.flag("attention_bias"),
         qk_norm=NormSpec(config.number("rms_norm_eps")) if config.flag("use_qk_norm") else None,
     )
-    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 1)
+    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
     width = config.integer("moe_intermediate_size")
     experts = read_experts(
         config,
         count="n_routed_experts",
         scoring=Scoring.SIGMOID,
-        renormalize=config.flag("norm_topk_prob", True),
+        renormalize=config.flag("norm_topk_prob"),
         selection_bias=True,
         grouped=True,
         epsilon=_EPSILON,
-        shared_width=width * config.integer("n_shared_experts", 1),
+        shared_width=width * config.integer("n_shared_experts"),
     )
     return read_decoder(
         config,

@@ -29,24 +29,22 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
-_ALPHA, _LIMIT = 1.702, 7.0  # for configs without them
-
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim = read_head_dim(config, default=64)
-    rope = read_rope(config, head_dim, theta=150000.0)
+    head_dim = read_head_dim(config)
+    rope = read_rope(config, head_dim)
     num_layers = config.integer("num_hidden_layers")
     slides = read_layer_types(config, [index % 2 == 0 for index in range(num_layers)])
-    window = read_window(config, default=128)
+    window = read_window(config)
     if any(slides) and window is None:
         raise config.refuse("sliding_window", "a number, as layers slide")
-    bias = config.flag("attention_bias", True)
+    bias = config.flag("attention_bias")
     experts = read_experts(
         config,
         count="num_local_experts",
         width="intermediate_size",
         gating=ClampedSwiGLU(
-            limit=config.number("swiglu_limit", _LIMIT), alpha=config.number("swiglu_alpha", _ALPHA)
+            limit=config.number("swiglu_limit"), alpha=config.number("swiglu_alpha")
         ),
         bias=True,
         scoring=Scoring.SOFTMAX_OF_CHOSEN,

@@ -62,7 +62,7 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
 def _read_hybrid(config: ConfigReader) -> DecoderSpec:
     shared = config.integer("shared_intermediate_size")
     mixers = _read_mixers(config)
-    has_experts = config.value("num_local_experts", 0) != 0
+    has_experts = config.value("num_local_experts") != 0
     spec = read_decoder(
         config,
         "granitemoehybrid",
@@ -97,7 +97,7 @@ def _read_attention(config: ConfigReader, rope: RopeSpec) -> AttentionSpec:
         config,
         rope,
         read_head_dim(config),
-        scale=config.number("attention_multiplier", 1.0),
+        scale=config.optional_number("attention_multiplier"),
         qkv_bias=bias,
         output_bias=bias,
     )
@@ -115,7 +115,7 @@ def _read_experts(config: ConfigReader) -> ExpertsSpec:
 
 
 def _with_multipliers(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
-    added = config.number("residual_multiplier", 1.0)
+    added = config.number("residual_multiplier")
 
     def of_stream(norm: NormSpec) -> NormSpec:
         return replace(norm, eps=norm.eps / added**2)
@@ -124,8 +124,8 @@ def _with_multipliers(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
         spec,
         layers=tuple(replace(layer, norm=of_stream(layer.norm)) for layer in spec.layers),
         final_norm=of_stream(spec.final_norm),
-        embedding_scale=config.number("embedding_multiplier", 1.0) / added,
-        logit_scale=1.0 / config.number("logits_scaling", 1.0),
+        embedding_scale=config.number("embedding_multiplier") / added,
+        logit_scale=1.0 / config.number("logits_scaling"),
     )
 
 

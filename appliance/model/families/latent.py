@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from appliance.model.families.rope import read_rope
+from appliance.model.families.rope import read_rope, rope_section
 from appliance.model.spec import LatentAttentionSpec, NormSpec
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ _EPSILON = 1e-6  # of the latents' norms, independent of the other norms
 
 
 def read_latent_attention(
-    config: ConfigReader, rope: RopeSpec | None = None, *, interleaved: bool = True
+    config: ConfigReader, rope: RopeSpec | None = None
 ) -> LatentAttentionSpec:
-    """Read latent attention; `interleaved` is the default order of rotated rows."""
+    """Read latent attention, by default with the rotation that all layers share."""
     rope_dim, plain_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     rank = config.value("q_lora_rank")
     return LatentAttentionSpec(
@@ -32,14 +32,13 @@ def read_latent_attention(
         rope=rope or read_rope(config, rope_dim),
         norm=NormSpec(_EPSILON),
         bias=config.flag("attention_bias"),
-        interleaved=config.flag("rope_interleave", interleaved),
+        interleaved=config.flag("rope_interleave", True),
     )
 
 
 def _stretched(config: ConfigReader) -> float:
     """Read YaRN's factor of queries and keys, which their rotation does not include."""
-    old, new = config.section("rope_scaling"), config.section("rope_parameters")
-    section = old if config.value("rope_scaling") else new
+    section = rope_section(config)
     kind = section.value("rope_type") or section.value("type") or "default"
     share = section.optional_number("mscale_all_dim")
     if kind == "default" or share is None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, MixerSpec
 
-_THETA = 1000000.0
 _EPSILON = 1e-6  # of the router, in transformers
 _SIGMOID = 2  # `expert_gating_func` of GGUF
 
@@ -43,19 +42,18 @@ def _read(config: ConfigReader) -> DecoderSpec:
         _read_mixers(config),
         width=_read_width(config),
         norm_eps="norm_eps",
-        tied_head=config.flag("tie_embedding", config.flag("tie_word_embeddings", True)),
     )
 
 
 def _read_moe(config: ConfigReader) -> DecoderSpec:
-    mixers, dense = _read_mixers(config), config.integer("num_dense_layers", 2)
+    mixers, dense = _read_mixers(config), config.integer("num_dense_layers")
     experts = read_experts(
         config,
         count="num_experts",
         scoring=Scoring.SIGMOID,
-        renormalize=config.flag("norm_topk_prob", True),
-        selection_bias=config.flag("use_expert_bias", True),
-        scale=config.number("routed_scaling_factor", 1.0),
+        renormalize=config.flag("norm_topk_prob"),
+        selection_bias=config.flag("use_expert_bias"),
+        scale=config.number("routed_scaling_factor"),
         epsilon=_EPSILON,
     )
     return read_decoder(
@@ -64,7 +62,6 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
         mixers,
         experts=[None if index < dense else experts for index in range(len(mixers))],
         norm_eps="norm_eps",
-        tied_head=config.flag("tie_embedding", config.flag("tie_word_embeddings", True)),
     )
 
 
@@ -72,13 +69,13 @@ def _read_mixers(config: ConfigReader) -> list[MixerSpec]:
     head_dim = read_head_dim(config)
     attention = read_attention(
         config,
-        read_rope(config, head_dim, theta=_THETA),
+        read_rope(config, head_dim),
         head_dim,
         qk_norm=NormSpec(config.number("norm_eps")),
     )
     conv = ShortConvSpec(
         width=config.integer("hidden_size"),
-        taps=config.integer("conv_L_cache", 3),
+        taps=config.integer("conv_L_cache"),
         bias=config.flag("conv_bias"),
     )
     return [attention if attends else conv for attends in _read_attending(config)]
@@ -98,12 +95,11 @@ def _read_attending(config: ConfigReader) -> list[bool]:
 
 def _read_width(config: ConfigReader) -> int:
     """Read the MLP's width, which most configs give before an adjustment."""
-    key = "block_ff_dim" if "block_ff_dim" in config else "intermediate_size"
-    width = config.integer(key)
-    if not config.flag("block_auto_adjust_ff_dim", True):
+    width = config.integer("intermediate_size")
+    if not config.flag("block_auto_adjust_ff_dim"):
         return width
-    width = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
-    step = config.integer("block_multiple_of", 256)
+    width = int(config.number("block_ffn_dim_multiplier") * int(2 * width / 3))
+    step = config.integer("block_multiple_of")
     return -(-width // step) * step
 
 

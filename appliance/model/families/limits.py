@@ -276,9 +276,10 @@ def in_words(usual: Range) -> str:
 
 
 def wrong(origin: str, key: str, value: Any, expected: str) -> CheckpointError:
-    """Build the error for a wrong or missing setting."""
-    got = "is missing" if value is None else f"is {short(value)}"
-    return CheckpointError(f"{origin}: {key} {got}, but must be {expected}; fetch the model again")
+    """Build the error for a setting with a value that no model has."""
+    return CheckpointError(
+        f"{origin}: {key} is {short(value)}, but must be {expected}; fetch the model again"
+    )
 
 
 def short(value: Any) -> str:

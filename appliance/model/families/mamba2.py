@@ -47,7 +47,7 @@ def read_mamba2(
     limits = config.value("time_step_limit", [0.0, math.inf])
     if not isinstance(limits, list) or [_as_float(limit) for limit in limits] != [0.0, math.inf]:
         raise config.refuse("time_step_limit", "[0.0, Infinity]")
-    num_heads, num_groups = config.integer(heads), config.integer(groups, 1)
+    num_heads, num_groups = config.integer(heads), config.integer(groups)
     if num_heads % num_groups:
         raise config.refuse(groups, f"a divisor of {num_heads} heads")
     width = _read_width(config, head_dim, num_heads, expand)
@@ -56,18 +56,18 @@ def read_mamba2(
         num_groups=num_groups,
         head_dim=width,
         state_dim=config.integer(state),
-        taps=config.integer(taps, 4),
+        taps=config.integer(taps),
         norm=NormSpec(config.number(eps)),
         bias=config.flag(bias),
-        filter_bias=config.flag(filter_bias, True),
+        filter_bias=config.flag(filter_bias),
     )
 
 
 def _read_width(config: ConfigReader, key: str, num_heads: int, expand: str | None) -> int:
     if expand is None:
         return config.integer(key)
-    values = config.integer(expand, 2) * config.integer("hidden_size")
-    width = values // num_heads if config.value(key, "auto") == "auto" else config.integer(key)
+    values = config.integer(expand) * config.integer("hidden_size")
+    width = values // num_heads if config.value(key) == "auto" else config.integer(key)
     if width * num_heads != values:
         raise CheckpointError(
             f"{config.origin}: {key} is {width}, but {num_heads} heads must have {values} elements "

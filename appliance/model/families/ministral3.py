@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim = read_head_dim(config, default=128)
+    head_dim = read_head_dim(config)
     attention = read_attention(
         config,
         read_growing_rope(config, head_dim, head_dim),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim = read_head_dim(config)
     attention = read_attention(
-        config, read_rope(config, head_dim), head_dim, window=read_window(config, default=4096)
+        config, read_rope(config, head_dim), head_dim, window=read_window(config)
     )
     return read_decoder(config, "mistral", [attention] * config.integer("num_hidden_layers"))
 

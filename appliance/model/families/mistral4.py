@@ -28,17 +28,17 @@ _BETA = 0.1
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 0)
+    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
     turning = config.integer("qk_rope_head_dim")
     rope = read_growing_rope(config, turning, turning + config.integer("qk_nope_head_dim"))
     width = config.integer("moe_intermediate_size")
     experts = read_experts(
         config,
         count="n_routed_experts",
-        renormalize=config.flag("norm_topk_prob", True),
+        renormalize=config.flag("norm_topk_prob"),
         grouped=True,
         epsilon=_EPSILON,
-        shared_width=width * config.integer("n_shared_experts", 1),
+        shared_width=width * config.integer("n_shared_experts"),
     )
     config.value("num_key_value_heads")  # without effect: all heads share one latent
     return read_decoder(

@@ -74,32 +74,32 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_kinds(config: ConfigReader) -> list[str]:
-    """Read each layer's kind from a list, or from a pattern of letters."""
-    listed, pattern = config.value("layers_block_type"), config.value("hybrid_override_pattern")
-    named = pattern if isinstance(pattern, str) else "*"
-    count = config.integer("num_hidden_layers", len(named))
-    count = len(listed) if isinstance(listed, list) else count
-    if count not in RANGES["num_hidden_layers"]:
-        raise CheckpointError(
-            f"{config.origin}: layers_block_type lists {count} layers, but must list from 1 to "
-            f"{RANGES['num_hidden_layers'].most}; fetch the model again"
-        )
-    found = read_layer_kinds(config, _KINDS, count, "layers_block_type")
-    if found is not None:
-        return found
+    """Read each layer's kind from a list or else from a pattern of letters; both count layers."""
+    config.integer("num_hidden_layers", 1)  # without effect
+    key = "layers_block_type"
+    pattern = config.value("hybrid_override_pattern")
+    if config.is_given(key) or pattern is None:
+        listed = config.value(key)
+        count = _checked_count(config, key, len(listed) if isinstance(listed, list) else 0)
+        return read_layer_kinds(config, _KINDS, count, key) or []
     letters = config.text("hybrid_override_pattern")
-    if len(letters) != count:
-        raise CheckpointError(
-            f"{config.origin}: hybrid_override_pattern must name {count} layers, but names "
-            f"{len(letters)}; fetch the model again"
-        )
+    _checked_count(config, "hybrid_override_pattern", len(letters))
     if not set(letters) <= _LETTERS.keys():
         raise config.refuse("hybrid_override_pattern", f"only {' '.join(_LETTERS)}")
     return [_LETTERS[letter] for letter in letters]
 
 
+def _checked_count(config: ConfigReader, key: str, count: int) -> int:
+    if count not in RANGES["num_hidden_layers"]:
+        raise CheckpointError(
+            f"{config.origin}: {key} names {count} layers, but must name from 1 to "
+            f"{RANGES['num_hidden_layers'].most}; fetch the model again"
+        )
+    return count
+
+
 def _read_mamba2(config: ConfigReader) -> Mamba2Spec:
-    if config.text("mamba_ssm_cache_dtype", "float32") != "float32":
+    if config.text("mamba_ssm_cache_dtype") != "float32":
         raise config.refuse("mamba_ssm_cache_dtype", "float32")
     return read_mamba2(
         config,
@@ -125,14 +125,14 @@ def _read_mlp(config: ConfigReader, width: str) -> MLPSpec:
 def _read_experts(config: ConfigReader) -> ExpertsSpec:
     if config.flag("mlp_bias"):
         raise config.refuse("mlp_bias", "false in layers with experts")
-    if config.integer("n_shared_experts", 1) != 1:
+    if config.integer("n_shared_experts") != 1:
         raise config.refuse("n_shared_experts", "1")
     return read_experts(
         config,
         count="n_routed_experts",
         activation_key="mlp_hidden_act",
         scoring=Scoring.SIGMOID,
-        renormalize=config.flag("norm_topk_prob", True),
+        renormalize=config.flag("norm_topk_prob"),
         selection_bias=True,
         grouped=True,
         epsilon=_EPSILON,

@@ -25,11 +25,11 @@ _SKIPPED = 2  # rows of the position table before position 0
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    if not config.flag("layer_norm_elementwise_affine", True):
+    if not config.flag("layer_norm_elementwise_affine"):
         raise config.refuse("layer_norm_elementwise_affine", "true")
     if config.flag("_remove_final_layer_norm"):
         raise config.refuse("_remove_final_layer_norm", "false")
-    head_dim, bias = read_head_dim(config), config.flag("enable_bias", True)
+    head_dim, bias = read_head_dim(config), config.flag("enable_bias")
     config.value("num_key_value_heads")  # without effect
     attention = read_attention(
         config,
@@ -48,13 +48,12 @@ def _read(config: ConfigReader) -> DecoderSpec:
         [attention] * layers,
         mlps=[mlp] * layers,
         norm=NormSpec(_EPSILON, centered=True),
-        tied_head=True,
     )
     width = config.integer("word_embed_proj_dim", hidden)
     return replace(
         decoder,
         positions=PositionSpec(decoder.context_length, _SKIPPED),
-        norms_replace=not config.flag("do_layer_norm_before", True),
+        norms_replace=not config.flag("do_layer_norm_before"),
         embedding_width=None if width == hidden else width,
     )
 

@@ -24,8 +24,8 @@ def read_windows(config: ConfigReader) -> list[int | None]:
     """Read each layer's window from the settings of Qwen 2 and 3."""
     num_layers = config.integer("num_hidden_layers")
     slides = config.flag("use_sliding_window")
-    window = config.integer("sliding_window", 4096) if slides else config.value("sliding_window")
-    first = config.integer("max_window_layers", 28)
+    window = config.integer("sliding_window") if slides else config.value("sliding_window")
+    first = config.integer("max_window_layers")
     kinds = read_layer_types(config, [slides and i >= first for i in range(num_layers)])
     if any(kinds) and not slides:
         raise config.refuse("use_sliding_window", "true where layer_types has sliding_attention")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim = read_head_dim(config)
-    rope, bias = read_rope(config, head_dim), config.flag("qkv_bias", True)
+    rope, bias = read_rope(config, head_dim), config.flag("qkv_bias")
     if config.flag("use_sliding_window"):
         raise config.refuse("use_sliding_window", "false with this architecture")
     config.value("sliding_window")  # has no effect then

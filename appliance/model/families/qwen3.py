@@ -41,7 +41,7 @@ def read_qwen3_attention(
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim = read_head_dim(config, default=128)
+    head_dim = read_head_dim(config)
     layers = read_qwen3_attention(config, head_dim, read_windows(config))
     return read_decoder(config, "qwen3", layers)
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, MixerSpec
 
-_PARTIAL = 0.25  # default share of a head that rotates
-
 
 def _read(config: ConfigReader) -> DecoderSpec:
     return read_decoder(config, "qwen3_5", read_mixers(config), norm_offset=1.0)
@@ -53,11 +51,11 @@ def _read_moe(config: ConfigReader) -> DecoderSpec:
 
 def read_mixers(config: ConfigReader) -> list[MixerSpec]:
     """Read Gated DeltaNet for most layers, and gated attention at intervals."""
-    head_dim, bias = read_head_dim(config, default=256), config.flag("attention_bias")
+    head_dim, bias = read_head_dim(config), config.flag("attention_bias")
     eps = config.number("rms_norm_eps")
     attention = read_attention(
         config,
-        read_rope(config, head_dim, partial=True, share=_PARTIAL),
+        read_rope(config, head_dim, partial=True),
         head_dim,
         qkv_bias=bias,
         output_bias=bias,
@@ -82,7 +80,7 @@ def _read_delta(config: ConfigReader, eps: float) -> GatedDeltaSpec:
         num_value_heads=values,
         key_dim=config.integer("linear_key_head_dim"),
         value_dim=config.integer("linear_value_head_dim"),
-        taps=config.integer("linear_conv_kernel_dim", 4),
+        taps=config.integer("linear_conv_kernel_dim"),
         norm=NormSpec(eps),
     )
 
@@ -90,7 +88,7 @@ def _read_delta(config: ConfigReader, eps: float) -> GatedDeltaSpec:
 def _read_attending(config: ConfigReader) -> list[bool]:
     """Read which layers have attention, from `layer_types` or an interval."""
     count = config.integer("num_hidden_layers")
-    interval = config.integer("full_attention_interval", 4)
+    interval = config.integer("full_attention_interval")
     kinds = {"full_attention": True, "linear_attention": False}
     usual = [(index + 1) % interval == 0 for index in range(count)]
     return read_layer_kinds(config, kinds, count) or usual

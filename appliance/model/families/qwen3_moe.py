@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 def _read(config: ConfigReader) -> DecoderSpec:
     sparse = read_sparse_layers(config)
-    # transformers 5 writes num_local_experts; all versions read both.
-    count = "num_experts" if "num_experts" in config else "num_local_experts"
-    experts = read_experts(config, count=count, renormalize=config.flag("norm_topk_prob"))
+    experts = read_experts(config, count="num_experts", renormalize=config.flag("norm_topk_prob"))
     return read_decoder(
         config,
         "qwen3_moe",

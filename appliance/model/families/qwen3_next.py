@@ -23,7 +23,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
     experts = read_experts(
         config,
         count="num_experts",
-        renormalize=config.flag("norm_topk_prob", True),
+        renormalize=config.flag("norm_topk_prob"),
         shared_width=config.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import UnsupportedModelError
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.families.limits import RANGES, in_words, short, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Settings of Hugging Face configs that change a decoder's arithmetic, with neutral values. None is
-# always neutral; a list is neutral if all of its elements are.
+# Settings of Hugging Face configs that change a decoder's arithmetic where its class knows them,
+# with neutral values. None is always neutral; a list is neutral if all of its elements are.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -48,6 +49,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
 }
 
+# What code that all classes of transformers share reads: masks, caches, rotations.
+_OF_EVERY_CLASS = frozenset(
+    {
+        "add_cross_attention", "attention_chunk_size", "is_encoder_decoder", "layer_types",
+        "sliding_window", "use_bidirectional_attention",
+    }
+)  # fmt: skip
+
 # Settings of experts and routers, and those of them that only training or kernels read.
 _ROUTING = re.compile(r"expert|router|routed|routing|moe_|top_?k")
 _HARMLESS_ROUTING = frozenset(
@@ -62,23 +71,49 @@ _HARMLESS_ROUTING = frozenset(
 
 
 class ConfigReader:
-    """Settings by name, type-checked when read; `null` counts as absent.
+    """Settings by name, type-checked when read.
+
+    An absent setting and null mean what the family's configuration class says, if that is given;
+    else the default that the reader's caller names.
 
     Args:
         origin: their file, for messages.
+        usual: what the class knows.
     """
 
-    def __init__(self, values: Mapping[str, Any], origin: str) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], origin: str, usual: ClassDefaults | None = None
+    ) -> None:
         self.origin = origin
-        self._values = values
+        self._usual = usual or ClassDefaults()
+        self._is_class_known = usual is not None
+        self._values = self._usual.by_own_names(values)
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._values
+        return self._own_name(key) in self._values
+
+    def is_given(self, key: str) -> bool:
+        """Return True if the settings have it, and not as null."""
+        return self._values.get(self._own_name(key)) is not None
+
+    def _own_name(self, key: str) -> str:
+        return self._usual.aliases.get(key, key)
 
     def value(self, key: str, default: Any = None) -> Any:
+        """Read a setting; `default` if it is absent or null and the class leaves it so.
+
+        Raises:
+            CheckpointError: it is null, with which its class cannot compute.
+        """
+        key = self._own_name(key)
         self._read.add(key)
-        value = self._values.get(key)
+        if key not in self._values:
+            value = self._usual.values.get(key)
+        elif (value := self._values[key]) is None:
+            if key in self._usual.never_null:
+                raise self._nothing(key, "what its kind of model has")
+            value = self._usual.nulls.get(key)
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -86,35 +121,37 @@ class ConfigReader:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value not in usual:
-            raise wrong(self.origin, key, value, f"a whole number {in_words(usual)}")
+            raise self._wrong(key, value, f"a whole number {in_words(usual)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value, usual = self.value(key, default), RANGES[key]
         if isinstance(value, bool) or value not in usual:
-            raise wrong(self.origin, key, value, f"a number {in_words(usual)}")
+            raise self._wrong(key, value, f"a number {in_words(usual)}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
         return None if self.value(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.value(key, default)
+        """Read true or false; null counts as false, as in Python."""
+        is_null = key in self and self._values[self._own_name(key)] is None
+        value = self.value(key, False if is_null else default)
         if not isinstance(value, bool):
-            raise wrong(self.origin, key, value, "true or false")
+            raise self._wrong(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.value(key, default)
         if not isinstance(value, str):
-            raise wrong(self.origin, key, value, "a string")
+            raise self._wrong(key, value, "a string")
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         value, usual = self.value(key), RANGES[key]
         fits = isinstance(value, list) and len(value) == length
         if not fits or any(isinstance(item, bool) or item not in usual for item in value):
-            raise wrong(self.origin, key, value, f"a list of {length} numbers {in_words(usual)}")
+            raise self._wrong(key, value, f"a list of {length} numbers {in_words(usual)}")
         return tuple(float(item) for item in value)
 
     def integers(self, key: str, length: int) -> tuple[int, ...]:
@@ -122,44 +159,82 @@ class ConfigReader:
         value, usual = self.value(key), RANGES[key]
         fits = isinstance(value, list) and len(value) == length
         if not fits or any(type(n) is not int or (n and n not in usual) for n in value):
-            raise wrong(self.origin, key, value, f"a list of {length} whole numbers")
+            raise self._wrong(key, value, f"a list of {length} whole numbers")
         return tuple(value)
 
-    def section(self, key: str) -> ConfigReader:
+    def knows(self, key: str) -> bool:
+        """Return True if the class, or its model, reads the setting."""
+        return not self._is_class_known or self._usual.knows(key)
+
+    def has_default(self, key: str) -> bool:
+        """Return True if the class has a value for the setting when it is absent."""
+        return key in self._usual.values
+
+    def section(self, key: str, usual: ClassDefaults | None = None) -> ConfigReader:
         """Read the settings nested under a key; empty if it is absent."""
         value = self.value(key, {})
         if not isinstance(value, dict):
-            raise wrong(self.origin, key, value, "an object")
-        return ConfigReader(value, f"{self.origin}: {key}")
+            raise self._wrong(key, value, "an object")
+        return ConfigReader(value, f"{self.origin}: {key}", usual)
+
+    def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
+        if value is None:
+            return self._nothing(key, expected)
+        return wrong(self.origin, key, value, expected)
+
+    def _nothing(self, key: str, expected: str) -> CheckpointError:
+        """Build the error for a setting that is missing, or null where that means nothing."""
+        key = self._own_name(key)
+        usual = self._usual.values.get(key)
+        if key not in self._values:
+            return CheckpointError(
+                f"{self.origin}: {key} is missing, but must be {expected}; add it as its maker's "
+                "config.json has it"
+            )
+        advice = "replace it" if usual is None else f"remove it, which means {short(usual)}"
+        return CheckpointError(f"{self.origin}: {key} is null, but must be {expected}; {advice}")
 
     def without(self, key: str) -> ConfigReader:
         """Return the settings without one, remembering what was read."""
         left = {name: value for name, value in self._values.items() if name != key}
-        reader = ConfigReader(left, self.origin)
+        reader = ConfigReader(left, self.origin, self._usual if self._is_class_known else None)
         reader._read |= self._read
         return reader
 
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
         """Build the error for an unsupported value."""
+        own = self._own_name(key)
+        value = self._values[own] if own in self._values else self._usual.values.get(own)
         return UnsupportedModelError(
-            f"{self.origin}: {key} = {short(self._values.get(key))} is not supported; "
-            f"supported is {supported}"
+            f"{self.origin}: {key} = {short(value)} is not supported; supported is {supported}"
         )
+
+    def _changes_nothing(self, key: str) -> bool:
+        """Return True for what is as usual, or what the class does not know and no other may.
+
+        Code that comes with the checkpoint, which is never run, may know more than the class.
+        """
+        if key in self._usual.values and self._usual.values[key] == self._values.get(key):
+            return True
+        is_open = not self._is_class_known or "auto_map" in self._values or key in _OF_EVERY_CLASS
+        return not is_open and not self._usual.knows(key)
 
     def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
         """Refuse an unread setting of `neutral` with another value."""
         for key, usual in neutral.items():
             value = self._values.get(key)
             items = value if isinstance(value, list) else [value]
-            if key not in self._read and any(i is not None and i not in usual for i in items):
+            if key in self._read or all(item is None or item in usual for item in items):
+                continue
+            if not self._changes_nothing(key):
                 raise self.refuse(key, f"{usual[0]!r}" if usual else "only a model without it")
 
     def refuse_unknown_routing(self) -> None:
         """Refuse an unread setting whose name suggests that it changes routing."""
         for key in sorted(self._values.keys() - self._read - _HARMLESS_ROUTING):
-            value = self._values[key]
-            is_set = value not in (None, False, 0, [], {})
-            if is_set and _ROUTING.search(key) and not key.endswith("_types"):
+            is_set = self._values[key] not in (None, False, 0, [], {})
+            suggests = _ROUTING.search(key) and not key.endswith("_types")
+            if is_set and suggests and not self._changes_nothing(key):
                 raise self.refuse(key, "only a model without it")
 
     def refuse_unknown(self, harmless: frozenset[str]) -> None:

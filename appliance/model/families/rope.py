@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from appliance.model.families.class_defaults import ClassDefaults
 from appliance.model.spec import RopeScaling, RopeSpec
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _SCALINGS = {
     "default": RopeScaling.NONE,
+    "mrope": RopeScaling.NONE,  # for images: text has one position
     "linear": RopeScaling.LINEAR,
     "llama3": RopeScaling.LLAMA3,
     "longrope": RopeScaling.LONGROPE,
@@ -39,24 +41,28 @@ _KNOWN_KEYS = frozenset(
 )  # fmt: skip
 
 
-def read_rope(
-    config: ConfigReader,
-    head_dim: int,
-    *,
-    partial: bool = False,
-    theta: float = 10000.0,
-    share: float = 1.0,
-) -> RopeSpec:
-    """Read the rotary settings that all layers share.
+# No class replaces these where they are null, and none can compute with them.
+_OF_SECTION = ClassDefaults(
+    never_null=frozenset({"partial_rotary_factor", "rope_theta", "rope_type"})
+)
 
-    `partial` allows rotating only part of a head; `theta` and `share`, that part, are the family's
-    defaults.
-    """
-    scaling = config.section("rope_scaling")
-    new_style = config.section("rope_parameters")
-    chosen = scaling if config.value("rope_scaling") else new_style
-    theta = config.number("rope_theta", theta)
-    return scaled_rope(config, chosen, theta, head_dim, partial, share)
+
+def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> RopeSpec:
+    """Read the rotary settings that all layers share; `partial` allows part of a head to rotate."""
+    theta, share = config.number("rope_theta"), config.number("partial_rotary_factor", 1.0)
+    return scaled_rope(config, rope_section(config), theta, head_dim, partial, share)
+
+
+def rope_section(config: ConfigReader) -> ConfigReader:
+    """Return the section of rotary settings, of the old style if both are there."""
+    old = config.section("rope_scaling", _OF_SECTION)
+    new = config.section("rope_parameters", _OF_SECTION)
+    return old if config.value("rope_scaling") else new
+
+
+def section_of_layers(sections: ConfigReader, kind: str) -> ConfigReader:
+    """Return the section of one kind of layers."""
+    return sections.section(kind, _OF_SECTION)
 
 
 def read_growing_rope(config: ConfigReader, turning: int, head_dim: int) -> RopeSpec:
@@ -64,7 +70,7 @@ def read_growing_rope(config: ConfigReader, turning: int, head_dim: int) -> Rope
 
     `turning` of a head's `head_dim` elements rotate.
     """
-    section = config.section("rope_parameters")
+    section = rope_section(config)
     beta = section.number("llama_4_scaling_beta", 0.0)
     context = section.integer(
         "original_max_position_embeddings", config.integer("max_position_embeddings")
@@ -72,7 +78,8 @@ def read_growing_rope(config: ConfigReader, turning: int, head_dim: int) -> Rope
     section.value("max_position_embeddings")  # repeats the config's own
     if round(head_dim * section.number("partial_rotary_factor", turning / head_dim)) != turning:
         raise section.refuse("partial_rotary_factor", f"{turning} of {head_dim} elements")
-    rope = scaled_rope(config, section.without("partial_rotary_factor"), 1000000.0, turning)
+    theta = config.number("rope_theta")
+    rope = scaled_rope(config, section.without("partial_rotary_factor"), theta, turning)
     return replace(rope, query_beta=beta, original_context=context)
 
 
@@ -84,7 +91,7 @@ def without_positions(head_dim: int) -> RopeSpec:
 def scaled_rope(
     config: ConfigReader,
     section: ConfigReader,
-    theta: float,
+    theta: float | None,
     head_dim: int,
     partial: bool = False,
     share: float = 1.0,
@@ -93,16 +100,16 @@ def scaled_rope(
 
     Args:
         section: the settings, possibly empty.
-        theta: default if the section has none.
+        theta: default if the section has none; None: it must have one.
         partial: the family may rotate only part of a head.
-        share: default if neither the section nor the config has one.
+        share: that part, if the section has none.
     """
     key = "rope_type" if section.value("rope_type") else "type"
     kind = section.text(key, "default")
     if kind not in _SCALINGS:
         raise section.refuse(key, ", ".join(_SCALINGS))
     section.refuse_unknown(_KNOWN_KEYS)
-    share = section.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
+    share = section.number("partial_rotary_factor", share)
     if share != 1.0 and not partial and kind != "proportional":
         owner = section if "partial_rotary_factor" in section else config
         raise owner.refuse("partial_rotary_factor", "1.0 with this architecture")
@@ -153,7 +160,8 @@ def _longrope(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> d
 
 def _yarn(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
     original = _original_context(config, section)
-    factor = section.number("factor", config.integer("max_position_embeddings") / original)
+    usual = config.integer("max_position_embeddings") / original if "factor" in section else None
+    factor = section.number("factor", usual)  # only null means the ratio
     scale = section.optional_number("mscale")
     scale_all = section.optional_number("mscale_all_dim")
     usual = _yarn_attention(factor, 1.0)
@@ -174,9 +182,12 @@ def _yarn_attention(factor: float, scale: float) -> float:
 
 
 def _original_context(config: ConfigReader, section: ConfigReader) -> int:
+    """Read the length before scaling, of the config where its class has that setting."""
     key = "original_max_position_embeddings"
-    beside = config.integer(key, config.integer("max_position_embeddings"))
-    return section.integer(key, beside)
+    if config.has_default(key):
+        section.value(key)
+        return config.integer(key)
+    return section.integer(key, config.integer("max_position_embeddings"))
 
 
 _READERS = {

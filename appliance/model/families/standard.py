@@ -34,10 +34,10 @@ _ACTIVATIONS = {
 _UNGATED = {"relu": Activation.RELU, "gelu": Activation.GELU}
 
 
-def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
-    """Read the head width; by default the family's, or hidden size divided by heads."""
+def read_head_dim(config: ConfigReader) -> int:
+    """Read the head width; where its class has no default, hidden size divided by heads."""
     usual = config.integer("hidden_size") // config.integer("num_attention_heads")
-    return config.integer("head_dim", default or usual)
+    return config.integer("head_dim", usual)
 
 
 def read_attention(
@@ -97,8 +97,6 @@ def read_decoder(
     norm: NormSpec | None = None,
     norm_offset: float = 0.0,
     post_norms: bool = False,
-    context: int | None = None,
-    tied_head: bool = False,
     embedding_scale: float = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
@@ -116,8 +114,6 @@ def read_decoder(
         norm_eps: setting with the norms' epsilon.
         norm: of the stream, overriding `norm_eps` and `norm_offset`.
         post_norms: norms follow attention and MLP.
-        context: most positions, if the config lacks them.
-        tied_head: default of `tie_word_embeddings`.
         logit_softcap: logits become cap * tanh(logits / cap).
         output_scale: each layer has a factor of the stream after it.
         token_input: per-layer inputs from tokens.
@@ -129,13 +125,13 @@ def read_decoder(
         architecture=architecture,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
-        context_length=config.integer("max_position_embeddings", context),
+        context_length=config.integer("max_position_embeddings"),
         layers=tuple(
             LayerSpec(spec, mlp, norm, post_norms, output_scale)
             for spec, mlp in zip(mixers, mlps, strict=True)
         ),
         final_norm=norm,
-        tied_head=config.flag("tie_word_embeddings", tied_head),
+        tied_head=config.flag("tie_word_embeddings"),
         embedding_scale=embedding_scale,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
@@ -160,20 +156,18 @@ def _read_mlps(
 
 
 def read_activation(
-    config: ConfigReader, key: str = "hidden_act", *, usual: str = "silu", gated: bool = True
+    config: ConfigReader, key: str = "hidden_act", *, gated: bool = True
 ) -> Activation:
-    """Read the MLP's nonlinearity, `usual` by default; some exist only without a gate."""
+    """Read the MLP's nonlinearity; some exist only without a gate."""
     known = _ACTIVATIONS if gated else _ACTIVATIONS | _UNGATED
-    act = config.text(key, usual)
+    act = config.text(key, "silu") if config.knows(key) else "silu"
     if act not in known:
         raise config.refuse(key, ", ".join(known))
     return known[act]
 
 
-def read_window(config: ConfigReader, default: int | None = None) -> int | None:
-    """Read `sliding_window`: the family's default if absent, none if null or 0."""
-    if "sliding_window" not in config:
-        return default
+def read_window(config: ConfigReader) -> int | None:
+    """Read `sliding_window`; none if null or 0."""
     return config.integer("sliding_window") if config.value("sliding_window") else None
 
 
