@@ -15,7 +15,7 @@ from appliance.model.layer_weights import (
 )
 from appliance.model.linear import LinearPart, turning_in_halves, with_gates
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec, ShortConvSpec
-from appliance.model.row_orders import attention_rows, delta_rate_rows, delta_rows
+from appliance.model.row_orders import delta_rate_rows, delta_rows, head_rows
 from appliance.model.spec import AttentionSpec, LatentAttentionSpec
 
 if TYPE_CHECKING:
@@ -61,9 +61,13 @@ class MixerReader:
 
     def _heads(self, index: int, sources: tuple[str, ...], spec: AttentionSpec) -> list[LinearPart]:
         parts = self._tensors.linears(index, sources, spec.qkv_bias)
-        if self._names.qkv_by_key_head:
-            return [part.rows(attention_rows(spec)) for part in parts]
-        return with_gates(parts, spec)
+        orders = [head_rows(spec, self._names, part) for part in range(len(parts))]
+        assert spec.qk_norm is None or orders[0] is None, "norms of heads would have to follow"
+        parts = [
+            part if rows is None else part.rows(rows)
+            for part, rows in zip(parts, orders, strict=True)
+        ]
+        return parts if orders[0] is not None else with_gates(parts, spec)
 
     def _latent(self, index: int, spec: LatentAttentionSpec) -> LatentWeights:
         names, bias = self._names.latent, spec.bias

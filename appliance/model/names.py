@@ -180,6 +180,7 @@ class TensorNames:
     mixer_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_key_head: bool = False  # rows are grouped by key head, with its queries
+    rotated_pairs: bool = False  # rows of a head that rotate together are neighbours
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # in full

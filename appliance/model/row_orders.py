@@ -9,8 +9,22 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from appliance.model.names import TensorNames
     from appliance.model.recurrent_spec import GatedDeltaSpec
     from appliance.model.spec import AttentionSpec
+
+
+def head_rows(spec: AttentionSpec, names: TensorNames, part: int) -> NDArray[np.int64] | None:
+    """Return each row's stored row in linear `part` of `names.qkv`; None if the order is the same.
+
+    Executors want the heads of queries, keys and values one after another, and those rows of a head
+    that rotate together half a head apart.
+    """
+    if names.qkv_by_key_head:
+        return attention_rows(spec)
+    if not names.rotated_pairs or not spec.rope.rotary_dim or part > 1:
+        return None
+    return rotated_rows(spec, spec.num_heads if part == 0 else spec.num_kv_heads)
 
 
 def attention_rows(spec: AttentionSpec) -> NDArray[np.int64]:
@@ -18,6 +32,13 @@ def attention_rows(spec: AttentionSpec) -> NDArray[np.int64]:
     shared = spec.num_heads // spec.num_kv_heads
     widths = [shared * spec.head_dim, spec.head_dim, spec.head_dim]
     return _by_kind(spec.num_kv_heads, widths)
+
+
+def rotated_rows(spec: AttentionSpec, num_heads: int) -> NDArray[np.int64]:
+    """Return each row's stored row; stored are a head's pairs that rotate, then its other rows."""
+    turning = np.arange(spec.rope.rotary_dim).reshape(-1, 2).T.reshape(-1)
+    head = np.concatenate((turning, np.arange(spec.rope.rotary_dim, spec.head_dim)))
+    return (np.arange(num_heads)[:, None] * spec.head_dim + head).reshape(-1)
 
 
 def delta_rows(spec: GatedDeltaSpec) -> NDArray[np.int64]:

@@ -60,12 +60,13 @@ class RopeSpec:
 class NormSpec:
     """RMSNorm: x / sqrt(mean(x^2) + eps) * (weight + offset).
 
-    With `centered`, LayerNorm: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
+    With `centered`, LayerNorm: (x - mean(x)) / sqrt(variance(x) + eps) * (weight + offset) + bias.
     """
 
     eps: float
     offset: float = 0.0
     centered: bool = False
+    bias: bool = True  # of a centered norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,10 @@ class TensorReader:
 
     def norm(self, name: str, spec: NormSpec) -> Norm:
         weight = self.dense(f"{name}.weight").float() + spec.offset
-        return Norm(weight, spec.eps, self.dense(f"{name}.bias").float() if spec.centered else None)
+        if not spec.centered:
+            return Norm(weight, spec.eps)
+        bias = self.dense(f"{name}.bias").float() if spec.bias else weight * 0
+        return Norm(weight, spec.eps, bias)
 
     def exact(self, index: int, part: str) -> Tensor:
         """Read a tensor that stays in float32."""

@@ -111,7 +111,7 @@ def norm_slots(
     name: str, dim: int, norm: NormSpec, layer: int | None = None
 ) -> Iterator[TensorSlot]:
     yield TensorSlot(f"{name}.weight", (dim,), Role.NORM, layer)
-    if norm.centered:
+    if norm.centered and norm.bias:
         yield TensorSlot(f"{name}.bias", (dim,), Role.NORM, layer)
 
 

@@ -16,6 +16,7 @@ import torch
 from appliance.kernels.arrays import in_torch
 from appliance.kernels.kv_format import KVFormat, LayerPrecision
 from appliance.kernels.weight import dense
+from appliance.model.row_orders import head_rows
 from appliance.quant.walk.pieces import ReadsRows
 
 if TYPE_CHECKING:
@@ -148,11 +149,14 @@ def _row_factors(source: ModelSource, index: int, factors: Tensor) -> Iterator[t
     values = torch.ones_like(factors)
     every = torch.cat((queries, 1 / factors, values)).flatten()
     start = 0
-    for part in names.qkv:
+    for place, part in enumerate(names.qkv):
         name = names.in_layer(index, part)
         rows = source.weights.shape(f"{name}.weight")[0]
         of_part = every[start : start + rows]
         start += rows
+        order = head_rows(attention, names, place)
+        if order is not None:  # of the stored rows
+            of_part = of_part[torch.from_numpy(order.argsort())]
         if bool((of_part != 1).any()):
             yield f"{name}.weight", of_part
             if attention.qkv_bias:

@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["gemma2-caps", "stablelm"])
+@pytest.fixture(scope="module", params=["granite_swa-sinks", "stablelm"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     model_type, settings = FALLBACKS[request.param]
     folder = tmp_path_factory.mktemp(request.param)

@@ -68,9 +68,9 @@ def make_model() -> Callable[..., Any]:
                     parameter.copy_(spread * 1.5 * parameter.shape[-1] ** -0.5)
                 else:
                     about_1 = (
-                        model_type.startswith(("gemma3", "qwen3_5", "qwen3_next"))
-                        and "linear" not in name
-                    )
+                        model_type in ("gemma", "gemma2")
+                        or model_type.startswith(("gemma3", "qwen3_5", "qwen3_next"))
+                    ) and "linear" not in name
                     start = 0.0 if name.endswith("bias") or about_1 else 1.0
                     parameter.copy_(start + 0.3 * spread)
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):

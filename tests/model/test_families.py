@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from relatives import FOLDERS, RELATIVES
 from teacher_forcing import logits_of
 
 from appliance.kernels.backend import CPU, REFERENCE
@@ -167,15 +168,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+CASES |= RELATIVES | FOLDERS
 
 
 def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     """Logits of transformers (num_tokens, vocab_size), with Gemma's cap of scores applied.
 
-    transformers has the setting, but passes it on only if the caller does.
+    transformers has the setting of Gemma 3, but passes it on only if the caller does.
     """
     extra = {}
-    if (cap := getattr(model.config, "attn_logit_softcapping", None)) is not None:
+    cap = getattr(model.config, "attn_logit_softcapping", None)
+    if cap is not None and model.config.model_type == "gemma3_text":
         extra["softcap"] = cap
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids]), **extra).logits[0]

@@ -12,6 +12,7 @@ from expert_models import EXPERTS
 from gguf_conversions import architecture_of, gguf_settings, gguf_tensors
 from gguf_files import write_gguf_file
 from recurrent_models import RECURRENT, logits_in_steps
+from relatives import RELATIVES
 from safetensors.torch import load_file
 
 from appliance.errors import CheckpointError, UnsupportedModelError
@@ -88,6 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": CENTERED["falcon"],
     "falcon-new": ("falcon", CENTERED["falcon-new"][1]),
 }
+CASES |= RELATIVES
 
 
 def pack_rows(name: str, data: Any) -> Any:

@@ -101,7 +101,7 @@ def test_a_native_model_answers_as_one_of_the_rounded_weights(
     assert native.weight_format == "8 bits (a scale per row)"
 
 
-@pytest.mark.parametrize("case", ["stablelm", "gemma2-caps", "gpt2", "olmoe"])
+@pytest.mark.parametrize("case", ["stablelm", "helium", "gpt2", "olmoe"])
 def test_a_model_of_transformers_answers_as_one_of_the_rounded_weights(
     case: str,
     make_model: Callable[..., Any],

@@ -1,4 +1,4 @@
-"""Tiny settings of models that transformers knows and no family of ours covers."""
+"""Tiny settings of models that transformers' modules run; some have a family of ours, too."""
 
 from __future__ import annotations
 

@@ -204,6 +204,25 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
         {"ffn_hidden_size": 48, "num_kv_heads": 1, "new_decoder_architecture": True},
         {"layer_norm_epsilon": 1e-5, "multi_query": True, "rope_theta": 1e4},
     ],
+    "gemma": [{"hidden_act": "gelu"}],
+    "gemma2": [
+        {
+            "sliding_window": 3,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        }
+    ],
+    "smollm3": [
+        {"no_rope_layer_interval": 2},
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 3},
+    ],
+    "seed_oss": [{"attention_bias": True, "attention_out_bias": True}],
+    "ernie4_5": [{"use_bias": True}],
+    "glm": [{"partial_rotary_factor": 0.5}],
+    "glm4": [{"rope_parameters": {"partial_rotary_factor": 0.5}}],
+    "cohere": [{"logit_scale": 0.5, "layer_norm_eps": 1e-5}],
+    "cohere2": [{"logit_scale": 0.5, "sliding_window": 3, "sliding_window_pattern": 2}],
     "deepseek_v3": [
         EXPERTS
         | LATENT
@@ -302,6 +321,16 @@ OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
                "attention.shared_kv_layers": 0, "attention.key_length_swa": 16,
                "rope.freq_base_swa": 1e4, "final_logit_softcapping": 3.0},
     "falcon": {"attention.layer_norm_epsilon": 1e-5},
+    "gemma": {},
+    "gemma2": {"attention.sliding_window": 3, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 3.0},
+    "smollm3": {},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "glm4": {"nextn_predict_layers": 1, "block_count": 3},
+    "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
+    "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5,
+                "attention.sliding_window": 3},
     "lfm2": GGUF_CONVOLUTIONS,
     "lfm2moe": GGUF_CONVOLUTIONS | GGUF_EXPERTS | {"leading_dense_block_count": 1},
 }  # fmt: skip

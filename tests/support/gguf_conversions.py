@@ -24,6 +24,14 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "gemma4_text": "gemma4",
     "falcon": "falcon",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
+    "glm4": "glm4",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
 }
 
 
@@ -40,6 +48,7 @@ _SETTINGS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "attn_logit_softcapping": "attn_logit_softcapping",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "expert_used_count": "num_experts_per_tok",
@@ -90,6 +99,9 @@ def gguf_settings(whole: Any) -> dict[str, Any]:
         found["expert_feed_forward_length"] = width
     eps = getattr(config, "layer_norm_epsilon", None) or getattr(config, "rms_norm_eps", 1e-6)
     found["attention.layer_norm_rms_epsilon"] = eps
+    if (eps := getattr(config, "layer_norm_eps", None)) is not None:
+        found["attention.layer_norm_epsilon"] = eps
+        del found["attention.layer_norm_rms_epsilon"]
     if rope.get("rope_type") == "yarn":
         found |= {
             "rope.scaling.type": "yarn",
@@ -206,6 +218,10 @@ def _full_head_dim(config: Any) -> int:
     return int(max(found, default=config.head_dim))
 
 
+def _cohere(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+
+
 def _falcon(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     eps = found.pop("attention.layer_norm_rms_epsilon")
     kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
@@ -228,7 +244,11 @@ _OF_FAMILY = {
     "qwen3_next": _qwen3_next,
     "gemma4_text": _gemma4,
     "falcon": _falcon,
+    "cohere": _cohere,
+    "cohere2": _cohere,
 }
+# Their heads are stored as pairs in a file, though not in a folder.
+_PAIRED = ("granite", "ministral3", "bamba", "smollm3")
 # Some converters write gate and up of all experts in one tensor.
 _MERGED = ("gemma4_text", "mistral4")
 
@@ -323,7 +343,12 @@ def _transformed(name: str, tensor: Tensor, config: Any) -> Tensor:
         groups = tensor.view(count, config.num_attention_heads // count + 2, config.head_dim, -1)
         queries, keys, values = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
         return torch.cat([p.flatten(0, 2) for p in (queries, keys, values)]).view_as(tensor)
-    if kind.startswith(("granite", "ministral3", "bamba")) and part in ("q_proj", "k_proj"):
+    if kind in ("gemma", "gemma2") and name.endswith("norm.weight"):
+        return tensor + 1
+    if kind.startswith(_PAIRED) and part in (
+        "q_proj",
+        "k_proj",
+    ):
         heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
         halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)

@@ -13,7 +13,7 @@ import torch
 
 from appliance.kernels.cpu.step_structs import AdapterPlace
 from appliance.model.recurrent_spec import GatedDeltaSpec, Mamba2Spec
-from appliance.model.row_orders import attention_rows, delta_rows
+from appliance.model.row_orders import delta_rows, head_rows
 from appliance.model.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec
 from appliance.model.tensors import Role, tensor_slots
 
@@ -191,9 +191,10 @@ def _pieces(
         return TargetRows(slice(0, half), 0), TargetRows(slice(half, rows), half)
     assert slot.layer is not None
     mixer = spec.layers[slot.layer].mixer
-    if slot.role is Role.QKV and names.qkv_by_key_head:
-        assert isinstance(mixer, AttentionSpec)
-        return (TargetRows(torch.from_numpy(attention_rows(mixer)), begin),)
+    if slot.role in (Role.QKV, Role.QUERY, Role.KEY) and isinstance(mixer, AttentionSpec):
+        order = head_rows(mixer, names, 1 if slot.role is Role.KEY else 0)
+        if order is not None:
+            return (TargetRows(torch.from_numpy(order), begin),)
     if slot.role is Role.INPUT and names.gated_delta.joined and isinstance(mixer, GatedDeltaSpec):
         return (TargetRows(torch.from_numpy(delta_rows(mixer)), begin),)
     if not _has_gates(spec, slot):

@@ -60,6 +60,8 @@ class Family:
 
     Attributes:
         other_names: for checkpoints whose first layer's norm has another name.
+        covers: tells by a config if its arithmetic can be described here; transformers' modules
+            run the others.
         gguf: reads its GGUF files; None if not supported.
         labelled: mapping of the family whose label its GGUF files have, if they have no own; they
             are read as that family's.
@@ -72,6 +74,7 @@ class Family:
     read: Callable[[ConfigReader], DecoderSpec]
     names: TensorNames = field(default_factory=TensorNames)
     other_names: TensorNames | None = None
+    covers: Callable[[Mapping[str, Any]], bool] = _any
     gguf: GGUFMapping | None = None
     labelled: GGUFMapping | None = None
     draft_head: DraftHeadNames | None = None

@@ -115,6 +115,7 @@ RANGES: dict[str, Range] = {
     "sliding_window": _ANY_COUNT,
     "attention.sliding_window": _ANY_COUNT,
     "sliding_window_pattern": _ANY_COUNT,
+    "no_rope_layer_interval": _ANY_COUNT,
     "attention.sliding_window_pattern": _ANY_COUNT,
     "max_window_layers": Range(0, 2**31 - 1),
     "rms_norm_eps": _EPSILON,

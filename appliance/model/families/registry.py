@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import UnsupportedModelError
 from appliance.model.encoder.families import find_encoder
 from appliance.model.families.bamba import BAMBA
+from appliance.model.families.cohere import COHERE, COHERE2
 from appliance.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from appliance.model.families.ernie4_5 import ERNIE4_5
 from appliance.model.families.falcon import FALCON
+from appliance.model.families.gemma2 import GEMMA, GEMMA2
 from appliance.model.families.gemma3 import GEMMA3
 from appliance.model.families.gemma4 import GEMMA4
+from appliance.model.families.glm4 import GLM, GLM4
 from appliance.model.families.glm4_moe import GLM4_MOE
 from appliance.model.families.gpt_oss import GPT_OSS
 from appliance.model.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
@@ -29,6 +33,8 @@ from appliance.model.families.qwen3 import QWEN3
 from appliance.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from appliance.model.families.qwen3_moe import QWEN3_MOE
 from appliance.model.families.qwen3_next import QWEN3_NEXT
+from appliance.model.families.seed_oss import SEED_OSS
+from appliance.model.families.smollm3 import SMOLLM3
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,6 +72,15 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL4,
     OPT,
     FALCON,
+    GEMMA,
+    GEMMA2,
+    SMOLLM3,
+    SEED_OSS,
+    ERNIE4_5,
+    GLM,
+    GLM4,
+    COHERE,
+    COHERE2,
 )
 
 
@@ -74,7 +89,7 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     architectures = _architectures(config)
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
-            return family
+            return family if family.covers(config) else None
     if find_encoder(config) is not None:
         raise UnsupportedModelError(
             f"architecture {', '.join(map(str, architectures))} is an encoder, which generates no "

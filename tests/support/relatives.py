@@ -1,0 +1,46 @@
+"""Small models of Llama's relatives: dense, and apart in norms, positions or the order of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WINDOW = {"sliding_window": 7}
+RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {}),
+    "gemma2": (
+        "gemma2",
+        WINDOW
+        | {
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "glm4": ("glm4", {}),
+    "cohere": ("cohere", {"logit_scale": 0.5}),
+    "cohere2": ("cohere2", WINDOW | {"logit_scale": 0.5, "num_hidden_layers": 4}),
+}
+# Those whose GGUF files cannot say it, or have an architecture of their own that is not read.
+FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3-slides": (
+        "smollm3",
+        WINDOW
+        | {
+            "use_sliding_window": True,
+            "no_rope_layers": [0, 1, 0],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "seed_oss-bias": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
+    "ernie4_5-bias": ("ernie4_5", {"use_bias": True}),
+    "glm": ("glm", {}),
+    "cohere-bias": ("cohere", {"attention_bias": True, "logit_scale": 0.5}),
+    "cohere2-full": (
+        "cohere2",
+        {"layer_types": ["full_attention"] * 3, "logit_scale": 0.5},
+    ),
+}
