@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ UNPACKED = (
 FOR_OUTLIERS = "inputs of int8 weights stay in 16 bits, where bitsandbytes rounds all but outliers"
 
 
-class BitsAndBytesWeights:
+class BitsAndBytesWeights(DenseWeights):
     """Reads a folder of NF4, FP4 or int8 weights, one tensor at a time; other tensors are dense.
 
     Args:
@@ -46,7 +47,7 @@ class BitsAndBytesWeights:
     """
 
     def __init__(self, folder: SafetensorsFolder) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._stored = frozenset(folder.tensor_names())
         self._states = {  # of 4-bit weights, by name
             name.removesuffix(f"{_STATE}{kind}"): name
@@ -90,10 +91,6 @@ class BitsAndBytesWeights:
 
     def packed_bits(self, name: str) -> int | None:
         return 8 if name in self._int8 else None
-
-    def float_bits(self, name: str) -> int | None:
-        """Return None: 4-bit weights come as dense ones."""
-        return None
 
     def notes(self) -> tuple[str, ...]:
         unpacked = (UNPACKED,) if self._states else ()

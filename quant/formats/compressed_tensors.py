@@ -18,6 +18,7 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.quant.formats.dense import DenseWeights
 from appliance.quant.formats.input_groups import regrouped
 from appliance.quant.formats.pack import (
     bytes_to_words,
@@ -99,7 +100,7 @@ def encoded_layout(
     return layout
 
 
-class CompressedTensorsWeights:
+class CompressedTensorsWeights(DenseWeights):
     """Reads integer and e4m3 weights from a folder, one tensor at a time.
 
     The parts of a module and their types show how it is stored: W_packed holds int32 words, W int8
@@ -111,7 +112,7 @@ class CompressedTensorsWeights:
     """
 
     def __init__(self, folder: SafetensorsFolder, declared: DeclaredWeights) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._schemes = declared.schemes
         self._stored = frozenset(folder.tensor_names())
         packed = {

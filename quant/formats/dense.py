@@ -1,4 +1,4 @@
-"""Reads unquantized weights."""
+"""Reads unquantized weights, and what is unquantized among others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.checkpoint import SafetensorsFolder
+    from appliance.kernels.weight import Weight
 
 
 class DenseWeights:
-    """Reads a folder of unquantized safetensors, one tensor at a time."""
+    """Reads a folder of unquantized safetensors, one tensor at a time.
+
+    Readers of quantized weights extend it: every folder has tensors that are stored as they are.
+    """
 
     def __init__(self, folder: SafetensorsFolder) -> None:
         self._folder = folder
@@ -31,7 +35,7 @@ class DenseWeights:
     def notes(self) -> tuple[str, ...]:
         return ()
 
-    def load(self, name: str) -> Tensor:
+    def load(self, name: str) -> Weight:
         return self._folder.load(name)
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.fp4 import GROUPS, Fp4Weight
+from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,7 +120,7 @@ def decode(
     return weight
 
 
-class Fp4Weights:
+class Fp4Weights(DenseWeights):
     """Reads weights of some forms, one tensor at a time; another reader has all others.
 
     Args:
@@ -131,7 +132,7 @@ class Fp4Weights:
     def __init__(
         self, folder: SafetensorsFolder, forms: Sequence[Fp4Form], rest: WeightReader
     ) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._rest = rest
         self._stored = frozenset(folder.tensor_names())
         self._modules: dict[str, tuple[Fp4Form, str, int | None]] = {}  # form, module, expert

@@ -12,6 +12,7 @@ from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels import arrays
 from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.quant.formats.compressed_tensors import ROUNDED_INPUTS
+from appliance.quant.formats.dense import DenseWeights
 from appliance.quant.formats.fp4 import MODELOPT_NVFP4, check_group_size
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ INPUT_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub")
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 
-class Fp8Weights:
+class Fp8Weights(DenseWeights):
     """Reads a folder of FP8 weights, one tensor at a time; other tensors are dense.
 
     Inputs become FP8 at run time if the checkpoint asks for it. Static input scales are ignored:
@@ -47,7 +48,7 @@ class Fp8Weights:
     """
 
     def __init__(self, folder: SafetensorsFolder) -> None:
-        self._folder = folder
+        super().__init__(folder)
         config = folder.config["quantization_config"]
         self._quantized_inputs = quantizes_inputs(config)
         self._notes = (ROUNDED_INPUTS,) if rounds_inputs(config) else ()
@@ -62,12 +63,6 @@ class Fp8Weights:
     def tensor_names(self) -> list[str]:
         """List every tensor except scales."""
         return list(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._folder.shape(name)
-
-    def packed_bits(self, name: str) -> int | None:
-        return None
 
     def float_bits(self, name: str) -> int | None:
         return 8 if name in self._codes else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from appliance.errors import CheckpointError
 from appliance.kernels import arrays
+from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,14 +54,14 @@ class WordLayout(Protocol):
         ...
 
 
-class WordPackedWeights:
+class WordPackedWeights(DenseWeights):
     """Reads a folder of word-packed weights, one tensor at a time.
 
     A module without a qweight is dense, whatever the config says.
     """
 
     def __init__(self, folder: SafetensorsFolder, words: WordLayout) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._words = words
         self._stored = frozenset(folder.tensor_names())
         self._modules = {
@@ -88,12 +89,6 @@ class WordPackedWeights:
         """Return the bits of a packed weight's codes; None for a dense tensor."""
         module = self._module(name)
         return None if module is None else self._layout(module).code_bits
-
-    def float_bits(self, name: str) -> int | None:
-        return None
-
-    def notes(self) -> tuple[str, ...]:
-        return ()
 
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor; codes, scales and zero points are not changed."""

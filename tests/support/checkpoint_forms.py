@@ -116,7 +116,84 @@ def in_int8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {key.removeprefix(name): part for key, part in parts.items()}, packed.dequantize()
 
 
+def in_auto_round(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """AutoRound's symmetric form: the sign of a scale is that of its group's largest weight."""
+    groups = weight.view(weight.shape[0], -1, 32)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scale = (-largest / 8).half()  # the largest weight has code 0
+    codes = (groups / scale.float() + 8).round().clamp(0, 15)
+    dense = ((codes - 8) * scale.float()).view(weight.shape)
+    shifts = torch.arange(0, 32, 4)
+    words = (codes.view(weight.shape[0], -1, 8).long() << shifts).sum(-1)
+    zeros = torch.full((groups.shape[1], weight.shape[0] // 8), 0x77777777, dtype=torch.int32)
+    in_words = torch.from_numpy(words.numpy().astype("uint32").view("int32")).T.contiguous()
+    stored = {".qweight": in_words, ".qzeros": zeros, ".scales": scale.squeeze(-1).T.contiguous()}
+    return stored, dense
+
+
+def in_bytes(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """W8A8 of compressed-tensors: signed codes of a byte each."""
+    scale = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
+    codes = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    return {".weight": codes, ".weight_scale": scale}, codes.float() * scale.float()
+
+
+def in_either_float(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """ModelOpt's mixed precision: FP8 in attention, NVFP4 in the MLP."""
+    if "self_attn" in name:
+        whole = weight.abs().max() / 448
+        e4m3 = (weight / whole).to(torch.float8_e4m3fn)
+        stored = {".weight": e4m3, ".weight_scale": whole, ".input_scale": torch.tensor(0.5)}
+        return stored, e4m3.float() * whole
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.view(weight.shape[0], -1, 16)
+    whole = weight.abs().max() / (6 * 448)
+    scale = (groups.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    factor = scale.float()[..., None] * whole
+    index = ((groups.abs() / factor)[..., None] - values).abs().argmin(-1)
+    dense = (values[index] * factor * groups.sign()).view(weight.shape)
+    codes = (index + 8 * (groups < 0)).view(weight.shape).byte()
+    stored = {".weight": codes[:, ::2] | codes[:, 1::2] << 4, ".weight_scale": scale}
+    return stored | {".weight_scale_2": whole}, dense
+
+
+MIXED = {
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        f"model.layers.{layer}.{name}": {
+            "quant_algo": "FP8" if "self_attn" in name else "W4A16_NVFP4"
+        }
+        for layer in range(2)
+        for name in SHAPES
+    },
+    "producer": {"name": "modelopt"},
+}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "frozen",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "int", "dynamic": True},
+        }
+    },
+}
 FORMS = {
+    "auto-round": Form(
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 32,
+            "sym": True,
+        },
+        in_auto_round,
+        "4 bits (groups of 32)",
+    ),
+    "w8a8": Form(W8A8, in_bytes, "8 bits (a scale per row)"),
+    "mixed": Form(MIXED, in_either_float, "fp8 (held as fp32) + nvfp4 (held as fp32)"),
     "int8": Form(
         quantization_config({"model.layers.0.mlp.up_proj": INT8}, ["lm_head"]),
         in_int8,
