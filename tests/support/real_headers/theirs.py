@@ -1,0 +1,200 @@
+"""A header's model as transformers makes it: its tensors as a hub has them, and its logits."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from real_headers.sizes import TEXT_SECTIONS, TOWER, text_section
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MOST_PARAMETERS = 2**26  # a size that was not cut is as large as in a real model
+_NOT_THEIRS = ("quantization_config", "compression_config", "auto_map")
+
+
+# Of models whose parts are models: section, class and prefix of the one that gives text.
+_TEXT_PARTS = {
+    "qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration", "thinker."),
+    "qwen3_omni_moe": ("thinker_config", "Qwen3OmniMoeThinkerForConditionalGeneration", "thinker."),
+}
+
+
+class NoClassError(Exception):
+    """Transformers has no class for a config, or its class does not take it."""
+
+
+def part_of(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the config of the part that gives text, and the prefix of its tensors."""
+    found = _TEXT_PARTS.get(str(config.get("model_type")))
+    if found is None:
+        return config, ""
+    section, name, prefix = found
+    return {**config[section], "architectures": [name]}, prefix
+
+
+def class_of(config: dict[str, Any]) -> Any:
+    """Return transformers' class of a config's architecture, or of its model_type.
+
+    Raises:
+        NoClassError: there is none, but for code of the checkpoint.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = config.get("model_type")
+    names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
+    if model_type in CONFIG_MAPPING and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        names.append(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    for name in names:
+        found: Any = getattr(transformers, name, None)
+        if not hasattr(found, "save_pretrained"):
+            continue
+        # A maker's own name for the type of a model whose class is named after another's.
+        is_own_type = model_type not in CONFIG_MAPPING
+        if is_own_type or found.config_class is CONFIG_MAPPING[model_type]:
+            return found
+    raise NoClassError(f"model_type {model_type!r}, architectures {config.get('architectures')}")
+
+
+def config_of(config: dict[str, Any], folder: Path) -> Any:
+    """Read a config as transformers reads the file of a folder."""
+    import transformers
+
+    plain = {key: value for key, value in config.items() if key not in _NOT_THEIRS}
+    if isinstance(plain.get("text_config"), dict):
+        text = plain["text_config"].items()
+        plain["text_config"] = {key: value for key, value in text if key not in _NOT_THEIRS}
+    plain["model_type"] = class_of(config).config_class.model_type
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(plain))
+    found = transformers.AutoConfig.from_pretrained(folder)
+    text = found.get_text_config()
+    if text is not found and text.hidden_size != text_section(config).get("hidden_size"):
+        # A flat config of old, of which this class reads the defaults of its sections only.
+        plain = {**plain, "text_config": {**plain, "model_type": text.model_type}}
+        (folder / "config.json").write_text(json.dumps(plain))
+        found = transformers.AutoConfig.from_pretrained(folder)
+    return found
+
+
+def with_towers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write into a config what its towers leave to their classes, so that it is cut as well.
+
+    Raises:
+        NoClassError: see `class_of`.
+    """
+    part, _ = part_of(config)
+    found = config_of(part, folder)
+    text = found.get_text_config()
+    towers: dict[str, Any] = {
+        name: getattr(found, name, None)
+        for name in type(found).sub_configs
+        if getattr(found, name, None) not in (None, text)
+    }
+    filled = {
+        name: {
+            **{key: value for key, value in tower.to_dict().items() if key in TOWER},
+            **(part.get(name) or {}),
+        }
+        for name, tower in towers.items()
+        if name not in TEXT_SECTIONS
+    }
+    if part is config:
+        return {**config, **filled}
+    section = _TEXT_PARTS[config["model_type"]][0]
+    return {**config, section: {**config[section], **filled}}
+
+
+def hub_tensors(config: dict[str, Any], folder: Path, *, whole: bool) -> dict[str, Tensor]:
+    """Make a model's tensors under the names that a hub has.
+
+    Args:
+        whole: without content, on the device meta; else float32 with random content.
+
+    Raises:
+        NoClassError: see `class_of`.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made = class_of(config)
+    settings = config_of(config, folder)
+    try:
+        with torch.device("meta"):
+            model = made(settings).eval()
+    except Exception as error:
+        raise NoClassError(f"{made.__name__}: {type(error).__name__} {error}") from error
+    if not whole:
+        largest = max(model.named_parameters(), key=lambda item: item[1].numel())
+        assert model.num_parameters() < MOST_PARAMETERS, (largest[0], largest[1].shape)
+        with torch.device("cpu"), _default_dtype(torch.float32):
+            model = made(settings).eval()
+        _fill(model)
+    state = model.state_dict()
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    state = {name: tensor for name, tensor in state.items() if name not in tied}
+    return dict(revert_weight_conversion(model, state))
+
+
+def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
+    """Logits of the saved model (num_tokens, vocab_size), read by transformers in float32."""
+    import transformers
+
+    made = class_of(json.loads((folder / "config.json").read_text()))
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    extra = {}
+    text = settings.get_text_config()
+    if (cap := getattr(text, "attn_logit_softcapping", None)) is not None:
+        extra["softcap"] = cap
+    model, about = made.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    if about["missing_keys"]:
+        raise AssertionError(f"transformers misses {sorted(about['missing_keys'])[:3]}")
+    # Llama 4's class for images runs with them only.
+    run = model.language_model if settings.model_type == "llama4" else model
+    with torch.inference_mode():
+        logits: Tensor = run.eval()(torch.tensor([token_ids]), **extra).logits[0]
+    return logits.float()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _fill(model: Any) -> None:
+    """Draw weights so large that every part shows; keep what numbers start from."""
+    random = torch.Generator().manual_seed(1)
+    buffers = [
+        item
+        for item in model.named_buffers()
+        if item[0].endswith(("correction_bias", "layer_scalar"))
+    ]
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *buffers]:
+            if not tensor.is_floating_point():
+                continue
+            spread = torch.randn(tensor.shape, generator=random)
+            if tensor.dim() >= 2 and not name.endswith((".conv1d.weight", "conv.weight")):
+                tensor.copy_(spread * 1.5 * tensor.shape[-1] ** -0.5)
+            elif tensor.dim() >= 2:
+                tensor.copy_(0.5 * spread)
+            else:
+                start = torch.nan_to_num(tensor.float(), 0.0, 0.0, 0.0).clamp(-4, 4)
+                tensor.copy_(start + 0.3 * spread)
