@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from appliance.errors import CheckpointError, ModelError
-from appliance.files import read_json
 from appliance.retrieval_recipe import recipe_of_folder
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
+from appliance.tokenizer.configured_tokens import ConfiguredTokens, optional_json
 from appliance.tokenizer.pre_tokenizers import unknown_patterns
 from appliance.tokenizer.source import TokenizerSource, new_separator, with_end_of_turn
 
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 MAX_TOKENIZER_BYTES = 128 * 2**20  # the largest in use have under 40 MiB
 
 GENERATION = "generation_config.json"
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def load_from_folder(path: Path) -> TokenizerSource:
@@ -51,25 +49,22 @@ def read_folder(path: Path) -> TokenizerSource:
         ChatTemplateError: the chat template is unusable.
     """
     backend = _read_backend(path)
-    config = _optional_json(path / "tokenizer_config.json")
-    role_map = _optional_json(path / "special_tokens_map.json") | config
-    contents = {role: text for role in _ROLES if (text := _content(role_map.get(role)))}
-    bos = _token_id(backend, contents.get("bos_token"))
-    if config.get("add_bos_token") is True and bos is not None:
-        _ensure_bos(backend, contents["bos_token"], bos)
-    generation = _optional_json(path / GENERATION)
+    tokens = ConfiguredTokens.read(path, backend)
+    notes = tokens.apply_to(backend)
+    generation = optional_json(path / GENERATION)
     named = [
         *_ids(generation.get("eos_token_id")),
-        *_ids(_optional_json(path / "config.json").get("eos_token_id")),
-        _token_id(backend, contents.get("eos_token")),
+        *_ids(optional_json(path / "config.json").get("eos_token_id")),
+        _token_id(backend, tokens.contents.get("eos_token")),
     ]
     return TokenizerSource(
         backend=backend,
-        bos_token_id=bos,
+        bos_token_id=_token_id(backend, tokens.contents.get("bos_token")),
         eos_token_ids=with_end_of_turn(backend, named),
-        chat_template=_chat_template(path, config, contents),
+        chat_template=_chat_template(path, tokens),
         sampling=SamplingDefaults.read(generation, GENERATION),
         retrieval=recipe_of_folder(path),
+        notes=tuple(notes),
     )
 
 
@@ -97,31 +92,33 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _ensure_bos(backend: tokenizers.Tokenizer, content: str, bos: int) -> None:
-    if backend.encode("", add_special_tokens=True).ids[:1] != [bos]:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[content, "$A"], special_tokens=[(content, bos)]
-        )
-
-
-def _chat_template(
-    path: Path, config: dict[str, Any], variables: dict[str, str]
-) -> ChatTemplate | None:
-    file = path / "chat_template.jinja"
-    entry = config.get("chat_template")
+def _chat_template(path: Path, tokens: ConfiguredTokens) -> ChatTemplate | None:
+    """Find the templates as AutoTokenizer does: files come before the configuration."""
+    entry = tokens.config.get("chat_template")
+    if entry is None:  # where processors of images had theirs
+        entry = optional_json(path / "chat_template.json").get("chat_template")
     named: dict[str, str] = {}
     if isinstance(entry, list):
         named = {item["name"]: item["template"] for item in entry if _is_named_template(item)}
+    elif isinstance(entry, dict):
+        named = {name: text for name, text in entry.items() if isinstance(text, str)}
     elif isinstance(entry, str):
         named = {"default": entry}
+    file = path / "chat_template.jinja"
     if file.is_file():
-        try:
-            named["default"] = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {file}: {error}; download it again") from error
+        named = {"default": _read_template(file)}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        named[file.name.removesuffix(".jinja")] = _read_template(file)
     if "default" not in named:
         return None
-    return ChatTemplate(named["default"], variables, tool_source=named.get("tool_use"))
+    return ChatTemplate(named["default"], tokens.contents, tool_source=named.get("tool_use"))
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}; download it again") from error
 
 
 def _is_named_template(item: Any) -> bool:
@@ -130,17 +127,6 @@ def _is_named_template(item: Any) -> bool:
         and isinstance(item.get("name"), str)
         and isinstance(item.get("template"), str)
     )
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _content(value: Any) -> str | None:
-    """Return a token's text from a string or an object."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _ids(value: Any) -> list[int]:

@@ -7,19 +7,12 @@ from typing import Any
 
 import pytest
 import tokenizers
+from transformers import AutoTokenizer
 
 from appliance.errors import ChatTemplateError, CheckpointError, ModelError
 from appliance.tokenizer import Tokenizer
 
 MakeFolder = Callable[..., Path]
-
-
-def test_add_bos_from_the_configuration(make_folder: MakeFolder, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_path(make_folder(tmp_path, add_bos_token=True))
-    assert tokenizer.add_bos
-    bos = tokenizer.bos_token_id
-    assert tokenizer.encode("the fox", add_special_tokens=True)[0] == bos
-    assert bos not in tokenizer.encode("the fox", add_special_tokens=False)
 
 
 @pytest.mark.parametrize(("written", "expected"), [(5, (5,)), ([5, 7], (5, 7)), (None, ())])
@@ -59,6 +52,61 @@ def test_named_templates(make_folder: MakeFolder, tmp_path: Path) -> None:
     assert template is not None
     assert template.render([]) == "plain"
     assert template.render([], tools=[{"type": "function"}]) == "tools"
+
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "weather"}}]
+HELLO = [{"role": "user", "content": "hello"}]
+ONE, TWO = "ONE {{ messages[0].content }}", "TWO {{ tools | length }}"
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        (ONE, {"additional_chat_templates/tool_use.jinja": TWO, "chat_template.jinja": "A"}),
+        ([{"name": "default", "template": ONE}, {"name": "tool_use", "template": TWO}], {}),
+        (
+            [{"name": "default", "template": ONE}, {"name": "tool_use", "template": TWO}],
+            {"chat_template.jinja": "A"},
+        ),
+        (ONE, {"chat_template.jinja": "A", "additional_chat_templates/rag.jinja": "B"}),
+        (ONE, {"chat_template.json": json.dumps({"chat_template": "C"})}),
+    ],
+)
+def test_templates_come_from_where_transformers_takes_them(
+    make_folder: MakeFolder, tmp_path: Path, config: Any, files: dict[str, str]
+) -> None:
+    folder = make_folder(tmp_path, chat_template=config, tokenizer_class="PreTrainedTokenizerFast")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    ours, theirs = Tokenizer.from_path(folder), AutoTokenizer.from_pretrained(folder)
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(
+            HELLO, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert ours.decode(ours.encode_chat(HELLO, tools=tools)) == expected
+
+
+def test_a_folder_may_have_the_template_of_its_processor_alone(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    """Processors of transformers before 4.50 wrote this file."""
+    folder = make_folder(tmp_path, chat_template=None)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": ONE}))
+    tokenizer = Tokenizer.from_path(folder)
+    assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "ONE hello"
+
+
+def test_tools_of_additional_templates_are_not_dropped(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path, chat_template=ONE)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TWO)
+    tokenizer = Tokenizer.from_path(folder)
+    assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "ONE hello"
+    assert tokenizer.decode(tokenizer.encode_chat(HELLO, tools=TOOLS)) == "TWO 1"
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(

@@ -1,0 +1,231 @@
+"""Tokens and space prefixes that only the files beside tokenizer.json name.
+
+As AutoTokenizer of transformers 5.24 adds them; 4.57 does the same, but leaves out a list under
+`extra_special_tokens` and roles of a model's own, such as `image_token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+
+from appliance.errors import CheckpointError
+from appliance.files import read_json
+from appliance.tokenizer.pieces import SPACE_MARK
+
+CONFIG = "tokenizer_config.json"
+_LLAMA = "LlamaTokenizer"
+# Defaults of transformers' classes, for roles that a folder does not name; its vocabulary must have
+# the token.
+CLASS_ROLES: dict[str, dict[str, str]] = {
+    _LLAMA: {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "GPTNeoXTokenizer": {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "unk_token": "<|endoftext|>",
+        "pad_token": "<|padding|>",
+    },
+    "CohereTokenizer": {
+        "bos_token": "<BOS_TOKEN>",
+        "eos_token": "<|END_OF_TURN_TOKEN|>",
+        "unk_token": "<UNK>",
+        "pad_token": "<PAD>",
+        "cls_token": "<CLS>",
+        "sep_token": "<SEP>",
+        "mask_token": "<MASK_TOKEN>",
+    },
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+}
+# Of these the classes set the prefix of byte-level words.
+_BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "Qwen2Tokenizer")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredTokens:
+    """Tokens that the small files of a folder name.
+
+    Attributes:
+        config: tokenizer_config.json.
+        roles: tokens by role, such as bos_token, also of a model's own.
+        added: tokens by id.
+        extra: control tokens without a role.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    roles: Mapping[str, AddedToken] = field(default_factory=dict)
+    added: Mapping[int, AddedToken] = field(default_factory=dict)
+    extra: tuple[AddedToken, ...] = ()
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """The texts of the roles."""
+        return {role: str(token.content) for role, token in self.roles.items()}
+
+    @classmethod
+    def read(cls, path: Path, backend: Tokenizer) -> ConfiguredTokens:
+        """Read them from a folder, for the vocabulary of its tokenizer.json.
+
+        Raises:
+            CheckpointError: a file is damaged; the message names it and the key.
+        """
+        config = optional_json(path / CONFIG)
+        special_map = optional_json(path / "special_tokens_map.json")
+        if "added_tokens_decoder" in config:
+            special_map = {}  # the older file is read only without the newer key
+        named = _class_roles(config, backend) | config | special_map
+        roles = {
+            key: token
+            for key, value in named.items()
+            if key.endswith("_token") and (token := _special(path, key, value)) is not None
+        }
+        extra: list[AddedToken] = []
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            values = config.get(key) or []
+            if isinstance(values, dict):
+                roles |= {role: _needed(path, key, value) for role, value in values.items()}
+            elif not extra:
+                extra = [_needed(path, key, value) for value in values]
+            extra += [_needed(path, key, value) for value in special_map.get(key) or []]
+        if "added_tokens_decoder" in config:
+            added = dict(_decoder(path, config["added_tokens_decoder"]))
+        else:
+            special = {token.content for token in (*roles.values(), *extra)}
+            added = dict(_added_file(path / "added_tokens.json", special))
+        return cls(path, config, roles, added, tuple(extra))
+
+    def apply_to(self, backend: Tokenizer) -> list[str]:
+        """Add the tokens, and set how words begin; return notes for the user."""
+        _set_space_prefix(backend, self.config)
+        present: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        added = dict(self.added)
+        if "added_tokens_decoder" not in self.config:
+            added |= present
+        same = {repr(token) for token in present.values()}
+        new = [token for _, token in sorted(added.items()) if repr(token) not in same]
+        known = {token.content for token in (*present.values(), *new)}
+        by_content = {token.content: token for token in added.values()}
+        for token in (*self.roles.values(), *self.extra):
+            if token.content not in known:
+                new.append(by_content.get(token.content, token))
+                known.add(token.content)
+        # The library never forgets that a token was special.
+        special = {token.content for token in present.values() if token.special}
+        special |= set(self.contents.values())
+        for token in new:
+            token.special = token.special or token.content in special
+        backend.add_tokens(new)
+        return [
+            f"{self.path / CONFIG} gives {token.content!r} the id {token_id}, but the vocabulary "
+            f"leads to {backend.token_to_id(token.content)}, which is used"
+            for token_id, token in self.added.items()
+            if backend.token_to_id(token.content) != token_id
+        ]
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _decoder(path: Path, value: Any) -> Iterator[tuple[int, AddedToken]]:
+    key = "added_tokens_decoder"
+    if not isinstance(value, dict):
+        raise _wrong(path, key, value)
+    for token_id, token in value.items():
+        if not token_id.isdecimal() or not isinstance(token, dict):
+            raise _wrong(path, f"{key}[{token_id!r}]", token)
+        yield int(token_id), _needed(path, f"{key}[{token_id!r}]", {"special": False} | token)
+
+
+def _added_file(file: Path, special: set[str]) -> Iterator[tuple[int, AddedToken]]:
+    for content, token_id in optional_json(file).items():
+        if type(token_id) is not int:
+            raise CheckpointError(
+                f"{file}: the id of {content!r} is {token_id!r:.40}, not a number; correct it, or "
+                "fetch the file again"
+            )
+        is_special = content in special
+        yield token_id, AddedToken(content, normalized=not is_special, special=is_special)
+
+
+def _needed(path: Path, key: str, value: Any) -> AddedToken:
+    token = _special(path, key, value)
+    if token is None:
+        raise _wrong(path, key, value)
+    return token
+
+
+def _special(path: Path, key: str, value: Any) -> AddedToken | None:
+    """Return a token from a text or an object; None for other settings under such a key."""
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    if not isinstance(value, dict):
+        return None
+    flags = {
+        name: value[name]
+        for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
+        if name in value
+    }
+    content = value.get("content")
+    if not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise _wrong(path, key, value)
+    return AddedToken(content, **({"special": True} | flags))
+
+
+def _wrong(path: Path, key: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{path / CONFIG}: {key} is {value!r:.60}, which is no token; correct it, or fetch the "
+        "file again"
+    )
+
+
+def _class_roles(config: Mapping[str, Any], backend: Tokenizer) -> dict[str, Any]:
+    kind = _class_of(config)
+    if kind == _LLAMA and _is_byte_level(backend):
+        return {}
+    roles = CLASS_ROLES.get(kind, {})
+    return {role: text for role, text in roles.items() if backend.token_to_id(text) is not None}
+
+
+def _class_of(config: Mapping[str, Any]) -> str:
+    return str(config.get("tokenizer_class", "")).removesuffix("Fast")
+
+
+def _set_space_prefix(backend: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Put a space before words at the beginning of a text, or not, as the class does.
+
+    Only where versions of transformers agree: elsewhere tokenizer.json decides.
+    """
+    kind = _class_of(config)
+    wanted = config.get("add_prefix_space")
+    if kind in _BYTE_LEVEL:
+        rules: Any = backend.pre_tokenizer
+        for rule in rules if isinstance(rules, pre_tokenizers.Sequence) else [rules]:
+            if isinstance(rule, pre_tokenizers.ByteLevel):
+                rule.add_prefix_space = bool(wanted)
+    elif kind == _LLAMA and isinstance(wanted, bool) and not _is_byte_level(backend):
+        prefix = "always" if config.get("legacy") else "first"
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(
+            SPACE_MARK, prepend_scheme=prefix if wanted else "never", split=False
+        )
+        steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(
+            [*steps, decoders.Strip(" ", 1, 0)] if wanted else steps
+        )
+
+
+def _is_byte_level(backend: Tokenizer) -> bool:
+    return "ByteLevel" in f"{backend.pre_tokenizer}{backend.decoder}"
