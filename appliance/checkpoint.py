@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,6 +47,9 @@ _SETTINGS_FILES = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
+
+# A part of several, or weights that are no whole model.
+_OTHER_WEIGHTS = re.compile(r"-of-\d+|^adapter|^consolidated|^model-\d+\.")
 
 _DTYPES = {
     "F64": "float64",
@@ -237,7 +241,10 @@ def _weight_files(path: Path) -> list[Path]:
             if not (path / shard).is_file():
                 raise CheckpointError(f"{path}: shard {shard} is missing; download it again")
         return [path / shard for shard in shards]
-    if any(file.suffix == ".safetensors" for file in path.iterdir()):
+    loose = [file for file in path.iterdir() if file.suffix == ".safetensors"]
+    if len(loose) == 1 and not _OTHER_WEIGHTS.search(loose[0].name):
+        return loose  # as AutoGPTQ named it: gptq_model-4bit-128g.safetensors
+    if loose:
         raise CheckpointError(
             f"{path} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; download the folder again"
         )
@@ -259,7 +266,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _check_index(path: Path, entries: Mapping[str, _Entry]) -> None:
-    if (path / WEIGHTS_NAME).is_file():
+    if not (path / INDEX_NAME).is_file() or (path / WEIGHTS_NAME).is_file():
         return
     for name, shard in _weight_map(path).items():
         if name not in entries or entries[name].file.name != shard:

@@ -178,6 +178,24 @@ def test_one_name_in_two_shards(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_read"),
+    [
+        ("gptq_model-4bit-128g.safetensors", True),
+        ("model-00001-of-00002.safetensors", False),
+        ("adapter_model.safetensors", False),
+    ],
+)
+def test_one_file_of_another_name_is_the_model(tmp_path: Path, name: str, is_read: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file(TENSORS, tmp_path / name)
+    if is_read:
+        assert SafetensorsFolder(tmp_path).tensor_names() == list(load_file(tmp_path / name))
+    else:
+        with pytest.raises(CheckpointError, match="neither"):
+            SafetensorsFolder(tmp_path)
+
+
 def test_shards_without_an_index(tmp_path: Path) -> None:
     (sharded(tmp_path) / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="neither"):

@@ -160,7 +160,9 @@ def declared_layout(config: Mapping[str, Any]) -> AwqLayout | GemvLayout:
     version = str(next((name for name in named if name), "gemm")).lower()
     bits = config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size"))
-    if version not in ("gemm", "gemv", "gemv_fast"):
+    if config.get("backend") == "llm-awq":
+        what = "backend 'llm-awq'"
+    elif version not in ("gemm", "gemv", "gemv_fast"):
         what = f"version {version!r}"
     elif bits != BITS:
         what = f"{bits!r} bits"

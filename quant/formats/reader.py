@@ -57,9 +57,11 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
     """Choose the reader by `quantization_config`, or raise UnsupportedModelError."""
     config = folder.config.get(QUANTIZATION)
     if config is None:
+        _check_unquantized(folder)
         return DenseWeights(folder)
     method = _method(config) if isinstance(config, dict) else None
     if method in _READERS:
+        _check_rotations(config)
         return _READERS[method](folder, config)
     called = _CALLED.get(str(method), repr(method or config))
     raise UnsupportedModelError(
@@ -67,6 +69,31 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
         " compressed-tensors, AWQ, GPTQ, AutoRound, MXFP4, NVFP4, FP8 of DeepSeek's, ModelOpt's or"
         f" FBGEMM's form, and bitsandbytes; {_WAYS.get(str(method), _OTHER_WAY)}"
     )
+
+
+def _check_unquantized(folder: SafetensorsFolder) -> None:
+    """Refuse quantized weights whose settings are nowhere: their own numbers mean nothing."""
+    for name in folder.tensor_names():
+        if name.endswith(_QUANTIZED_PARTS):
+            raise UnsupportedModelError(
+                f"{folder.path}: tensor {name} is a part of a quantized weight, but neither"
+                f" {QUANTIZATION} in config.json nor a quantize_config.json (GPTQ),"
+                " quant_config.json (AWQ) or hf_quant_config.json (ModelOpt) says how it was"
+                " quantized; fetch that file of the model as well"
+            )
+
+
+def _check_rotations(config: Mapping[str, Any]) -> None:
+    """Refuse weights that fit only inputs which are rotated while the model runs."""
+    for key in ("transform_config", "rotation_config", "rotation"):
+        found = config.get(key)
+        if isinstance(found, dict) and "config_groups" in found:
+            found = found["config_groups"]
+        if found:
+            raise UnsupportedModelError(
+                f"{QUANTIZATION} has {key} = {str(found)[:80]}: rotations while the model runs are"
+                f" not supported; {_OTHER_WAY}"
+            )
 
 
 def _method(config: Mapping[str, Any]) -> str | None:
@@ -130,6 +157,11 @@ _ALIASES = {
     "fbgemm-fp8": fp8.METHOD,
     "autoround": gptq.AUTO_ROUND,
 }
+# Endings of parts that no unquantized model has.
+_QUANTIZED_PARTS = (
+    *(".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_scale_2"),
+    *(".SCB", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"),
+)
 # Methods that people meet and that have no reader here, as their projects call them.
 _CALLED = {
     "mlx": "MLX",

@@ -133,6 +133,30 @@ def test_what_auto_round_packs_otherwise_is_refused_by_name(
         open_weights(folder(tmp_path, {NAME: WEIGHT}, settings))
 
 
+@pytest.mark.parametrize(
+    ("method", "key", "value"),
+    [
+        ("compressed-tensors", "transform_config", {"config_groups": {"u": {"apply": []}}}),
+        ("auto-round", "rotation_config", {"hadamard_type": "quarot"}),
+        ("gptq", "rotation", "hadamard"),
+    ],
+)
+def test_weights_for_rotated_inputs_are_refused(
+    tmp_path: Path, method: str, key: str, value: object
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{key} = .*rotations while the model runs"):
+        open_weights(folder(tmp_path, {NAME: WEIGHT}, {"quant_method": method, key: value}))
+
+
+@pytest.mark.parametrize("part", [".qweight", ".weight_scale", ".weight_packed", ".SCB"])
+def test_quantized_weights_without_settings_name_the_files_that_have_them(
+    tmp_path: Path, part: str
+) -> None:
+    tensors = {NAME.removesuffix(".weight") + part: WEIGHT}
+    with pytest.raises(UnsupportedModelError, match=f"up_proj{part} is a part .*hf_quant_config"):
+        open_weights(folder(tmp_path, tensors, None))
+
+
 def test_settings_in_config_json_win_over_those_of_a_file_beside(tmp_path: Path) -> None:
     """As in vLLM; MLX's `quantization` comes last."""
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 2}))

@@ -270,6 +270,7 @@ def test_a_list_of_groups_that_there_are_not_is_refused(g_idx: Tensor, folder_of
     ("kind", "changes", "named"),
     [
         ("awq", {"version": "marlin"}, "version 'marlin'"),
+        ("awq", {"backend": "llm-awq"}, "backend 'llm-awq'"),
         ("awq", {"bits": 8}, "8 bits"),
         ("awq", {"group_size": 0}, "group size of 0"),
         ("gptq", {"bits": 1}, "bits of 1"),
