@@ -6,7 +6,7 @@ both: as halves or alternating rows, outputs first or inputs first. Knows no fam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ def separate_experts(
         part = None if slot.name in present else _find(slot, spec, names, present)
         if part is None:
             continue
+        part = part.as_stored(weights.shape(part.stored))
         if weights.shape(part.stored) != part.stored_shape:
             raise CheckpointError(
                 f"{where}: tensor {part.stored} has shape {weights.shape(part.stored)}, but the "
@@ -69,6 +70,18 @@ class _Part:
     first: int = 0
     step: int = 1
     transposed: bool = False
+
+    def as_stored(self, shape: tuple[int, ...]) -> _Part:
+        """Return the part of a stack that has the other side first, if its shape says so.
+
+        Qwen3-VL's makers store inputs first; transformers and mergers save outputs first.
+        """
+        if self.expert is None or len(shape) != 3 or shape == self.stored_shape:
+            return self
+        turned = (shape[0], shape[2], shape[1])
+        if turned != self.stored_shape:
+            return self
+        return replace(self, stored_shape=shape, transposed=not self.transposed)
 
     def outputs(self, start: int, stop: int) -> slice:
         """Return the stored rows of rows `start` to `stop`."""

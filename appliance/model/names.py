@@ -226,6 +226,16 @@ class TensorNames:
             ),
         )
 
+    @property
+    def outside_layers(self) -> tuple[str, ...]:
+        """Names of the parts that are in no layer."""
+        tokens = self.token_input
+        parts = (
+            *(self.embedding, self.final_norm, self.positions, self.into_stream),
+            *(self.out_of_stream, self.head, tokens.embedding, tokens.projection, tokens.norm),
+        )
+        return tuple(part for part in parts if part)
+
     def in_layer(self, index: int, part: str) -> str:
         return self.layer.format(index) + part
 

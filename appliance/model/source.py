@@ -17,12 +17,13 @@ from appliance.model.families.registry import (
     find_family,
     unsupported,
 )
+from appliance.model.families.text_parts import family_settings, text_settings
 from appliance.model.gguf_tensors import names_of_file, with_stored_biases
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.leftovers import leftover_notes, leftover_problems, leftovers
 from appliance.model.spec import ExpertsSpec
 from appliance.model.tensors import TensorSlot, tensor_slots
-from appliance.model.text_part import TextPart, has_other_parts, names_in, text_settings
+from appliance.model.text_part import TextPart, names_in
 from appliance.model.tied_ends import (
     StoredEnds,
     apart_note,
@@ -33,7 +34,7 @@ from appliance.model.tied_ends import (
 from appliance.quant.formats import WeightReader, is_read, open_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Set
+    from collections.abc import Iterable, Iterator, Mapping, Set
     from pathlib import Path
 
     from appliance.model.fallback.description import FallbackModel
@@ -95,15 +96,21 @@ def open_unchecked(path: Path, *, in_torch: bool = True) -> ModelSource:
 
 def _open_folder(path: Path, in_torch: bool) -> ModelSource:
     folder = SafetensorsFolder(path, in_torch=in_torch)
-    config, origin = text_settings(folder.config), str(path / CONFIG_NAME)
-    is_part = has_other_parts(folder.config)
-    family = family_of_text(config) if is_part else find_family(config)
+    origin = str(path / CONFIG_NAME)
+    text = text_settings(folder.config)
+    is_part, config = text is not None, text or dict(folder.config)
+    family = family_of_text(config) if is_part else find_family(config) or _of_merged(config)
     if family is None:
         return _open_fallback(folder, config, origin, is_part=is_part)
-    config |= {"architectures": list(family.architectures[:1])} if is_part else {}
-    spec = family.spec(config, origin)
     weights = _open_weights(folder, config, origin)
     family = replace(family, names=names_in(weights, family.names, family.other_names))
+    if is_part:
+        # Which part of older files says so differs by class; one without a head is tied.
+        if f"{family.names.head}.weight" not in weights.tensor_names():
+            config["tie_word_embeddings"] = True
+        config["architectures"] = list(family.architectures[:1])
+    spec = family.spec(config, origin)
+    config = family_settings(config, family.model_type) if is_part else config
     if spec.has_experts:
         weights = separate_experts(weights, spec, family.names, path.name)
     if is_part:
@@ -123,6 +130,13 @@ def _with_stored_ends(source: ModelSource, folder: SafetensorsFolder) -> ModelSo
             notes = (*source.notes, apart_note(names))
             return replace(source, spec=spec, config=untied(source.config), notes=notes)
     return source
+
+
+def _of_merged(config: Mapping[str, Any]) -> Family | None:
+    """Find the family of a text that merging tools left alone under its whole's architecture."""
+    named = config.get("architectures")
+    is_whole = isinstance(named, list) and str(named[:1]).endswith("ForConditionalGeneration']")
+    return family_of_text(config) if is_whole else None
 
 
 def _open_weights(folder: SafetensorsFolder, config: dict[str, Any], origin: str) -> WeightReader:

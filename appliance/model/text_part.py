@@ -1,46 +1,46 @@
-"""Finds the text part of a checkpoint with other parts, such as a vision tower.
+"""Finds the tensors of a text part in a checkpoint with other parts, such as a vision tower.
 
-Its settings are nested under `text_config`, and its tensors have a longer prefix. Knows no family.
+They have a longer prefix. Knows no family.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from appliance.model.families.class_defaults import text_type
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from appliance.kernels.weight import Weight
     from appliance.model.names import TensorNames
     from appliance.quant.formats import WeightReader
 
-_SECTION = "text_config"
-# Prefixes of tensor names: of a decoder's own checkpoint, of an embedding model, of the text part
-# in newer and older files, of Nemotron-H.
-PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "backbone.")
+# Prefixes of a decoder's layers: in its own checkpoint, in an embedding model's, as the text part
+# of newer and older files, and of models with several generators.
+PREFIXES = (
+    "model.",
+    "",
+    "model.language_model.",
+    "language_model.model.",
+    "model.text_model.",
+    "thinker.model.",
+    "thinker.model.language_model.",
+    "llm.model.",
+    "llm.",
+    "language.model.",
+    "model.language_model.model.",
+    "model.text_model.model.",
+    "model.llm.",
+    "text_model.",
+    "language_model.",
+    "backbone.",
+    "language_model.backbone.",
+    "model.language_model.backbone.",
+)
 
-
-def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the text part, which include those of the whole model."""
-    section = config.get(_SECTION)
-    if not isinstance(section, dict):
-        return dict(config)
-    others = {
-        key: value
-        for key, value in config.items()
-        if key not in (_SECTION, "model_type") and not key.endswith("_config")
-    }
-    kept = {key: config[key] for key in ("quantization_config",) if key in config}
-    return {"model_type": text_type(config.get("model_type"))} | section | others | kept
-
-
-def has_other_parts(config: Mapping[str, Any]) -> bool:
-    """Return True if the model has other parts than text."""
-    return isinstance(config.get(_SECTION), dict)
+# Spellings of a layer's place; transformers 5.24 saves Kimi K2.5 and Qianfan with the others.
+_LAYERS = ("layers.", "blocks.", "encoder.layers.")
+_SHARED = ("model.", "")  # where other parts may lie beside the text's
 
 
 def names_in(
@@ -48,16 +48,32 @@ def names_in(
 ) -> TensorNames:
     """Return the names under the checkpoint's prefix; unchanged if no prefix matches.
 
-    Returns `others` if the first norm has its name there.
+    The head may lie under any part of the prefix. Returns `others` if the first norm has its name
+    there.
     """
     present = set(weights.tensor_names())
-    if others is not None and f"{others.in_layer(0, others.mixer_norm)}.weight" in present:
-        return others
     under = [names.under(prefix) for prefix in PREFIXES]
+    if others is not None:
+        under += [others.under(prefix) for prefix in PREFIXES]
+        under = [found for found in under if _first_norm(found) in present]
     by_embedding = (found for found in under if f"{found.embedding}.weight" in present)
     # The file of a tied model may hold the head alone.
     by_norm = (found for found in under if f"{found.final_norm}.weight" in present)
-    return next(by_embedding, None) or next(by_norm, names)
+    found = _spelled(next(by_embedding, None) or next(by_norm, names), present)
+    parts = found.layer.split(".")
+    above = (".".join([*parts[:count], names.head]) for count in range(len(parts), -1, -1))
+    head = next((name for name in above if f"{name}.weight" in present), found.head)
+    return replace(found, head=head)
+
+
+def _spelled(names: TensorNames, present: set[str]) -> TensorNames:
+    """Return names whose layers are spelled as the checkpoint has them."""
+    spelled = (replace(names, layer=names.layer.replace("layers.", each)) for each in _LAYERS)
+    return next((found for found in spelled if _first_norm(found) in present), names)
+
+
+def _first_norm(names: TensorNames) -> str:
+    return f"{names.in_layer(0, names.mixer_norm)}.weight"
 
 
 class TextPart:
@@ -66,8 +82,12 @@ class TextPart:
     def __init__(self, weights: WeightReader, names: TensorNames) -> None:
         self._weights = weights
         stored = weights.tensor_names()
-        prefix = names.layer.removesuffix("layers.{}.")
-        self._names = [name for name in stored if name.startswith((prefix, f"{names.head}."))]
+        layers = names.layer.removesuffix("{}.")
+        prefix = next((layers.removesuffix(each) for each in _LAYERS[::-1] if each in layers), "")
+        own: tuple[str, ...] = (prefix, f"{names.head}.")
+        if prefix in _SHARED:
+            own = (layers, *(f"{name}." for name in names.outside_layers))
+        self._names = [name for name in stored if name.startswith(own)]
         self._left = sorted(set(stored) - set(self._names))
 
     def tensor_names(self) -> list[str]:

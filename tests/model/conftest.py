@@ -73,7 +73,7 @@ def make_model() -> Callable[..., Any]:
                     ) and "linear" not in name
                     start = 0.0 if name.endswith("bias") or about_1 else 1.0
                     parameter.copy_(start + 0.3 * spread)
-                if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                if model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
                     parameter.mul_(parameter.shape[0] ** -0.5)  # it has no other scale
         return model
 

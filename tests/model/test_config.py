@@ -117,6 +117,17 @@ def test_settings_that_configs_leave_out() -> None:
             "rope_theta",
         ),
         (
+            {
+                "architectures": ["Gemma4UnifiedForCausalLM"],
+                "per_layer_config": {"6": {"head_dim": 32}, "06": {"head_dim": 32}},
+            },
+            "per_layer_config: 06 = .* and 6 is the same layer",
+        ),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "per_layer_config": {"12": {}}},
+            "per_layer_config: 12 = .* below num_hidden_layers = 7",
+        ),
+        (
             {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2}},
             "rope_scaling",
         ),

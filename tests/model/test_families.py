@@ -148,6 +148,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4-small": ("gemma4_text", GEMMA4_SMALL),
+    # As the 12B, of a class of its own. From layer 10 on the file's keys of layers are padded.
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        {
+            "num_hidden_layers": 12,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 7,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "granite": (
         "granite",
         {

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from teacher_forcing import logits_of
+from whole_models import MAKERS_FORMS, WHOLES, MakersForm, whole_model
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.backend import REFERENCE
+from appliance.model.families.text_parts import REFUSED_WHOLES, text_settings
 from appliance.model.loader import load_decoder
 from appliance.model.source import ModelSource, open_model
 
@@ -72,6 +74,105 @@ def test_the_text_answers_as_alone_and_says_what_is_left_out(
     assert source.config["architectures"] == ["Gemma4ForCausalLM"]
     notes = [note for note in source.weights.notes() if "text only: 1 tensors" in note]
     assert len(notes) == 1
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+def test_the_text_of_a_whole_answers_as_transformers_answers(
+    kind: str, save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    model = whole_model(kind, WHOLES[kind])
+    source = open_model(save(model))
+    assert source.fallback is None
+    assert_answers_as(model, source, token_ids)
+
+
+def assert_answers_as(model: Any, source: ModelSource, token_ids: list[int]) -> None:
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([token_ids])).logits[0].float()
+    assert wanted.std() > 0.5  # a model that says something
+    found = logits(source, token_ids)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def test_stacked_experts_are_read_inputs_first_as_their_makers_store_them(
+    save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    """Qwen publishes them so; transformers turns them as it loads, and saves them turned."""
+    model = whole_model("qwen3_vl_moe", WHOLES["qwen3_vl_moe"])
+    file = (folder := save(model)) / "model.safetensors"
+    turned = {
+        name: tensor.mT.contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(turned, file, {"format": "pt"})
+    assert_answers_as(model, open_model(folder), token_ids)
+
+
+NO_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-",
+        "head_dim": 10,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("form", MAKERS_FORMS)
+def test_a_text_in_its_makers_own_form_answers_as_alone(
+    form: str,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    kind, stored = MAKERS_FORMS[form]
+    model = make_model(kind, tie_word_embeddings=False, **NO_DEFAULTS.get(kind, {}))
+    source = open_model(in_form(save(model), stored))
+    assert_answers_as(model, source, token_ids)
+    assert [note for note in source.weights.notes() if f"only: {len(stored.beside)} tens" in note]
+
+
+def in_form(text: Path, form: MakersForm) -> Path:
+    """Turn a text model's checkpoint into a whole's as its makers store it."""
+    settings = json.loads((text / "config.json").read_text()) | form.settings
+    whole: dict[str, Any] = {"architectures": ["WholeForConditionalGeneration"], **form.whole}
+    if form.section:
+        for key in form.section[::-1]:
+            settings = {key: settings}
+    else:
+        del settings["model_type"], settings["architectures"]
+    (text / "config.json").write_text(json.dumps(settings | whole))
+    tensors = {}
+    for name, tensor in load_file(text / "model.safetensors").items():
+        first, _, rest = name.partition(".")
+        tensors[f"{form.head}.weight" if first == "lm_head" else form.layers + rest] = tensor
+    tensors |= {name: torch.zeros(8, 8) for name in form.beside}
+    save_file(tensors, text / "model.safetensors", {"format": "pt"})
+    return text
+
+
+@pytest.mark.parametrize("kind", REFUSED_WHOLES)
+def test_a_whole_whose_text_does_not_stand_alone_is_refused_with_the_reason(kind: str) -> None:
+    config = {"model_type": kind, "text_config": {"model_type": "llama"}}
+    with pytest.raises(UnsupportedModelError, match=f"model_type '{kind}' cannot be served: "):
+        text_settings(config)
 
 
 def test_a_text_part_of_another_kind_is_refused(

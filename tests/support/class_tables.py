@@ -20,17 +20,11 @@ from typing import Any
 from appliance.model.encoder.families import ENCODERS
 from appliance.model.families import class_defaults
 from appliance.model.families.registry import FAMILIES
+from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
 TABLE = Path(class_defaults.__file__).with_name("class_defaults.json")
 # Text parts of larger models, and variants, that a family reads under a class of their own.
-OTHER_TYPES = (
-    "gemma4_unified_text",
-    "granitemoeshared",
-    "qwen2_5_vl_text",
-    "qwen2_vl_text",
-    "qwen3_vl_moe_text",
-    "qwen3_vl_text",
-)
+OTHER_TYPES = ("granitemoeshared", *sorted(FAMILIES_OF_TEXTS.keys() - {"kimi_k2"}))
 _PROBES: tuple[Any, ...] = (7, 0.125, True, False, "silu", [0], [0.0, 5.0])
 _UNKNOWN = object()
 _SECTIONS = ("per_layer_config", "rope_scaling")  # of settings, with no default of their own

@@ -110,6 +110,13 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
             "moe_intermediate_size": 16,
         },
     ],
+    "gemma4_unified_text": [
+        {
+            "num_hidden_layers": 11,
+            "sliding_window": 3,
+            "per_layer_config": {"05": {"head_dim": 32}, "10": {"head_dim": 32}},
+        }
+    ],
     "phi3": [
         {"partial_rotary_factor": 0.5, "rope_scaling": LONG},
         {"rope_parameters": {"partial_rotary_factor": 0.5}},

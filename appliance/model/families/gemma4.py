@@ -28,16 +28,20 @@ from appliance.model.names import ExpertNames, TensorNames, TokenInputNames
 from appliance.model.spec import MLPSpec, NormSpec, TokenInputSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, ExpertsSpec, RopeSpec
 
 _PATTERN = 6  # every sixth layer has no window
 _ACTIVATION = "hidden_activation"
+_UNIFIED = "gemma4_unified_text"  # of the 12B: no token embeddings after layers, and no experts
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
     num_layers = config.integer("num_hidden_layers")
     slides = read_layer_types(config, [(i + 1) % _PATTERN != 0 for i in range(num_layers)])
+    slides[-1] = False  # whatever its type says, as transformers reads it
     window = read_window(config)
     if any(slides) and window is None:
         raise config.refuse("sliding_window", "a number, as layers slide")
@@ -102,8 +106,9 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
     if "per_layer_config" not in config:
         return local, _Heads(head_dim, kv_heads)
     layers, found = config.section("per_layer_config"), set[_Heads]()
+    keys = _layer_keys(layers, config.value("per_layer_config"), len(slides))
     for index, sliding in enumerate(slides):
-        own = layers.section(str(index))
+        own = layers.section(keys.get(index, str(index)))
         heads = _Heads(
             own.integer("head_dim", local.head_dim),
             own.integer("num_key_value_heads", local.num_kv_heads),
@@ -112,11 +117,27 @@ def _heads(config: ConfigReader, slides: list[bool]) -> tuple[_Heads, _Heads]:
         if not sliding:
             found.add(heads)
         elif heads != local:
-            raise layers.refuse(str(index), "no change in a layer with a window")
-    layers.refuse_unknown(frozenset())
+            raise layers.refuse(keys[index], "no change in a layer with a window")
     if len(found) > 1:
         raise config.refuse("per_layer_config", "the same heads in all layers without a window")
     return local, found.pop() if found else _Heads(head_dim, kv_heads)
+
+
+def _layer_keys(layers: ConfigReader, keys: Iterable[str], count: int) -> dict[int, str]:
+    """Return each layer's key by its number; transformers pads the numbers with zeros.
+
+    Raises:
+        UnsupportedModelError: a key is no layer's number, or two are the same layer's.
+    """
+    found: dict[int, str] = {}
+    for key in keys:
+        number = int(key) if key.isascii() and key.isdigit() else count
+        if number >= count:
+            raise layers.refuse(key, f"a layer's number below num_hidden_layers = {count}")
+        if number in found:
+            raise layers.refuse(key, f"one entry a layer, and {found[number]} is the same layer")
+        found[number] = key
+    return found
 
 
 def _sources(config: ConfigReader, slides: list[bool], first: int) -> list[int | None]:
@@ -165,7 +186,7 @@ def _mlps(config: ConfigReader, sources: list[int | None]) -> list[MLPSpec | Exp
 
 
 def _token_input(config: ConfigReader, norm: NormSpec) -> TokenInputSpec | None:
-    width = config.integer("hidden_size_per_layer_input")
+    width = config.integer("hidden_size_per_layer_input", 0)
     if not width:
         return None
     rows, vocab_size = (
@@ -230,4 +251,13 @@ GEMMA4 = Family(
             stacked_down="experts.down_proj",
         ),
     ),
+)
+
+# The 12B has its own configuration class, with other defaults.
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="gemma4_unified",
+    model_type=_UNIFIED,
+    architectures=("Gemma4UnifiedForCausalLM",),
+    gguf=None,
 )

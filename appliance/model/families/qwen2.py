@@ -25,7 +25,7 @@ def read_windows(config: ConfigReader) -> list[int | None]:
     num_layers = config.integer("num_hidden_layers")
     slides = config.flag("use_sliding_window")
     window = config.integer("sliding_window") if slides else config.value("sliding_window")
-    first = config.integer("max_window_layers")
+    first = config.integer("max_window_layers", num_layers)
     kinds = read_layer_types(config, [slides and i >= first for i in range(num_layers)])
     if any(kinds) and not slides:
         raise config.refuse("use_sliding_window", "true where layer_types has sliding_attention")

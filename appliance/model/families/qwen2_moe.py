@@ -42,9 +42,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
 def _gguf(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         experts = gguf_experts(meta, "num_experts")
-        wide = meta.integer("feed_forward_length")  # of all chosen experts together
-        experts.setdefault("moe_intermediate_size", wide // experts["num_experts_per_tok"])
-        shared = meta.integer("expert_shared_feed_forward_length", wide)
+        shared = meta.integer("expert_shared_feed_forward_length")
         return {"hidden_act": "silu", "shared_expert_intermediate_size": shared} | experts
 
     return gguf_config(file, "qwen2moe", extra)

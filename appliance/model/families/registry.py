@@ -13,7 +13,7 @@ from appliance.model.families.ernie4_5 import ERNIE4_5
 from appliance.model.families.falcon import FALCON
 from appliance.model.families.gemma2 import GEMMA, GEMMA2
 from appliance.model.families.gemma3 import GEMMA3
-from appliance.model.families.gemma4 import GEMMA4
+from appliance.model.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from appliance.model.families.glm4 import GLM, GLM4
 from appliance.model.families.glm4_moe import GLM4_MOE
 from appliance.model.families.gpt_oss import GPT_OSS
@@ -35,6 +35,7 @@ from appliance.model.families.qwen3_moe import QWEN3_MOE
 from appliance.model.families.qwen3_next import QWEN3_NEXT
 from appliance.model.families.seed_oss import SEED_OSS
 from appliance.model.families.smollm3 import SMOLLM3
+from appliance.model.families.text_parts import FAMILIES_OF_TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     GEMMA3,
     GEMMA4,
+    GEMMA4_UNIFIED,
     PHI3,
     QWEN3_MOE,
     MIXTRAL,
@@ -120,8 +122,10 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
 
 def family_of_text(config: Mapping[str, Any]) -> Family | None:
     """Find the family of the text part of a larger model by its `model_type`; None: none has it."""
-    named = config.get("model_type")
-    return next((family for family in FAMILIES if family.model_type == named), None)
+    named = str(config.get("model_type"))
+    named = FAMILIES_OF_TEXTS[named].model_type if named in FAMILIES_OF_TEXTS else named
+    found = next((family for family in FAMILIES if family.model_type == named), None)
+    return found if found is not None and found.covers(config) else None
 
 
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
