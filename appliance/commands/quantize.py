@@ -21,8 +21,13 @@ def quantize(
     model: Model = "",
     out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
     method: Annotated[
-        str, typer.Option(help="rtn, search, fp8, int8 (no text needed), gptq, awq or awq+gptq.")
-    ] = "rtn",
+        str | None,
+        typer.Option(
+            help="awq+gptq, gptq or awq, which lose less; or rtn, search, fp8, int8, which need no"
+            " text.",
+            show_default="the one of least loss that model and memory allow",
+        ),
+    ] = None,
     bits: Annotated[
         int | None,
         typer.Option(help="3, 4 or 8; of gguf 4, 6 or 8.", show_default="4; 8 of fp8 and int8"),
@@ -32,15 +37,17 @@ def quantize(
         typer.Option(
             help="Inputs that share a scale: 32, 64, 128 or channel; of fp8 also block, 128x128"
             " weights.",
-            show_default="64; channel of fp8 and int8; gguf has its own",
+            show_default="64 or 32; channel of fp8 and int8; gguf has its own",
         ),
     ] = None,
     symmetric: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            help="No zero points: readable by transformers and vLLM. Of gguf: Q4_0, not Q4_K."
+            "--symmetric/--no-symmetric",
+            help="No zero points: they lose less. Of gguf: Q4_0, not Q4_K.",
+            show_default="symmetric with --method; else zero points where other programs read them",
         ),
-    ] = True,
+    ] = None,
     mixed: Annotated[
         float | None,
         typer.Option(help="Bits per weight, scales included, to spend where they matter most."),
@@ -132,28 +139,38 @@ def quantize(
         WeightFormat,
         choose_device,
     )
-    from appliance.quant.run.schemes import choose_scheme
+    from appliance.quant.run.schemes import read_asked
     from appliance.quant.text.calibration import CalibrationText
     from appliance.quantize_events import QuantizeEvent, encode_event
 
-    chosen, form = Method.parse(method), WeightFormat.parse(format)
-    card_tokens = card_tokens if card else 0
+    form = WeightFormat.parse(format)
+    library = QuantizeLibrary.parse(engine)
+    if method is None and library is not QuantizeLibrary.APPLIANCE:
+        method = Method.RTN.value  # each has a method of its own
+    asked = read_asked(
+        None if method is None else Method.parse(method),
+        bits,
+        group_size,
+        symmetric=symmetric,
+        format=form,
+    )
     options = QuantizeOptions(
-        scheme=choose_scheme(chosen, bits, group_size, symmetric=symmetric, format=form),
-        method=chosen,
+        scheme=asked.scheme,
+        method=asked.method,
+        open=asked.open,
         head=head,
         mixed=mixed,
         embedding=embedding,
         text=CalibrationText.parse(calibration, calibration_tokens, seed=seed),
         format=form,
-        engine=QuantizeLibrary.parse(engine),
+        engine=library,
         overwrite=overwrite,
         restart=restart,
         device=choose_device(device),
         max_ram=None if max_ram is None else parse_size(max_ram),
         max_vram=None if max_vram is None else parse_size(max_vram),
         kv_bits=kv_bits,
-        card_tokens=card_tokens,
+        card_tokens=card_tokens if card else 0,
     )
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
@@ -173,7 +190,7 @@ def quantize(
         typer.echo(report.summary(), err=True)
         later = f"make it with: appliance evaluate {report.out} --against {resolved.path}"
         with _interruptible(lambda: f"the weights are done, their quality card is not; {later}"):
-            make_card_of_run(report, resolved.path, card_tokens, options.max_ram, tell)
+            make_card_of_run(report, resolved.path, report.card_tokens, options.max_ram, tell)
     typer.echo(f"serve it with: appliance serve {report.out}", err=True)
 
 

@@ -124,4 +124,5 @@ def _report(
         weight_bytes=sum(sizes.values()),
         seconds=seconds,
         notes=(f"quantized by {engine}",),
+        card_tokens=options.card_tokens,
     )

@@ -49,7 +49,11 @@ def quantization_config(
         groups.setdefault(scheme, []).append(module)
     one = len(groups) == 1 and not named
     formats = {_format(scheme) for scheme in groups}
-    return {
+    asymmetric = any(isinstance(s, WeightScheme) and not s.symmetric for s in groups)
+    # transformers up to 5.24 makes room for zero points that are not packed, and refuses packed
+    # ones, unless it dequantizes as it loads. There it takes the first group's scheme for all.
+    loading = {"dequantize": True} if asymmetric and one else {}
+    return loading | {
         "quant_method": METHOD,
         "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
         "quantization_status": "compressed",

@@ -10,6 +10,7 @@ import torch
 from appliance.model.source import open_model
 from appliance.quant.gguf.plan import plan_file
 from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
+from appliance.quant.run.choices import choose_open
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.memory import MemoryUse, return_large_blocks
 from appliance.quant.run.memory_plan import check_mixed
@@ -41,6 +42,7 @@ def open_run(
         check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
     refuse_quantized(model_path)
     source = open_model(model_path)
+    options, chosen = choose_open(source, options)
     refuse_uncalibrated(source, options)
     plan = make_plan(source, options, stored_dtype(source, options.format))
     is_file = options.format is WeightFormat.GGUF
@@ -48,7 +50,7 @@ def open_run(
         refuse_unsaid(source)
     file = plan_file(source, plan, options.method) if is_file else None
     device = torch.device(options.device)
-    return QuantizeRun(model_path, options, source, plan, device, started, file)
+    return QuantizeRun(model_path, options, source, plan, device, started, file, chosen=chosen)
 
 
 def with_precisions(run: QuantizeRun, chosen: Mapping[str, LinearScheme | None]) -> QuantizeRun:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 # Options that do not change a run's result.
-RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens"})
+RUN_ONLY = frozenset(
+    {"overwrite", "restart", "device", "max_ram", "max_vram", "card_tokens", "open"}
+)
 
 
 AnyChoice = TypeVar("AnyChoice", bound=Enum)
@@ -30,8 +32,9 @@ def _named(choices: type[AnyChoice], what: str, name: str) -> AnyChoice:
 
 
 class Method(Enum):
-    """Method that chooses a weight's codes."""
+    """Method that chooses a weight's codes; the open one becomes another with the model."""
 
+    OPEN = "open"
     RTN = "rtn"
     AWQ = "awq"
     GPTQ = "gptq"
@@ -43,7 +46,11 @@ class Method(Enum):
     @classmethod
     def parse(cls, name: str) -> Method:
         """Return the method of that name, or raise ConfigError."""
-        return _named(cls, "method", name)
+        known = ", ".join(method.value for method in cls if method is not cls.OPEN)
+        found = {method.value: method for method in cls if method is not cls.OPEN}.get(name)
+        if found is None:
+            raise ConfigError(f"method {name!r} is not known; supported: {known}")
+        return found
 
     @property
     def needs_text(self) -> bool:
@@ -108,6 +115,7 @@ class QuantizeOptions:
         max_shard_bytes: size at which a new safetensors file begins.
         kv_bits: mean bits per KV cache element, scales included, to choose each layer's precision
             by; None leaves the KV cache alone.
+        open: parts of `scheme`, "symmetric" and "group_size", that are chosen with an open method.
     """
 
     scheme: LinearScheme = field(default_factory=WeightScheme)
@@ -126,6 +134,7 @@ class QuantizeOptions:
     card_tokens: int = 0
     max_shard_bytes: int = MAX_SHARD_BYTES
     kv_bits: float | None = None
+    open: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.kv_bits is not None and not 1 <= self.kv_bits <= 16:

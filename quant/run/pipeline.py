@@ -138,6 +138,7 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> RunPlanned
     staging = StagingFolders(out.resolve())
     run = open_run(model_path, staging, options, time.monotonic())
     calibration = calibration_of(run, staging.state, ignore_event, resumes=False)
+    options = run.options
     if options.mixed is not None and calibration is not None:
         check_mixed_memory(run)
         run = with_precisions(run, mixed_schemes(run.source, options, calibration, run.plan.dtype))

@@ -15,6 +15,7 @@ from appliance.quant.formats.ggml_blocks import GGUFStore
 from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.formats.store import CompressedTensorsStore
 from appliance.quant.formats.word_writer import awq_writer, gptq_writer
+from appliance.quant.quality.readers import forms_of
 from appliance.quant.run.options import WeightFormat
 from appliance.quant.run.schemes import end_scheme
 from appliance.quant.run.shard_writer import TensorLayout
@@ -143,8 +144,8 @@ def make_plan(
     if chosen is not None:
         counts = Counter("16 bits" if s is None else str(s) for s in map(found.get, chosen))
         notes += [f"{count} weights of {what}" for what, count in sorted(counts.items())]
-    if Role.EMBEDDING in ends and options.format is not WeightFormat.GGUF:
-        notes.append("the embedding is quantized, which only appliance reads")
+    if options.format is WeightFormat.COMPRESSED_TENSORS:
+        notes += [form.note for form in forms_of(source, slots, found) if form.note]
     store = choose_store(options.format, slots, found)
     tensors = [_planned(slot, found[slot.name], dtype, store) for slot in slots]
     if options.format is WeightFormat.GGUF:

@@ -20,6 +20,26 @@ if TYPE_CHECKING:
     from appliance.quant.text.calibration import Calibration
 
 
+_NOT_BY_LAYER = "embeddings of each layer or of positions, or layers that share keys"
+
+
+def why_not_measured(source: ModelSource) -> str:
+    """Say why a model has no quality card; "" if it has one."""
+    if source.fallback is None:
+        return ""
+    return (
+        f"transformers' modules execute {source.fallback.name}, and no code here runs its layers"
+        " one by one"
+    )
+
+
+def why_not_calibrated(source: ModelSource) -> str:
+    """Say why no method with text works for a model; "" if they do."""
+    if source.fallback is not None or source.spec.goes_layer_by_layer:
+        return why_not_measured(source)
+    return f"{source.path.name} has {_NOT_BY_LAYER}"
+
+
 def refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
     """Refuse options that read text but do not support a kind of layer of the model."""
     asked = {
@@ -28,11 +48,7 @@ def refuse_uncalibrated(source: ModelSource, options: QuantizeOptions) -> None:
         "--kv-bits": options.kv_bits is not None,
     }
     spec, attention = source.spec, source.spec.attention_layers.values()
-    kinds = {
-        "embeddings of each layer or of positions, or layers that share keys": (
-            not spec.goes_layer_by_layer
-        ),
-    }
+    kinds = {_NOT_BY_LAYER: not spec.goes_layer_by_layer}
     of_heads = {
         "recurrent layers": spec.state_bytes > 0,
         "latent attention": bool(spec.latent_layers),

@@ -23,6 +23,7 @@ class QuantizeReport:
         peak_vram: peak bytes of torch on the GPU.
         calibration: the calibration text, in words; "" without.
         calibration_fingerprint: changes with every token of it.
+        card_tokens: to measure its quality card on; 0 for no card.
     """
 
     out: Path
@@ -41,6 +42,7 @@ class QuantizeReport:
     peak_vram: int = 0
     calibration: str = ""
     calibration_fingerprint: str = ""
+    card_tokens: int = 0
 
     @property
     def quantized_bits_per_weight(self) -> float:

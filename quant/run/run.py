@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.gguf import GGUFFile
-from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.memory import MemoryUse
 from appliance.quant.run.plan import growth_note
 from appliance.quant.run.report import QuantizeReport
@@ -40,6 +39,7 @@ class QuantizeRun:
     started: float  # by time.monotonic
     file: PlannedFile | None = None  # of a run that writes GGUF
     kv: KVPlan | None = None  # plan of the KV cache, once chosen
+    chosen: tuple[str, ...] = ()  # notes on what was chosen for the user
 
 
 def report_of(
@@ -74,6 +74,7 @@ def report_of(
         ),
         calibration="" if calibration is None else str(calibration),
         calibration_fingerprint="" if calibration is None else calibration.fingerprint,
+        card_tokens=options.card_tokens,
     )
 
 
@@ -86,6 +87,7 @@ def _first_of(notes: Iterable[str]) -> Iterator[str]:
 
 
 def _notes(run: QuantizeRun, calibration: Calibration | None) -> Iterator[str]:
+    yield from run.chosen
     yield from run.source.notes
     if calibration is not None:
         yield str(calibration)
@@ -103,6 +105,3 @@ def _notes(run: QuantizeRun, calibration: Calibration | None) -> Iterator[str]:
         yield growth
     if run.file is not None and run.options.method.scales_inputs:
         yield "inputs are scaled, so adapters that were made for the model itself do not fit"
-    scheme = run.options.scheme
-    if run.file is None and isinstance(scheme, WeightScheme) and not scheme.symmetric:
-        yield ("transformers loads zero points only with CompressedTensorsConfig(dequantize=True)")

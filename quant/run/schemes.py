@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
@@ -14,6 +14,50 @@ if TYPE_CHECKING:
 
 BLOCK = "block"  # a group size of FP8
 GGUF_BITS = (4, 6, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Method and scheme that a command asks for.
+
+    Attributes:
+        open: parts of the scheme that are chosen with an open method; see `QuantizeOptions`.
+    """
+
+    method: Method
+    scheme: LinearScheme
+    open: frozenset[str] = frozenset()
+
+
+def read_asked(
+    method: Method | None,
+    bits: int | None,
+    group_size: str | None,
+    *,
+    symmetric: bool | None,
+    format: WeightFormat = WeightFormat.COMPRESSED_TENSORS,
+) -> Asked:
+    """Read a command's words; None takes the default, which a method of its own decides.
+
+    Without a method 8 bits are INT8, whose loss is small without text. Other bits leave the method
+    open, and have zero points until the model is known.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    if method is None and bits == 8:
+        method = Method.INT8
+    if method is not None:
+        usual = symmetric is not False
+        return Asked(
+            method, choose_scheme(method, bits, group_size, symmetric=usual, format=format)
+        )
+    method = Method.OPEN
+    given = {"symmetric": symmetric, "group_size": group_size}
+    if symmetric is None:
+        symmetric = format is WeightFormat.GGUF and bits == 6
+    scheme = choose_scheme(method, bits, group_size, symmetric=symmetric, format=format)
+    return Asked(method, scheme, frozenset(name for name, value in given.items() if value is None))
 
 
 def choose_scheme(

@@ -193,8 +193,8 @@ def test_a_card_may_lie_elsewhere(base: Path, text: Path, tmp_path: Path) -> Non
 
 
 def test_quantize_ends_with_a_card(base: Path, tmp_path: Path) -> None:
-    out = tmp_path / "rounded"
-    run("quantize", base, "--group-size", 32, "--out", out, "--card-tokens", 32)
+    out, method = tmp_path / "rounded", ("--method", "rtn")
+    run("quantize", base, *method, "--group-size", 32, "--out", out, "--card-tokens", 32)
     card = card_of(out)
     assert card is not None
     assert card.quantize is not None

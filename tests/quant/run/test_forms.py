@@ -21,6 +21,14 @@ from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.schemes import choose_scheme
 
 MakeFolder = Callable[..., Path]
+ODD = {"intermediate_size": 200}
+WHOLE_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -33,7 +41,7 @@ def groups_of(folder: Path) -> list[dict[str, Any]]:
 def test_fp8_comes_back_as_it_was_made(
     make_llama: MakeFolder, tmp_path: Path, scheme: Fp8Scheme
 ) -> None:
-    source = open_model(make_llama(intermediate_size=200))
+    source = open_model(make_llama(**(WHOLE_BLOCKS if scheme.blockwise else ODD)))
     report = quantize_model(source.path, tmp_path / "out", QuantizeOptions(scheme, Method.FP8))
     result = open_model(report.out)
     for slot in source.slots():
@@ -43,6 +51,18 @@ def test_fp8_comes_back_as_it_was_made(
             assert isinstance(after, Fp8Weight)
             assert torch.equal(after.dequantize(), fp8.quantize(before, scheme).dequantize())
     assert 8 <= report.quantized_bits_per_weight < 8.5
+
+
+def test_blocks_that_would_be_cut_become_channels(make_llama: MakeFolder, tmp_path: Path) -> None:
+    options = QuantizeOptions(Fp8Scheme(blockwise=True), Method.FP8)
+    report = quantize_model(make_llama(**ODD), tmp_path / "out", options)
+    (group,) = groups_of(report.out)
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == (
+        "channel",
+        "token",
+    )
+    assert "FP8 by channel" in report.scheme
+    assert any("q_proj.weight of 96x96" in note for note in report.notes)
 
 
 def test_three_bits_take_three_on_disk_and_come_back_as_four(
@@ -92,7 +112,7 @@ def test_the_matrix_of_both_ends_is_stored_as_the_embedding(
     assert isinstance(before, torch.Tensor)
     assert torch.equal(matrix.dequantize(), rtn.quantize(before, scheme).dequantize())
     assert "model.embed_tokens" in groups_of(report.out)[0]["targets"]
-    assert any("only appliance reads" in note for note in report.notes)
+    assert any("vLLM do not read a quantized embedding" in note for note in report.notes)
     with pytest.raises(ConfigError, match="its head too"):
         quantize_model(source, tmp_path / "no", QuantizeOptions(embedding=8))
 

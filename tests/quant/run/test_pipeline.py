@@ -354,12 +354,3 @@ def test_our_own_result_is_not_quantized_twice(make_llama: MakeFolder, tmp_path:
     out = quantize_model(make_llama(), tmp_path / "out").out
     with pytest.raises(QuantizeError, match="quantized already, with 'compressed-tensors'"):
         quantize_model(out, tmp_path / "again")
-
-
-def test_zero_points_come_with_a_note_on_who_reads_them(
-    make_llama: MakeFolder, tmp_path: Path
-) -> None:
-    report = quantize_model(
-        make_llama(), tmp_path / "out", QuantizeOptions(WeightScheme(4, 32, symmetric=False))
-    )
-    assert any("transformers" in note for note in report.notes)

@@ -1,0 +1,191 @@
+"""Every form that is written, loaded by transformers as it is: read, or listed as not read."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_models import random_model, spread_weights
+from native_models import LIBRARY
+from teacher_forcing import logits_of
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from appliance.docs import read
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.model.fallback.loader import load_fallback
+from appliance.model.fallback.operations import LibraryOperations
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
+from appliance.quant.quality.readers import Form, forms_of, readers_of
+from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.run.schemes import read_asked
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # a warning of theirs is no refusal
+TOKENS = [5, 6, 7, 8, 90, 33, 2, 1]
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+TIED = {"tie_word_embeddings": True}
+BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "num_key_value_heads": 4}
+ODD = {"hidden_size": 96, "intermediate_size": 160}  # 64 divides neither
+LATENT = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "num_key_value_heads": 4,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", TIED),
+    "blocks": ("llama", BLOCKS),
+    "odd": ("llama", ODD),
+    "gemma3": ("gemma3_text", TIED),
+    "phi3": ("phi3", {}),
+    "lfm2": ("lfm2", {}),
+    "olmo2": ("olmo2", {}),  # by transformers' modules
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek": ("deepseek_v3", LATENT),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+WORDS: dict[str, Any] = {"method": Method.RTN, "bits": None, "group_size": None, "symmetric": True}
+ZEROS = {"symmetric": False}
+FP8 = {"method": Method.FP8}
+# Model, words of the command, bits of the ends, and the forms that are expected of it.
+CASES: list[tuple[str, dict[str, Any], dict[str, int], set[Form]]] = [
+    *(("llama", {"bits": bits}, {}, set()) for bits in (4, 8)),
+    *(("llama", {"group_size": size}, {}, set()) for size in ("32", "128", "channel")),
+    ("llama", {"bits": 3}, {}, {Form.THREE_BITS}),
+    ("llama", {"bits": 3} | ZEROS, {}, {Form.THREE_BITS}),
+    *(("llama", {"group_size": size} | ZEROS, {}, set()) for size in ("32", "64", "channel")),
+    *(("llama", {"method": Method.INT8, "symmetric": sym}, {}, set()) for sym in (True, False)),
+    ("llama", {"group_size": "128"} | ZEROS, {}, {Form.SEVERAL}),
+    ("llama", {}, {"head": 8}, {Form.HEAD}),
+    ("llama", ZEROS, {"head": 8}, {Form.HEAD, Form.SEVERAL}),
+    ("llama", {}, {"embedding": 8}, {Form.EMBEDDING}),
+    ("llama", FP8, {}, set()),
+    ("llama", FP8 | {"group_size": "block"}, {}, set()),
+    ("blocks", FP8 | {"group_size": "block"}, {}, set()),
+    ("tied", {}, {}, set()),
+    ("tied", ZEROS, {}, set()),
+    ("tied", {}, {"head": 8}, {Form.EMBEDDING}),
+    ("odd", {}, {}, set()),
+    ("odd", ZEROS, {}, {Form.SEVERAL}),
+    ("odd", ZEROS | {"group_size": "32"}, {}, set()),
+    *((name, {}, {}, set()) for name in ("gemma3", "phi3", "lfm2", "olmo2")),
+    *((name, ZEROS, {}, set()) for name in ("gemma3", "phi3", "lfm2", "olmo2")),
+    *((name, {}, {}, set()) for name in ("qwen3_moe", "mixtral", "deepseek")),
+    *((name, FP8, {}, set()) for name in ("qwen3_moe", "mixtral", "deepseek")),
+    *((name, ZEROS, {}, {Form.EXPERTS}) for name in ("qwen3_moe", "mixtral")),
+    ("deepseek", ZEROS, {}, {Form.EXPERTS}),
+    *((name, {}, {}, {Form.STACKED}) for name in ("gpt_oss", "granite")),
+]
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="readers-"))
+
+
+@cache
+def base(name: str) -> Path:
+    kind, settings = MODELS[name]
+    torch.manual_seed(0)
+    model = random_model(kind, **SIZES | settings)
+    spread_weights(model)
+    folder = _folder() / name
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def ours(path: Path) -> torch.Tensor:
+    source = open_model(path)
+    if source.fallback is not None:
+        library = LibraryOperations(NativeEngine(LIBRARY, 1), torch.float32)
+        return logits_of(load_fallback(source, library, torch.float32), TOKENS)
+    decoder = load_decoder(source, REFERENCE, torch.device("cpu"), torch.float32)
+    return logits_of(decoder, TOKENS)
+
+
+def theirs(path: Path, settings: Any = None) -> torch.Tensor:
+    """As transformers loads a folder that it is given without a word, or with settings."""
+    given = {} if settings is None else {"quantization_config": settings}
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **given)
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([TOKENS])).logits[0]
+    return logits
+
+
+def distance(path: Path, settings: Any = None) -> float:
+    """Return how far transformers' logits are from ours; infinite if it does not load them."""
+    try:
+        found = theirs(path, settings)
+    except Exception:  # it raises whatever comes up
+        return torch.inf
+    return float((found - ours(path)).norm() / found.norm())
+
+
+@pytest.mark.parametrize(("name", "words", "ends", "forms"), CASES)
+def test_transformers_reads_what_is_said_to_be_read(
+    name: str, words: dict[str, Any], ends: dict[str, int], forms: set[Form], tmp_path: Path
+) -> None:
+    asked = read_asked(**WORDS | words)
+    options = QuantizeOptions(asked.scheme, asked.method, **ends)  # type: ignore[arg-type]
+    report = quantize_model(base(name), tmp_path / "out", options)
+    assert {note for note in report.notes if "not read" in note} == {form.note for form in forms}
+    is_read = all(form.in_transformers for form in forms)
+    listed = " ".join(readers_of(open_model(report.out)))
+    assert ("transformers" in listed) == is_read
+    assert ("vLLM" in listed) == all(form.in_vllm for form in forms)
+    if not is_read:
+        assert distance(report.out) > 0.3, "it is read now: say so in Form"
+        return
+    if asked.method is Method.FP8:  # by default it rounds activations as well
+        assert distance(report.out) < 0.5
+        assert distance(report.out, CompressedTensorsConfig(dequantize=True)) < 0.02
+    else:  # it rounds weights to 16 bits where it dequantizes them
+        assert distance(report.out) < 0.02
+
+
+def test_linears_that_vllm_computes_as_one_are_told_apart(tmp_path: Path) -> None:
+    source = open_model(base("llama"))
+    scheme = read_asked(**WORDS).scheme
+    schemes = {slot.name: scheme for slot in source.slots() if slot.is_linear}
+    assert forms_of(source, source.slots(), schemes) == [Form.ALIKE]
+    other = schemes | {"model.layers.1.self_attn.k_proj.weight": WeightScheme(8)}
+    assert forms_of(source, source.slots(), other) == [Form.ALIKE, Form.UNLIKE]
+
+
+def test_the_page_has_the_same_table() -> None:
+    text = read("quantize").text
+    for form in Form:
+        cells = ["yes" if able else "no" for able in (form.in_transformers, form.in_vllm)]
+        assert f"| {form.words} | {' | '.join(cells)} |" in text, form
