@@ -107,14 +107,16 @@ def make(case: str, make_model: Callable[..., Any]) -> Any:
     return make_model(model_type, **sizes | settings)
 
 
-def write(folder: Path, model: Any, packed: Any = None, **changes: Any) -> Path:
+def write(
+    folder: Path, model: Any, packed: Any = None, architecture: str = "", **changes: Any
+) -> Path:
     model.save_pretrained(folder / "original", save_original_format=False)
     tensors = gguf_tensors(load_file(folder / "original/model.safetensors"), model.config)
     if model.config.tie_word_embeddings:
         tensors.pop("output.weight", None)
     return write_gguf_file(
         folder / "model.gguf",
-        architecture_of(model.config),
+        architecture or architecture_of(model.config),
         gguf_settings(model.config) | changes,
         tensors,
         packed or (lambda name, data: None),
@@ -135,6 +137,26 @@ def test_a_gguf_file_answers_as_the_checkpoint_it_was_made_from(
     with torch.inference_mode():
         expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     assert expected.std() > 0.5
+    torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3_moe")],
+)
+def test_the_text_part_of_a_vision_model_answers_as_a_model_of_its_own(
+    architecture: str,
+    model_type: str,
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    token_ids: list[int],
+) -> None:
+    settings = EXPERTS["qwen3_moe"][1] | {"mlp_only_layers": []} if "moe" in model_type else {}
+    model = make_model(model_type, **SIZES | settings)
+    images = {"rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 3}
+    path = write(tmp_path, model, architecture=architecture, **images)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids]), use_cache=False).logits[0]
     torch.testing.assert_close(logits_of(path, token_ids), expected, atol=1e-4, rtol=0)
 
 

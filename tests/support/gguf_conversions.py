@@ -24,6 +24,9 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "gemma4_text": "gemma4",
     "falcon": "falcon",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "smollm3": "smollm3",
@@ -174,6 +177,11 @@ def _nemotron_h(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_moe(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    del found["expert_weights_norm"]  # all are
+    return {}
+
+
 def _qwen3_next(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     del found["expert_weights_norm"]  # all are
     return {
@@ -242,6 +250,7 @@ _OF_FAMILY = {
     "bamba": _mamba2,
     "nemotron_h": _nemotron_h,
     "qwen3_next": _qwen3_next,
+    "qwen3_moe": _qwen3_moe,
     "gemma4_text": _gemma4,
     "falcon": _falcon,
     "cohere": _cohere,

@@ -15,6 +15,7 @@ from appliance.model.families.rope import read_rope, without_positions
 from appliance.model.families.standard import (
     read_attention,
     read_decoder,
+    read_head_dim,
     read_layer_types,
     read_window,
 )
@@ -28,51 +29,55 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec, RopeSpec
 
-_LOGIT_SCALE, _PERIOD = 0.0625, 4  # for configs without them
+_PERIOD = 4  # for configs without one
 _MOST_LAYERS = 64  # from which on files of Command R+ have norms of heads
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim = _head_dim(config)
-    layers = config.integer("num_hidden_layers")
-    rope = read_rope(config, head_dim, theta=500000.0)
-    return _read_decoder(config, "cohere", [(rope, None)] * layers)
+    head_dim, layers = read_head_dim(config), config.integer("num_hidden_layers")
+    rope = read_rope(config, head_dim)
+    return _read_decoder(config, "cohere", head_dim, [(rope, None)] * layers)
 
 
 def _read_2(config: ConfigReader) -> DecoderSpec:
-    head_dim, layers = _head_dim(config), config.integer("num_hidden_layers")
+    head_dim, layers = _head_dim_2(config), config.integer("num_hidden_layers")
     period = config.integer("sliding_window_pattern", _PERIOD)
     slides = read_layer_types(config, [(index + 1) % period != 0 for index in range(layers)])
-    window = read_window(config, default=4096)
+    window = read_window(config)
     if any(slides) and window is None:
         raise config.refuse("sliding_window", "a number, as layers slide")
     local, full = (read_rope(config, head_dim), window), (without_positions(head_dim), None)
-    return _read_decoder(config, "cohere2", [local if sliding else full for sliding in slides])
+    return _read_decoder(
+        config, "cohere2", head_dim, [local if sliding else full for sliding in slides]
+    )
 
 
-def _head_dim(config: ConfigReader) -> int:
-    config.value("head_dim")  # without effect
-    return config.integer("hidden_size") // config.integer("num_attention_heads")
+def _head_dim_2(config: ConfigReader) -> int:
+    """Return hidden size divided by heads; `head_dim` is without effect."""
+    config.value("head_dim")
+    hidden = config.integer("hidden_size")
+    if not (head_dim := hidden // config.integer("num_attention_heads")):
+        raise config.refuse("num_attention_heads", f"at most the width, which is {hidden}")
+    return head_dim
 
 
 def _read_decoder(
-    config: ConfigReader, architecture: str, kinds: list[tuple[RopeSpec, int | None]]
+    config: ConfigReader,
+    architecture: str,
+    head_dim: int,
+    kinds: list[tuple[RopeSpec, int | None]],
 ) -> DecoderSpec:
     bias = config.flag("attention_bias")
     mixers = [
-        read_attention(
-            config, rope, _head_dim(config), window=window, qkv_bias=bias, output_bias=bias
-        )
+        read_attention(config, rope, head_dim, window=window, qkv_bias=bias, output_bias=bias)
         for rope, window in kinds
     ]
     decoder = read_decoder(
         config,
         architecture,
         mixers,
-        norm=NormSpec(config.number("layer_norm_eps", 1e-5), centered=True, bias=False),
-        context=8192,
-        tied_head=True,
-        logit_scale=config.number("logit_scale", _LOGIT_SCALE),
+        norm=NormSpec(config.number("layer_norm_eps"), centered=True, bias=False),
+        logit_scale=config.number("logit_scale"),
     )
     made = (replace(layer, parallel=True, one_norm=True) for layer in decoder.layers)
     return replace(decoder, layers=tuple(made))

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim, bias = read_head_dim(config, default=128), config.flag("use_bias")
-    rope = read_rope(config, head_dim, theta=500000.0)
+    head_dim, bias = read_head_dim(config), config.flag("use_bias")
+    rope = read_rope(config, head_dim)
     attention = read_attention(config, rope, head_dim, qkv_bias=bias, output_bias=bias)
     layers = [attention] * config.integer("num_hidden_layers")
-    return read_decoder(config, "ernie4_5", layers, mlp_bias=bias, tied_head=True)
+    return read_decoder(config, "ernie4_5", layers, mlp_bias=bias)
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:

@@ -29,12 +29,12 @@ _LAYERS_OF_27B = 46
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim, bias = read_head_dim(config, default=256), config.flag("attention_bias")
+    head_dim, bias = read_head_dim(config), config.flag("attention_bias")
     rope = read_rope(config, head_dim)
     attention = read_attention(config, rope, head_dim, qkv_bias=bias, output_bias=bias)
-    named = config.value("hidden_act", _TANH)
+    named = config.value("hidden_act")
     # Google's first configs say "gelu" and mean the approximation.
-    act = Activation.GELU_TANH if named == "gelu" else read_activation(config, usual=_TANH)
+    act = Activation.GELU_TANH if named == "gelu" else read_activation(config)
     mlp = MLPSpec(config.integer("intermediate_size"), act)
     layers = config.integer("num_hidden_layers")
     return read_decoder(
@@ -43,20 +43,19 @@ def _read(config: ConfigReader) -> DecoderSpec:
         [attention] * layers,
         mlps=[mlp] * layers,
         norm_offset=1.0,
-        tied_head=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
     )
 
 
 def _read_2(config: ConfigReader) -> DecoderSpec:
-    head_dim, bias = read_head_dim(config, default=256), config.flag("attention_bias")
-    layers, window = config.integer("num_hidden_layers"), read_window(config, default=4096)
+    head_dim, bias = read_head_dim(config), config.flag("attention_bias")
+    layers, window = config.integer("num_hidden_layers"), read_window(config)
     slides = read_layer_types(config, [index % 2 == 0 for index in range(layers)])
     if any(slides) and window is None:
         raise config.refuse("sliding_window", "a number, as layers slide")
     mlp = MLPSpec(
         config.integer("intermediate_size"),
-        read_activation(config, "hidden_activation", usual=_TANH),
+        read_activation(config, "hidden_activation"),
     )
     mixers = [
         read_attention(
@@ -64,8 +63,8 @@ def _read_2(config: ConfigReader) -> DecoderSpec:
             read_rope(config, head_dim),
             head_dim,
             window=window if sliding else None,
-            scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-            softcap=_read_cap(config, "attn_logit_softcapping", 50.0),
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
+            softcap=config.optional_number("attn_logit_softcapping"),
             qkv_bias=bias,
             output_bias=bias,
         )
@@ -78,15 +77,9 @@ def _read_2(config: ConfigReader) -> DecoderSpec:
         mlps=[mlp] * layers,
         norm_offset=1.0,
         post_norms=True,
-        tied_head=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
-        logit_softcap=_read_cap(config, "final_logit_softcapping", 30.0),
+        logit_softcap=config.optional_number("final_logit_softcapping"),
     )
-
-
-def _read_cap(config: ConfigReader, key: str, usual: float) -> float | None:
-    """Read a cap: the family's if it is absent, none if it is null."""
-    return config.optional_number(key) if key in config else usual
 
 
 def _gguf(file: GGUFFile) -> dict[str, Any]:

@@ -95,8 +95,12 @@ GGUF_NAMES = TensorNames(
 )
 
 _HARMLESS = frozenset(
-    {"rope.scaling.finetuned", "tensor_data_layout", "vocab_size", "expert_used_count"}
-)
+    {
+        "rope.scaling.finetuned", "tensor_data_layout", "vocab_size", "expert_used_count",
+        # For images; a text's tokens have one position, and nothing is added to them.
+        "rope.dimension_sections", "n_deepstack_layers", "deepstack_mapping",
+    }
+)  # fmt: skip
 _NEUTRAL = {"expert_count": (0,), "use_parallel_residual": (False,), "attention.causal": (True,)}
 
 

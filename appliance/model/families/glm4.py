@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from appliance.model.families.reader import ConfigReader
     from appliance.model.spec import DecoderSpec
 
-_PARTIAL = 0.5  # default share of a head that rotates
-
 
 def _read(config: ConfigReader) -> DecoderSpec:
     return _read_decoder(config, "glm", post_norms=False)
@@ -28,12 +26,12 @@ def _read_4(config: ConfigReader) -> DecoderSpec:
 
 
 def _read_decoder(config: ConfigReader, architecture: str, *, post_norms: bool) -> DecoderSpec:
-    head_dim = read_head_dim(config, default=128)
+    head_dim = read_head_dim(config)
     attention = read_attention(
         config,
-        read_rope(config, head_dim, partial=True, share=_PARTIAL),
+        read_rope(config, head_dim, partial=True),
         head_dim,
-        qkv_bias=config.flag("attention_bias", True),
+        qkv_bias=config.flag("attention_bias"),
     )
     layers = [attention] * config.integer("num_hidden_layers")
     return read_decoder(config, architecture, layers, post_norms=post_norms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
@@ -42,8 +43,11 @@ def _read(config: ConfigReader) -> DecoderSpec:
     return read_decoder(config, "qwen2", layers)
 
 
-def _gguf(file: GGUFFile) -> dict[str, Any]:
-    return gguf_config(file, "qwen2", lambda meta, file: {"hidden_act": "silu"})
+def _mapping(architecture: str) -> GGUFMapping:
+    def config(file: GGUFFile) -> dict[str, Any]:
+        return gguf_config(file, architecture, lambda meta, file: {"hidden_act": "silu"})
+
+    return GGUFMapping(architecture, config, GGUF_NAMES)
 
 
 QWEN2 = Family(
@@ -51,5 +55,7 @@ QWEN2 = Family(
     model_type="qwen2",
     architectures=("Qwen2ForCausalLM",),
     read=_read,
-    gguf=GGUFMapping("qwen2", _gguf, GGUF_NAMES),
+    gguf=_mapping("qwen2"),
 )
+# The text part of Qwen2-VL and Qwen2.5-VL.
+QWEN2_VL = replace(QWEN2, name="qwen2_vl", gguf=_mapping("qwen2vl"))

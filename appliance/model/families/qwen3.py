@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
@@ -46,11 +47,13 @@ def _read(config: ConfigReader) -> DecoderSpec:
     return read_decoder(config, "qwen3", layers)
 
 
-def _gguf(file: GGUFFile) -> dict[str, Any]:
+def _mapping(architecture: str) -> GGUFMapping:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         return {"hidden_act": "silu"} | gguf_biases(file, attention="attention_bias")
 
-    return gguf_config(file, "qwen3", extra)
+    return GGUFMapping(
+        architecture, lambda file: gguf_config(file, architecture, extra), GGUF_NAMES
+    )
 
 
 QWEN3 = Family(
@@ -58,5 +61,7 @@ QWEN3 = Family(
     model_type="qwen3",
     architectures=("Qwen3ForCausalLM",),
     read=_read,
-    gguf=GGUFMapping("qwen3", _gguf, GGUF_NAMES),
+    gguf=_mapping("qwen3"),
 )
+# The text part of Qwen3-VL.
+QWEN3_VL = replace(QWEN3, name="qwen3_vl", gguf=_mapping("qwen3vl"))

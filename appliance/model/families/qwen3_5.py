@@ -113,7 +113,6 @@ def _gguf_moe(file: GGUFFile) -> dict[str, Any]:
 def gguf_delta(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     """Read the settings of a GGUF file's mixers."""
     heads = meta.integer("ssm.time_step_rank")
-    meta.value("rope.dimension_sections")  # for images; in text all sections have the same position
     return {
         "hidden_act": "silu",
         **gguf_biases(file, attention="attention_bias"),

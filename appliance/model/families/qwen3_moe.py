@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.experts import read_experts, read_sparse_layers
@@ -38,13 +39,15 @@ def _window(config: ConfigReader) -> int | None:
     return config.integer("sliding_window") if slides and window else None
 
 
-def _gguf(file: GGUFFile) -> dict[str, Any]:
+def _mapping(architecture: str) -> GGUFMapping:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         biases = gguf_biases(file, attention="attention_bias")
         experts = gguf_experts(meta, "num_experts")
         return {"hidden_act": "silu", "norm_topk_prob": True} | experts | biases
 
-    return gguf_config(file, "qwen3moe", extra)
+    return GGUFMapping(
+        architecture, lambda file: gguf_config(file, architecture, extra), GGUF_NAMES
+    )
 
 
 QWEN3_MOE = Family(
@@ -52,5 +55,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     read=_read,
-    gguf=GGUFMapping("qwen3moe", _gguf, GGUF_NAMES),
+    gguf=_mapping("qwen3moe"),
 )
+# The text part of Qwen3-VL and Qwen3-Omni with experts.
+QWEN3_VL_MOE = replace(QWEN3_MOE, name="qwen3_vl_moe", gguf=_mapping("qwen3vlmoe"))

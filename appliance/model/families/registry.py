@@ -27,11 +27,11 @@ from appliance.model.families.mixtral import MIXTRAL
 from appliance.model.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from appliance.model.families.opt import OPT
 from appliance.model.families.phi3 import PHI3
-from appliance.model.families.qwen2 import QWEN2
+from appliance.model.families.qwen2 import QWEN2, QWEN2_VL
 from appliance.model.families.qwen2_moe import QWEN2_MOE
-from appliance.model.families.qwen3 import QWEN3
+from appliance.model.families.qwen3 import QWEN3, QWEN3_VL
 from appliance.model.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from appliance.model.families.qwen3_moe import QWEN3_MOE
+from appliance.model.families.qwen3_moe import QWEN3_MOE, QWEN3_VL_MOE
 from appliance.model.families.qwen3_next import QWEN3_NEXT
 from appliance.model.families.seed_oss import SEED_OSS
 from appliance.model.families.smollm3 import SMOLLM3
@@ -83,6 +83,9 @@ FAMILIES: tuple[Family, ...] = (
     GLM4,
     COHERE,
     COHERE2,
+    QWEN2_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
 )
 
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def _read(config: ConfigReader) -> DecoderSpec:
-    head_dim = read_head_dim(config, default=128)
+    head_dim = read_head_dim(config)
     attention = read_attention(
         config,
         read_rope(config, head_dim),
         head_dim,
-        qkv_bias=config.flag("attention_bias", True),
+        qkv_bias=config.flag("attention_bias"),
         output_bias=config.flag("attention_out_bias"),
     )
     layers = [attention] * config.integer("num_hidden_layers")

@@ -25,7 +25,7 @@ _INTERVAL = 4
 
 def _read(config: ConfigReader) -> DecoderSpec:
     head_dim, bias = read_head_dim(config), config.flag("attention_bias")
-    rope, still = read_rope(config, head_dim, theta=2000000.0), without_positions(head_dim)
+    rope, still = read_rope(config, head_dim), without_positions(head_dim)
     turns = _read_turning(config)
     window = config.value("sliding_window") if config.flag("use_sliding_window") else None
     slides = read_layer_types(config, [window is not None and not turning for turning in turns])
@@ -40,13 +40,13 @@ def _read(config: ConfigReader) -> DecoderSpec:
         )
         for turning, sliding in zip(turns, slides, strict=True)
     ]
-    return read_decoder(config, "smollm3", layers, mlp_bias=config.flag("mlp_bias"), tied_head=True)
+    return read_decoder(config, "smollm3", layers, mlp_bias=config.flag("mlp_bias"))
 
 
 def _read_turning(config: ConfigReader) -> list[bool]:
     """Read which layers have RoPE, from a list of 1 and 0, or from an interval."""
     layers = config.integer("num_hidden_layers")
-    interval = config.integer("no_rope_layer_interval", _INTERVAL)
+    interval = config.integer("no_rope_layer_interval")
     listed = config.value("no_rope_layers")
     if listed is None:
         return [(index + 1) % interval != 0 for index in range(layers)]
