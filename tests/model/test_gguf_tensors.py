@@ -147,7 +147,7 @@ def test_query_key_and_value_may_be_apart_where_they_are_usually_one(
         ("blk.2.ffn_gate_exps.weight", (2, 76, 96)),
         ("blk.3.attn_norm.weight", (96,)),
         ("token_types.weight", (2, 96)),
-        ("rope_factors_long.weight", (8,)),
+        ("rope_factors_short.weight", (8,)),
         ("v.patch_embd.weight", (4, 4)),
         ("dense_2.weight", (96, 96)),
     ],

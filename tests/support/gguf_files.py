@@ -26,12 +26,15 @@ def write_gguf_file(
     """Write a file.
 
     Args:
-        settings: without the prefix of the architecture.
+        settings: without the prefix of the architecture; a pair is a value and its type.
         packed: the quantized type of a tensor by its name and numbers; None writes float32.
         others: whole numbers under full names.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in settings.items():
+        if isinstance(value, tuple):
+            writer.add_key_value(f"{architecture}.{key}", *value)
+            continue
         adds: dict[type, Callable[[str, Any], None]] = {
             bool: writer.add_bool,
             int: writer.add_uint32,

@@ -92,14 +92,25 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         **gguf_biases(file, attention="attention_bias"),
         "query_pre_attn_scalar": hidden_size // num_heads if largest else head_dim,
-        "sliding_window": meta.integer("attention.sliding_window"),
-        "sliding_window_pattern": meta.integer("attention.sliding_window_pattern", 6),
         "rope_parameters": None,  # two sets, by the keys below
+        **_windows(meta),
         "rope_theta": meta.number("rope.freq_base", 1000000.0),
         "rope_local_base_freq": meta.number("rope.freq_base_swa", 10000.0),
         "attn_logit_softcapping": meta.optional_number("attn_logit_softcapping"),
         "final_logit_softcapping": meta.optional_number("final_logit_softcapping"),
     }
+
+
+def _windows(meta: ConfigReader) -> dict[str, Any]:
+    """Read the window and the layers that have it; without a window none has."""
+    pattern = meta.value("attention.sliding_window_pattern", 6)
+    if meta.value("attention.sliding_window") is None:
+        return {"sliding_window": None, "sliding_window_pattern": 1}
+    window = {"sliding_window": meta.integer("attention.sliding_window")}
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if item else "full_attention" for item in pattern]
+        return window | {"layer_types": kinds}
+    return window | {"sliding_window_pattern": meta.integer("attention.sliding_window_pattern", 6)}
 
 
 GEMMA3 = Family(

@@ -1,16 +1,17 @@
 """Converts GGUF metadata to a Hugging Face config: settings that all families share.
 
-Key names are those of the GGUF specification (docs/gguf.md of the ggml project). Unread metadata is
-refused by name, unless it is known not to change the arithmetic.
+Key names are those of the GGUF specification (docs/gguf.md of the ggml project).
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.errors import CheckpointError
+from appliance.model.families.gguf_settings import GGUFSettings
 from appliance.model.families.limits import RANGES
-from appliance.model.families.reader import ConfigReader
+from appliance.model.gguf_tensors import FREQUENCY_DIVISORS, LONG_FACTORS, SHORT_FACTORS
 from appliance.model.names import (
     ExpertNames,
     GatedDeltaNames,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.gguf import GGUFFile
+    from appliance.model.families.reader import ConfigReader
 
 GGUF_NAMES = TensorNames(
     embedding="token_embd",
@@ -94,15 +96,6 @@ GGUF_NAMES = TensorNames(
     ),
 )
 
-_HARMLESS = frozenset(
-    {
-        "rope.scaling.finetuned", "tensor_data_layout", "vocab_size", "expert_used_count",
-        # For images; a text's tokens have one position, and nothing is added to them.
-        "rope.dimension_sections", "n_deepstack_layers", "deepstack_mapping",
-    }
-)  # fmt: skip
-_NEUTRAL = {"expert_count": (0,), "use_parallel_residual": (False,), "attention.causal": (True,)}
-
 
 def gguf_config(
     file: GGUFFile, architecture: str, extra: Callable[[ConfigReader, GGUFFile], dict[str, Any]]
@@ -117,21 +110,18 @@ def gguf_config(
         CheckpointError: a setting is missing or of the wrong type.
         UnsupportedModelError: an unread setting changes the arithmetic.
     """
-    prefix = architecture + "."
-    meta = ConfigReader(
-        {key.removeprefix(prefix): v for key, v in file.metadata.items() if key.startswith(prefix)},
-        f"{file.path}: {architecture}",
-    )
+    meta = GGUFSettings(file, architecture)
     config = _shared(meta, file) | extra(meta, file)
-    meta.refuse_unread(_NEUTRAL)
-    meta.refuse_unknown(_HARMLESS | _NEUTRAL.keys())
+    meta.refuse_rest()
     return config
 
 
 def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     names = file.tensor_names()
     if "token_embd.weight" not in names:
-        raise CheckpointError("the GGUF file has no token_embd.weight; fetch the model again")
+        raise CheckpointError(
+            f"{file.path} has no token_embd.weight; use another file of the model"
+        )
     hidden_size = meta.integer("embedding_length")
     num_heads = meta.integer("attention.head_count")
     head_dim = meta.integer("attention.key_length", hidden_size // num_heads)
@@ -141,29 +131,41 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     rotary_dim = meta.integer("rope.dimension_count", head_dim)
     if rotary_dim > head_dim:
         raise meta.refuse("rope.dimension_count", f"at most {head_dim}, as a head has")
+    vocab_size = file.shape("token_embd.weight")[0]
     config = {
-        "vocab_size": file.shape("token_embd.weight")[0],
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": max(of_layers(meta, "feed_forward_length")),
-        "num_hidden_layers": meta.integer("block_count"),
+        "num_hidden_layers": _num_layers(meta),
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, *kv_heads(meta, num_heads)),
         "head_dim": head_dim,
-        "rms_norm_eps": meta.number(
-            "attention.layer_norm_rms_epsilon", meta.optional_number("attention.layer_norm_epsilon")
-        ),
+        "rms_norm_eps": _epsilon(meta),
         "max_position_embeddings": meta.integer("context_length"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": gguf_rope_scaling(meta),
+        "rope_scaling": _rope_factors(meta, file) or gguf_rope_scaling(meta),
         "rope_parameters": {"rope_type": "default"},  # without scaling
         "partial_rotary_factor": rotary_dim / head_dim,
         "tie_word_embeddings": "output.weight" not in names,
     }
     for key, source in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
         token_id = file.metadata.get(f"tokenizer.ggml.{source}_token_id")
-        if token_id is not None:
+        if type(token_id) is int and 0 <= token_id < vocab_size:  # 2^32 - 1 is none
             config[key] = token_id
     return config
+
+
+def _num_layers(meta: ConfigReader) -> int:
+    """Return the number of layers, of which blocks that predict further tokens are none."""
+    blocks, further = meta.integer("block_count"), meta.integer("nextn_predict_layers", 0)
+    if further >= blocks:
+        raise meta.refuse("nextn_predict_layers", f"fewer than the {blocks} of block_count")
+    return blocks - further
+
+
+def _epsilon(meta: ConfigReader) -> float:
+    rms = "attention.layer_norm_rms_epsilon"
+    return meta.number(rms if rms in meta else "attention.layer_norm_epsilon")
 
 
 def gguf_biases(file: GGUFFile, *, attention: str = "", mlp: str = "") -> dict[str, bool]:
@@ -188,7 +190,11 @@ def of_layers(meta: ConfigReader, key: str, usual: int | None = None) -> tuple[i
     """Read a number for all layers, or a list per layer, in which 0 is allowed."""
     if not isinstance(meta.value(key), list):
         return (meta.integer(key, usual),)
-    return meta.integers(key, meta.integer("block_count"))
+    layers = _num_layers(meta)
+    listed = meta.value(key)
+    # Some writers list the blocks that predict further tokens too.
+    count = len(listed) if len(listed) == meta.integer("block_count") else layers
+    return meta.integers(key, count)[:layers]
 
 
 def gguf_experts(meta: ConfigReader, count: str) -> dict[str, Any]:
@@ -244,32 +250,48 @@ def gguf_growing_rope(meta: ConfigReader) -> dict[str, Any]:
 
 def gguf_rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
     """Read the scaling of frequencies as a Hugging Face config describes it."""
-    kind = meta.text("rope.scaling.type", "none")
-    if kind in ("none", "longrope"):  # LongRoPE's factors are tensors; its families read them
+    kind = meta.text("rope.scaling.type", "linear")  # llama.cpp's default, without effect at 1
+    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+    if kind in ("none", "longrope") or (factor == 1.0 and kind in ("linear", "yarn")):
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = meta.integer(
-            "rope.scaling.original_context_length"
+            "rope.scaling.original_context_length", meta.integer("context_length")
         )
         scaling["beta_fast"] = meta.number("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = meta.number("rope.scaling.yarn_beta_slow", 1.0)
         log_factor = meta.optional_number("rope.scaling.yarn_log_multiplier")
         if log_factor is not None:  # scales scores, not cosines
             scaling["mscale"] = scaling["mscale_all_dim"] = log_factor
+        attention_factor = meta.number("rope.scaling.attn_factor", 1.0)
+        if attention_factor != 1.0:
+            usual = 1.0 if log_factor is not None else 0.1 * math.log(factor) + 1.0
+            scaling["attention_factor"] = attention_factor * usual
     return scaling
 
 
-def rope_factors(
-    file: GGUFFile, short: str, long: str, original_context: int, attention_factor: float
-) -> dict[str, Any]:
-    """Build LongRoPE settings from the two tensors of frequency factors."""
+def _rope_factors(meta: ConfigReader, file: GGUFFile) -> dict[str, Any] | None:
+    """Read tensors that divide frequencies: LongRoPE's two, or the one of Llama 3.1's scaling."""
+    names = file.tensor_names()
+    context = meta.integer("context_length")
+    short, long = SHORT_FACTORS, LONG_FACTORS
+    if long in names:
+        context = meta.integer("rope.scaling.original_context_length", context)
+        meta.value("rope.scaling.factor")  # the factors have it in them
+    elif FREQUENCY_DIVISORS in names:
+        if gguf_rope_scaling(meta) is not None:
+            raise meta.refuse("rope.scaling.type", f"none beside {FREQUENCY_DIVISORS}")
+        short = long = FREQUENCY_DIVISORS
+    else:
+        return None
+    meta.value("rope.scaling.type")
     return {
         "rope_type": "longrope",
         "short_factor": _factors(file, short),
         "long_factor": _factors(file, long),
-        "original_max_position_embeddings": original_context,
-        "attention_factor": attention_factor,
+        "original_max_position_embeddings": context,
+        "attention_factor": meta.number("rope.scaling.attn_factor", 1.0),
     }
 
 
@@ -279,6 +301,6 @@ def _factors(file: GGUFFile, name: str) -> list[float]:
         got = "is missing" if shape is None else f"has shape {shape}"
         raise CheckpointError(
             f"{file.path}: tensor {name} {got}, but must have a factor for each pair of elements "
-            "of a head; fetch the model again"
+            "of a head; use another file of the model"
         )
     return cast("Tensor", file.load(name)).tolist()

@@ -69,7 +69,6 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "hidden_act": "silu",
         **gguf_biases(file, attention="attention_bias"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
-        "num_hidden_layers": meta.integer("block_count") - meta.integer("nextn_predict_layers", 0),
         "n_shared_experts": meta.integer("expert_shared_count"),
         "first_k_dense_replace": meta.integer("leading_dense_block_count", 1),
         "n_group": meta.integer("expert_group_count", 1),

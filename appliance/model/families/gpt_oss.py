@@ -75,6 +75,8 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     experts = gguf_experts(meta, "num_local_experts")
+    if meta.value("attention.sliding_window_pattern", 2) != 2:
+        raise meta.refuse("attention.sliding_window_pattern", "2 with this architecture")
     width = experts.pop("moe_intermediate_size", meta.integer("feed_forward_length"))
     return {
         "hidden_act": "silu",

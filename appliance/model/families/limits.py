@@ -154,6 +154,7 @@ RANGES: dict[str, Range] = {
     "partial_rotary_factor": Range(1e-3, 1.0),
     "factor": _FACTOR,
     "rope.scaling.factor": _FACTOR,
+    "rope.scale_linear": _FACTOR,
     "low_freq_factor": _FACTOR,
     "high_freq_factor": _FACTOR,
     "short_factor": _FACTOR,
@@ -276,11 +277,11 @@ def in_words(usual: Range) -> str:
     return f"from {usual.least:g} to {usual.most:.7g}"
 
 
-def wrong(origin: str, key: str, value: Any, expected: str) -> CheckpointError:
+def wrong(
+    origin: str, key: str, value: Any, expected: str, advice: str = "fetch the model again"
+) -> CheckpointError:
     """Build the error for a setting with a value that no model has."""
-    return CheckpointError(
-        f"{origin}: {key} is {short(value)}, but must be {expected}; fetch the model again"
-    )
+    return CheckpointError(f"{origin}: {key} is {short(value)}, but must be {expected}; {advice}")
 
 
 def short(value: Any) -> str:

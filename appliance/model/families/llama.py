@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import (
-    GGUF_NAMES,
-    gguf_biases,
-    gguf_config,
-    rope_factors,
-)
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_biases, gguf_config
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
 
@@ -35,20 +30,8 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
-    names = file.tensor_names()
-    config: dict[str, Any] = {
-        "hidden_act": "silu",
-        **gguf_biases(file, attention="attention_bias", mlp="mlp_bias"),
-    }
-    if "rope_freqs.weight" in names:  # Llama 3.1's scaling, computed when the file was written
-        config["rope_scaling"] = rope_factors(
-            file,
-            "rope_freqs.weight",
-            "rope_freqs.weight",
-            original_context=meta.integer("context_length"),
-            attention_factor=1.0,
-        )
-    return config
+    biases = gguf_biases(file, attention="attention_bias", mlp="mlp_bias")
+    return {"hidden_act": "silu"} | biases
 
 
 LLAMA = Family(

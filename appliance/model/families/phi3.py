@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from appliance.model.families.family import Family, GGUFMapping
-from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, rope_factors
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config
 from appliance.model.families.rope import read_rope
 from appliance.model.families.standard import (
     read_attention,
@@ -38,21 +38,11 @@ def _gguf(file: GGUFFile) -> dict[str, Any]:
 
 def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     original = meta.integer("rope.scaling.original_context_length", meta.integer("context_length"))
-    config = {
+    return {
         "hidden_act": "silu",
         "sliding_window": meta.value("attention.sliding_window") or None,  # 0 means none
         "original_max_position_embeddings": original,
     }
-    attention_factor = meta.number("rope.scaling.attn_factor", 1.0)
-    if "rope_factors_long.weight" in file.tensor_names():
-        config["rope_scaling"] = rope_factors(
-            file,
-            "rope_factors_short.weight",
-            "rope_factors_long.weight",
-            original,
-            attention_factor,
-        )
-    return config
 
 
 PHI3 = Family(

@@ -42,7 +42,9 @@ def _read(config: ConfigReader) -> DecoderSpec:
 def _gguf(file: GGUFFile) -> dict[str, Any]:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         experts = gguf_experts(meta, "num_experts")
-        shared = meta.integer("expert_shared_feed_forward_length")
+        wide = meta.integer("feed_forward_length")  # of all chosen experts together
+        experts.setdefault("moe_intermediate_size", wide // experts["num_experts_per_tok"])
+        shared = meta.integer("expert_shared_feed_forward_length", wide)
         return {"hidden_act": "silu", "shared_expert_intermediate_size": shared} | experts
 
     return gguf_config(file, "qwen2moe", extra)

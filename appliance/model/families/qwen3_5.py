@@ -116,14 +116,22 @@ def gguf_delta(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
         **gguf_biases(file, attention="attention_bias"),
-        "num_hidden_layers": meta.integer("block_count") - meta.integer("nextn_predict_layers", 0),
         "full_attention_interval": meta.integer("full_attention_interval", 4),
+        **_layer_types(meta),
         "linear_num_key_heads": meta.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_key_head_dim": meta.integer("ssm.state_size"),
         "linear_value_head_dim": meta.integer("ssm.inner_size") // heads,
         "linear_conv_kernel_dim": meta.integer("ssm.conv_kernel"),
     }
+
+
+def _layer_types(meta: ConfigReader) -> dict[str, list[str]]:
+    """Read which layers are recurrent, from files that list them instead of an interval."""
+    listed = meta.value("attention.recurrent_layers")
+    if not isinstance(listed, list):
+        return {}
+    return {"layer_types": ["linear_attention" if item else "full_attention" for item in listed]}
 
 
 _DRAFT_HEAD = DraftHeadNames(

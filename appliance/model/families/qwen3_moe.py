@@ -43,6 +43,8 @@ def _mapping(architecture: str) -> GGUFMapping:
     def extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         biases = gguf_biases(file, attention="attention_bias")
         experts = gguf_experts(meta, "num_experts")
+        wide = meta.integer("feed_forward_length")  # of all chosen experts together
+        experts.setdefault("moe_intermediate_size", wide // experts["num_experts_per_tok"])
         return {"hidden_act": "silu", "norm_topk_prob": True} | experts | biases
 
     return GGUFMapping(

@@ -79,7 +79,14 @@ class ConfigReader:
     Args:
         origin: their file, for messages.
         usual: what the class knows.
+
+    Attributes:
+        if_wrong: what to do about a wrong value.
+        if_missing: what to do about a missing one.
     """
+
+    if_wrong = "fetch the model again"
+    if_missing = "add it as its maker's config.json has it"
 
     def __init__(
         self, values: Mapping[str, Any], origin: str, usual: ClassDefaults | None = None
@@ -180,7 +187,7 @@ class ConfigReader:
     def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         if value is None:
             return self._nothing(key, expected)
-        return wrong(self.origin, key, value, expected)
+        return wrong(self.origin, key, value, expected, self.if_wrong)
 
     def _nothing(self, key: str, expected: str) -> CheckpointError:
         """Build the error for a setting that is missing, or null where that means nothing."""
@@ -188,8 +195,7 @@ class ConfigReader:
         usual = self._usual.values.get(key)
         if key not in self._values:
             return CheckpointError(
-                f"{self.origin}: {key} is missing, but must be {expected}; add it as its maker's "
-                "config.json has it"
+                f"{self.origin}: {key} is missing, but must be {expected}; {self.if_missing}"
             )
         advice = "replace it" if usual is None else f"remove it, which means {short(usual)}"
         return CheckpointError(f"{self.origin}: {key} is null, but must be {expected}; {advice}")
